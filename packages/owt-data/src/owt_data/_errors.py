@@ -1,0 +1,5 @@
+"""The one error that this package raises for bad input."""
+
+
+class DataError(ValueError):
+    """Something about the data is not as it must be. The message says what, and what to do."""

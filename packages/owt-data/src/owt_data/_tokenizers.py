@@ -1,0 +1,61 @@
+"""The tokenizers that token files are written with. Both are tiktoken encodings."""
+
+import hashlib
+
+import numpy as np
+import requests
+import tiktoken
+from numpy.typing import NDArray
+
+from owt_data._errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def load_tokenizer(name: str) -> tiktoken.Encoding:
+    """The tokenizer of that name.
+
+    `gpt2` is GPT-2's byte-pair encoding, 50 257 ids, whose two files tiktoken downloads on first use
+    (or finds in `TIKTOKEN_CACHE_DIR`). `bytes` is the 256 bytes and end-of-text, 257 ids, and needs
+    nothing.
+
+    Raises:
+        DataError: the name is unknown, or the download failed.
+
+    >>> load_tokenizer("bytes").encode_ordinary("Hi")
+    [72, 105]
+    """
+    if name == "bytes":
+        return tiktoken.Encoding(
+            "bytes",
+            pat_str=r"(?s:.+)",
+            mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={END_OF_TEXT: 256},
+        )
+    if name != "gpt2":
+        raise DataError(f"expected the tokenizer bytes or gpt2, got {name!r}")
+    try:
+        return tiktoken.get_encoding(name)
+    except requests.RequestException as error:
+        raise DataError(
+            f"the files of tokenizer {name!r} could not be downloaded ({type(error).__name__}): connect to the "
+            "network once, set TIKTOKEN_CACHE_DIR to a folder that has them, or use the tokenizer bytes"
+        ) from error
+
+
+def encode(tokenizer: tiktoken.Encoding, document: str) -> NDArray[np.uint16]:
+    """A document's tokens and the end-of-text token after it.
+
+    The text of a special token inside a document is ordinary text. Lets go of the interpreter lock.
+    """
+    tokens = tokenizer.encode_to_numpy(document, allowed_special=set(), disallowed_special=())
+    return np.append(tokens, tokenizer.eot_token).astype("<u2")
+
+
+def tokenizer_digest(tokenizer: tiktoken.Encoding) -> str:
+    """SHA-256 of the tokenizer's pieces in order of their ids: equal where two tokenizers encode alike."""
+    digest = hashlib.sha256()
+    for token in tokenizer.token_byte_values():
+        digest.update(len(token).to_bytes(4, "little") + token)
+    digest.update(tokenizer._pat_str.encode())
+    return digest.hexdigest()
