@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nnx_gpt2._numbers import flops_per_token, num_params, peak_flops_per_s
     from nnx_gpt2._optimizer import create_optimizer, learning_rate_schedule
     from nnx_gpt2._sharding import batch_sharding, make_mesh, put_batch, replicated
-    from nnx_gpt2._train import TrainState, create_train_state, make_eval_step, make_train_step, merge
+    from nnx_gpt2._train import TrainState, abstract_train_state, create_train_state, make_eval_step, make_train_step, merge
 
 _MODULE_OF = {
     "causal_attention": "_attention",
@@ -42,6 +42,7 @@ _MODULE_OF = {
     "put_batch": "_sharding",
     "replicated": "_sharding",
     "TrainState": "_train",
+    "abstract_train_state": "_train",
     "create_train_state": "_train",
     "make_eval_step": "_train",
     "make_train_step": "_train",
@@ -56,6 +57,7 @@ __all__ = [
     "GPT2Config",
     "OptimizerConfig",
     "TrainState",
+    "abstract_train_state",
     "batch_sharding",
     "causal_attention",
     "create_optimizer",

@@ -6,13 +6,14 @@ faster than module objects; `merge` gives the module back.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array, Float, Integer, PRNGKeyArray, PyTree
 
 from nnx_gpt2._config import GPT2Config
@@ -61,14 +62,26 @@ def create_train_state(
         key: decides the initial parameters; the same on every process.
         mesh: the devices; without one, the default device.
     """
-
-    def create(key: PRNGKeyArray) -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(GPT2(config, rngs=nnx.Rngs(key))))
-        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
-
+    create = partial(_create, config, optimizer)
     if mesh is None:
         return jax.jit(create)(key)
     return jax.jit(create, out_shardings=replicated(mesh))(key)
+
+
+def abstract_train_state(
+    config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> TrainState:
+    """The shapes, types and shardings of a state without its arrays: what a checkpoint is restored into."""
+    sharding = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else replicated(mesh)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0)),
+    )
+
+
+def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:
+    params = nnx.to_pure_dict(nnx.state(GPT2(config, rngs=nnx.Rngs(key))))
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
 
 
 def make_train_step(

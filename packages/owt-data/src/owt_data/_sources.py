@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-import requests
-from huggingface_hub.errors import HfHubHTTPError
+import pyarrow
+from huggingface_hub import HfApi
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import httpx
 
 from owt_data._errors import DataError
 
@@ -16,6 +19,7 @@ BUILTIN = "builtin"
 
 # `load_dataset("openwebtext")` named a script, which datasets no longer runs; the parquet files are here.
 _HUB_ALIASES = {"openwebtext": "Skylion007/openwebtext"}
+_HUB_TIMEOUT_S = 10
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -80,8 +84,7 @@ def load_documents(source: Source, *, text_column: str = "text") -> datasets.Dat
     if source.kind == "hub":
         documents = _load_hub(source.name)
     elif source.kind in (BUILTIN, "text"):
-        documents = datasets.Dataset.from_dict({"text": [_read_text(path, source.kind) for path in source.files]})
-        return documents
+        return datasets.Dataset.from_dict({"text": [_read_text(path, source.kind) for path in source.files]})
     else:
         documents = _load_files(source)
     if text_column not in documents.column_names:
@@ -117,23 +120,25 @@ def _read_text(path: Path, kind: str) -> str:
 
 
 def _load_files(source: Source) -> datasets.Dataset:
-    data_files = [os.fspath(path) for path in source.files]
+    data_files = [os.fspath(path) for path in source.files if path.stat().st_size]
+    if not data_files:
+        raise DataError(f"expected documents in {source.name}, which is empty: name a file that holds some")
     try:
         return datasets.load_dataset(source.kind, data_files=data_files, split="train")
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowInvalid) as error:
         raise DataError(f"expected {source.kind} rows in {source.name}, but {error.__cause__ or error}") from error
 
 
 def _load_hub(name: str) -> datasets.Dataset:
+    repository = _HUB_ALIASES.get(name, name)
     try:
-        return datasets.load_dataset(_HUB_ALIASES.get(name, name), split="train")
-    except (
-        datasets.exceptions.DatasetNotFoundError,
-        requests.RequestException,
-        HfHubHTTPError,
-        OSError,
-    ) as error:
+        if not HF_HUB_OFFLINE:
+            # One question first: load_dataset repeats its own for half a minute where there is no network.
+            HfApi().dataset_info(repository, timeout=_HUB_TIMEOUT_S)
+        return datasets.load_dataset(repository, split="train")
+    except (datasets.exceptions.DatasetNotFoundError, HFValidationError, httpx.HTTPError, OSError) as error:
         raise DataError(
             f"{name!r} is no file here, and as a dataset of the Hugging Face hub it could not be loaded "
-            f"({type(error).__name__}): check the name and the network"
+            f"({type(error).__name__}): check the name and the network, or set HF_HUB_OFFLINE=1 to use a copy "
+            "downloaded before"
         ) from error

@@ -1,0 +1,63 @@
+"""Run JAX training loops under Ray Train, on CPUs, GPUs or TPU slices.
+
+Names load on first use, so that naming hardware imports neither Ray nor jax.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from ray_jax_launch._errors import LaunchError, TrainingFailed
+from ray_jax_launch._hardware import Hardware, cpu, gpu, parse_hardware, tpu
+from ray_jax_launch._steps import latest_step
+
+if TYPE_CHECKING:
+    from ray_jax_launch._backend import DistributedConfig, backend_config, worker_environment
+    from ray_jax_launch._checkpoints import Checkpoints
+    from ray_jax_launch._cluster import auto, check_resources, connect
+    from ray_jax_launch._data import RankedDataConfig, RankedDataset
+    from ray_jax_launch._launch import launch, scaling_config
+
+_MODULE_OF = {
+    "DistributedConfig": "_backend",
+    "backend_config": "_backend",
+    "worker_environment": "_backend",
+    "Checkpoints": "_checkpoints",
+    "auto": "_cluster",
+    "check_resources": "_cluster",
+    "connect": "_cluster",
+    "RankedDataConfig": "_data",
+    "RankedDataset": "_data",
+    "launch": "_launch",
+    "scaling_config": "_launch",
+}
+
+__version__ = version("ray-jax-launch")
+
+__all__ = [
+    "Checkpoints",
+    "DistributedConfig",
+    "Hardware",
+    "LaunchError",
+    "RankedDataConfig",
+    "RankedDataset",
+    "TrainingFailed",
+    "auto",
+    "backend_config",
+    "check_resources",
+    "connect",
+    "cpu",
+    "gpu",
+    "latest_step",
+    "launch",
+    "parse_hardware",
+    "scaling_config",
+    "tpu",
+    "worker_environment",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'ray_jax_launch' has no attribute {name!r}")
+    return getattr(import_module(f"ray_jax_launch.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,156 @@
+"""The command line. Light to import: what takes seconds is imported by the command that needs it."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import get_args
+
+import tyro
+from rich.console import Console
+
+from pretrain._config import PresetName, PretrainConfig
+from pretrain._presets import PRESETS
+
+_FAILED, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
+
+_TRAIN_DESCRIPTION = """Pretrain GPT-2. With no argument: the quickstart, minutes on any machine.
+
+Commands: train (this one, the default), sample RUN, eval RUN; each has a --help of its own.
+
+The same command again continues a run that was interrupted. A preset fills in every option, and each can be
+changed by its name: --preset baby --data book.txt --train.max-steps 500."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the application with these arguments, or those of the process.
+
+    Returns:
+        The exit code: 0, 1 where training failed, 2 for bad input, 130 after an interrupt.
+    """
+    arguments = [*(sys.argv[1:] if args is None else args)]
+    command = _train
+    if arguments and arguments[0] in _COMMANDS:
+        command = _COMMANDS[arguments.pop(0)]
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        return command(arguments)
+    except ValueError as error:
+        if not _is_refusal(error):
+            raise
+        errors.print(f"error: {error}", markup=False)
+        return _BAD_INPUT
+    except KeyboardInterrupt:
+        errors.print("interrupted: the same command continues from the newest checkpoint")
+        return _INTERRUPTED
+
+
+def _is_refusal(error: ValueError) -> bool:
+    from owt_data import DataError
+    from ray_jax_launch import LaunchError
+
+    from pretrain._errors import UsageError
+
+    return isinstance(error, (DataError, LaunchError, UsageError))
+
+
+def _train(arguments: list[str]) -> int:
+    config = tyro.cli(
+        PretrainConfig,
+        prog="pretrain",
+        description=_TRAIN_DESCRIPTION,
+        args=arguments,
+        default=PRESETS[_named_preset(arguments)](),
+    )
+    vocab_size_given = any(argument.replace("_", "-").startswith("--model.vocab-size") for argument in arguments)
+    from ray_jax_launch import TrainingFailed
+
+    from pretrain._train import train
+
+    try:
+        train(config, Console(), vocab_size_given=vocab_size_given)
+    except TrainingFailed as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"{error.details}\nerror: {error}: the same command continues from the newest checkpoint", markup=False
+        )
+        return _FAILED
+    return 0
+
+
+def _named_preset(arguments: list[str]) -> PresetName:
+    """The preset, which has to be known before the options that it fills in can be read."""
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name = value if option == "--preset" else option.removeprefix("--preset=")
+        if name in get_args(PresetName) and option.startswith("--preset"):
+            return name
+    return "quickstart"  # tyro will say what is wrong with any other value
+
+
+def _sample(arguments: list[str]) -> int:
+    return tyro.cli(_sample_command, prog="pretrain sample", args=arguments)
+
+
+def _sample_command(
+    run: tyro.conf.Positional[str],
+    *,
+    prompt: str = "\n",
+    max_new_tokens: int = 400,
+    temperature: float = 0.8,
+    top_k: int | None = 40,
+    seed: int = 0,
+    num_samples: int = 1,
+) -> int:
+    """Let a trained model write.
+
+    Args:
+        run: The run's folder, or its name in ./runs.
+        prompt: What the text begins with.
+        max_new_tokens: How many tokens to add.
+        temperature: Higher is bolder; 0 takes the likeliest token each time.
+        top_k: Draw among so many of the likeliest tokens; None draws among all.
+        seed: The same seed gives the same text.
+        num_samples: How many texts to write.
+    """
+    from pretrain._sample import sample
+
+    texts = sample(
+        run,
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        num_samples=num_samples,
+    )
+    console = Console(soft_wrap=True, highlight=False)
+    for number, text in enumerate(texts):
+        if number:
+            console.rule()
+        console.print(text, markup=False)
+    return 0
+
+
+def _eval(arguments: list[str]) -> int:
+    return tyro.cli(_eval_command, prog="pretrain eval", args=arguments)
+
+
+def _eval_command(
+    run: tyro.conf.Positional[str],
+    *,
+    data: str | None = None,
+    batch_size: int = 32,
+) -> int:
+    """Evaluate a trained model over all of its validation tokens and print the loss as JSON.
+
+    Args:
+        run: The run's folder, or its name in ./runs.
+        data: Token files to evaluate on instead of the run's own.
+        batch_size: Windows per step.
+    """
+    from pretrain._evaluate import evaluate
+
+    found = evaluate(run, data=data, batch_size=batch_size, console=Console(stderr=True))
+    print(json.dumps({"step": found.step, "val_loss": found.val_loss, "num_tokens": found.num_tokens}))
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "sample": _sample, "eval": _eval}

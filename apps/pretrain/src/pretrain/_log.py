@@ -1,0 +1,97 @@
+"""What rank 0 writes while it trains: metrics, TensorBoard, and when the workers started."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import jax
+from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
+from tensorboardX import SummaryWriter
+
+from pretrain._config import PretrainConfig
+from pretrain._metrics import Record, append_metrics, cut_metrics
+from pretrain._run import RunFolder
+
+
+class RunLog:
+    """The run folder's metrics, written by rank 0. On other ranks it does nothing."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._writes = jax.process_index() == 0
+        self._tensorboard: SummaryWriter | None = None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def begin(self, start: int) -> None:
+        """Start at a step: what was recorded from there on will be recorded anew."""
+        if not self._writes:
+            return
+        cut_metrics(self._folder.metrics, start - 1)
+        self._tensorboard = SummaryWriter(str(self._folder.tensorboard), purge_step=start, flush_secs=10)
+        with self._folder.starts.open("a") as file:
+            file.write(json.dumps({"step": start, "time_s": time.time(), "workers": jax.process_count()}) + "\n")
+
+    def write(self, record: Record) -> None:
+        """Record a step."""
+        if self._tensorboard is None:
+            return
+        append_metrics(self._folder.metrics, record)
+        for name, value in record.items():
+            if name != "step":
+                self._tensorboard.add_scalar(name, value, record["step"])
+
+
+class StepTimer:
+    """Turns a step's metrics into a record, with what the steps since the last record took."""
+
+    def __init__(self, config: PretrainConfig, mesh: jax.sharding.Mesh) -> None:
+        self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
+        self._tokens_per_step = config.train.global_batch_size * config.model.seq_len
+        peak = peak_flops_per_s(mesh.devices.flat[0])
+        flops_per_step = flops_per_token(config.model) * self._tokens_per_step
+        # Seconds that a step would take at the devices' peak; None where that is not known.
+        self._ideal_step_s = None if peak is None else flops_per_step / (peak * mesh.size)
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Measure from here, where `step` steps are done."""
+        self._step, self._since, self._data_wait_s = step, time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the time of the block as waiting for data."""
+        before = time.perf_counter()
+        yield
+        self._data_wait_s += time.perf_counter() - before
+
+    def record(self, step: int, metrics: dict[str, jax.Array]) -> Record:
+        """The record of a step, once its metrics are there; measures anew from now."""
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": float(metrics["loss"]),
+            "learning_rate": float(self._schedule(step - 1)),
+            "grad_norm": float(metrics["grad_norm"]),
+        }
+        num_steps = step - self._step
+        if num_steps:
+            step_s = (time.perf_counter() - self._since) / num_steps
+            record |= {
+                "tokens_per_s": self._tokens_per_step / step_s,
+                "step_s": step_s,
+                "data_wait_s": self._data_wait_s / num_steps,
+            }
+            if self._ideal_step_s is not None:
+                record["mfu"] = self._ideal_step_s / step_s
+        self.restart(step)
+        return record

@@ -1,0 +1,145 @@
+"""Named runs, whole. What each should reach is in its comment."""
+
+from collections.abc import Callable
+
+from nnx_gpt2 import GPT2Config, OptimizerConfig, gpt2, gpt2_large, gpt2_medium, gpt2_xl
+from owt_data import PrepareOptions
+
+from pretrain._config import PresetName, PretrainConfig, TrainConfig
+
+
+def quickstart() -> PretrainConfig:
+    """Minutes on a laptop: Python's own source, byte by byte, into text that looks like Python.
+
+    16 windows * 128 tokens = 2 048 tokens a step.
+    """
+    return PretrainConfig(
+        preset="quickstart",
+        data="builtin",
+        prompt="def ",
+        prepare=PrepareOptions(tokenizer="bytes"),
+        model=GPT2Config(vocab_size=257, seq_len=128, num_layers=4, num_heads=4, embed_dim=192),
+        train=TrainConfig(
+            global_batch_size=16,
+            max_steps=1000,
+            log_every=20,
+            eval_every=200,
+            eval_batches=10,
+            checkpoint_every=200,
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=50, beta2=0.99
+        ),
+    )
+
+
+def baby() -> PretrainConfig:
+    """nanoGPT's setting for a CPU: on tiny Shakespeare, a validation loss of about 1.88.
+
+    12 windows * 64 tokens = 768 tokens a step; 2 000 steps pass 1.5 times over its million bytes.
+    """
+    return PretrainConfig(
+        preset="baby",
+        prepare=PrepareOptions(tokenizer="bytes"),
+        model=GPT2Config(vocab_size=257, seq_len=64, num_layers=4, num_heads=4, embed_dim=128),
+        train=TrainConfig(
+            global_batch_size=12,
+            max_steps=2000,
+            log_every=20,
+            eval_every=250,
+            eval_batches=20,
+            checkpoint_every=250,
+            order="random",
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=100, beta2=0.99
+        ),
+    )
+
+
+def tutorial() -> PretrainConfig:
+    """The Ray tutorial's GPT-2 124M on OpenWebText.
+
+    32 windows * 1 024 tokens = 32 768 tokens a step; 10 000 steps see 328 million of its 9 billion.
+    """
+    return PretrainConfig(
+        preset="tutorial",
+        data="openwebtext",
+        prepare=PrepareOptions(tokenizer="gpt2"),
+        model=gpt2(dropout_rate=0.1, dtype="bfloat16"),
+        train=TrainConfig(
+            global_batch_size=32,
+            max_steps=10_000,
+            log_every=10,
+            eval_every=100,
+            eval_batches=20,
+            checkpoint_every=100,
+            order="random",
+        ),
+        optimizer=OptimizerConfig(learning_rate=5e-4, min_learning_rate=0.0, beta2=0.999),
+    )
+
+
+def _openwebtext(
+    preset: PresetName, model: GPT2Config, learning_rate: float, grad_accum_steps: int
+) -> PretrainConfig:
+    """nanoGPT's long run: 480 windows * 1 024 tokens = 491 520 tokens a step, 600 000 steps.
+
+    On 8 devices each has 60 windows a step, in `grad_accum_steps` parts.
+    """
+    return PretrainConfig(
+        preset=preset,
+        data="openwebtext",
+        prepare=PrepareOptions(tokenizer="gpt2"),
+        model=model,
+        train=TrainConfig(
+            global_batch_size=480,
+            max_steps=600_000,
+            log_every=10,
+            eval_every=1000,
+            eval_batches=4,
+            checkpoint_every=1000,
+            grad_accum_steps=grad_accum_steps,
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=learning_rate, min_learning_rate=learning_rate / 10, warmup_steps=2000, beta2=0.95
+        ),
+    )
+
+
+def gpt2_small() -> PretrainConfig:
+    """GPT-2 124M on OpenWebText; nanoGPT reports a validation loss of about 2.85.
+
+    60 windows per device in 5 parts of 12.
+    """
+    return _openwebtext("gpt2", gpt2(dtype="bfloat16"), 6e-4, grad_accum_steps=5)
+
+
+# The learning rates of the larger sizes are those of GPT-3's models of about their size:
+# Brown et al., 2020 (arXiv:2005.14165), table 2.1.
+
+
+def medium() -> PretrainConfig:
+    """GPT-2 355M on OpenWebText. 60 windows per device in 10 parts of 6."""
+    return _openwebtext("gpt2-medium", gpt2_medium(dtype="bfloat16"), 3e-4, grad_accum_steps=10)
+
+
+def large() -> PretrainConfig:
+    """GPT-2 774M on OpenWebText. 60 windows per device in 15 parts of 4."""
+    return _openwebtext("gpt2-large", gpt2_large(dtype="bfloat16"), 2.5e-4, grad_accum_steps=15)
+
+
+def xl() -> PretrainConfig:
+    """GPT-2 1.6B on OpenWebText. 60 windows per device in 30 parts of 2."""
+    return _openwebtext("gpt2-xl", gpt2_xl(dtype="bfloat16"), 2e-4, grad_accum_steps=30)
+
+
+PRESETS: dict[str, Callable[[], PretrainConfig]] = {
+    "quickstart": quickstart,
+    "baby": baby,
+    "tutorial": tutorial,
+    "gpt2": gpt2_small,
+    "gpt2-medium": medium,
+    "gpt2-large": large,
+    "gpt2-xl": xl,
+}

@@ -1,0 +1,173 @@
+"""The command `train`: from a configuration to a finished run."""
+
+import dataclasses
+import functools
+import json
+import os
+import time
+from typing import Any
+
+# Before Ray is imported: its uv hook would start every worker through `uv run` again.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+import ray_jax_launch
+from owt_data import TokenData, step_windows
+from ray.data import Dataset
+from ray_jax_launch import Hardware, LaunchError, latest_step, parse_hardware
+from rich.console import Console
+
+from pretrain._config import PretrainConfig
+from pretrain._data import data_label, load_tokens
+from pretrain._errors import UsageError
+from pretrain._progress import ProgressDisplay
+from pretrain._report import write_report
+from pretrain._run import RunFolder, check_same_run, claim, describe, write_json
+
+
+def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = False) -> None:
+    """Train a model, or continue a run that was interrupted.
+
+    Args:
+        config: what to do.
+        console: where progress and the result are shown.
+        vocab_size_given: the user set `model.vocab_size`; otherwise it follows the tokenizer.
+
+    Raises:
+        ValueError: a subclass that says what is wrong with the input.
+        TrainingFailed: workers failed too often.
+    """
+    began = time.monotonic()
+    if "://" in str(config.storage_path):
+        raise UsageError(f"expected a folder as --storage-path, got {config.storage_path}: name a shared folder")
+    hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
+    if hardware is not None:
+        check_batch(config, hardware)
+    name = config.name or f"{config.preset}-{data_label(config.data)}"
+    with claim(config.storage_path.expanduser().absolute() / name) as folder:
+        data = load_tokens(config, console)
+        config = _fit_vocabulary(config, data, vocab_size_given)
+        identity = {
+            "train": str(data.train.path),
+            "val": str(data.val.path),
+            "tokenizer": data.tokenizer,
+            "fingerprint": data.fingerprint,
+        }
+        stored = json.loads(folder.config.read_text()) if folder.config.exists() else None
+        if stored is not None:
+            check_same_run(stored, describe(config, identity, ""), folder.path)
+        if folder.result.exists():
+            _say_finished(folder, console)
+            return
+        console.print("starting Ray", highlight=False)
+        ray_jax_launch.connect(hardware)
+        if hardware is None:
+            hardware = ray_jax_launch.auto()
+            check_batch(config, hardware)
+        ray_jax_launch.check_resources(hardware)
+        if stored is None:
+            write_json(folder.config, describe(config, identity, str(hardware)))
+        _introduce(config, data, hardware, folder, console)
+        with ProgressDisplay(folder, config.train.max_steps, console):
+            result = ray_jax_launch.launch(
+                _worker,
+                {"config": config, "data": data, "folder": folder},
+                hardware=hardware,
+                run_dir=folder.path,
+                datasets={"train": functools.partial(_train_windows, config, data, folder)},
+                max_failures=config.train.max_failures,
+            )
+        folder.sample.write_text(str(result.return_value))
+        write_report(folder, wall_s=time.monotonic() - began)
+        _say_done(folder, console)
+
+
+def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
+    """Refuse a batch that does not divide over the devices.
+
+    Raises:
+        LaunchError: it does not.
+    """
+    batch_size, parts = config.train.global_batch_size, config.train.grad_accum_steps
+    if batch_size % (hardware.num_devices * parts):
+        accumulated = f" in {parts} parts each" if parts > 1 else ""
+        raise LaunchError(
+            f"expected a train.global_batch_size that the {hardware.num_devices} devices of {hardware} divide"
+            f"{accumulated}, got {batch_size}: change it, train.grad_accum_steps or --hardware"
+        )
+
+
+def _fit_vocabulary(config: PretrainConfig, data: TokenData, given: bool) -> PretrainConfig:
+    """Give the model the tokenizer's vocabulary, unless the user asked for a larger one."""
+    if given and config.model.vocab_size < data.vocab_size:
+        raise UsageError(
+            f"expected a model.vocab_size of at least {data.vocab_size}, which the tokenizer {data.tokenizer} has, got "
+            f"{config.model.vocab_size}: leave it out to take the tokenizer's"
+        )
+    if given or config.model.vocab_size == data.vocab_size:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=data.vocab_size))
+
+
+def _train_windows(config: PretrainConfig, data: TokenData, folder: RunFolder, rank: int, world_size: int) -> Dataset:
+    """A worker's share of the steps that are still to be made."""
+    return step_windows(
+        data.train,
+        seq_len=config.model.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        rank=rank,
+        world_size=world_size,
+        start_step=latest_step(folder.checkpoints) or 0,
+        stop_step=config.train.max_steps,
+        order=config.train.order,
+        seed=config.seed,
+    )
+
+
+def _worker(arguments: dict[str, Any]) -> str:
+    """What each worker runs."""
+    # Imported here, in the worker: on a TPU host a driver that touched jax would lock the chips.
+    from pretrain._loop import run
+
+    return run(**arguments)
+
+
+def _introduce(
+    config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console
+) -> None:
+    model = config.model
+    start = latest_step(folder.checkpoints)
+    doing = "training" if start is None else f"continuing from step {start}:"
+    console.print(
+        f"{doing} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"
+        f"{len(data.train):,} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})\n"
+        f"run folder: {folder.path}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _say_done(folder: RunFolder, console: Console) -> None:
+    result = json.loads(folder.result.read_text())
+    console.rule("sample")
+    console.print(folder.sample.read_text(), markup=False, highlight=False)
+    console.rule()
+    console.print(
+        f"done: {result['steps']} steps, validation loss {result['metrics']['val_loss']:.4f}, {result['wall_s']:.0f} s\n"
+        f"run folder: {folder.path}\n"
+        f"more text: pretrain sample {folder.path}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _say_finished(folder: RunFolder, console: Console) -> None:
+    result = json.loads(folder.result.read_text())
+    console.print(
+        f"the run in {folder.path} is finished: {result['steps']} steps, validation loss "
+        f"{result['metrics']['val_loss']:.4f}; choose another --name for a new one",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )

@@ -1,0 +1,58 @@
+"""A model out of a run's newest checkpoint, on this process's own devices."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nnx_gpt2 import GPT2, GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, merge
+from ray_jax_launch import Checkpoints, latest_step
+
+from pretrain._errors import UsageError
+from pretrain._run import RunFolder
+
+DEFAULT_STORAGE = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedModel:
+    """A model and where it comes from."""
+
+    folder: RunFolder
+    """Its run."""
+
+    description: dict[str, Any]
+    """The run's `config.json`."""
+
+    step: int
+    """Updates that the model has seen."""
+
+    model: GPT2
+    """The model."""
+
+
+def load_trained(name: str) -> TrainedModel:
+    """Load the newest checkpoint of a run.
+
+    Args:
+        name: the run's folder, or its name in `runs`.
+
+    Raises:
+        UsageError: there is no such run, or it has no checkpoint yet.
+    """
+    candidates = [RunFolder(Path(name).expanduser().absolute()), RunFolder((DEFAULT_STORAGE / name).absolute())]
+    folder = next((candidate for candidate in candidates if candidate.config.exists()), None)
+    if folder is None:
+        raise UsageError(f"expected the folder of a run, or the name of one in {DEFAULT_STORAGE}, got {name}")
+    step = latest_step(folder.checkpoints)
+    if step is None:
+        raise UsageError(f"expected a checkpoint in {folder.path}, which has none yet: train it further")
+    description = json.loads(folder.config.read_text())
+    config = GPT2Config(**description["config"]["model"])
+    optimizer = create_optimizer(
+        OptimizerConfig(**description["config"]["optimizer"]), description["config"]["train"]["max_steps"]
+    )
+    like = abstract_train_state(config, optimizer).params
+    with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
+        params = checkpoints.restore(step, {"params": like})["params"]
+    return TrainedModel(folder=folder, description=description, step=step, model=merge(config, params))

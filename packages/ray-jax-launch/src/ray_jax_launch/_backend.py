@@ -1,0 +1,74 @@
+"""How the workers' jax processes find each other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.train._internal.utils import get_address_and_port
+from ray.train.backend import Backend
+from ray.train.v2.jax.config import JaxConfig
+
+from ray_jax_launch._hardware import Hardware
+
+_SHUTDOWN_TIMEOUT_S = 30
+
+
+@dataclass
+class DistributedConfig(JaxConfig):
+    """Joins the workers by `jax.distributed` on CPUs and GPUs alike.
+
+    Ray 2.60's own backend (`ray/train/v2/jax/config.py`) leaves CPU workers unjoined, and on GPUs sets
+    `CUDA_VISIBLE_DEVICES` to `range(GPUs per worker)`, so that several workers on a node would all take
+    GPU 0. This one keeps the devices that Ray assigned to each worker.
+    """
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What Ray Train starts in the workers."""
+        return _DistributedBackend
+
+
+class _DistributedBackend(Backend):
+    def on_start(self, worker_group: Any, backend_config: JaxConfig) -> None:
+        num_workers = len(worker_group)
+        if num_workers == 1:
+            return
+        address, port = worker_group.execute_single(0, get_address_and_port)
+        ray.get(
+            [
+                worker_group.execute_single_async(rank, _initialize, f"{address}:{port}", num_workers, rank)
+                for rank in range(num_workers)
+            ]
+        )
+
+    def on_shutdown(self, worker_group: Any, backend_config: JaxConfig) -> None:
+        if len(worker_group) > 1:
+            ray.wait(worker_group.execute_async(_shutdown), timeout=_SHUTDOWN_TIMEOUT_S)
+
+
+def _initialize(coordinator: str, num_processes: int, process_id: int) -> None:
+    import jax  # on TPUs a driver that imports jax would lock the chips: workers alone do
+
+    jax.distributed.initialize(coordinator, num_processes, process_id)
+
+
+def _shutdown() -> None:
+    import jax  # see _initialize
+
+    jax.distributed.shutdown()
+
+
+def backend_config(hardware: Hardware) -> JaxConfig:
+    """The backend for this hardware. TPUs keep Ray's own, which knows their slices."""
+    return JaxConfig(use_tpu=True) if hardware.kind == "tpu" else DistributedConfig()
+
+
+def worker_environment(hardware: Hardware) -> dict[str, str]:
+    """Environment variables for the workers, which must be there before they import jax."""
+    if hardware.kind == "cpu":
+        return {"JAX_PLATFORMS": "cpu"}
+    if hardware.kind == "tpu":
+        return {"JAX_PLATFORMS": "tpu"}
+    # jax brings CUDA's libraries with it; a path to others would make it load those first.
+    return {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": ""}
+

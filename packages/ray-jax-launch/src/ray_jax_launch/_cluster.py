@@ -1,0 +1,84 @@
+"""Finding or starting the Ray cluster, and what it has."""
+
+import logging
+import os
+
+import ray
+
+from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
+
+# CPUs that Ray Data gets beside the workers' own. Train reserves its CPUs first, and with none left
+# over Data would wait for ever.
+_DATA_CPUS = 2
+
+
+def connect(hardware: Hardware | None = None) -> None:
+    """Connect to the cluster that `RAY_ADDRESS` names, or start one on this machine.
+
+    The started one counts CPUs logically: enough for the workers asked for and for Ray Data, however
+    few the machine has.
+
+    Args:
+        hardware: what will be launched; None where that is still to be found out.
+
+    Raises:
+        LaunchError: the cluster does not answer.
+    """
+    if ray.is_initialized():
+        return
+    # Ray's own hook would start every worker through `uv run` again, with the working folder packed up.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        try:
+            ray.init(address=address, **quiet)
+        except ConnectionError as error:
+            raise LaunchError(
+                f"expected a Ray cluster at {address} (RAY_ADDRESS), but it does not answer: start it, or unset "
+                "RAY_ADDRESS to run on this machine alone"
+            ) from error
+        return
+    workers = hardware.num_workers if hardware is not None else 1
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, workers + _DATA_CPUS),
+        include_dashboard=False,
+        **quiet,
+    )
+
+
+def auto() -> Hardware:
+    """The best that the connected cluster has: a TPU slice, else all GPUs, else one CPU worker.
+
+    One worker takes all the GPUs of a node, if the nodes have equally many; else each GPU has a worker.
+    A TPU slice is found by the labels that its nodes carry.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    for node in nodes:
+        labels = node.get("Labels", {})
+        if "TPU" in node["Resources"] and "ray.io/tpu-topology" in labels:
+            pod_type = labels["ray.io/tpu-pod-type"].split("-")[0]
+            return tpu(pod_type, labels["ray.io/tpu-topology"])
+    gpus = [int(node["Resources"]["GPU"]) for node in nodes if node["Resources"].get("GPU", 0) >= 1]
+    if gpus:
+        return gpu(len(gpus), gpus[0]) if len(set(gpus)) == 1 else gpu(sum(gpus))
+    return cpu(1)
+
+
+def check_resources(hardware: Hardware) -> None:
+    """Compare what is asked for with what the connected cluster has in all.
+
+    Raises:
+        LaunchError: it has too little; the message has both numbers.
+    """
+    resource = hardware.kind.upper()
+    available = int(ray.cluster_resources().get(resource, 0))
+    needed = hardware.num_devices
+    if available < needed:
+        raise LaunchError(
+            f"expected {needed} {resource}s in the Ray cluster, as {hardware} needs, found {available}: ask for fewer, "
+            "or set RAY_ADDRESS to a cluster that has them"
+        )

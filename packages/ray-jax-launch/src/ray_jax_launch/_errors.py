@@ -1,0 +1,19 @@
+"""The errors of this package that a caller can catch."""
+
+
+class LaunchError(ValueError):
+    """What was asked for cannot be run. The message says what was expected, what came, and what to do."""
+
+
+class TrainingFailed(RuntimeError):
+    """A worker failed more often than it may.
+
+    Attributes:
+        rank: the first worker that failed, or None where the launch itself did.
+        details: that worker's traceback.
+    """
+
+    def __init__(self, message: str, *, rank: int | None, details: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.details = details

@@ -1,0 +1,109 @@
+"""Running a training loop on all workers, until it ends or fails too often."""
+
+import functools
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train.v2.api.config import LoggingConfig
+from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+from ray.train.v2.jax import JaxTrainer
+
+from ray_jax_launch._backend import backend_config, worker_environment
+from ray_jax_launch._cluster import check_resources, connect
+from ray_jax_launch._data import RankedDataConfig, RankedDataset
+from ray_jax_launch._errors import TrainingFailed
+from ray_jax_launch._hardware import Hardware
+
+# Starts that fail before any worker runs, for instance because a node went away. Ray would retry for ever.
+_MAX_CONTROLLER_FAILURES = 3
+
+
+def scaling_config(hardware: Hardware) -> ScalingConfig:
+    """Ray Train's form of the hardware."""
+    if hardware.kind == "gpu":
+        return ScalingConfig(
+            num_workers=hardware.num_workers,
+            use_gpu=True,
+            resources_per_worker={"CPU": 1, "GPU": hardware.devices_per_worker},
+        )
+    if hardware.kind == "tpu":
+        return ScalingConfig(
+            num_workers=hardware.num_workers,
+            use_tpu=True,
+            accelerator_type=hardware.accelerator_type,
+            topology=hardware.topology,
+        )
+    return ScalingConfig(num_workers=hardware.num_workers, resources_per_worker={"CPU": 1})
+
+
+def launch(
+    train_loop: Callable[[dict[str, Any]], Any],
+    config: dict[str, Any],
+    *,
+    hardware: Hardware,
+    run_dir: Path,
+    datasets: Mapping[str, RankedDataset] | None = None,
+    max_failures: int = 3,
+) -> Result:
+    """Run `train_loop(config)` on every worker under Ray Train and wait for its end.
+
+    When a worker fails, the whole group is started again in new processes, at most `max_failures`
+    times; the loop is expected to go on from its newest checkpoint (see `Checkpoints`).
+
+    Args:
+        train_loop: runs in each worker, where `ray.train`'s functions are at hand and, with several
+            workers, `jax.distributed` is initialised. What rank 0 returns is the result's
+            `return_value`.
+        config: handed to the loop. Must not make workers import jax when it is unpickled.
+        hardware: see `parse_hardware`.
+        run_dir: folder of the run, on storage that all nodes share. Ray keeps its own state in
+            `.ray` there.
+        datasets: for each name that `ray.train.get_dataset_shard` knows in the loop, what makes a
+            rank's dataset. It is called again each time the group starts.
+        max_failures: how many failures of the group to recover from.
+
+    Raises:
+        LaunchError: the cluster has too little, or does not answer.
+        TrainingFailed: a worker failed once more than `max_failures`.
+    """
+    connect(hardware)
+    check_resources(hardware)
+    trainer = JaxTrainer(
+        train_loop,
+        train_loop_config=config,
+        jax_config=backend_config(hardware),
+        scaling_config=scaling_config(hardware),
+        dataset_config=RankedDataConfig(),
+        # Ray calls a callable dataset at each start of the group; what this one returns is again a
+        # callable, which RankedDataConfig calls with the ranks.
+        datasets={name: functools.partial(_identity, make) for name, make in (datasets or {}).items()},
+        run_config=RunConfig(
+            # A name of its own per launch: Ray then never resumes from its own snapshot, which is not
+            # written atomically and stops the start when it names a checkpoint that is gone. The
+            # checkpoints in the run's folder are the one record of how far it came.
+            name=datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ"),
+            storage_path=str(run_dir.absolute() / ".ray"),
+            failure_config=FailureConfig(
+                max_failures=max_failures, controller_failure_limit=_MAX_CONTROLLER_FAILURES
+            ),
+            worker_runtime_env={"env_vars": worker_environment(hardware)},
+            logging_config=LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    try:
+        return trainer.fit()
+    except WorkerGroupError as error:
+        rank, failure = min(error.worker_failures.items())
+        raise TrainingFailed(f"worker {rank} of {hardware} failed", rank=rank, details=str(failure)) from error
+    except TrainingFailedError as error:
+        raise TrainingFailed(f"{hardware} could not be started", rank=None, details=str(error)) from error
+
+
+def _identity(make: RankedDataset) -> RankedDataset:
+    return make
+
+
