@@ -1,11 +1,12 @@
 """Sampling from the model."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from nnx_gpt2._model import GPT2
 
@@ -64,8 +65,8 @@ def generate(
 
 @partial(jax.jit, static_argnames=("graphdef", "max_new_tokens", "greedy", "top_k"))
 def _generate(
-    graphdef: nnx.GraphDef[GPT2],
-    state: nnx.State,
+    graphdef: Any,
+    state: PyTree[Array],
     prompt: Int[Array, "B P"],
     key: PRNGKeyArray,
     temperature: Float[Array, ""],

@@ -2,17 +2,17 @@
 
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from nnx_gpt2._model import GPT2
 
 
 def window_losses(
-    model: GPT2, windows: Int[Array, "B T+1"], *, dropout_key: PRNGKeyArray | None = None
+    model: GPT2, windows: Integer[Array, "B W"], *, dropout_key: PRNGKeyArray | None = None
 ) -> Float[Array, "B"]:
     """Mean cross-entropy of each window, in nats per token.
 
-    A window of T + 1 tokens holds T predictions: of each token from those before it.
+    A window of W = T + 1 tokens holds T predictions: of each token from those before it.
 
     Args:
         model: the model.

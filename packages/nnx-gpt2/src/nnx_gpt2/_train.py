@@ -29,7 +29,7 @@ Params = PyTree[Array]
 class TrainState:
     """All that training carries from one step to the next."""
 
-    step: jax.Array
+    step: Any
     """Number of updates made so far, int32."""
 
     params: Any
@@ -89,7 +89,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     grad_accum_steps: int = 1,
-) -> Callable[[TrainState, Integer[Array, "B T+1"], PRNGKeyArray], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, Integer[Array, "B W"], PRNGKeyArray], tuple[TrainState, dict[str, jax.Array]]]:
     """Compile one update: `step(state, windows, key) -> (state, metrics)`.
 
     The state that goes in is donated: its buffers become those of the state that comes out. The step's
@@ -105,11 +105,11 @@ def make_train_step(
     """
     graphdef = _graphdef(config)
 
-    def loss_fn(params: Params, windows: Integer[Array, "b T+1"], key: PRNGKeyArray) -> Float[Array, ""]:
+    def loss_fn(params: Params, windows: Integer[Array, "b W"], key: PRNGKeyArray) -> Float[Array, ""]:
         dropout_key = key if config.dropout_rate > 0 else None
         return window_losses(nnx.merge(graphdef, params), windows, dropout_key=dropout_key).mean()
 
-    def accumulated(params: Params, windows: Integer[Array, "B T+1"], key: PRNGKeyArray) -> tuple[jax.Array, Params]:
+    def accumulated(params: Params, windows: Integer[Array, "B W"], key: PRNGKeyArray) -> tuple[jax.Array, Params]:
         if grad_accum_steps == 1:
             return jax.value_and_grad(loss_fn)(params, windows, key)
         # Part i takes every k-th row: each device then keeps its own rows, and nothing moves.
@@ -123,12 +123,12 @@ def make_train_step(
         return jax.tree.map(lambda x: x / grad_accum_steps, total)
 
     def train_step(
-        state: TrainState, windows: Integer[Array, "B T+1"], key: PRNGKeyArray
+        state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         loss, grads = accumulated(state.params, windows, jax.random.fold_in(key, state.step))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return jax.jit(train_step, donate_argnums=0)
@@ -136,14 +136,14 @@ def make_train_step(
 
 def make_eval_step(
     config: GPT2Config, mesh: Mesh | None = None
-) -> Callable[[Params, Integer[Array, "B T+1"]], Float[Array, "B"]]:
+) -> Callable[[Params, Integer[Array, "B W"]], Float[Array, "B"]]:
     """Compile `step(params, windows) -> losses`: each window's mean loss, without dropout.
 
     With a mesh, every process gets the losses of the whole global batch.
     """
     graphdef = _graphdef(config)
 
-    def eval_step(params: Params, windows: Integer[Array, "B T+1"]) -> Float[Array, "B"]:
+    def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B"]:
         return window_losses(nnx.merge(graphdef, params), windows)
 
     return jax.jit(eval_step) if mesh is None else jax.jit(eval_step, out_shardings=replicated(mesh))

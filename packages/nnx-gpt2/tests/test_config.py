@@ -1,0 +1,46 @@
+import re
+
+import pytest
+
+from nnx_gpt2 import GPT2Config, OptimizerConfig, gpt2_xl
+
+
+def test_vocabulary_is_padded_to_a_multiple_of_128():
+    assert GPT2Config().padded_vocab_size == 50304
+    assert GPT2Config(vocab_size=256).padded_vocab_size == 256
+    assert GPT2Config(vocab_size=257).padded_vocab_size == 384
+
+
+def test_presets_take_changes():
+    config = gpt2_xl(dropout_rate=0.1, dtype="bfloat16")
+    assert (config.num_layers, config.num_heads, config.embed_dim, config.head_dim) == (48, 25, 1600, 64)
+    assert (config.dropout_rate, config.dtype) == (0.1, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 0}, "model.num_layers must be at least 1, got 0"),
+        ({"num_heads": 5}, "model.embed_dim must be a multiple of model.num_heads, got 768 and 5"),
+        ({"dropout_rate": 1.0}, "model.dropout_rate must be in [0, 1), got 1.0"),
+        ({"dtype": "float16"}, "model.dtype must be bfloat16 or float32, got 'float16'"),
+    ],
+)
+def test_bad_model_fields_are_named(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GPT2Config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "sgd"}, "optimizer.name must be adamw, got 'sgd'"),
+        ({"learning_rate": float("nan")}, "optimizer.learning_rate must be positive, got nan"),
+        ({"min_learning_rate": 1.0}, "must lie between 0 and optimizer.learning_rate (0.0006), got 1.0"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps must not be negative, got -1"),
+        ({"beta2": 1.0}, "optimizer.beta2 must be in [0, 1), got 1.0"),
+    ],
+)
+def test_bad_optimizer_fields_are_named(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OptimizerConfig(**fields)

@@ -1,0 +1,22 @@
+import jax
+import pytest
+
+from nnx_gpt2 import flops_per_token, gpt2, gpt2_large, gpt2_medium, gpt2_xl, num_params, peak_flops_per_s
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [(gpt2(), 124_439_808), (gpt2_medium(), 354_823_168), (gpt2_large(), 774_030_080), (gpt2_xl(), 1_557_611_200)],
+)
+def test_parameter_counts_are_the_published_ones(config, published):
+    assert num_params(config) == published
+
+
+def test_flops_per_token():
+    # 6 * (124 439 808 - 1024 * 768), and 12 * 12 * 768 * 1024 for attention
+    assert flops_per_token(gpt2(), attention=False) == 741_920_256
+    assert flops_per_token(gpt2()) == 855_166_464
+
+
+def test_an_unknown_device_has_no_peak():
+    assert peak_flops_per_s(jax.devices("cpu")[0]) is None

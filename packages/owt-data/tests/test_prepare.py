@@ -1,0 +1,186 @@
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import datasets
+import numpy as np
+import pytest
+
+from owt_data import DataError, PrepareOptions, load_tokenizer, prepare, read_manifest, verify
+
+BYTES = PrepareOptions(tokenizer="bytes")
+
+
+def read(path):
+    return np.fromfile(path, dtype="<u2")
+
+
+def plain_script(documents, tokenizer, folder):
+    """The reference, written plainly: split, encode each document, append end-of-text, concatenate."""
+    parts = documents.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    folder.mkdir()
+    for name, part in (("train.bin", parts["train"]), ("val.bin", parts["test"])):
+        tokens = []
+        for text in part["text"]:
+            tokens += [*tokenizer.encode_ordinary(text), tokenizer.eot_token]
+        np.array(tokens, dtype=np.uint16).tofile(folder / name)
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_token_files_are_those_of_a_plain_script(name, articles, tmp_path, request):
+    tokenizer = request.getfixturevalue("gpt2") if name == "gpt2" else load_tokenizer(name)
+    documents = datasets.load_dataset("json", data_files=str(articles), split="train")
+    plain_script(documents, tokenizer, tmp_path / "plain")
+    manifest = prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer=name))
+    for file in ("train.bin", "val.bin"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+        data = (tmp_path / "plain" / file).read_bytes()
+        assert manifest.files[file].num_tokens == len(data) // 2
+        assert manifest.files[file].sha256 == hashlib.sha256(data).hexdigest()
+    assert manifest.files["train.bin"].num_documents + manifest.files["val.bin"].num_documents == 300
+    assert read_manifest(tmp_path / "out") == manifest
+    assert verify(tmp_path / "out") == []
+
+
+def test_parquet_and_folders_of_files_hold_the_same_documents(articles, tmp_path):
+    documents = datasets.load_dataset("json", data_files=str(articles), split="train")
+    documents.rename_column("text", "body").to_parquet(tmp_path / "articles.parquet")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    lines = articles.read_text().splitlines(keepends=True)
+    (folder / "a.jsonl").write_text("".join(lines[:100]))
+    (folder / "b.jsonl").write_text("".join(lines[100:]))
+    prepare(str(articles), tmp_path / "one", BYTES)
+    prepare(str(folder), tmp_path / "two", BYTES)
+    prepare(
+        str(tmp_path / "articles.parquet"), tmp_path / "three", PrepareOptions(tokenizer="bytes", text_column="body")
+    )
+    for file in ("train.bin", "val.bin"):
+        data = {(tmp_path / name / file).read_bytes() for name in ("one", "two", "three")}
+        assert len(data) == 1
+
+
+def test_one_document_is_split_by_position(tmp_path):
+    (tmp_path / "book.txt").write_text("abcdefghi" * 11)
+    manifest = prepare(str(tmp_path / "book.txt"), tmp_path / "out", BYTES)
+    assert read(tmp_path / "out/train.bin").tobytes() == np.frombuffer(b"abcdefghi" * 10, np.uint8).astype("<u2").tobytes()
+    assert read(tmp_path / "out/val.bin").tolist() == [*b"abcdefghi", 256]
+    assert [manifest.files[name].num_tokens for name in ("train.bin", "val.bin")] == [90, 10]
+    assert verify(tmp_path / "out") == []
+
+
+def test_many_documents_can_be_split_by_position(articles, tmp_path):
+    options = PrepareOptions(tokenizer="bytes", split="position", val_fraction=0.25)
+    manifest = prepare(str(articles), tmp_path / "out", options)
+    train, val = read(tmp_path / "out/train.bin"), read(tmp_path / "out/val.bin")
+    assert len(val) == pytest.approx(0.25 * (len(train) + len(val)), abs=1)
+    ends = np.flatnonzero(np.concatenate([train, val]) == 256) + 1
+    assert len(ends) == 300
+    assert manifest.files["train.bin"].num_documents == (ends < len(train)).sum() + 1
+    assert manifest.files["val.bin"].num_documents == (ends > len(train)).sum()
+
+
+def test_the_builtin_corpus_is_pythons_source(tmp_path):
+    manifest = prepare("builtin", tmp_path / "out", BYTES)
+    assert manifest.files["train.bin"].num_documents > 300
+    assert manifest.files["val.bin"].num_tokens > 50_000
+    assert b"def __init__(self" in read(tmp_path / "out/train.bin").astype(np.uint8).tobytes()
+
+
+def test_the_same_again_is_left_alone_and_another_is_refused(articles, tmp_path):
+    first = prepare(str(articles), tmp_path / "out", BYTES)
+    before = os.stat(tmp_path / "out/train.bin").st_mtime_ns
+    assert prepare(str(articles), tmp_path / "out", BYTES) == first
+    assert os.stat(tmp_path / "out/train.bin").st_mtime_ns == before
+    with pytest.raises(DataError, match="but it was prepared from .* with .*'split_seed': 2357"):
+        prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", split_seed=1))
+
+
+def test_progress_counts_documents_and_tokens(articles, tmp_path):
+    calls = []
+    manifest = prepare(str(articles), tmp_path / "out", BYTES, progress=lambda *call: calls.append(call))
+    assert calls[-1] == (300, 300, sum(record.num_tokens for record in manifest.files.values()))
+
+
+def test_a_killed_prepare_leaves_nothing_under_the_final_name(tmp_path):
+    source, out = tmp_path / "big.jsonl", tmp_path / "out"
+    source.write_text((json.dumps({"text": "word " * 2000}) + "\n") * 3000)
+    code = "import sys; from owt_data._cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "prepare", str(source), str(out), "--tokenizer", "bytes"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    staging = tmp_path / ".out.partial"
+    deadline = time.monotonic() + 60
+    while not (staging / "train.bin").exists() or (staging / "train.bin").stat().st_size == 0:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    assert verify(out) == []
+    assert sum(record.num_tokens for record in read_manifest(out).files.values()) == 3000 * 10_001
+    assert not staging.exists()
+
+
+def test_two_prepares_into_one_folder_are_refused(articles, tmp_path):
+    staging = tmp_path / ".out.partial"
+    staging.mkdir()
+    holder = os.open(staging, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match="another process is preparing into"):
+        prepare(str(articles), tmp_path / "out", BYTES)
+    os.close(holder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", "", "expected documents in .*, which is empty"),
+        ("other.jsonl", '{"body": "x"}\n', r"expected a text column 'text' in .*, found \['body'\]"),
+        ("torn.jsonl", '{"text": "x"\n{"text": "y"}\n', "expected json rows in"),
+        ("fake.parquet", "no parquet", "expected parquet rows in"),
+        ("latin.txt", b"caf\xe9", "expected UTF-8 text in .*, found another byte at 3"),
+        ("one.jsonl", '{"text": "x"}\n', "expected two documents or more"),
+        ("notes.doc", "x", "expected a .txt, .jsonl or .parquet file"),
+    ],
+)
+def test_sources_that_cannot_be_read_are_refused(name, content, message, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    options = PrepareOptions(tokenizer="bytes", split="documents")
+    with pytest.raises(DataError, match=message):
+        prepare(str(path), tmp_path / "out", options)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [name]
+
+
+def test_paths_that_do_not_exist_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere.txt does not exist: check the path"):
+        prepare(str(tmp_path / "nowhere.txt"), tmp_path / "out", BYTES)
+
+
+def test_a_folder_of_other_files_is_refused_and_left_alone(articles, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+    with pytest.raises(DataError, match="to be empty or missing, but it holds other files"):
+        prepare(str(articles), out, BYTES)
+    assert [entry.name for entry in out.iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(articles, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="the token files could not be written to .*: Not a directory"):
+        prepare(str(articles), tmp_path / "file" / "out", BYTES)
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(DataError, match=r"expected a val_fraction between 0 and 1, got 1.5"):
+        PrepareOptions(val_fraction=1.5)
+    with pytest.raises(DataError, match="expected a split_seed of at least 0, got -1"):
+        PrepareOptions(split_seed=-1)
