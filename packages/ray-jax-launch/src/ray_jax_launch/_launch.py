@@ -1,9 +1,12 @@
 """Running a training loop on all workers, until it ends or fails too often."""
 
+import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -73,7 +76,7 @@ def launch(
     connect(hardware)
     check_resources(hardware)
     trainer = JaxTrainer(
-        train_loop,
+        functools.partial(_run_loop, train_loop),
         train_loop_config=config,
         jax_config=backend_config(hardware),
         scaling_config=scaling_config(hardware),
@@ -98,9 +101,24 @@ def launch(
         return trainer.fit()
     except WorkerGroupError as error:
         rank, failure = min(error.worker_failures.items())
-        raise TrainingFailed(f"worker {rank} of {hardware} failed", rank=rank, details=str(failure)) from error
+        details = "".join(getattr(failure, "__notes__", [])) or str(failure)
+        raise TrainingFailed(f"worker {rank} of {hardware} failed", rank=rank, details=details.strip()) from error
     except TrainingFailedError as error:
         raise TrainingFailed(f"{hardware} could not be started", rank=None, details=str(error)) from error
+
+
+def _run_loop(train_loop: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Any:
+    """Run the loop in a worker. An exception takes its traceback along, which is lost on the way otherwise."""
+    with contextlib.ExitStack() as stack:
+        stack.push(_note_traceback)
+        return train_loop(config)
+
+
+def _note_traceback(
+    exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+) -> None:
+    if exc is not None:
+        exc.add_note("".join(traceback.format_exception(exc)))
 
 
 def _identity(make: RankedDataset) -> RankedDataset:

@@ -1,0 +1,15 @@
+import subprocess
+import sys
+
+import pretrain
+
+
+def test_public_names_are_sorted_and_load():
+    assert pretrain.__all__ == ["PRESETS", "PretrainConfig", "TrainConfig", "main"]
+    for name in pretrain.__all__:
+        assert getattr(pretrain, name) is not None
+
+
+def test_importing_it_imports_nothing_heavy():
+    code = "import sys, pretrain; sys.exit(bool({'jax', 'ray', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,46 @@
+import pytest
+from nnx_gpt2 import num_params
+
+from pretrain import PRESETS
+
+
+def test_every_preset_knows_its_name():
+    assert list(PRESETS) == ["quickstart", "baby", "tutorial", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+    assert all(make().preset == name for name, make in PRESETS.items())
+
+
+def test_baby_is_nanogpts_cpu_setting():
+    config = PRESETS["baby"]()
+    model, train, optimizer = config.model, config.train, config.optimizer
+    assert (model.num_layers, model.num_heads, model.embed_dim, model.seq_len) == (4, 4, 128, 64)
+    assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.0, "float32", "float32")
+    assert (train.global_batch_size, train.max_steps) == (12, 2000)
+    assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps) == (1e-3, 1e-4, 100)
+    assert (optimizer.beta1, optimizer.beta2) == (0.9, 0.99)
+
+
+def test_tutorial_is_the_reference_job():
+    config = PRESETS["tutorial"]()
+    model, train = config.model, config.train
+    assert (config.data, config.prepare.tokenizer, config.seed, train.order) == ("openwebtext", "gpt2", 2357, "random")
+    assert (model.num_layers, model.num_heads, model.embed_dim, model.seq_len) == (12, 12, 768, 1024)
+    assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.1, "bfloat16", "float32")
+    assert (train.global_batch_size, train.max_steps, train.log_every) == (32, 10_000, 10)
+    assert (train.eval_every, train.checkpoint_every) == (100, 100)
+    assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (5e-4, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(name, published):
+    config = PRESETS[name]()
+    assert num_params(config.model) == published
+    assert config.train.global_batch_size * config.model.seq_len == 491_520
+    assert config.train.global_batch_size % (8 * config.train.grad_accum_steps) == 0

@@ -1,0 +1,77 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ray_jax_launch import Checkpoints, latest_step
+
+
+@pytest.fixture
+def tree():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    return {
+        "h": {0: {"w": jax.device_put(jnp.arange(8.0).reshape(4, 2), NamedSharding(mesh, PartitionSpec("data")))}},
+        "count": jnp.int32(3),
+    }
+
+
+def test_what_was_saved_comes_back_bit_for_bit(tmp_path, tree):
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() is None
+        checkpoints.save(7, {"params": tree, "extra": {"x": jnp.ones(2, jnp.bfloat16)}}, metadata={"seed": 1})
+        checkpoints.wait()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 7
+        assert checkpoints.metadata(7) == {"seed": 1}
+        restored = checkpoints.restore(7, {"params": tree})
+    assert set(restored) == {"params"}
+    jax.tree.map(np.testing.assert_array_equal, restored["params"], tree)
+    assert restored["params"]["h"][0]["w"].sharding == tree["h"][0]["w"].sharding
+
+
+def test_another_layout_can_be_restored_into(tmp_path, tree):
+    on_one = SingleDeviceSharding(jax.devices()[1])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_one), tree)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"params": tree}, metadata={})
+        checkpoints.wait()
+        restored = checkpoints.restore(1, {"params": like})["params"]
+    assert restored["h"][0]["w"].devices() == {jax.devices()[1]}
+    jax.tree.map(np.testing.assert_array_equal, restored, tree)
+
+
+def test_a_buffer_may_be_reused_once_save_returns(tmp_path):
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    x = jnp.arange(4_000_000.0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"params": {"x": x}}, metadata={})
+        x = jax.block_until_ready(overwrite(x))
+        checkpoints.wait()
+        restored = checkpoints.restore(1, {"params": {"x": x}})["params"]["x"]
+    np.testing.assert_array_equal(restored, np.arange(4_000_000.0))
+
+
+def test_only_the_newest_are_kept(tmp_path, tree):
+    with Checkpoints(tmp_path, num_to_keep=2) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, {"params": tree}, metadata={})
+            checkpoints.wait()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [20, 30]
+
+
+def test_a_checkpoint_under_way_is_not_listed(tmp_path):
+    assert latest_step(tmp_path / "nowhere") is None
+    (tmp_path / "10").mkdir()
+    (tmp_path / "20.orbax-checkpoint-tmp").mkdir()
+    assert latest_step(tmp_path) == 10
+
+
+def test_reading_changes_nothing(tmp_path, tree):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(10, {"params": tree}, metadata={})
+        checkpoints.wait()
+    (tmp_path / "20.orbax-checkpoint-tmp").mkdir()
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        checkpoints.restore(10, {"params": tree})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20.orbax-checkpoint-tmp"]

@@ -1,0 +1,70 @@
+import re
+
+import pytest
+from ray.train import ScalingConfig
+
+from ray_jax_launch import (
+    LaunchError,
+    backend_config,
+    cpu,
+    gpu,
+    parse_hardware,
+    scaling_config,
+    tpu,
+    worker_environment,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_workers", "devices_per_worker"),
+    [
+        ("cpu:1", 1, 1),
+        ("cpu:2", 2, 1),
+        ("gpu:8", 8, 1),
+        ("gpu:4x8", 4, 8),
+        ("tpu:v6e:4x4", 4, 4),
+        ("tpu:v6e:2x4", 1, 8),
+        ("tpu:v5e:2x2", 1, 4),
+        ("tpu:v5e:16x16", 64, 4),
+        ("tpu:v4:2x2x2", 2, 4),
+        ("tpu:v5p:4x4x4", 16, 4),
+    ],
+)
+def test_hardware_is_read_and_written_alike(text, num_workers, devices_per_worker):
+    hardware = parse_hardware(text)
+    assert (hardware.num_workers, hardware.devices_per_worker) == (num_workers, devices_per_worker)
+    assert hardware.num_devices == num_workers * devices_per_worker
+    assert str(hardware) == text
+    scaling = scaling_config(hardware)
+    assert isinstance(scaling, ScalingConfig)
+    assert scaling.num_workers == num_workers
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected hardware as auto, cpu:WORKERS"),
+        ("cpu", "expected hardware as auto, cpu:WORKERS"),
+        ("cpu:two", "expected hardware as auto, cpu:WORKERS"),
+        ("gpu:2x", "expected hardware as auto, cpu:WORKERS"),
+        ("cpu:0", "expected at least 1 for the number of CPU workers, got 0"),
+        ("gpu:1x0", "expected at least 1 for the number of GPUs per worker, got 0"),
+        ("tpu:v9:4x4", "expected a TPU type among v4, v5e, v5litepod, v5p, v6e, got 'v9'"),
+        ("tpu:v6e:16", "expected a TPU topology such as 4x4 or 2x2x2, got '16'"),
+        ("tpu:v4:1x3x3", "expected a topology of whole hosts of 4 chips, got 1x3x3 with 9 chips"),
+    ],
+)
+def test_what_is_no_hardware_is_refused(text, message):
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        parse_hardware(text)
+
+
+def test_presets_say_what_ray_and_jax_need():
+    assert scaling_config(gpu(2, 4)).resources_per_worker == {"CPU": 1, "GPU": 4}
+    assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu"}
+    assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": ""}
+    slice_ = scaling_config(tpu("v6e", "4x4"))
+    assert (slice_.use_tpu, slice_.accelerator_type, slice_.topology) == (True, "TPU-V6E", "4x4")
+    assert slice_.resources_per_worker == {"TPU": 4}
+    assert backend_config(tpu("v6e", "4x4")).use_tpu
+    assert not backend_config(gpu(2)).use_tpu
