@@ -20,8 +20,8 @@ MEMBERS = {
 }
 REQUIREMENTS = ROOT / "deploy" / "requirements.txt"
 
-# On CPU jax, in colours where there is a terminal, whatever the machine has.
-TEST_ENV = {"JAX_PLATFORMS": "cpu"}
+# On CPU jax, whatever the machine has; and Ray's workers run in the session's environment, not through uv.
+TEST_ENV = {"JAX_PLATFORMS": "cpu", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 
 
 def sync(session: nox.Session, *options: str) -> None:

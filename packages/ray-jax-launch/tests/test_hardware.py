@@ -65,6 +65,6 @@ def test_presets_say_what_ray_and_jax_need():
     assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": ""}
     slice_ = scaling_config(tpu("v6e", "4x4"))
     assert (slice_.use_tpu, slice_.accelerator_type, slice_.topology) == (True, "TPU-V6E", "4x4")
-    assert slice_.resources_per_worker == {"TPU": 4}
+    assert slice_.resources_per_worker == {"CPU": 1, "TPU": 4}
     assert backend_config(tpu("v6e", "4x4")).use_tpu
     assert not backend_config(gpu(2)).use_tpu

@@ -3,14 +3,19 @@
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+import ray.cloudpickle
 import ray.data
 
 from ray_jax_launch import LaunchError, TrainingFailed, auto, check_resources, connect, cpu, gpu, launch, parse_hardware
 
 pytestmark = pytest.mark.usefixtures("cluster")
+
+# Workers cannot import this file: what they run is sent to them whole.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def sum_over_ranks(config):

@@ -1,7 +1,6 @@
 """The configuration of a run: everything that the command line can change."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -89,7 +88,7 @@ class PretrainConfig:
     hardware: str = "auto"
     """auto, cpu:WORKERS, gpu:WORKERS, gpu:WORKERSxGPUS or tpu:TYPE:TOPOLOGY."""
 
-    storage_path: Path = Path("runs")
+    storage_path: str = "runs"
     """Folder that holds runs; shared by all nodes where there are several."""
 
     name: str | None = None

@@ -123,10 +123,8 @@ def describe(config: PretrainConfig, data: dict[str, Any], hardware: str) -> dic
         data: where the tokens are, and their fingerprint.
         hardware: what `auto` came to.
     """
-    fields = dataclasses.asdict(config)
-    fields["storage_path"] = str(config.storage_path)
     return {
-        "config": fields,
+        "config": dataclasses.asdict(config),
         "data": data,
         "hardware": hardware,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},

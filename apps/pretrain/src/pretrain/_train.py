@@ -3,12 +3,9 @@
 import dataclasses
 import functools
 import json
-import os
 import time
+from pathlib import Path
 from typing import Any
-
-# Before Ray is imported: its uv hook would start every worker through `uv run` again.
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import ray_jax_launch
 from owt_data import TokenData, step_windows
@@ -37,13 +34,13 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         TrainingFailed: workers failed too often.
     """
     began = time.monotonic()
-    if "://" in str(config.storage_path):
+    if "://" in config.storage_path:
         raise UsageError(f"expected a folder as --storage-path, got {config.storage_path}: name a shared folder")
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
     if hardware is not None:
         check_batch(config, hardware)
     name = config.name or f"{config.preset}-{data_label(config.data)}"
-    with claim(config.storage_path.expanduser().absolute() / name) as folder:
+    with claim(Path(config.storage_path).expanduser().absolute() / name) as folder:
         data = load_tokens(config, console)
         config = _fit_vocabulary(config, data, vocab_size_given)
         identity = {

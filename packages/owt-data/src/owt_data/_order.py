@@ -45,8 +45,8 @@ def window_starts(
         DataError: the tokens do not fill one window.
 
     >>> import numpy as np
-    >>> window_starts(np.arange(4), order="shuffle", seed=1, num_tokens=41, seq_len=10).tolist()
-    [10, 20, 30, 0]
+    >>> window_starts(np.arange(4), order="shuffle", seed=3, num_tokens=41, seq_len=10).tolist()
+    [30, 20, 0, 10]
     """
     count = num_windows(num_tokens, seq_len)
     if count == 0:

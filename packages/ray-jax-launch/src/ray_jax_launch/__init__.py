@@ -3,6 +3,7 @@
 Names load on first use, so that naming hardware imports neither Ray nor jax.
 """
 
+import os
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ray_jax_launch._errors import LaunchError, TrainingFailed
 from ray_jax_launch._hardware import Hardware, cpu, gpu, parse_hardware, tpu
 from ray_jax_launch._steps import latest_step
+
+# Under `uv run`, Ray would pack up the working folder and start every worker through `uv run` again. It reads
+# this when it is first imported, so it is set before anything here imports it.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 if TYPE_CHECKING:
     from ray_jax_launch._backend import DistributedConfig, backend_config, worker_environment

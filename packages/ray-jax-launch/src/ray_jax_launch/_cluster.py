@@ -27,8 +27,6 @@ def connect(hardware: Hardware | None = None) -> None:
     """
     if ray.is_initialized():
         return
-    # Ray's own hook would start every worker through `uv run` again, with the working folder packed up.
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = os.environ.get("RAY_ADDRESS")

@@ -14,7 +14,7 @@ class RankedDataConfig(DataConfig):
     """Gives each worker the dataset that is made for its rank.
 
     Ray's default deals one dataset out among the workers (`streaming_split`), in an order that depends
-    on which of them is faster. Here each rank has its own, in an order of its own choosing.
+    on which of them is faster. Here each rank has its own, and gets its rows in their order.
     """
 
     def configure(
@@ -22,5 +22,11 @@ class RankedDataConfig(DataConfig):
     ) -> list[dict[str, ray.data.DataIterator]]:
         """Make the iterators of all ranks. Called anew each time a worker group starts."""
         return [
-            {name: make(rank, world_size).iterator() for name, make in datasets.items()} for rank in range(world_size)
+            {name: _in_order(make(rank, world_size)) for name, make in datasets.items()} for rank in range(world_size)
         ]
+
+
+def _in_order(dataset: ray.data.Dataset) -> ray.data.DataIterator:
+    """Iterate in the dataset's own order, whichever of its blocks is ready first."""
+    dataset.context.execution_options.preserve_order = True
+    return dataset.iterator()

@@ -1,0 +1,159 @@
+"""Whole runs through Ray, as a user starts them: finished, repeated, killed, and on more workers."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from conftest import COMMAND
+
+MAX_STEPS = 240
+OPTIONS = [
+    "--preset=baby",
+    "--model.num-layers=2",
+    "--model.embed-dim=64",
+    f"--train.max-steps={MAX_STEPS}",
+    "--train.log-every=1",
+    "--train.eval-every=40",
+    "--train.eval-batches=4",
+    "--train.checkpoint-every=20",
+    "--optimizer.warmup-steps=20",
+    "--name=run",
+]
+EXACT = ("step", "loss", "val_loss", "learning_rate", "grad_norm")
+
+
+def metrics(storage):
+    return [json.loads(line) for line in (storage / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def exact(records):
+    return [{key: record[key] for key in EXACT if key in record} for record in records]
+
+
+def losses(records):
+    return np.array([record["loss"] for record in records if "loss" in record])
+
+
+@pytest.fixture(scope="module")
+def finished(pretrain, corpus, tmp_path_factory):
+    """The storage of a run on one worker that nothing disturbed, and what the command printed."""
+    storage = tmp_path_factory.mktemp("finished")
+    done = pretrain("--data", corpus, "--storage-path", storage, "--hardware=cpu:1", *OPTIONS)
+    assert done.returncode == 0, done.stderr
+    return storage, done.stdout
+
+
+def test_a_finished_run_is_a_folder(finished):
+    storage, _ = finished
+    run = storage / "run"
+    names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+    assert names == {
+        "config.json", "metrics.jsonl", "tensorboard", "checkpoints", "result.json", "loss.png", "sample.txt",
+        "starts.jsonl",
+    }  # fmt: skip
+    config = json.loads((run / "config.json").read_text())
+    assert config["config"]["model"]["num_layers"] == 2
+    assert config["hardware"] == "cpu:1"
+    assert config["versions"]["jax"]
+    result = json.loads((run / "result.json").read_text())
+    assert (result["steps"], result["restarts"], result["workers"]) == (MAX_STEPS, 0, 1)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["220", "240"]
+    assert any((run / "tensorboard").iterdir())
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_loss_falls(finished):
+    storage, _ = finished
+    validations = [record["val_loss"] for record in metrics(storage) if "val_loss" in record]
+    assert len(validations) == 1 + MAX_STEPS // 40
+    assert validations[0] == pytest.approx(np.log(257), abs=0.2)
+    assert validations[-1] < 2.9
+    assert validations[-1] < validations[2] < validations[0]
+
+
+def test_metrics_have_the_documented_keys(finished):
+    storage, _ = finished
+    records = metrics(storage)
+    assert [record["step"] for record in records] == list(range(MAX_STEPS + 1))
+    for record in records[2:]:
+        assert set(record) - {"val_loss"} == {
+            "step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "data_wait_s",
+        }  # fmt: skip
+        assert record["tokens_per_s"] == pytest.approx(12 * 64 / record["step_s"])
+
+
+def test_what_is_printed_tells_the_story(finished):
+    storage, printed = finished
+    assert f"step {MAX_STEPS}/{MAX_STEPS}  loss " in printed
+    assert "left 0:" in printed
+    sample = (storage / "run" / "sample.txt").read_text()
+    assert len(sample) > 300
+    assert sample.splitlines()[1] in printed
+    assert f"run folder: {storage / 'run'}" in printed
+
+
+def test_the_same_command_on_a_finished_run_says_so(finished, pretrain, corpus):
+    storage, _ = finished
+    again = pretrain("--data", corpus, "--storage-path", storage, "--hardware=cpu:1", *OPTIONS)
+    assert again.returncode == 0
+    assert "is finished: 240 steps, validation loss" in again.stdout
+
+
+def test_a_finished_run_can_be_sampled(finished, pretrain):
+    storage, _ = finished
+    args = ("sample", storage / "run", "--prompt", "import ", "--max-new-tokens", "40", "--num-samples", "2")
+    one, two = pretrain(*args), pretrain(*args)
+    assert one.returncode == 0, one.stderr
+    assert one.stdout == two.stdout
+    assert one.stdout.count("import ") >= 2
+
+
+def test_a_finished_run_can_be_evaluated(finished, pretrain):
+    storage, _ = finished
+    done = pretrain("eval", storage / "run")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["step"] == MAX_STEPS
+    # the last tenth of 300 000 bytes and an end-of-text token, less the last window's leftover
+    assert found["num_tokens"] == (30_000 - 1) // 64 * 64
+    assert found["val_loss"] == pytest.approx(metrics(storage)[-1]["val_loss"], abs=0.5)
+
+
+def test_two_workers_train_like_one(finished, pretrain, corpus, tmp_path):
+    storage, _ = finished
+    options = [option for option in OPTIONS if "eval-every" not in option]
+    done = pretrain(
+        "--data", corpus, "--storage-path", tmp_path, "--hardware=cpu:2", "--train.eval-every=240", *options
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = losses(metrics(storage)), losses(metrics(tmp_path))
+    np.testing.assert_allclose(two[:50], one[:50], atol=1e-4)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["workers"] == 2
+
+
+def test_a_killed_run_continues_to_the_same_end(finished, pretrain, corpus, environment, tmp_path):
+    storage, _ = finished
+    args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:1", *OPTIONS]
+    driver = subprocess.Popen([*COMMAND, *args], env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 180
+    while not (tmp_path / "run" / "checkpoints" / "40").exists():
+        assert driver.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    reached = len(metrics(tmp_path))
+    assert reached < MAX_STEPS
+    assert not (tmp_path / "run" / "result.json").exists()
+
+    done = pretrain(*args)
+    assert done.returncode == 0, done.stderr
+    assert "continuing from step" in done.stdout
+    assert exact(metrics(tmp_path)) == exact(metrics(storage))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["restarts"] == 1
+    assert (tmp_path / "run" / "sample.txt").read_text() == (storage / "run" / "sample.txt").read_text()
