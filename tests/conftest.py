@@ -2,15 +2,12 @@
 
 import os
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
-COMMAND = [sys.executable, str(ROOT / "apps" / "pretrain")]
+from support import COMMAND
 
 
 @pytest.fixture(scope="session")

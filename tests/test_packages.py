@@ -5,7 +5,7 @@ import tomllib
 from importlib.metadata import version
 
 import pytest
-from conftest import ROOT
+from support import ROOT
 
 MEMBERS = {
     "owt-data": ROOT / "packages/owt-data",
@@ -23,7 +23,9 @@ def project(name):
 def test_the_changelog_has_the_version(name):
     declared = project(name)["version"]
     assert version(name) == declared
-    assert re.search(rf"^## \[{re.escape(declared)}\] - \d{{4}}-\d\d-\d\d$", (MEMBERS[name] / "CHANGELOG.md").read_text(), re.M)
+    assert re.search(
+        rf"^## \[{re.escape(declared)}\] - \d{{4}}-\d\d-\d\d$", (MEMBERS[name] / "CHANGELOG.md").read_text(), re.M
+    )
 
 
 @pytest.mark.parametrize("name", MEMBERS)

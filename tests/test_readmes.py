@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from support import ROOT
 
 READMES = ["packages/owt-data", "packages/nnx-gpt2", "packages/ray-jax-launch"]
 
@@ -30,6 +30,11 @@ def test_the_readme_names_the_commands():
 
 
 def test_links_between_files_lead_somewhere():
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md")]:
+    for path in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("packages/*/README.md"),
+        *ROOT.glob("apps/*/README.md"),
+    ]:
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path}: {target}"

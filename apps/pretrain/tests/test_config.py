@@ -2,8 +2,8 @@ import dataclasses
 import re
 
 import pytest
-from owt_data import PrepareOptions
 
+from owt_data import PrepareOptions
 from pretrain import PRESETS, TrainConfig
 
 

@@ -1,6 +1,6 @@
 import pytest
-from nnx_gpt2 import num_params
 
+from nnx_gpt2 import num_params
 from pretrain import PRESETS
 
 

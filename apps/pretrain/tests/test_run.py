@@ -39,7 +39,7 @@ def test_a_refusal_leaves_an_earlier_run_alone(tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(UsageError, match="expected a storage path that can be written, .*: Not a directory"),
+        pytest.raises(UsageError, match=r"expected a storage path that can be written, .*: Not a directory"),
         claim(tmp_path / "file" / "run"),
     ):
         pass
@@ -47,7 +47,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 
 @pytest.fixture
 def stored():
-    return describe(PRESETS["quickstart"](), {"train": "a", "fingerprint": {"train.bin": "x", "tokenizer": "b"}}, "cpu:1")
+    return describe(
+        PRESETS["quickstart"](), {"train": "a", "fingerprint": {"train.bin": "x", "tokenizer": "b"}}, "cpu:1"
+    )
 
 
 def test_the_same_settings_elsewhere_continue_a_run(stored, tmp_path):
@@ -77,7 +79,9 @@ def test_versions_of_everything_are_recorded(stored):
 
 def test_the_report_sums_up_the_run(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.metrics.write_text('{"step": 0, "val_loss": 5.0}\n{"step": 9, "loss": 2.0}\n{"step": 10, "loss": 1.5, "val_loss": 1.7}\n')
+    folder.metrics.write_text(
+        '{"step": 0, "val_loss": 5.0}\n{"step": 9, "loss": 2.0}\n{"step": 10, "loss": 1.5, "val_loss": 1.7}\n'
+    )
     folder.starts.write_text('{"step": 0, "workers": 1}\n{"step": 5, "workers": 2}\n')
     result = write_report(folder, wall_s=12.34)
     assert result == {

@@ -5,7 +5,9 @@ import nnx_gpt2
 
 
 def test_public_names_are_sorted_and_load():
-    assert nnx_gpt2.__all__ == sorted(nnx_gpt2.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert nnx_gpt2.__all__ == sorted(
+        nnx_gpt2.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
     for name in nnx_gpt2.__all__:
         assert getattr(nnx_gpt2, name) is not None
     assert set(nnx_gpt2._MODULE_OF) <= set(nnx_gpt2.__all__)

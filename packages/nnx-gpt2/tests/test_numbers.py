@@ -19,4 +19,5 @@ def test_flops_per_token():
 
 
 def test_an_unknown_device_has_no_peak():
-    assert peak_flops_per_s(jax.devices("cpu")[0]) is None
+    assert peak_flops_per_s(jax.devices("cpu")[0].device_kind) is None
+    assert peak_flops_per_s("NVIDIA H200") == 989e12

@@ -5,7 +5,9 @@ import owt_data
 
 
 def test_public_names_are_sorted_and_load():
-    assert owt_data.__all__ == sorted(owt_data.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert owt_data.__all__ == sorted(
+        owt_data.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
     for name in owt_data.__all__:
         assert getattr(owt_data, name) is not None
     assert set(owt_data._MODULE_OF) <= set(owt_data.__all__)

@@ -71,5 +71,5 @@ def test_the_order_is_the_same_everywhere():
 
 
 def test_too_few_tokens_are_refused():
-    with pytest.raises(DataError, match="expected at least 11 tokens, .* got 10"):
+    with pytest.raises(DataError, match=r"expected at least 11 tokens, .* got 10"):
         starts([0], "shuffle", num_tokens=10)

@@ -1,5 +1,7 @@
 """Windows through a real Ray cluster."""
 
+import functools
+import logging
 import os
 
 import numpy as np
@@ -9,13 +11,13 @@ import ray
 from owt_data import DataError, iter_steps, step_windows, token_windows, window_starts
 
 SEQ_LEN, BATCH, STEPS = 16, 8, 700
-OPTIONS = {"seq_len": SEQ_LEN, "global_batch_size": BATCH, "seed": 3}
+steps_of = functools.partial(step_windows, seq_len=SEQ_LEN, global_batch_size=BATCH, seed=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 
@@ -35,7 +37,7 @@ def collect(dataset):
 
 @pytest.mark.parametrize("order", ["shuffle", "random"])
 def test_a_stream_is_the_window_order_step_by_step(span, order):
-    dataset = step_windows(span, rank=0, world_size=1, start_step=0, stop_step=STEPS, order=order, **OPTIONS)
+    dataset = steps_of(span, rank=0, world_size=1, start_step=0, stop_step=STEPS, order=order)
     steps, tokens = collect(dataset)
     assert steps == list(range(STEPS))
     assert tokens.dtype == np.uint16
@@ -45,7 +47,7 @@ def test_a_stream_is_the_window_order_step_by_step(span, order):
 def test_ranks_make_up_the_same_global_batches_from_any_step(span):
     parts = []
     for rank in range(4):
-        dataset = step_windows(span, rank=rank, world_size=4, start_step=650, stop_step=STEPS, **OPTIONS)
+        dataset = steps_of(span, rank=rank, world_size=4, start_step=650, stop_step=STEPS)
         steps, tokens = collect(dataset)
         assert steps == list(range(650, STEPS))
         parts.append(tokens)
@@ -54,7 +56,7 @@ def test_ranks_make_up_the_same_global_batches_from_any_step(span):
 
 def test_order_holds_over_many_blocks(span, monkeypatch):
     monkeypatch.setattr("owt_data._stream._BLOCK_BYTES", 4096)
-    dataset = step_windows(span, rank=1, world_size=2, start_step=0, stop_step=STEPS, **OPTIONS)
+    dataset = steps_of(span, rank=1, world_size=2, start_step=0, stop_step=STEPS)
     steps, tokens = collect(dataset)
     assert steps == list(range(STEPS))
     np.testing.assert_array_equal(tokens, expected(span, "shuffle", 0, STEPS)[:, BATCH // 2 :])
@@ -71,12 +73,12 @@ def test_token_windows_are_inputs_and_targets(span):
 
 def test_workers_that_do_not_divide_the_batch_are_refused(span):
     with pytest.raises(DataError, match="expected a global batch that 3 workers divide, got 8"):
-        step_windows(span, rank=0, world_size=3, start_step=0, stop_step=1, **OPTIONS)
+        steps_of(span, rank=0, world_size=3, start_step=0, stop_step=1)
 
 
 def test_no_steps_are_refused(span):
     with pytest.raises(DataError, match="expected 0 <= start_step < stop_step, got 5 and 5"):
-        step_windows(span, rank=0, world_size=1, start_step=5, stop_step=5, **OPTIONS)
+        steps_of(span, rank=0, world_size=1, start_step=5, stop_step=5)
 
 
 def test_too_few_tokens_are_refused_at_once(span):

@@ -5,7 +5,9 @@ import ray_jax_launch
 
 
 def test_public_names_are_sorted_and_load():
-    assert ray_jax_launch.__all__ == sorted(ray_jax_launch.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert ray_jax_launch.__all__ == sorted(
+        ray_jax_launch.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
     for name in ray_jax_launch.__all__:
         assert getattr(ray_jax_launch, name) is not None
     assert set(ray_jax_launch._MODULE_OF) <= set(ray_jax_launch.__all__)

@@ -3,12 +3,11 @@
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import get_args
 
 import tyro
 from rich.console import Console
 
-from pretrain._config import PresetName, PretrainConfig
+from pretrain._config import PretrainConfig
 from pretrain._presets import PRESETS
 
 _FAILED, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
@@ -46,9 +45,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _is_refusal(error: ValueError) -> bool:
     from owt_data import DataError
-    from ray_jax_launch import LaunchError
-
     from pretrain._errors import UsageError
+    from ray_jax_launch import LaunchError
 
     return isinstance(error, (DataError, LaunchError, UsageError))
 
@@ -62,9 +60,8 @@ def _train(arguments: list[str]) -> int:
         default=PRESETS[_named_preset(arguments)](),
     )
     vocab_size_given = any(argument.replace("_", "-").startswith("--model.vocab-size") for argument in arguments)
-    from ray_jax_launch import TrainingFailed
-
     from pretrain._train import train
+    from ray_jax_launch import TrainingFailed
 
     try:
         train(config, Console(), vocab_size_given=vocab_size_given)
@@ -76,11 +73,11 @@ def _train(arguments: list[str]) -> int:
     return 0
 
 
-def _named_preset(arguments: list[str]) -> PresetName:
+def _named_preset(arguments: list[str]) -> str:
     """The preset, which has to be known before the options that it fills in can be read."""
     for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
         name = value if option == "--preset" else option.removeprefix("--preset=")
-        if name in get_args(PresetName) and option.startswith("--preset"):
+        if name in PRESETS and option.startswith("--preset"):
             return name
     return "quickstart"  # tyro will say what is wrong with any other value
 
@@ -149,7 +146,8 @@ def _eval_command(
     from pretrain._evaluate import evaluate
 
     found = evaluate(run, data=data, batch_size=batch_size, console=Console(stderr=True))
-    print(json.dumps({"step": found.step, "val_loss": found.val_loss, "num_tokens": found.num_tokens}))
+    found_json = json.dumps({"step": found.step, "val_loss": found.val_loss, "num_tokens": found.num_tokens})
+    sys.stdout.write(found_json + "\n")
     return 0
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
+
 from nnx_gpt2 import GPT2Config, OptimizerConfig
 from owt_data import OrderKind, PrepareOptions
 

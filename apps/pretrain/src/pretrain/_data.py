@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from rich.console import Console
+
 from owt_data import (
     DataError,
     PrepareOptions,
@@ -18,8 +20,6 @@ from owt_data import (
     prepare,
     progress_bar,
 )
-from rich.console import Console
-
 from pretrain._config import PretrainConfig
 
 

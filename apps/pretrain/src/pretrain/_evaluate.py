@@ -6,11 +6,11 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
-from nnx_gpt2 import make_eval_step
-from owt_data import TokenData, num_windows, open_tokens, window_starts
 from rich.console import Console
 from rich.progress import track
 
+from nnx_gpt2 import make_eval_step
+from owt_data import TokenData, num_windows, open_tokens, window_starts
 from pretrain._errors import UsageError
 from pretrain._trained import load_trained
 

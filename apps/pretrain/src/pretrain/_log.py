@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
 from tensorboardX import SummaryWriter
 
+from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
 from pretrain._config import PretrainConfig
 from pretrain._metrics import Record, append_metrics, cut_metrics
 from pretrain._run import RunFolder
@@ -58,7 +58,7 @@ class StepTimer:
     def __init__(self, config: PretrainConfig, mesh: jax.sharding.Mesh) -> None:
         self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
         self._tokens_per_step = config.train.global_batch_size * config.model.seq_len
-        peak = peak_flops_per_s(mesh.devices.flat[0])
+        peak = peak_flops_per_s(mesh.devices.flat[0].device_kind)
         flops_per_step = flops_per_token(config.model) * self._tokens_per_step
         # Seconds that a step would take at the devices' peak; None where that is not known.
         self._ideal_step_s = None if peak is None else flops_per_step / (peak * mesh.size)

@@ -1,7 +1,8 @@
 """The training loop that every worker runs. The one file of the application that computes.
 
 At a step that is saved or validated the order is: update, save, evaluate, wait until the save is on disk,
-write the metrics, report. A resume does everything after the save again, whether or not a crash cut it off.
+write the metrics, report (where validated). A resume does everything after the save again, whether or not a
+crash cut it off.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import ray.train
+from numpy.typing import NDArray
+
 from nnx_gpt2 import (
     TrainState,
     abstract_train_state,
@@ -24,13 +27,11 @@ from nnx_gpt2 import (
     merge,
     put_batch,
 )
-from numpy.typing import NDArray
 from owt_data import TokenData, TokenSpan, iter_steps, load_tokenizer, num_windows, window_starts
-from ray_jax_launch import Checkpoints
-
 from pretrain._config import PretrainConfig
 from pretrain._log import RunLog, StepTimer
 from pretrain._run import RunFolder
+from ray_jax_launch import Checkpoints
 
 SAMPLE_TOKENS = 400
 SAMPLE_TEMPERATURE = 0.8
@@ -72,7 +73,8 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
                 record = record | {"val_loss": validation.loss(state.params)}
             checkpoints.wait()
             log.write(record)
-            ray.train.report(record)
+            if evaluate:
+                ray.train.report(record)
 
         start = checkpoints.latest_step() or 0
         # Ray Data takes seconds to hand out its first batch: it begins before anything is compiled.
@@ -141,7 +143,9 @@ def _due(step: int, every: int, max_steps: int) -> bool:
 
 def _train_batches(start: int, max_steps: int) -> Iterator[tuple[int, NDArray[np.uint16]]]:
     if start < max_steps:
-        yield from iter_steps(ray.train.get_dataset_shard("train"))
+        shard = ray.train.get_dataset_shard("train")
+        assert shard is not None, "the launch names the dataset"
+        yield from iter_steps(shard)
 
 
 def _checked(batch: tuple[int, NDArray[np.uint16]] | None, step: int) -> NDArray[np.uint16]:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, gpt2, gpt2_large, gpt2_medium, gpt2_xl
 from owt_data import PrepareOptions
-
 from pretrain._config import PresetName, PretrainConfig, TrainConfig
 
 
@@ -27,14 +26,12 @@ def quickstart() -> PretrainConfig:
             eval_batches=20,
             checkpoint_every=250,
         ),
-        optimizer=OptimizerConfig(
-            learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=50, beta2=0.99
-        ),
+        optimizer=OptimizerConfig(learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=50, beta2=0.99),
     )
 
 
 def baby() -> PretrainConfig:
-    """nanoGPT's setting for a CPU: on tiny Shakespeare, a validation loss of about 1.88.
+    """NanoGPT's setting for a CPU: on tiny Shakespeare, a validation loss of about 1.88.
 
     12 windows * 64 tokens = 768 tokens a step; 2 000 steps pass 1.5 times over its million bytes.
     """
@@ -51,9 +48,7 @@ def baby() -> PretrainConfig:
             checkpoint_every=250,
             order="random",
         ),
-        optimizer=OptimizerConfig(
-            learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=100, beta2=0.99
-        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=100, beta2=0.99),
     )
 
 
@@ -80,10 +75,8 @@ def tutorial() -> PretrainConfig:
     )
 
 
-def _openwebtext(
-    preset: PresetName, model: GPT2Config, learning_rate: float, grad_accum_steps: int
-) -> PretrainConfig:
-    """nanoGPT's long run: 480 windows * 1 024 tokens = 491 520 tokens a step, 600 000 steps.
+def _openwebtext(preset: PresetName, model: GPT2Config, learning_rate: float, grad_accum_steps: int) -> PretrainConfig:
+    """NanoGPT's long run: 480 windows * 1 024 tokens = 491 520 tokens a step, 600 000 steps.
 
     On 8 devices each has 60 windows a step, in `grad_accum_steps` parts.
     """

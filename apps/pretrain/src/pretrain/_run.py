@@ -95,9 +95,7 @@ def claim(path: Path) -> Iterator[RunFolder]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(
-                f"another command is training in {path}: wait for it, or choose another --name"
-            ) from error
+            raise UsageError(f"another command is training in {path}: wait for it, or choose another --name") from error
         run = RunFolder(path)
         try:
             yield run
@@ -147,9 +145,7 @@ def check_same_run(stored: dict[str, Any], new: dict[str, Any], path: Path) -> N
             )
     if stored["data"]["fingerprint"] != new["data"]["fingerprint"]:
         differing = [
-            key
-            for key, value in new["data"]["fingerprint"].items()
-            if stored["data"]["fingerprint"].get(key) != value
+            key for key, value in new["data"]["fingerprint"].items() if stored["data"]["fingerprint"].get(key) != value
         ]
         raise UsageError(
             f"the run in {path} was started on other data ({', '.join(differing)} differs): give the former --data to "

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from nnx_gpt2 import generate
 from owt_data import load_tokenizer
-
 from pretrain._errors import UsageError
 from pretrain._trained import load_trained
 

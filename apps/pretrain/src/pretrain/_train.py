@@ -5,20 +5,19 @@ import functools
 import json
 import time
 from pathlib import Path
-from typing import Any
 
-import ray_jax_launch
-from owt_data import TokenData, step_windows
-from ray.data import Dataset
-from ray_jax_launch import Hardware, LaunchError, latest_step, parse_hardware
 from rich.console import Console
 
+import ray_jax_launch
+from owt_data import TokenData
 from pretrain._config import PretrainConfig
 from pretrain._data import data_label, load_tokens
 from pretrain._errors import UsageError
 from pretrain._progress import ProgressDisplay
 from pretrain._report import write_report
 from pretrain._run import RunFolder, check_same_run, claim, describe, write_json
+from pretrain._worker import train_windows, train_worker
+from ray_jax_launch import Hardware, LaunchError, latest_step, parse_hardware
 
 
 def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = False) -> None:
@@ -66,11 +65,11 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         _introduce(config, data, hardware, folder, console)
         with ProgressDisplay(folder, config.train.max_steps, console):
             result = ray_jax_launch.launch(
-                _worker,
+                train_worker,
                 {"config": config, "data": data, "folder": folder},
                 hardware=hardware,
                 run_dir=folder.path,
-                datasets={"train": functools.partial(_train_windows, config, data, folder)},
+                datasets={"train": functools.partial(train_windows, config, data, folder)},
                 max_failures=config.train.max_failures,
             )
         folder.sample.write_text(str(result.return_value))
@@ -105,29 +104,6 @@ def _fit_vocabulary(config: PretrainConfig, data: TokenData, given: bool) -> Pre
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=data.vocab_size))
 
 
-def _train_windows(config: PretrainConfig, data: TokenData, folder: RunFolder, rank: int, world_size: int) -> Dataset:
-    """A worker's share of the steps that are still to be made."""
-    return step_windows(
-        data.train,
-        seq_len=config.model.seq_len,
-        global_batch_size=config.train.global_batch_size,
-        rank=rank,
-        world_size=world_size,
-        start_step=latest_step(folder.checkpoints) or 0,
-        stop_step=config.train.max_steps,
-        order=config.train.order,
-        seed=config.seed,
-    )
-
-
-def _worker(arguments: dict[str, Any]) -> str:
-    """What each worker runs."""
-    # Imported here, in the worker: on a TPU host a driver that touched jax would lock the chips.
-    from pretrain._loop import run
-
-    return run(**arguments)
-
-
 def _introduce(
     config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console
 ) -> None:
@@ -147,10 +123,11 @@ def _introduce(
 def _say_done(folder: RunFolder, console: Console) -> None:
     result = json.loads(folder.result.read_text())
     console.rule("sample")
-    console.print(folder.sample.read_text(), markup=False, highlight=False)
+    console.print(folder.sample.read_text(), markup=False, highlight=False, soft_wrap=True)
     console.rule()
     console.print(
-        f"done: {result['steps']} steps, validation loss {result['metrics']['val_loss']:.4f}, {result['wall_s']:.0f} s\n"
+        f"done: {result['steps']} steps in {result['wall_s']:.0f} s, "
+        f"validation loss {result['metrics']['val_loss']:.4f}\n"
         f"run folder: {folder.path}\n"
         f"more text: pretrain sample {folder.path}",
         highlight=False,

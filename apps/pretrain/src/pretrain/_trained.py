@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from nnx_gpt2 import GPT2, GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, merge
-from ray_jax_launch import Checkpoints, latest_step
-
 from pretrain._errors import UsageError
 from pretrain._run import RunFolder
+from ray_jax_launch import Checkpoints, latest_step
 
 DEFAULT_STORAGE = Path("runs")
 

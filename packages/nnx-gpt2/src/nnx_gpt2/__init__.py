@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from nnx_gpt2._numbers import flops_per_token, num_params, peak_flops_per_s
     from nnx_gpt2._optimizer import create_optimizer, learning_rate_schedule
     from nnx_gpt2._sharding import batch_sharding, make_mesh, put_batch, replicated
-    from nnx_gpt2._train import TrainState, abstract_train_state, create_train_state, make_eval_step, make_train_step, merge
+    from nnx_gpt2._train import (
+        TrainState,
+        abstract_train_state,
+        create_train_state,
+        make_eval_step,
+        make_train_step,
+        merge,
+    )
 
 _MODULE_OF = {
     "causal_attention": "_attention",

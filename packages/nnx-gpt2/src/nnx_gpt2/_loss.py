@@ -9,7 +9,7 @@ from nnx_gpt2._model import GPT2
 
 def window_losses(
     model: GPT2, windows: Integer[Array, "B W"], *, dropout_key: PRNGKeyArray | None = None
-) -> Float[Array, "B"]:
+) -> Float[Array, " B"]:
     """Mean cross-entropy of each window, in nats per token.
 
     A window of W = T + 1 tokens holds T predictions: of each token from those before it.

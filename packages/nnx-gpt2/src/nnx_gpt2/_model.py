@@ -66,9 +66,7 @@ class Attention(nnx.Module):
         weights_key, output_key = split_key(dropout_key, 2)
         heads_BTNH = (-1, num_positions, config.num_heads, config.head_dim)
         q_BTNH, k_BTNH, v_BTNH = (part.reshape(heads_BTNH) for part in jnp.split(self.c_attn(x_MC), 3, axis=-1))
-        mixed_BTNH = causal_attention(
-            q_BTNH, k_BTNH, v_BTNH, dropout_rate=config.dropout_rate, dropout_key=weights_key
-        )
+        mixed_BTNH = causal_attention(q_BTNH, k_BTNH, v_BTNH, dropout_rate=config.dropout_rate, dropout_key=weights_key)
         return dropout(self.c_proj(mixed_BTNH.reshape(x_MC.shape)), config.dropout_rate, output_key)
 
 
@@ -136,9 +134,7 @@ class GPT2(nnx.Module):
         self.h = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.ln_f = _norm(config, rngs)
 
-    def __call__(
-        self, tokens: Int[Array, "B T"], *, dropout_key: PRNGKeyArray | None = None
-    ) -> Float[Array, "B T V"]:
+    def __call__(self, tokens: Int[Array, "B T"], *, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T V"]:
         """Logits of the token after each position, over the true vocabulary.
 
         Args:
@@ -151,9 +147,7 @@ class GPT2(nnx.Module):
         logits_MP = self.padded_logits(self.hidden(tokens, dropout_key=dropout_key))
         return logits_MP[:, : self.config.vocab_size].reshape(*tokens.shape, -1)
 
-    def hidden(
-        self, tokens: Int[Array, "B T"], *, dropout_key: PRNGKeyArray | None = None
-    ) -> Float[Array, "M C"]:
+    def hidden(self, tokens: Int[Array, "B T"], *, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "M C"]:
         """The final normed activations, one row per token: what the head multiplies."""
         num_positions = tokens.shape[1]
         if num_positions > self.config.seq_len:

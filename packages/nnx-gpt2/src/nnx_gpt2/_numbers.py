@@ -1,7 +1,5 @@
 """Numbers about a model: parameters, floating-point operations, and what a device could do."""
 
-import jax
-
 from nnx_gpt2._config import GPT2Config
 
 # Dense bfloat16 peak of one device as JAX names it, in FLOP/s, from the vendors' datasheets
@@ -36,6 +34,10 @@ def flops_per_token(config: GPT2Config, *, attention: bool = True) -> int:
     return 6 * multiplied + (products if attention else 0)
 
 
-def peak_flops_per_s(device: jax.Device) -> float | None:
-    """The device's dense bfloat16 peak in FLOP/s, or None where it is not known: never a guess."""
-    return _PEAK_FLOPS_PER_S.get(device.device_kind)
+def peak_flops_per_s(device_kind: str) -> float | None:
+    """A device's dense bfloat16 peak in FLOP/s, or None where it is not known: never a guess.
+
+    Args:
+        device_kind: what jax calls it, as in `jax.devices()[0].device_kind`.
+    """
+    return _PEAK_FLOPS_PER_S.get(device_kind)

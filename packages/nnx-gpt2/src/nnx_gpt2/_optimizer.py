@@ -1,26 +1,30 @@
 """The optimizer, built from optax's parts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from nnx_gpt2._config import OptimizerConfig
 
 
-def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> optax.Schedule:
+def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[[ArrayLike], jax.Array]:
     """Linear warmup to the peak, then a cosine down to the minimum at `max_steps`.
 
     Step `i` of a warmup of `w` steps has `(i + 1) / (w + 1)` of the peak, so that no step is wasted
     at zero. The cosine is that of Loshchilov and Hutter, 2017 (arXiv:1608.03983), without restarts.
     """
-    return optax.warmup_cosine_decay_schedule(
+    schedule = optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (config.warmup_steps + 1),
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
         decay_steps=max(max_steps, config.warmup_steps + 1),
         end_value=config.min_learning_rate,
     )
+    return lambda step: jnp.asarray(schedule(step))
 
 
 def is_matrix(params: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
@@ -22,6 +23,7 @@ from nnx_gpt2._model import GPT2
 from nnx_gpt2._sharding import replicated
 
 Params = PyTree[Array]
+Windows = Integer[Array | np.ndarray, "B W"]
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +91,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     grad_accum_steps: int = 1,
-) -> Callable[[TrainState, Integer[Array, "B W"], PRNGKeyArray], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, Windows, PRNGKeyArray], tuple[TrainState, dict[str, jax.Array]]]:
     """Compile one update: `step(state, windows, key) -> (state, metrics)`.
 
     The state that goes in is donated: its buffers become those of the state that comes out. The step's
@@ -134,16 +136,14 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0)
 
 
-def make_eval_step(
-    config: GPT2Config, mesh: Mesh | None = None
-) -> Callable[[Params, Integer[Array, "B W"]], Float[Array, "B"]]:
+def make_eval_step(config: GPT2Config, mesh: Mesh | None = None) -> Callable[[Params, Windows], Float[Array, " B"]]:
     """Compile `step(params, windows) -> losses`: each window's mean loss, without dropout.
 
     With a mesh, every process gets the losses of the whole global batch.
     """
     graphdef = _graphdef(config)
 
-    def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B"]:
+    def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, " B"]:
         return window_losses(nnx.merge(graphdef, params), windows)
 
     return jax.jit(eval_step) if mesh is None else jax.jit(eval_step, out_shardings=replicated(mesh))

@@ -34,9 +34,7 @@ Progress = Callable[[int, int, int], None]
 """Called as `(documents done, documents in all, tokens written)`."""
 
 
-def prepare(
-    source_name: str, out: Path, options: PrepareOptions, *, progress: Progress | None = None
-) -> Manifest:
+def prepare(source_name: str, out: Path, options: PrepareOptions, *, progress: Progress | None = None) -> Manifest:
     """Write `train.bin`, `val.bin` and `manifest.json` for a source into the folder `out`.
 
     The token files are those of a plain loop over `datasets`' `train_test_split`, `encode_ordinary` and
@@ -185,8 +183,8 @@ def _write_by_position(
 
 
 def _texts(documents: datasets.Dataset) -> Iterator[str]:
-    for batch in documents.iter(_DOCUMENTS_PER_TASK):
-        yield from batch["text"]
+    for start in range(0, len(documents), _DOCUMENTS_PER_TASK):
+        yield from documents[start : start + _DOCUMENTS_PER_TASK]["text"]
 
 
 def _encode_in_order(texts: Iterable[str], tokenizer: tiktoken.Encoding) -> Iterator[NDArray[np.uint16]]:

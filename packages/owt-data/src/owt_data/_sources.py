@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import pyarrow
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HFValidationError
@@ -114,8 +115,7 @@ def _read_text(path: Path, kind: str) -> str:
         return path.read_bytes().decode("utf-8", "replace" if kind == BUILTIN else "strict")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"expected UTF-8 text in {path}, found another byte at {error.start}: convert it, "
-            "for instance with iconv"
+            f"expected UTF-8 text in {path}, found another byte at {error.start}: convert it, for instance with iconv"
         ) from error
 
 
@@ -125,7 +125,7 @@ def _load_files(source: Source) -> datasets.Dataset:
         raise DataError(f"expected documents in {source.name}, which is empty: name a file that holds some")
     try:
         return datasets.load_dataset(source.kind, data_files=data_files, split="train")
-    except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowInvalid) as error:
+    except (DatasetGenerationError, pyarrow.ArrowInvalid) as error:
         raise DataError(f"expected {source.kind} rows in {source.name}, but {error.__cause__ or error}") from error
 
 
@@ -136,7 +136,7 @@ def _load_hub(name: str) -> datasets.Dataset:
             # One question first: load_dataset repeats its own for half a minute where there is no network.
             HfApi().dataset_info(repository, timeout=_HUB_TIMEOUT_S)
         return datasets.load_dataset(repository, split="train")
-    except (datasets.exceptions.DatasetNotFoundError, HFValidationError, httpx.HTTPError, OSError) as error:
+    except (DatasetNotFoundError, HFValidationError, httpx.HTTPError, OSError) as error:
         raise DataError(
             f"{name!r} is no file here, and as a dataset of the Hugging Face hub it could not be loaded "
             f"({type(error).__name__}): check the name and the network, or set HF_HUB_OFFLINE=1 to use a copy "

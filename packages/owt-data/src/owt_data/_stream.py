@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import ray.data
@@ -44,8 +45,13 @@ def token_windows(
     read({"id": np.arange(1)})  # so that too few tokens are said now, not in a task
     rows_per_block = max(1, _BLOCK_BYTES // (8 * seq_len))
     return ray.data.range(num_rows, override_num_blocks=max(1, -(-num_rows // rows_per_block))).map_batches(
-        read, batch_size=None
+        _untyped(read), batch_size=None
     )
+
+
+def _untyped(read: Any) -> Any:
+    """Ray declares a batch as a union of types, of which a function of arrays takes only one."""
+    return read
 
 
 def _read_rows(batch: Batch, *, span: TokenSpan, seq_len: int, order: OrderKind, seed: int) -> Batch:
@@ -110,7 +116,7 @@ def step_windows(
     steps_per_block = max(1, _BLOCK_BYTES // (2 * local_batch_size * (seq_len + 1)))
     num_steps = stop_step - start_step
     steps = ray.data.range(num_steps, override_num_blocks=max(1, -(-num_steps // steps_per_block)))
-    dataset = steps.map_batches(read, batch_size=None)
+    dataset = steps.map_batches(_untyped(read), batch_size=None)
     # Whoever finishes first, blocks come out in the order of steps.
     dataset.context.execution_options.preserve_order = True
     return dataset

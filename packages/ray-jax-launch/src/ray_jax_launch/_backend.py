@@ -23,13 +23,13 @@ class DistributedConfig(JaxConfig):
     """
 
     @property
-    def backend_cls(self) -> type[Backend]:
+    def backend_cls(self) -> Any:
         """What Ray Train starts in the workers."""
         return _DistributedBackend
 
 
 class _DistributedBackend(Backend):
-    def on_start(self, worker_group: Any, backend_config: JaxConfig) -> None:
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
         num_workers = len(worker_group)
         if num_workers == 1:
             return
@@ -41,7 +41,7 @@ class _DistributedBackend(Backend):
             ]
         )
 
-    def on_shutdown(self, worker_group: Any, backend_config: JaxConfig) -> None:
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         if len(worker_group) > 1:
             ray.wait(worker_group.execute_async(_shutdown), timeout=_SHUTDOWN_TIMEOUT_S)
 
@@ -71,4 +71,3 @@ def worker_environment(hardware: Hardware) -> dict[str, str]:
         return {"JAX_PLATFORMS": "tpu"}
     # jax brings CUDA's libraries with it; a path to others would make it load those first.
     return {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": ""}
-

@@ -62,9 +62,7 @@ class Checkpoints:
             metadata: anything that JSON can hold.
         """
         trees = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-        self._manager.save(
-            step, args=ocp.args.Composite(**trees, **{_METADATA: ocp.args.JsonSave(dict(metadata))})
-        )
+        self._manager.save(step, args=ocp.args.Composite(**trees, **{_METADATA: ocp.args.JsonSave(dict(metadata))}))
 
     def wait(self) -> None:
         """Return once the checkpoint that was begun is on disk under its number."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ray
 from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.v2.api.config import LoggingConfig
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
@@ -80,19 +79,18 @@ def launch(
         train_loop_config=config,
         jax_config=backend_config(hardware),
         scaling_config=scaling_config(hardware),
-        dataset_config=RankedDataConfig(),
+        # Ray 2.60 declares a dict of these, and then uses it as one.
+        dataset_config=RankedDataConfig(),  # pyright: ignore[reportArgumentType]
         # Ray calls a callable dataset at each start of the group; what this one returns is again a
         # callable, which RankedDataConfig calls with the ranks.
-        datasets={name: functools.partial(_identity, make) for name, make in (datasets or {}).items()},
+        datasets={name: _constant(make) for name, make in (datasets or {}).items()},
         run_config=RunConfig(
             # A name of its own per launch: Ray then never resumes from its own snapshot, which is not
             # written atomically and stops the start when it names a checkpoint that is gone. The
             # checkpoints in the run's folder are the one record of how far it came.
             name=datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ"),
             storage_path=str(run_dir.absolute() / ".ray"),
-            failure_config=FailureConfig(
-                max_failures=max_failures, controller_failure_limit=_MAX_CONTROLLER_FAILURES
-            ),
+            failure_config=FailureConfig(max_failures=max_failures, controller_failure_limit=_MAX_CONTROLLER_FAILURES),
             worker_runtime_env={"env_vars": worker_environment(hardware)},
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
@@ -121,7 +119,5 @@ def _note_traceback(
         exc.add_note("".join(traceback.format_exception(exc)))
 
 
-def _identity(make: RankedDataset) -> RankedDataset:
-    return make
-
-
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
