@@ -33,7 +33,8 @@ def quickstart() -> PretrainConfig:
 def baby() -> PretrainConfig:
     """NanoGPT's setting for a CPU: on tiny Shakespeare, a validation loss of about 1.88.
 
-    12 windows * 64 tokens = 768 tokens a step; 2 000 steps pass 1.5 times over its million bytes.
+    12 windows * 64 tokens = 768 tokens a step; 2 000 steps pass 1.5 times over its million bytes. Validation
+    sees all of its 1 742 validation windows: 146 batches.
     """
     return PretrainConfig(
         preset="baby",
@@ -43,10 +44,9 @@ def baby() -> PretrainConfig:
             global_batch_size=12,
             max_steps=2000,
             log_every=20,
-            eval_every=250,
-            eval_batches=20,
+            eval_every=500,
+            eval_batches=150,
             checkpoint_every=250,
-            order="random",
         ),
         optimizer=OptimizerConfig(learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=100, beta2=0.99),
     )
