@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -76,10 +77,20 @@ class StepTimer:
         self._data_wait_s += time.perf_counter() - before
 
     def record(self, step: int, metrics: dict[str, jax.Array]) -> Record:
-        """The record of a step, once its metrics are there; measures anew from now."""
+        """The record of a step, once its metrics are there; measures anew from now.
+
+        Raises:
+            FloatingPointError: the loss is no number any more. What comes of it must not be saved.
+        """
+        loss = float(metrics["loss"])
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"expected a finite loss at step {step}, got {loss}: lower --optimizer.learning-rate, lengthen "
+                "--optimizer.warmup-steps, or set --optimizer.clip-norm 1, under another --name"
+            )
         record: dict[str, Any] = {
             "step": step,
-            "loss": float(metrics["loss"]),
+            "loss": loss,
             "learning_rate": float(self._schedule(step - 1)),
             "grad_norm": float(metrics["grad_norm"]),
         }

@@ -129,7 +129,7 @@ def _say_done(folder: RunFolder, console: Console) -> None:
         f"done: {result['steps']} steps in {result['wall_s']:.0f} s, "
         f"validation loss {result['metrics']['val_loss']:.4f}\n"
         f"run folder: {folder.path}\n"
-        f"more text: pretrain sample {folder.path}",
+        f"more text: uv run apps/pretrain sample {folder.path}",
         highlight=False,
         soft_wrap=True,
         markup=False,

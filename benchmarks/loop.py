@@ -1,0 +1,104 @@
+"""The training loop under Ray against the bare step on one in-memory batch, in turns in the same run.
+
+    uv run benchmarks/loop.py --rounds 3
+
+The loop has Ray Data, the metrics, and rank 0's writing in it; the bare step has nothing. Both are the quickstart's
+model on one CPU worker, without validation or checkpoints in between. Writes benchmarks/results/loop.md and loop.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+STEPS, LOG_EVERY = 300, 10
+
+BARE = """
+import json, sys, time
+import jax, numpy as np
+from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
+from pretrain import PRESETS
+config, steps, every = PRESETS["quickstart"](), int(sys.argv[1]), int(sys.argv[2])
+mesh = make_mesh()
+optimizer = create_optimizer(config.optimizer, steps)
+state = create_train_state(config.model, optimizer, jax.random.key(0), mesh)
+step = make_train_step(config.model, optimizer)
+rows = np.random.default_rng(0).integers(0, 256, (config.train.global_batch_size, config.model.seq_len + 1))
+batch = put_batch(rows.astype(np.uint16), mesh)
+times = []
+for i in range(steps + 1):
+    state, metrics = step(state, batch, jax.random.key(1))
+    if i % every == 0:
+        jax.block_until_ready(metrics)
+        times.append(time.perf_counter())
+print(json.dumps([(b - a) / every for a, b in zip(times, times[1:])]))
+"""
+
+
+def bare_steps() -> list[float]:
+    """Seconds per step of the bare step, one figure per ten steps."""
+    command = [sys.executable, "-c", BARE, str(STEPS), str(LOG_EVERY)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def loop_steps() -> list[float]:
+    """Seconds per step of the loop under Ray, as its metrics have them."""
+    with tempfile.TemporaryDirectory() as storage:
+        command = [
+            sys.executable, str(ROOT / "apps/pretrain"),
+            "--hardware", "cpu:1", "--storage-path", storage, "--name", "run",
+            "--train.max-steps", str(STEPS), "--train.log-every", str(LOG_EVERY),
+            "--train.eval-every", str(STEPS), "--train.checkpoint-every", str(STEPS),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        records = [json.loads(line) for line in (Path(storage) / "run/metrics.jsonl").read_text().splitlines()]
+    return [record["step_s"] for record in records if "step_s" in record]
+
+
+def main() -> None:
+    """Run the rounds and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    rounds = []
+    for number in range(options.rounds):
+        began = time.monotonic()
+        medians = {"bare": statistics.median(bare_steps()), "loop": statistics.median(loop_steps())}
+        rounds.append(medians)
+        print(f"round {number + 1}: {medians} ({time.monotonic() - began:.0f} s)", flush=True)
+    bare, loop = (statistics.median(part[name] for part in rounds) for name in ("bare", "loop"))
+    result = {
+        "bare_step_s": bare,
+        "loop_step_s": loop,
+        "ratio": bare / loop,
+        "ratio_by_round": [part["bare"] / part["loop"] for part in rounds],
+        "config": f"quickstart model, one CPU worker, {STEPS} steps, {options.rounds} rounds",
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "flax", "ray")}},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "loop.json").write_text(json.dumps(result, indent=2) + "\n")
+    by_round = ", ".join(f"{ratio:.3f}" for ratio in result["ratio_by_round"])
+    (options.out / "loop.md").write_text(
+        "# The loop under Ray against the bare step\n\n"
+        f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
+        "| bare step | loop | ratio of medians | by round |\n|---|---|---|---|\n"
+        f"| {bare * 1e3:.1f} ms | {loop * 1e3:.1f} ms | {bare / loop:.3f} | {by_round} |\n"
+    )
+    print((options.out / "loop.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
