@@ -3,8 +3,8 @@ import time
 
 import jax.numpy as jnp
 import pytest
-from nnx_gpt2 import make_mesh
 
+from nnx_gpt2 import make_mesh
 from pretrain import PRESETS
 from pretrain._log import RunLog, StepTimer
 from pretrain._run import RunFolder

@@ -1,6 +1,7 @@
 """Every test sees two CPU devices, and rank promotion that was not meant raises."""
 
 import os
+import tempfile
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
@@ -10,6 +11,15 @@ import pytest
 from nnx_gpt2 import GPT2Config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once():
+    """Tests compile the same few steps again and again: keep them, for this session alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        yield
 
 
 @pytest.fixture

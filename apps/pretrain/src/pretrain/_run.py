@@ -129,13 +129,18 @@ def describe(config: PretrainConfig, data: dict[str, Any], hardware: str) -> dic
     }
 
 
-def check_same_run(stored: dict[str, Any], new: dict[str, Any], path: Path) -> None:
+def check_same_settings(stored: dict[str, Any], config: PretrainConfig, path: Path) -> None:
     """Refuse to continue a run under other settings, which would not be the same run.
 
+    Args:
+        stored: the run's `config.json`.
+        config: what is asked for now.
+        path: the run's folder.
+
     Raises:
-        UsageError: a setting that matters, or the data, differs; the message names it.
+        UsageError: a setting that matters differs; the message names it.
     """
-    before, after = _flatten(stored["config"]), _flatten(new["config"])
+    before, after = _flatten(stored["config"]), _flatten(dataclasses.asdict(config))
     free = tuple(f"{name}." for name in _FREE_FIELDS)
     for name in sorted(before.keys() | after.keys()):
         if not f"{name}.".startswith(free) and before.get(name) != after.get(name):
@@ -143,10 +148,24 @@ def check_same_run(stored: dict[str, Any], new: dict[str, Any], path: Path) -> N
                 f"the run in {path} was started with {name} {before.get(name)}, not {after.get(name)}: give the "
                 "former settings to continue it, or another --name for a new run"
             )
-    if stored["data"]["fingerprint"] != new["data"]["fingerprint"]:
-        differing = [
-            key for key, value in new["data"]["fingerprint"].items() if stored["data"]["fingerprint"].get(key) != value
-        ]
+
+
+def check_same_data(stored: dict[str, Any], fingerprint: dict[str, Any], path: Path) -> None:
+    """Refuse to continue a run on other data.
+
+    Args:
+        stored: the run's `config.json`.
+        fingerprint: of the data that is given now.
+        path: the run's folder.
+
+    Raises:
+        UsageError: the data differs; the message says in what.
+    """
+    before = stored["data"]["fingerprint"]
+    differing = [
+        name for name in sorted(before.keys() | fingerprint.keys()) if before.get(name) != fingerprint.get(name)
+    ]
+    if differing:
         raise UsageError(
             f"the run in {path} was started on other data ({', '.join(differing)} differs): give the former --data to "
             "continue it, or another --name for a new run"

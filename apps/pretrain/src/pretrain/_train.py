@@ -15,7 +15,7 @@ from pretrain._data import data_label, load_tokens
 from pretrain._errors import UsageError
 from pretrain._progress import ProgressDisplay
 from pretrain._report import write_report
-from pretrain._run import RunFolder, check_same_run, claim, describe, write_json
+from pretrain._run import RunFolder, check_same_data, check_same_settings, claim, describe, write_json
 from pretrain._worker import train_windows, train_worker
 from ray_jax_launch import Hardware, LaunchError, latest_step, parse_hardware
 
@@ -40,6 +40,11 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         check_batch(config, hardware)
     name = config.name or f"{config.preset}-{data_label(config.data)}"
     with claim(Path(config.storage_path).expanduser().absolute() / name) as folder:
+        stored = json.loads(folder.config.read_text()) if folder.config.exists() else None
+        if stored is not None:
+            if not vocab_size_given:
+                config = _with_vocab_size(config, stored["config"]["model"]["vocab_size"])
+            check_same_settings(stored, config, folder.path)
         data = load_tokens(config, console)
         config = _fit_vocabulary(config, data, vocab_size_given)
         identity = {
@@ -48,9 +53,8 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
             "tokenizer": data.tokenizer,
             "fingerprint": data.fingerprint,
         }
-        stored = json.loads(folder.config.read_text()) if folder.config.exists() else None
         if stored is not None:
-            check_same_run(stored, describe(config, identity, ""), folder.path)
+            check_same_data(stored, data.fingerprint, folder.path)
         if folder.result.exists():
             _say_finished(folder, console)
             return
@@ -99,9 +103,11 @@ def _fit_vocabulary(config: PretrainConfig, data: TokenData, given: bool) -> Pre
             f"expected a model.vocab_size of at least {data.vocab_size}, which the tokenizer {data.tokenizer} has, got "
             f"{config.model.vocab_size}: leave it out to take the tokenizer's"
         )
-    if given or config.model.vocab_size == data.vocab_size:
-        return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=data.vocab_size))
+    return config if given else _with_vocab_size(config, data.vocab_size)
+
+
+def _with_vocab_size(config: PretrainConfig, vocab_size: int) -> PretrainConfig:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
 def _introduce(
