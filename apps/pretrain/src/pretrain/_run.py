@@ -97,13 +97,17 @@ def claim(path: Path) -> Iterator[RunFolder]:
         except BlockingIOError as error:
             raise UsageError(f"another command is training in {path}: wait for it, or choose another --name") from error
         run = RunFolder(path)
-        try:
+        with contextlib.ExitStack() as undo:
+            if made:
+                undo.callback(_remove_unused, run, lock)
             yield run
-        except BaseException:
-            if made and not run.config.exists():
-                lock.unlink()
-                path.rmdir()
-            raise
+            undo.pop_all()
+
+
+def _remove_unused(run: RunFolder, lock: Path) -> None:
+    if not run.config.exists():
+        lock.unlink()
+        run.path.rmdir()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -104,11 +104,10 @@ def _staging_folder(out: Path) -> Iterator[Path]:
             raise DataError(f"another process is preparing into {out}: wait for it to end") from error
         for leftover in staging.iterdir():
             leftover.unlink()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, staging)
             yield staging
-        except BaseException:
-            shutil.rmtree(staging)
-            raise
+            undo.pop_all()
     finally:
         os.close(folder)
 

@@ -71,6 +71,7 @@ def launch(
     Raises:
         LaunchError: the cluster has too little, or does not answer.
         TrainingFailed: a worker failed once more than `max_failures`.
+        KeyboardInterrupt: Ctrl-C; the workers have been stopped.
     """
     connect(hardware)
     check_resources(hardware)
@@ -97,6 +98,9 @@ def launch(
     )
     try:
         return trainer.fit()
+    except SystemExit as error:
+        # So ends Ray's own handler of Ctrl-C, once it has stopped the workers.
+        raise KeyboardInterrupt from error
     except WorkerGroupError as error:
         rank, failure = min(error.worker_failures.items())
         details = "".join(getattr(failure, "__notes__", [])) or str(failure)
