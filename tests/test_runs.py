@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from support import COMMAND
 
+from ray_jax_launch import latest_step
+
 MAX_STEPS = 200
 OPTIONS = [
     "--preset=baby",
@@ -131,13 +133,19 @@ def test_two_workers_train_like_one(finished, pretrain, corpus, tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["workers"] == 2
 
 
-def stopped_by(signal_number, checkpoint, args, environment, storage):
-    """Start the command, send it a signal once a checkpoint is there, and return its exit code and last words."""
+def starts(storage):
+    path = storage / "run" / "starts.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def stopped_by(signal_number, args, environment, storage):
+    """Start the command, send it a signal once it has made a checkpoint, and return its exit code and last words."""
+    earlier = len(starts(storage))
     driver = subprocess.Popen(
         [*COMMAND, *args], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 180
-    while not (storage / "run" / "checkpoints" / str(checkpoint)).exists():
+    while len(starts(storage)) == earlier or (latest_step(storage / "run" / "checkpoints") or 0) <= starts(storage)[-1]:
         assert driver.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -151,9 +159,9 @@ def stopped_by(signal_number, checkpoint, args, environment, storage):
 def test_an_interrupted_and_then_killed_run_comes_to_the_same_end(finished, pretrain, corpus, environment, tmp_path):
     storage, _ = finished
     args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:1", *OPTIONS]
-    code, err = stopped_by(signal.SIGINT, 20, args, environment, tmp_path)
+    code, err = stopped_by(signal.SIGINT, args, environment, tmp_path)
     assert (code, err) == (130, "interrupted: the same command continues from the newest checkpoint\n")
-    code, _ = stopped_by(signal.SIGKILL, 110, args, environment, tmp_path)
+    code, _ = stopped_by(signal.SIGKILL, args, environment, tmp_path)
     assert code == -signal.SIGKILL
 
     done = pretrain(*args)

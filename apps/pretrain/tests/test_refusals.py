@@ -67,6 +67,12 @@ def test_options(args, message, capsys, workplace):
         (["--data", "book.txt", "--storage-path", "s3://bucket"], "expected a folder as --storage-path"),
         (["--data", "book.txt", "--model.vocab-size", "100"], "expected a model.vocab_size of at least 257"),
         (["sample", "nowhere"], "expected the folder of a run, or the name of one in runs, got nowhere"),
+        (
+            ["sample", "nowhere", "--top-k", "0"],
+            "expected --temperature of at least 0 and --top-k of at least 1, got 0.8",
+        ),
+        (["sample", "nowhere", "--temperature", "nan"], "expected --temperature of at least 0 and --top-k"),
+        (["sample", "nowhere", "--max-new-tokens", "-5"], "expected --max-new-tokens of at least 0"),
         (["eval", "nowhere"], "expected the folder of a run, or the name of one in runs, got nowhere"),
     ],
 )

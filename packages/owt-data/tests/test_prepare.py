@@ -147,6 +147,8 @@ def test_two_prepares_into_one_folder_are_refused(articles, tmp_path):
     [
         ("empty.jsonl", "", "expected documents in .*, which is empty"),
         ("other.jsonl", '{"body": "x"}\n', r"expected a text column 'text' in .*, found \['body'\]"),
+        ("numbers.jsonl", '{"text": 5}\n', "expected text in the column 'text' of .*, found int64"),
+        ("nulls.jsonl", '{"text": "x"}\n{"text": null}\n', "expected text in every row, found a row without"),
         ("torn.jsonl", '{"text": "x"\n{"text": "y"}\n', "expected json rows in"),
         ("fake.parquet", "no parquet", "expected parquet rows in"),
         ("latin.txt", b"tea\xe9", "expected UTF-8 text in .*, found another byte at 3"),

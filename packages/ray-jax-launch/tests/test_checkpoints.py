@@ -67,6 +67,18 @@ def test_a_checkpoint_under_way_is_not_listed(tmp_path):
     assert latest_step(tmp_path) == 10
 
 
+def test_what_a_crash_left_half_written_is_swept_out_and_written_again(tmp_path, tree):
+    half = tmp_path / "20.orbax-checkpoint-tmp"
+    half.mkdir()
+    (half / "torn").write_text("x")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert not half.exists()
+        checkpoints.save(20, {"params": tree}, metadata={})
+        checkpoints.wait()
+        jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(20, {"params": tree})["params"], tree)
+    assert [path.name for path in tmp_path.iterdir()] == ["20"]
+
+
 def test_reading_changes_nothing(tmp_path, tree):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(10, {"params": tree}, metadata={})

@@ -1,6 +1,8 @@
 """The command line. Light to import: what takes seconds is imported by the command that needs it."""
 
 import json
+import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -27,6 +29,8 @@ def main(args: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 where training failed, 2 for bad input, 130 after an interrupt.
     """
     arguments = [*(sys.argv[1:] if args is None else args)]
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what fails there is said here, in a sentence
+    logging.getLogger("absl").setLevel(logging.ERROR)
     command = _train
     if arguments and arguments[0] in _COMMANDS:
         command = _COMMANDS[arguments.pop(0)]
@@ -103,7 +107,7 @@ def _sample_command(
         prompt: What the text begins with.
         max_new_tokens: How many tokens to add.
         temperature: Higher is bolder; 0 takes the likeliest token each time.
-        top_k: Draw among so many of the likeliest tokens; None draws among all.
+        top_k: Draw among so many of the likeliest tokens, at least 1; None draws among all.
         seed: The same seed gives the same text.
         num_samples: How many texts to write.
     """

@@ -48,12 +48,15 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
         with progress_bar(console) as progress:
             prepare(config.data, folder, config.prepare, progress=progress)
         tokens = open_tokens(str(folder), tokenizer=config.prepare.tokenizer)
-    for name, span in (("training", tokens.train), ("validation", tokens.val)):
+    for name, span, remedy in (
+        ("training", tokens.train, "more text"),
+        ("validation", tokens.val, "more text, a larger --val-fraction"),
+    ):
         if num_windows(len(span), config.model.seq_len) == 0:
             raise DataError(
                 f"expected at least {config.model.seq_len + 1} {name} tokens, which one window of "
-                f"{config.model.seq_len} inputs needs, got {len(span)} from {config.data}: give more text, a larger "
-                "--val-fraction, or a shorter --model.seq-len"
+                f"{config.model.seq_len} inputs needs, got {len(span)} from {config.data}: give {remedy} "
+                "or a shorter --model.seq-len"
             )
     return tokens
 

@@ -1,5 +1,7 @@
 """The command `sample`: text by a trained model."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,15 @@ def sample(
     """
     if not prompt:
         raise UsageError("prompt must not be empty: the model continues something")
+    if max_new_tokens < 0 or num_samples < 1:
+        raise UsageError(
+            f"expected --max-new-tokens of at least 0 and --num-samples of at least 1, got {max_new_tokens} and "
+            f"{num_samples}"
+        )
+    if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
+        raise UsageError(
+            f"expected --temperature of at least 0 and --top-k of at least 1, got {temperature} and {top_k}"
+        )
     trained = load_trained(run)
     tokenizer = load_tokenizer(trained.description["data"]["tokenizer"])
     tokens = generate(

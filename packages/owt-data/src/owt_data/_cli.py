@@ -1,5 +1,6 @@
 """`owt-data`: the command line of this package."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -62,6 +63,7 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 where `verify` found a difference, or 2 for bad input.
     """
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what fails there is said here, in a sentence
     try:
         return tyro.extras.subcommand_cli_from_dict(
             {"prepare": _prepare, "verify": _verify},

@@ -183,7 +183,10 @@ def _write_by_position(
 
 def _texts(documents: datasets.Dataset) -> Iterator[str]:
     for start in range(0, len(documents), _DOCUMENTS_PER_TASK):
-        yield from documents[start : start + _DOCUMENTS_PER_TASK]["text"]
+        texts = documents[start : start + _DOCUMENTS_PER_TASK]["text"]
+        if None in texts:
+            raise DataError("expected text in every row, found a row without: remove the rows that are null")
+        yield from texts
 
 
 def _encode_in_order(texts: Iterable[str], tokenizer: tiktoken.Encoding) -> Iterator[NDArray[np.uint16]]:

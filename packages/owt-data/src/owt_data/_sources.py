@@ -94,6 +94,9 @@ def load_documents(source: Source, *, text_column: str = "text") -> datasets.Dat
             "name the right one with --text-column"
         )
     documents = documents.select_columns([text_column])
+    dtype = getattr(documents.features[text_column], "dtype", "no text")
+    if dtype not in ("string", "large_string"):
+        raise DataError(f"expected text in the column {text_column!r} of {source.name}, found {dtype}: name another")
     return documents if text_column == "text" else documents.rename_column(text_column, "text")
 
 

@@ -37,7 +37,10 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=None if read_only else num_to_keep, create=not read_only, read_only=read_only
+                max_to_keep=None if read_only else num_to_keep,
+                create=not read_only,
+                read_only=read_only,
+                cleanup_tmp_directories=not read_only,
             ),
         )
 
