@@ -2,11 +2,26 @@ import pytest
 
 from nnx_gpt2 import num_params
 from pretrain import PRESETS
+from pretrain._cli import _named_preset
 
 
 def test_every_preset_knows_its_name():
     assert list(PRESETS) == ["quickstart", "baby", "tutorial", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
     assert all(make().preset == name for name, make in PRESETS.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ([], "quickstart"),
+        (["--preset", "baby"], "baby"),
+        (["--seed", "1", "--preset=gpt2-xl", "--data", "baby"], "gpt2-xl"),
+        (["--preset"], "quickstart"),
+        (["--name", "baby"], "quickstart"),
+    ],
+)
+def test_the_preset_is_found_among_the_arguments(arguments, name):
+    assert _named_preset(arguments) == name
 
 
 def test_baby_is_nanogpts_cpu_setting():

@@ -1,5 +1,6 @@
 """The command line. Light to import: what takes seconds is imported by the command that needs it."""
 
+import itertools
 import json
 import logging
 import os
@@ -79,7 +80,7 @@ def _train(arguments: list[str]) -> int:
 
 def _named_preset(arguments: list[str]) -> str:
     """The preset, which has to be known before the options that it fills in can be read."""
-    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+    for option, value in itertools.pairwise([*arguments, ""]):
         name = value if option == "--preset" else option.removeprefix("--preset=")
         if name in PRESETS and option.startswith("--preset"):
             return name
