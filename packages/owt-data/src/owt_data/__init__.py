@@ -11,35 +11,47 @@ from owt_data._errors import DataError
 from owt_data._options import OrderKind, PrepareOptions, TokenizerName
 
 if TYPE_CHECKING:
+    from owt_data._inspect import Inspection, inspect
     from owt_data._manifest import FileRecord, Manifest, read_manifest
+    from owt_data._open import TokenData, is_prepared, open_tokens
     from owt_data._order import num_windows, window_starts
-    from owt_data._prepare import prepare
-    from owt_data._progress import progress_bar
-    from owt_data._sources import Source, find_source, load_documents
+    from owt_data._prepare import Progress, prepare
+    from owt_data._progress import progress_bar, share_bar
+    from owt_data._sources import Source, find_source
     from owt_data._stream import iter_steps, step_windows, token_windows
+    from owt_data._text_stream import every_row, is_wikitext_title, stream_text
     from owt_data._tokenizers import load_tokenizer
-    from owt_data._tokens import TokenData, TokenSpan, is_prepared, open_tokens
+    from owt_data._tokens import TokenMixture, Tokens, TokenSequence, TokenSpan
     from owt_data._verify import verify
 
 _MODULE_OF = {
+    "Inspection": "_inspect",
+    "inspect": "_inspect",
     "FileRecord": "_manifest",
     "Manifest": "_manifest",
     "read_manifest": "_manifest",
+    "TokenData": "_open",
+    "is_prepared": "_open",
+    "open_tokens": "_open",
     "num_windows": "_order",
     "window_starts": "_order",
+    "Progress": "_prepare",
     "prepare": "_prepare",
     "progress_bar": "_progress",
+    "share_bar": "_progress",
     "Source": "_sources",
     "find_source": "_sources",
-    "load_documents": "_sources",
     "iter_steps": "_stream",
     "step_windows": "_stream",
     "token_windows": "_stream",
+    "every_row": "_text_stream",
+    "is_wikitext_title": "_text_stream",
+    "stream_text": "_text_stream",
     "load_tokenizer": "_tokenizers",
-    "TokenData": "_tokens",
+    "TokenMixture": "_tokens",
+    "TokenSequence": "_tokens",
     "TokenSpan": "_tokens",
-    "is_prepared": "_tokens",
-    "open_tokens": "_tokens",
+    "Tokens": "_tokens",
     "verify": "_verify",
 }
 
@@ -48,24 +60,33 @@ __version__ = version("owt-data")
 __all__ = [
     "DataError",
     "FileRecord",
+    "Inspection",
     "Manifest",
     "OrderKind",
     "PrepareOptions",
+    "Progress",
     "Source",
     "TokenData",
+    "TokenMixture",
+    "TokenSequence",
     "TokenSpan",
     "TokenizerName",
+    "Tokens",
+    "every_row",
     "find_source",
+    "inspect",
     "is_prepared",
+    "is_wikitext_title",
     "iter_steps",
-    "load_documents",
     "load_tokenizer",
     "num_windows",
     "open_tokens",
     "prepare",
     "progress_bar",
     "read_manifest",
+    "share_bar",
     "step_windows",
+    "stream_text",
     "token_windows",
     "verify",
     "window_starts",

@@ -9,68 +9,111 @@ import tyro
 from rich.console import Console
 
 from owt_data._errors import DataError
-from owt_data._options import PrepareOptions
+from owt_data._options import PrepareOptions, TokenizerName
 
-_FAILED, _BAD_INPUT = 1, 2
+_FAILED, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
 
 
 def _prepare(
-    source: tyro.conf.Positional[str],
-    out: tyro.conf.Positional[Path],
+    paths: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE [SOURCE...] OUT")]],
     *,
     options: Annotated[PrepareOptions, tyro.conf.arg(name="")] = PrepareOptions(),  # noqa: B008 - frozen
+    num_processes: int | None = None,
+    ray: bool = False,
 ) -> int:
-    """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json.
+    """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json. Killed, it goes on from there.
 
-    For instance: owt-data prepare openwebtext data/openwebtext
+    For instance:
+      owt-data prepare openwebtext data/openwebtext
+      owt-data prepare articles/*.jsonl data/articles --text-column body
+      owt-data prepare train=a.parquet val=b.parquet data/ab
 
     Args:
-        source: builtin, a .txt, .jsonl or .parquet file, a folder of such files, or a Hugging Face dataset.
-        out: The folder to write into.
+        paths: One or more sources, and the folder to write into. A source is builtin, a .txt, .jsonl or
+            .parquet file, a folder or a glob of such files, or a Hugging Face dataset
+            (NAME[:CONFIGURATION[:SPLIT]]). With train= and val= before the names, the split is given.
         options: Tokenizer and split.
+        num_processes: How many tokenize at once. Default: one for each core.
+        ray: Tokenize as tasks of the Ray cluster at RAY_ADDRESS, whose machines must all see OUT.
     """
+    if len(paths) < 2:
+        raise DataError(f"expected one or more sources and a folder to write into, got {' '.join(paths) or 'nothing'}")
     # Imported here because it takes seconds, which --help must not wait for.
     from owt_data._prepare import prepare
     from owt_data._progress import progress_bar
 
-    console = Console(stderr=True)
+    console = _console()
+    *sources, out = paths
     with progress_bar(console) as progress:
-        manifest = prepare(source, out, options, progress=progress)
+        manifest = prepare(sources, out, options, num_processes=num_processes, use_ray=ray, progress=progress)
     for name, record in manifest.files.items():
-        console.print(f"{out / name}: {record.num_tokens:,} tokens, {record.num_documents:,} documents")
+        console.print(f"{Path(out) / name}: {record.num_tokens:,} tokens, {record.num_documents:,} documents")
     return 0
 
 
-def _verify(folder: tyro.conf.Positional[Path], /) -> int:
-    """Recompute every size and checksum of a prepared folder and name what differs from its manifest.
+def _verify(folder: tyro.conf.Positional[str], /) -> int:
+    """Recompute every count and checksum of a prepared folder and name what differs from its manifest.
 
     Args:
-        folder: The folder.
+        folder: The folder, on disk, or s3://... or gs://...
     """
+    from owt_data._progress import share_bar
     from owt_data._verify import verify
 
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    differences = verify(folder)
+    console = _console()
+    with share_bar(console, "verifying") as report:
+        differences = verify(folder, report=report)
     for difference in differences:
         console.print(difference, markup=False)
     console.print(f"{folder}: {len(differences)} differences" if differences else f"{folder}: as its manifest says")
     return _FAILED if differences else 0
 
 
+def _inspect(name: tyro.conf.Positional[str], /, *, tokenizer: TokenizerName = "gpt2", window_tokens: int = 64) -> int:
+    """Show what token files hold: counts, sizes, the tokenizer, and text from the beginning, the middle and the end.
+
+    Args:
+        name: A folder of token files or a .bin file, on disk, or s3://... or gs://...
+        tokenizer: What wrote the tokens, where no manifest says so.
+        window_tokens: Length of the samples.
+    """
+    from owt_data._inspect import inspect
+
+    found = inspect(name, tokenizer=tokenizer, window_tokens=window_tokens)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{name}: tokenizer {found.tokenizer}, vocabulary of {found.vocab_size:,}", markup=False)
+    if found.manifest is not None:
+        console.print(f"made from {found.manifest.source} by owt-data {found.manifest.version}", markup=False)
+    for split, num_tokens in found.num_tokens.items():
+        record = found.manifest.files[f"{split}.bin"] if found.manifest is not None else None
+        documents = f", {record.num_documents:,} documents" if record is not None else ""
+        console.print(f"\n{split}: {num_tokens:,} tokens, {2 * num_tokens:,} bytes{documents}", markup=False)
+        for place, text in found.samples[split].items():
+            console.print(f"  {place}: {text!r}", markup=False)
+    return 0
+
+
+def _console() -> Console:
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run `owt-data` with these arguments, or those of the process.
 
     Returns:
-        The exit code: 0, 1 where `verify` found a difference, or 2 for bad input.
+        The exit code: 0, 1 where `verify` found a difference, 2 for bad input, or 130 after Ctrl-C.
     """
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what fails there is said here, in a sentence
     try:
         return tyro.extras.subcommand_cli_from_dict(
-            {"prepare": _prepare, "verify": _verify},
+            {"prepare": _prepare, "verify": _verify, "inspect": _inspect},
             prog="owt-data",
             description="Text to token files that nanoGPT, the Ray tutorial and nnx-gpt2 read.",
             args=args,
         )
     except DataError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        _console().print(f"error: {error}", markup=False)
         return _BAD_INPUT
+    except KeyboardInterrupt:
+        _console().print("interrupted: the same command again goes on from there")
+        return _INTERRUPTED

@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from pyarrow.fs import FileType
+
 from owt_data._errors import DataError
+from owt_data._files import file_type, join, normalize, read_blocks
 
 TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
+DTYPE = "<u2"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,18 +65,21 @@ class Manifest:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
     """The manifest of a folder, or None where it has none.
+
+    Args:
+        folder: on disk, or in object storage.
 
     Raises:
         DataError: the manifest cannot be understood.
     """
-    path = folder / MANIFEST_NAME
-    if not path.exists():
+    path = join(normalize(os.fspath(folder)), MANIFEST_NAME)
+    if file_type(path) is not FileType.File:
         return None
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(b"".join(read_blocks(path)))
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
         return Manifest(files=files, **fields)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"expected a manifest of owt-data in {path}, but it does not read as one: {error}") from error

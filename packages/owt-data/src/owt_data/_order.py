@@ -1,10 +1,13 @@
 """Which window comes when: a pure function, so that no iterator state exists that a crash could lose.
 
-Both orders are computed per index. `shuffle` sends an epoch's positions through a Feistel network
-(Luby and Rackoff, 1988) whose domain is the next power of two, and walks the cycle until it is back
-among the windows (Black and Rogaway, 2002, "Ciphers with Arbitrary Finite Domains", method 2): a
-permutation that is never written down, and takes the same time at any index of any epoch.
+Every order is computed per index. `shuffle` sends an epoch's positions through a Feistel network (Luby
+and Rackoff, 1988) over a rectangle of `rows * 2**bits` cells that just holds them, and walks the cycle of
+the few that land outside until they are back (Black and Rogaway, 2002, "Ciphers with Arbitrary Finite
+Domains", methods 2 and 3): a permutation that is never written down, and takes the same time and memory
+at any index of any epoch.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +16,11 @@ from owt_data._errors import DataError
 from owt_data._options import OrderKind
 
 _U64 = NDArray[np.uint64]
-_ROUNDS = 6  # even, so that the two halves end with the widths they began with
+_ROUNDS = 6
 _MASK_64 = (1 << 64) - 1
+
+# Indices are worked on in blocks whose arrays stay in a core's cache, where numpy is several times faster.
+_BLOCK = 1 << 16
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
@@ -46,7 +52,7 @@ def window_starts(
 
     >>> import numpy as np
     >>> window_starts(np.arange(4), order="shuffle", seed=3, num_tokens=41, seq_len=10).tolist()
-    [30, 20, 0, 10]
+    [0, 20, 10, 30]
     """
     count = num_windows(num_tokens, seq_len)
     if count == 0:
@@ -54,20 +60,44 @@ def window_starts(
             f"expected at least {seq_len + 1} tokens, which one window of {seq_len} inputs needs, got {num_tokens}: "
             "give more text or a shorter model.seq_len"
         )
-    if order == "random":
-        draws = _mix(np.uint64(_key(seed, 0)) + indices.astype(np.uint64))
-        return (draws % np.uint64(num_tokens - seq_len)).astype(np.int64)
-    epochs, positions = np.divmod(indices, count)
-    if order == "sequential":
-        return positions * seq_len
-    spare = num_tokens - 1 - count * seq_len
-    starts = np.empty_like(positions)
+    starts = np.empty(len(indices), dtype=np.int64)
+    for begin in range(0, len(indices), _BLOCK):
+        block, out = indices[begin : begin + _BLOCK], starts[begin : begin + _BLOCK]
+        if order == "random":
+            draws = _mix(np.uint64(_key(seed, 0)) + block.astype(np.uint64))
+            out[:] = draws % np.uint64(num_tokens - seq_len)
+        elif order == "sequential":
+            np.multiply(block % count, seq_len, out=out)
+        else:
+            _shuffle(block, out, seed, count, num_tokens, seq_len)
+    return starts
+
+
+def shuffled(
+    indices: NDArray[np.int64], size: int, seed: int
+) -> Iterator[tuple[NDArray[np.bool_] | slice, int, NDArray[np.int64]]]:
+    """Indices without end, as epochs of `size` positions, each epoch in an order of its own.
+
+    Yields:
+        `(where, epoch, positions)`: which of the indices lie in that epoch, and their positions, below
+        `size`, after the epoch's permutation.
+    """
+    first, last = int(indices.min()) // size, int(indices.max()) // size
+    if first == last:
+        yield slice(None), first, _permute(indices - first * size, size, _key(seed, first + 1))
+        return
+    epochs = indices // size
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        key = _key(seed, epoch + 1)
-        windows = _permute(positions[here].astype(np.uint64), count, key).astype(np.int64)
-        starts[here] = windows * seq_len + key % (spare + 1)
-    return starts
+        yield here, epoch, _permute(indices[here] - epoch * size, size, _key(seed, epoch + 1))
+
+
+def _shuffle(
+    indices: NDArray[np.int64], out: NDArray[np.int64], seed: int, count: int, num_tokens: int, seq_len: int
+) -> None:
+    spare = num_tokens - 1 - count * seq_len
+    for where, epoch, windows in shuffled(indices, count, seed):
+        out[where] = windows * seq_len + _key(seed, epoch + 1) % (spare + 1)
 
 
 def _mix(x: _U64) -> _U64:
@@ -84,25 +114,54 @@ def _key(seed: int, stream: int) -> int:
     return int(_mix(np.array([mixed ^ stream], dtype=np.uint64))[0])
 
 
-def _permute(positions: _U64, size: int, key: int) -> _U64:
+def _permute(positions: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
     """A permutation of `range(size)`, evaluated at `positions`."""
-    bits = max(2, (size - 1).bit_length())
-    low_bits = bits // 2
-    round_keys = _mix(np.uint64(key) ^ np.arange(1, _ROUNDS + 1, dtype=np.uint64))
-    images = _feistel(positions, bits - low_bits, low_bits, round_keys)
+    word = np.uint32 if size < 1 << 31 else np.uint64
+    images = positions.astype(word)
+    _feistel(images, size, key)
     outside = np.flatnonzero(images >= size)
     while outside.size:
-        images[outside] = _feistel(images[outside], bits - low_bits, low_bits, round_keys)
-        outside = outside[images[outside] >= size]
-    return images
+        walked = images[outside]
+        _feistel(walked, size, key)
+        images[outside] = walked
+        outside = outside[walked >= size]
+    return images.astype(np.int64)
 
 
-def _feistel(x: _U64, high_bits: int, low_bits: int, round_keys: _U64) -> _U64:
-    """An alternating Feistel network over `high_bits + low_bits` bits."""
-    high, low = x >> np.uint64(low_bits), x & np.uint64((1 << low_bits) - 1)
-    for key in round_keys:
-        mixed = (low ^ key) * np.uint64(0xD6E8FEB86659FD93)
-        mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-        high, low = low, high ^ (mixed >> np.uint64(64 - high_bits))
-        high_bits, low_bits = low_bits, high_bits
-    return (high << np.uint64(low_bits)) | low
+def _feistel(x: NDArray[np.unsignedinteger], size: int, key: int) -> None:
+    """Permute the cells `x` of the rectangle in place: in turn, one coordinate is moved by a hash of the other.
+
+    Words are of 32 bits where the cells fit, which is twice as fast as 64. `half` of a word holds a
+    coordinate, so that a product of a coordinate and a fraction of `half` bits does not overflow.
+    """
+    word = x.dtype.type
+    width = 8 * x.itemsize
+    half = width // 2
+    bits = max(2, (size - 1).bit_length()) // 2
+    num_rows = -(-size >> bits)
+    num_columns = 1 << bits
+    round_keys = (
+        _mix(np.uint64(key) ^ np.arange(1, 2 * _ROUNDS + 1, dtype=np.uint64)) >> np.uint64(64 - width)
+    ).tolist()
+    constant = word(0xD6E8FEB86659FD93 >> (64 - width) | 1)
+    row, column = x >> word(bits), x & word(num_columns - 1)
+    mixed, other = np.empty_like(x), np.empty_like(x)
+    for number in range(_ROUNDS):
+        np.bitwise_xor(row if number % 2 else column, word(round_keys[2 * number]), out=mixed)
+        np.multiply(mixed, word(round_keys[2 * number + 1] | 1), out=mixed)
+        np.right_shift(mixed, word(half - 1), out=other)
+        np.bitwise_xor(mixed, other, out=mixed)
+        np.multiply(mixed, constant, out=mixed)
+        if number % 2:
+            np.right_shift(mixed, word(width - bits), out=mixed)
+            np.bitwise_xor(column, mixed, out=column)
+        else:
+            # The upper half of the hash, as a fraction, times the rows: a number below them; added modulo.
+            np.right_shift(mixed, word(half), out=mixed)
+            np.multiply(mixed, word(num_rows), out=mixed)
+            np.right_shift(mixed, word(half), out=mixed)
+            np.add(row, mixed, out=row)
+            np.subtract(row, word(num_rows), out=mixed)  # wraps to a huge number where row was in range
+            np.minimum(row, mixed, out=row)
+    np.left_shift(row, word(bits), out=row)
+    np.bitwise_or(row, column, out=x)

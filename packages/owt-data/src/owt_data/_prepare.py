@@ -4,97 +4,173 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import json
 import os
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-import datasets
 import numpy as np
-import tiktoken
-from numpy.typing import NDArray
 
-from owt_data._errors import DataError
-from owt_data._manifest import MANIFEST_NAME, TRAIN_NAME, VAL_NAME, FileRecord, Manifest, read_manifest
+from owt_data._assemble import Ranges, copy_ranges, document_ends, split_at, split_documents
+from owt_data._documents import Documents
+from owt_data._errors import DataError, InterruptedWorkError
+from owt_data._manifest import DTYPE, MANIFEST_NAME, TRAIN_NAME, VAL_NAME, FileRecord, Manifest, read_manifest
 from owt_data._options import PrepareOptions
-from owt_data._sources import BUILTIN, Source, find_source, load_documents
-from owt_data._tokenizers import encode, load_tokenizer, tokenizer_digest
+from owt_data._parts import Encoder, PartRecord, local_encoder, part_path, tokenize
+from owt_data._sources import BUILTIN, Source, find_splits
+from owt_data._tokenizers import load_tokenizer, tokenizer_digest
+from owt_data._tokens import TokenSequence, concatenate, local_sequence
 
 # The built-in corpus is small: the reference's 0.0005 would leave a single module to validate on.
 _BUILTIN_VAL_FRACTION = 0.05
 _POSITION_VAL_FRACTION = 0.1
 _DOCUMENTS_VAL_FRACTION = 0.0005
 
-_DOCUMENTS_PER_TASK = 64
+# Text in a part: enough parts to keep every process busy, few enough to keep track of.
+_MIN_PART_BYTES, _MAX_PART_BYTES = 1 << 18, 1 << 24
+_PARTS = 128
 
-Progress = Callable[[int, int, int], None]
-"""Called as `(documents done, documents in all, tokens written)`."""
+_PLAN_NAME, _RESULT_NAME = "plan.json", "result"
 
 
-def prepare(source_name: str, out: Path, options: PrepareOptions, *, progress: Progress | None = None) -> Manifest:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far `prepare` has come."""
+
+    stage: str
+    """`reading`, `tokenizing` or `assembling`."""
+
+    fraction: float | None
+    """Share of the stage that is done, where its length is known."""
+
+    num_documents: int = 0
+    """Documents tokenized so far, those of an earlier start included."""
+
+    num_tokens: int = 0
+    """Their tokens."""
+
+    num_bytes: int = 0
+    """Their text, in bytes of UTF-8."""
+
+
+Report = Callable[[Progress], None]
+
+
+def prepare(
+    sources: str | Sequence[str],
+    out: str | os.PathLike[str],
+    options: PrepareOptions,
+    *,
+    num_processes: int | None = None,
+    use_ray: bool = False,
+    progress: Report | None = None,
+) -> Manifest:
     """Write `train.bin`, `val.bin` and `manifest.json` for a source into the folder `out`.
 
     The token files are those of a plain loop over `datasets`' `train_test_split`, `encode_ordinary` and
-    end-of-text, byte for byte. They are written beside `out`, in `.NAME.partial`, and appear there all
-    at once when they are whole. A folder that already holds this very source and these options is left
-    as it is.
+    end-of-text, byte for byte. They are made in parts beside `out`, in `.NAME.partial`, which takes as much
+    disk again as they do, and appear in `out` all at once when they are whole. Whatever interrupts it, the
+    same call again goes on from the last finished part and writes the same bytes. A folder that already
+    holds this very source and these options is left as it is.
+
+    Memory: some parts of at most 16 MiB of text for each process, one stretch of 128 MiB of tokens, and
+    about 50 bytes for each document.
 
     Args:
-        source_name: see `find_source`.
+        sources: see `find_source`. With `train=` and `val=` before the names, the split is given.
         out: the folder; made if missing.
         options: tokenizer and split.
+        num_processes: how many tokenize at once. Default: as many as this process may use cores.
+        use_ray: tokenize as tasks of the Ray cluster that `RAY_ADDRESS` names, or of one started here,
+            whose machines all must see `out`.
         progress: called now and then.
 
     Raises:
         DataError: the source is empty or unreadable, the folder holds something else or cannot be
-            written, or another process is preparing into it.
+            written, another process is preparing into it, or it was interrupted with another source or
+            other options.
     """
-    source = find_source(source_name)
-    digest = source.digest()
-    out = out.absolute()
-    existing = read_manifest(out)
-    if existing is not None:
-        if (existing.source_sha256, existing.options) == (digest, dataclasses.asdict(options)):
-            return existing
-        raise DataError(
-            f"expected {out} to be empty or prepared from this source with these options, but it was prepared from "
-            f"{existing.source} with {existing.options}: choose another folder"
-        )
+    if num_processes is not None and num_processes < 1:
+        raise DataError(f"expected num_processes of at least 1, got {num_processes}")
+    report = progress or _silent
+    splits = find_splits(sources)
+    out = Path(out).expanduser().absolute()
     try:
+        digest = _digest(splits, report)
+        name = " ".join([sources] if isinstance(sources, str) else sources)
+        existing = _existing(out, name, digest, options)
+        if existing is not None and not _staging_path(out).exists():
+            return existing
+        with _staging_folder(out) as staging:
+            existing = _existing(out, name, digest, options)
+            if existing is not None:
+                shutil.rmtree(staging)  # a kill came between the renaming and this
+                return existing
+            plan = _plan(staging, out, name, digest, splits, options)
+            run = _Run(staging, splits, options, plan, report)
+            manifest = run.write(_encoders(options.tokenizer, num_processes, use_ray))
+            os.replace(staging / _RESULT_NAME, out)
+            _sync_folder(out.parent)
+            shutil.rmtree(staging)
+    except OSError as error:
+        raise DataError(
+            f"the token files could not be written to {out}: {error.strerror or error}: mend that and run the same "
+            "again, which goes on from where it was"
+        ) from error
+    return manifest
+
+
+def _silent(progress: Progress) -> None:
+    """Report to nobody."""
+
+
+def _digest(splits: dict[str, Source], report: Report) -> str:
+    """What identifies the sources: that of the one, or those of both splits together."""
+    digests = {
+        split: source.digest(lambda share: report(Progress(stage="reading", fraction=share)))
+        for split, source in splits.items()
+    }
+    return digests["all"] if "all" in digests else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+
+
+def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Manifest | None:
+    """The manifest of what `out` holds, if that is what is asked for; None if it holds nothing."""
+    manifest = read_manifest(out)
+    if manifest is None:
         if out.exists() and any(out.iterdir()):
             raise DataError(f"expected {out} to be empty or missing, but it holds other files: choose another folder")
-        with _staging_folder(out) as staging:
-            tokenizer = load_tokenizer(options.tokenizer)
-            files = _write_token_files(source, staging, options, tokenizer, progress)
-            manifest = Manifest(
-                tokenizer=options.tokenizer,
-                vocab_size=tokenizer.n_vocab,
-                tokenizer_sha256=tokenizer_digest(tokenizer),
-                dtype="<u2",
-                files=files,
-                source=source.name,
-                source_sha256=digest,
-                options=dataclasses.asdict(options),
-                version=version("owt-data"),
+        return None
+    if (manifest.source_sha256, manifest.options) != (digest, dataclasses.asdict(options)):
+        raise DataError(
+            f"expected {out} to be empty or prepared from {name} with these options, but it was prepared from "
+            f"{manifest.source} with {manifest.options}: choose another folder"
+        )
+    for file, record in manifest.files.items():
+        if not (out / file).exists() or os.path.getsize(out / file) != 2 * record.num_tokens:
+            raise DataError(
+                f"expected {record.num_tokens} tokens in {out / file}, as its manifest says, but the file is missing "
+                "or of another size: delete the folder and prepare it again"
             )
-            (staging / MANIFEST_NAME).write_text(manifest.to_json())
-            staging.rename(out)
-    except OSError as error:
-        raise DataError(f"the token files could not be written to {out}: {error.strerror or error}") from error
     return manifest
+
+
+def _staging_path(out: Path) -> Path:
+    return out.with_name(f".{out.name}.partial")
 
 
 @contextlib.contextmanager
 def _staging_folder(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out`, held against a second prepare, and gone again if this one fails.
+    """The folder beside `out` where the work is done, held against a second prepare.
 
-    The lock is on the folder itself and goes with the process, however that ends; what a killed process
-    left in it is swept out.
+    The lock is on the folder itself and goes with the process, however that ends. What is in it stays for
+    the next start, unless it was the source that was found unfit.
     """
-    staging = out.with_name(f".{out.name}.partial")
+    staging = _staging_path(out)
     staging.mkdir(parents=True, exist_ok=True)
     folder = os.open(staging, os.O_RDONLY)
     try:
@@ -102,147 +178,175 @@ def _staging_folder(out: Path) -> Iterator[Path]:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise DataError(f"another process is preparing into {out}: wait for it to end") from error
-        for leftover in staging.iterdir():
-            leftover.unlink()
-        with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, staging)
-            yield staging
-            undo.pop_all()
+        yield staging
     finally:
         os.close(folder)
+        with contextlib.suppress(OSError):
+            staging.rmdir()  # if nothing came to be in it
 
 
-def _write_token_files(
-    source: Source,
-    staging: Path,
-    options: PrepareOptions,
-    tokenizer: tiktoken.Encoding,
-    progress: Progress | None,
-) -> dict[str, FileRecord]:
-    documents = load_documents(source, text_column=options.text_column)
-    total = len(documents)
-    if total == 0:
-        raise DataError(f"expected documents in {source.name}, found none")
-    split = options.split if options.split != "auto" else ("position" if total == 1 else "documents")
-    if split == "position":
-        records = _write_by_position(staging, documents, options, tokenizer, progress)
-    else:
-        fraction = options.val_fraction or (
-            _BUILTIN_VAL_FRACTION if source.kind == BUILTIN else _DOCUMENTS_VAL_FRACTION
+def _plan(
+    staging: Path, out: Path, name: str, digest: str, splits: dict[str, Source], options: PrepareOptions
+) -> dict[str, Any]:
+    """What an interrupted start was doing, which must be the same; or, for the first start, what is to be done."""
+    asked = {
+        "source_sha256": digest,
+        "options": dataclasses.asdict(options),
+        "tokenizer_sha256": tokenizer_digest(load_tokenizer(options.tokenizer)),
+    }
+    path = staging / _PLAN_NAME
+    if path.exists():
+        plan = json.loads(path.read_text())
+        different = [key for key in asked if plan[key] != asked[key]]
+        if different:
+            raise DataError(
+                f"expected to go on with the interrupted preparation of {plan['source']} with {plan['options']}, but "
+                f"now it is {name} with {asked['options']}, whose {' and '.join(different)} differ: repeat that one, "
+                f"choose another folder than {out}, or delete {staging}"
+            )
+        return plan
+    revisions, sizes = {}, []
+    for split, source in splits.items():
+        documents = Documents(source, text_column=options.text_column)
+        revisions[split] = documents.revision
+        sizes.append(documents.num_bytes())
+    total = sum(size for size in sizes if size) if all(sizes) else None
+    part_bytes = min(max((total or _MAX_PART_BYTES * _PARTS) // _PARTS, _MIN_PART_BYTES), _MAX_PART_BYTES)
+    plan = {"source": name, **asked, "revisions": revisions, "num_bytes": total, "part_bytes": part_bytes}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(plan))
+    os.replace(temporary, path)
+    return plan
+
+
+def _encoders(
+    tokenizer: str, num_processes: int | None, use_ray: bool
+) -> Callable[[int], AbstractContextManager[Encoder]]:
+    """What makes an encoder for a number of parts."""
+    if use_ray:
+        # Imported here because it takes seconds, which a run without it need not wait for.
+        from owt_data._ray_encoder import ray_encoder
+
+        return lambda _: ray_encoder(tokenizer)
+    most = num_processes or len(os.sched_getaffinity(0))
+    return lambda num_parts: local_encoder(tokenizer, min(most, num_parts))
+
+
+class _Run:
+    """One start of the work in a staging folder."""
+
+    def __init__(
+        self, staging: Path, splits: dict[str, Source], options: PrepareOptions, plan: dict[str, Any], report: Report
+    ) -> None:
+        self._staging, self._splits, self._options, self._plan, self._report = staging, splits, options, plan, report
+        self._tokenizer = load_tokenizer(options.tokenizer)
+        self._done = Progress(stage="tokenizing", fraction=None)
+
+    def write(self, encoders: Callable[[int], AbstractContextManager[Encoder]]) -> Manifest:
+        """Tokenize what is not yet tokenized, and assemble it into the folder `result`."""
+        num_parts = -(-(self._plan["num_bytes"] or 1 << 62) // self._plan["part_bytes"])
+        parts: dict[str, list[PartRecord]] = {}
+        try:
+            with encoders(num_parts) as encoder:
+                for split, source in self._splits.items():
+                    documents = Documents(
+                        source, text_column=self._options.text_column, revision=self._plan["revisions"][split]
+                    )
+                    parts[split] = tokenize(
+                        documents,
+                        self._folder(split),
+                        part_bytes=self._plan["part_bytes"],
+                        encoder=encoder,
+                        report=self._count,
+                    )
+            files = self._assemble(parts)
+        except InterruptedWorkError:
+            raise
+        except DataError:
+            # The source must change, and with it all that was made of it.
+            shutil.rmtree(self._staging)
+            raise
+        manifest = Manifest(
+            tokenizer=self._options.tokenizer,
+            vocab_size=self._tokenizer.n_vocab,
+            tokenizer_sha256=self._plan["tokenizer_sha256"],
+            dtype=DTYPE,
+            files=files,
+            source=self._plan["source"],
+            source_sha256=self._plan["source_sha256"],
+            options=self._plan["options"],
+            version=version("owt-data"),
         )
-        if total < 2:
+        path = self._result / MANIFEST_NAME
+        with path.open("w") as file:
+            file.write(manifest.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        return manifest
+
+    @property
+    def _result(self) -> Path:
+        return self._staging / _RESULT_NAME
+
+    def _folder(self, split: str) -> Path:
+        return self._staging / f"parts-{split}"
+
+    def _count(self, record: PartRecord) -> None:
+        before, total = self._done, self._plan["num_bytes"]
+        num_bytes = before.num_bytes + record.num_bytes
+        self._done = Progress(
+            stage="tokenizing",
+            fraction=min(1.0, num_bytes / total) if total else None,
+            num_documents=before.num_documents + record.num_documents,
+            num_tokens=before.num_tokens + record.num_tokens,
+            num_bytes=num_bytes,
+        )
+        self._report(self._done)
+
+    def _assemble(self, parts: dict[str, list[PartRecord]]) -> dict[str, FileRecord]:
+        shutil.rmtree(self._result, ignore_errors=True)
+        self._result.mkdir()
+        end_of_text = self._tokenizer.eot_token
+        total, moved = self._done.num_tokens, 0
+
+        def advance(num_tokens: int) -> None:
+            nonlocal moved
+            moved += num_tokens
+            self._report(dataclasses.replace(self._done, stage="assembling", fraction=moved / (2 * total)))
+
+        sequences, ends = {}, {}
+        for split, records in parts.items():
+            folder = self._folder(split)
+            ends[split] = document_ends(folder, records, end_of_text, advance)
+            if not len(ends[split]):
+                raise DataError(f"expected documents in {self._splits[split].name}, found none")
+            sequences[split] = local_sequence([part_path(folder, index) for index in range(len(records))])
+        whole = concatenate(list(sequences.values()))
+        ranges = self._ranges(sequences, ends)
+        return {
+            name: copy_ranges(whole, ranges[split], self._result / name, end_of_text, advance)
+            for split, name in (("train", TRAIN_NAME), ("val", VAL_NAME))
+        }
+
+    def _ranges(self, sequences: dict[str, TokenSequence], ends: dict[str, np.ndarray]) -> dict[str, Ranges]:
+        """Which tokens of all parts go where."""
+        num_tokens = sum(map(len, sequences.values()))
+        if "all" not in sequences:
+            return split_at(len(sequences["train"]), num_tokens)
+        options, source, num_documents = self._options, self._splits["all"], len(ends["all"])
+        by_position = options.split == "position" or (options.split == "auto" and num_documents == 1)
+        if by_position:
+            return split_at(round(num_tokens * (1 - (options.val_fraction or _POSITION_VAL_FRACTION))), num_tokens)
+        if num_documents < 2:
             raise DataError(f"expected two documents or more in {source.name} to split: use --split position")
-        parts = documents.train_test_split(test_size=fraction, seed=options.split_seed, shuffle=True)
-        records, done, written = {}, 0, 0
-        for name, part in ((TRAIN_NAME, parts["train"]), (VAL_NAME, parts["test"])):
-            with _TokenWriter(staging / name) as writer:
-                for tokens in _encode_in_order(_texts(part), tokenizer):
-                    writer.write(tokens, num_documents=1)
-                    done, written = done + 1, written + len(tokens)
-                    if progress is not None:
-                        progress(done, total, written)
-            records[name] = writer.record()
-    return records
+        default = _BUILTIN_VAL_FRACTION if source.kind == BUILTIN else _DOCUMENTS_VAL_FRACTION
+        return split_documents(ends["all"], options.val_fraction or default, options.split_seed)
 
 
-def _write_by_position(
-    staging: Path,
-    documents: datasets.Dataset,
-    options: PrepareOptions,
-    tokenizer: tiktoken.Encoding,
-    progress: Progress | None,
-) -> dict[str, FileRecord]:
-    """Write everything to the training file, then move its end over to the validation file."""
-    total = len(documents)
-    train_path, val_path = staging / TRAIN_NAME, staging / VAL_NAME
-    ends: list[int] = []
-    num_tokens = 0
-    with _TokenWriter(train_path) as writer:
-        for tokens in _encode_in_order(_texts(documents), tokenizer):
-            writer.write(tokens, num_documents=1)
-            num_tokens += len(tokens)
-            ends.append(num_tokens)
-            if progress is not None:
-                progress(len(ends), total, num_tokens)
-    num_train = round(num_tokens * (1 - (options.val_fraction or _POSITION_VAL_FRACTION)))
-    tokens = np.memmap(train_path, dtype="<u2", mode="r")
-    num_train_documents = int(np.searchsorted(ends, num_train)) + 1
-    num_val_documents = total - int(np.searchsorted(ends, num_train, side="right"))
-    records = {}
-    with _TokenWriter(val_path) as writer:
-        for start in range(num_train, num_tokens, 1 << 20):
-            writer.write(tokens[start : min(start + (1 << 20), num_tokens)], num_documents=0)
-    records[VAL_NAME] = dataclasses.replace(writer.record(), num_documents=num_val_documents)
-    del tokens
-    os.truncate(train_path, 2 * num_train)
-    with train_path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    records[TRAIN_NAME] = FileRecord(num_tokens=num_train, num_documents=num_train_documents, sha256=digest)
-    return {name: records[name] for name in (TRAIN_NAME, VAL_NAME)}
-
-
-def _texts(documents: datasets.Dataset) -> Iterator[str]:
-    for start in range(0, len(documents), _DOCUMENTS_PER_TASK):
-        texts = documents[start : start + _DOCUMENTS_PER_TASK]["text"]
-        if None in texts:
-            raise DataError("expected text in every row, found a row without: remove the rows that are null")
-        yield from texts
-
-
-def _encode_in_order(texts: Iterable[str], tokenizer: tiktoken.Encoding) -> Iterator[NDArray[np.uint16]]:
-    """Encode documents on every core, a bounded number ahead, and yield them in order."""
-    num_threads = os.cpu_count() or 1
-    pending: deque[Future[list[NDArray[np.uint16]]]] = deque()
-
-    def encode_all(task: list[str]) -> list[NDArray[np.uint16]]:
-        return [encode(tokenizer, text) for text in task]
-
-    with ThreadPoolExecutor(num_threads) as threads:
-        for task in _tasks(texts):
-            pending.append(threads.submit(encode_all, task))
-            if len(pending) > 2 * num_threads:
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
-
-
-def _tasks(texts: Iterable[str]) -> Iterator[list[str]]:
-    task: list[str] = []
-    for text in texts:
-        task.append(text)
-        if len(task) == _DOCUMENTS_PER_TASK:
-            yield task
-            task = []
-    if task:
-        yield task
-
-
-class _TokenWriter:
-    """Appends tokens to a file and keeps its count and checksum. Durable once closed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._digest = hashlib.sha256()
-        self._num_tokens = 0
-        self._num_documents = 0
-
-    def __enter__(self) -> "_TokenWriter":
-        self._file = self._path.open("wb")
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def write(self, tokens: NDArray[np.uint16], *, num_documents: int) -> None:
-        data = tokens.tobytes()
-        self._file.write(data)
-        self._digest.update(data)
-        self._num_tokens += len(tokens)
-        self._num_documents += num_documents
-
-    def record(self) -> FileRecord:
-        return FileRecord(
-            num_tokens=self._num_tokens, num_documents=self._num_documents, sha256=self._digest.hexdigest()
-        )
+def _sync_folder(folder: Path) -> None:
+    """See a renaming safely on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

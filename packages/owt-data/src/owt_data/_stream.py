@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from owt_data._errors import DataError
 from owt_data._options import OrderKind
-from owt_data._order import window_starts
-from owt_data._tokens import TokenSpan
+from owt_data._tokens import Tokens
 
 # A block is what one Ray task reads and one object holds: small enough to arrive soon, large enough
 # that a task's overhead of some milliseconds does not show.
@@ -24,14 +23,14 @@ Batch = dict[str, np.ndarray]
 
 
 def token_windows(
-    span: TokenSpan, *, seq_len: int, num_rows: int, order: OrderKind = "random", seed: int = 2357
+    tokens: Tokens, *, seq_len: int, num_rows: int, order: OrderKind = "random", seed: int = 2357
 ) -> ray.data.Dataset:
     """The first `num_rows` windows of an order, one per row, for a training loop of anyone's own.
 
     Args:
-        span: the tokens.
+        tokens: what to read from: of `open_tokens`, `train` or `val`.
         seq_len: inputs per window.
-        num_rows: how many windows; an epoch of `shuffle` is `num_windows(len(span), seq_len)`.
+        num_rows: how many windows; an epoch of `shuffle` is `tokens.num_windows(seq_len)`.
         order: see `window_starts`.
         seed: see `window_starts`.
 
@@ -41,27 +40,26 @@ def token_windows(
     Raises:
         DataError: the tokens do not fill one window.
     """
-    read = functools.partial(_read_rows, span=span, seq_len=seq_len, order=order, seed=seed)
+    read = functools.partial(_read_rows, tokens=tokens, seq_len=seq_len, order=order, seed=seed)
     read({"id": np.arange(1)})  # so that too few tokens are said now, not in a task
     rows_per_block = max(1, _BLOCK_BYTES // (8 * seq_len))
     return ray.data.range(num_rows, override_num_blocks=max(1, -(-num_rows // rows_per_block))).map_batches(
-        _untyped(read), batch_size=None
+        untyped(read), batch_size=None
     )
 
 
-def _untyped(read: Any) -> Any:
+def untyped(read: Any) -> Any:
     """Ray declares a batch as a union of types, of which a function of arrays takes only one."""
     return read
 
 
-def _read_rows(batch: Batch, *, span: TokenSpan, seq_len: int, order: OrderKind, seed: int) -> Batch:
-    starts = window_starts(batch["id"], order=order, seed=seed, num_tokens=len(span), seq_len=seq_len)
-    windows = span.read_windows(starts, seq_len).astype(np.int32)
+def _read_rows(batch: Batch, *, tokens: Tokens, seq_len: int, order: OrderKind, seed: int) -> Batch:
+    windows = tokens.windows(batch["id"], seq_len=seq_len, order=order, seed=seed).astype(np.int32)
     return {"x": windows[:, :-1], "y": windows[:, 1:]}
 
 
 def step_windows(
-    span: TokenSpan,
+    tokens: Tokens,
     *,
     seq_len: int,
     global_batch_size: int,
@@ -79,7 +77,7 @@ def step_windows(
     sees the same batches. Read it with `iter_steps`.
 
     Args:
-        span: the tokens.
+        tokens: what to read from: of `open_tokens`, `train` or `val`.
         seq_len: inputs per window.
         global_batch_size: windows per step, over all workers.
         rank: this worker's number.
@@ -104,7 +102,7 @@ def step_windows(
     local_batch_size = global_batch_size // world_size
     read = functools.partial(
         _read_steps,
-        span=span,
+        tokens=tokens,
         seq_len=seq_len,
         global_batch_size=global_batch_size,
         first_row=rank * local_batch_size,
@@ -116,7 +114,7 @@ def step_windows(
     steps_per_block = max(1, _BLOCK_BYTES // (2 * local_batch_size * (seq_len + 1)))
     num_steps = stop_step - start_step
     steps = ray.data.range(num_steps, override_num_blocks=max(1, -(-num_steps // steps_per_block)))
-    dataset = steps.map_batches(_untyped(read), batch_size=None)
+    dataset = steps.map_batches(untyped(read), batch_size=None)
     # Whoever finishes first, blocks come out in the order of steps.
     dataset.context.execution_options.preserve_order = True
     return dataset
@@ -125,7 +123,7 @@ def step_windows(
 def _read_steps(
     batch: Batch,
     *,
-    span: TokenSpan,
+    tokens: Tokens,
     seq_len: int,
     global_batch_size: int,
     first_row: int,
@@ -136,8 +134,7 @@ def _read_steps(
 ) -> Batch:
     steps = batch["id"] + start_step
     indices = steps[:, None] * global_batch_size + first_row + np.arange(local_batch_size)
-    starts = window_starts(indices.ravel(), order=order, seed=seed, num_tokens=len(span), seq_len=seq_len)
-    windows = span.read_windows(starts, seq_len)
+    windows = tokens.windows(indices.ravel(), seq_len=seq_len, order=order, seed=seed)
     return {"step": steps, "tokens": windows.reshape(len(steps), local_batch_size, seq_len + 1)}
 
 

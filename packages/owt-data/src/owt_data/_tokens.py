@@ -1,29 +1,52 @@
-"""Token files opened for reading."""
+"""Tokens to train on: sequences of token files, and mixtures of such sequences, read window by window."""
 
-import hashlib
+import functools
 import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from owt_data._errors import DataError
-from owt_data._manifest import TRAIN_NAME, VAL_NAME, Manifest, read_manifest
-from owt_data._tokenizers import load_tokenizer
+from owt_data._files import RemoteTokens, is_uri
+from owt_data._options import OrderKind
+from owt_data._order import num_windows, shuffled, window_starts
 
-# Validation's share of a single token file, taken from its end.
-_VAL_FRACTION = 0.1
-_BYTES_PER_TOKEN = 2
+# A mixture deals out this many windows at a time, in exact proportion.
+_ROUND = 1 << 16
+
+# A ranged read waits some tens of milliseconds for the storage, and none for this machine.
+_REMOTE_READERS = 32
+_OPEN_FILES = 256
+
+
+class Tokens(Protocol):
+    """What windows are read from. Holds no open file, so it travels between processes."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def num_windows(self, seq_len: int) -> int:
+        """How many non-overlapping windows of `seq_len` inputs it holds."""
+        ...
+
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
+        """The windows with these indices of an order, `uint16[N, seq_len + 1]`: see `window_starts`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpan:
-    """Consecutive tokens of one file. Holds no open file, so it travels between processes."""
+    """Consecutive tokens of one file."""
 
-    path: Path
-    """The file: raw little-endian uint16."""
+    path: str
+    """The file, raw little-endian uint16: a local path, or the URI of an object."""
 
     start: int
     """First token."""
@@ -35,123 +58,168 @@ class TokenSpan:
         """Number of tokens."""
         return self.stop - self.start
 
-    def read(self) -> NDArray[np.uint16]:
-        """The tokens, mapped from the file, which is read only where they are looked at."""
-        whole = np.memmap(self.path, dtype="<u2", mode="r")
-        return whole[self.start : self.stop]
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """The tokens of one or more files, one after the other. Windows may cross from a file to the next.
+
+    >>> import numpy as np, tempfile
+    >>> file = tempfile.NamedTemporaryFile()
+    >>> np.arange(10, dtype="<u2").tofile(file.name)
+    >>> tail, head = (TokenSpan(path=file.name, start=a, stop=b) for a, b in [(6, 10), (0, 6)])
+    >>> tokens = TokenSequence((tail, head))
+    >>> tokens.read_windows(np.array([2]), seq_len=3)
+    array([[8, 9, 0, 1]], dtype=uint16)
+    """
+
+    spans: tuple[TokenSpan, ...]
+    """In order."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return sum(map(len, self.spans))
+
+    def num_windows(self, seq_len: int) -> int:
+        """How many non-overlapping windows of `seq_len` inputs it holds."""
+        return num_windows(len(self), seq_len)
+
+    def between(self, start: int, stop: int) -> "TokenSequence":
+        """The tokens `[start, stop)` as a sequence of their own."""
+        spans, first = [], 0
+        for span in self.spans:
+            low, high = max(start - first, 0), min(stop - first, len(span))
+            if low < high:
+                spans.append(TokenSpan(path=span.path, start=span.start + low, stop=span.start + high))
+            first += len(span)
+        return TokenSequence(tuple(spans))
+
+    def read(self, start: int = 0, stop: int | None = None) -> NDArray[np.uint16]:
+        """The tokens `[start, stop)`, copied into memory."""
+        tokens = np.empty((len(self) if stop is None else stop) - start, dtype=np.uint16)
+        SequenceReader(self).copy(start, tokens)
+        return tokens
 
     def read_windows(self, starts: NDArray[np.int64], seq_len: int) -> NDArray[np.uint16]:
         """The windows that begin at `starts` (`int64[N]`), as `uint16[N, seq_len + 1]`."""
-        tokens = self.read()
         windows = np.empty((len(starts), seq_len + 1), dtype=np.uint16)
-        for row, start in enumerate(starts.tolist()):
-            windows[row] = tokens[start : start + seq_len + 1]
+        reader = SequenceReader(self)
+        if any(is_uri(span.path) for span in self.spans):
+            with ThreadPoolExecutor(_REMOTE_READERS) as threads:
+                list(threads.map(reader.copy, starts.tolist(), windows))
+        else:
+            for start, window in zip(starts.tolist(), windows, strict=True):
+                reader.copy(start, window)
         return windows
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenData:
-    """Tokens to train on, tokens to validate on, and what identifies them."""
-
-    train: TokenSpan
-    """Training tokens."""
-
-    val: TokenSpan
-    """Validation tokens."""
-
-    tokenizer: str
-    """Name of the tokenizer that wrote them."""
-
-    vocab_size: int
-    """Number of ids; every token is below it."""
-
-    fingerprint: dict[str, Any]
-    """Equal for equal tokens under an equal tokenizer: what a checkpoint remembers of the data."""
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
+        """The windows with these indices of an order, `uint16[N, seq_len + 1]`: see `window_starts`."""
+        starts = window_starts(indices, order=order, seed=seed, num_tokens=len(self), seq_len=seq_len)
+        return self.read_windows(starts, seq_len)
 
 
-def is_prepared(name: str) -> bool:
-    """Whether a data path names token files, rather than text that is yet to be prepared."""
-    path = Path(name).expanduser()
-    return path.suffix == ".bin" or (path.is_dir() and (path / TRAIN_NAME).exists())
+class SequenceReader:
+    """Open files of a sequence. Serves several threads."""
+
+    def __init__(self, sequence: TokenSequence, *, max_open_files: int = _OPEN_FILES) -> None:
+        self._spans = sequence.spans
+        self._bounds = [0, *accumulate(map(len, self._spans))]
+        self._open: Callable[[str], Any] = functools.lru_cache(max_open_files)(_open_file)
+
+    def copy(self, start: int, out: NDArray[np.uint16]) -> None:
+        """Fill `out` with the tokens from `start` on."""
+        number = bisect_right(self._bounds, start) - 1
+        while len(out):
+            span = self._spans[number]
+            first = span.start + start - self._bounds[number]
+            tokens = self._open(span.path)[first : min(first + len(out), span.stop)]
+            out[: len(tokens)] = tokens
+            out, start, number = out[len(tokens) :], start + len(tokens), number + 1
 
 
-def open_tokens(name: str, *, tokenizer: str) -> TokenData:
-    """Open a folder of token files, or one token file, which is split 90/10 by position.
+def _open_file(path: str) -> NDArray[np.uint16] | RemoteTokens:
+    return RemoteTokens(path) if is_uri(path) else np.memmap(path, dtype="<u2", mode="r")
 
-    With a manifest, sizes are checked against it and its checksums identify the data. Without one, the
-    files are read through once, to identify them and to check that every id is in the vocabulary.
 
-    Args:
-        name: a folder with `train.bin` and `val.bin`, or a `.bin` file.
-        tokenizer: what wrote the tokens, where no manifest says so.
+@dataclass(frozen=True, slots=True)
+class TokenMixture:
+    """Sequences mixed by weight: of any 65 536 consecutive windows from a multiple of 65 536 on, each gives its share.
+
+    Which part gives a window, and which window of its own order that is, is a pure function of the seed
+    and the index. A part that is used up begins its next epoch, whatever the others do.
 
     Raises:
-        DataError: a file is missing, truncated, or holds ids outside the vocabulary.
+        DataError: the weights do not fit the parts, or are so small that a part would give nothing.
     """
-    path = Path(name).expanduser().absolute()
-    if path.is_dir():
-        train, val = _whole_file(path / TRAIN_NAME), _whole_file(path / VAL_NAME)
-        manifest = read_manifest(path)
-        if manifest is not None:
-            return _from_manifest(manifest, train, val)
-        digests = {span.path.name: _scan(span, tokenizer) for span in (train, val)}
-    else:
-        whole = _whole_file(path)
-        boundary = round(len(whole) * (1 - _VAL_FRACTION))
-        train = TokenSpan(path=path, start=0, stop=boundary)
-        val = TokenSpan(path=path, start=boundary, stop=len(whole))
-        digests = {"split": boundary, "whole": _scan(whole, tokenizer)}
-    return TokenData(
-        train=train,
-        val=val,
-        tokenizer=tokenizer,
-        vocab_size=load_tokenizer(tokenizer).n_vocab,
-        fingerprint={"tokenizer": tokenizer, **digests},
-    )
 
+    parts: tuple[TokenSequence, ...]
+    """What is mixed."""
 
-def _whole_file(path: Path) -> TokenSpan:
-    if not path.exists():
-        raise DataError(f"expected the token file {path}, which does not exist: check the path, or prepare the text")
-    size = os.path.getsize(path)
-    if size % _BYTES_PER_TOKEN:
-        raise DataError(
-            f"expected an even number of bytes in {path}, two per token, got {size}: it is truncated or no token "
-            "file, write it again"
-        )
-    return TokenSpan(path=path, start=0, stop=size // _BYTES_PER_TOKEN)
+    weights: tuple[float, ...]
+    """Relative share of windows that each part gives; only their proportions count."""
 
-
-def _from_manifest(manifest: Manifest, train: TokenSpan, val: TokenSpan) -> TokenData:
-    for span in (train, val):
-        expected = manifest.files[span.path.name].num_tokens
-        if len(span) != expected:
+    def __post_init__(self) -> None:
+        """Check the weights once."""
+        if len(self.weights) != len(self.parts) or not self.parts:
+            raise DataError(f"expected a weight for each of {len(self.parts)} parts, got {len(self.weights)}")
+        if not all(0 < weight < float("inf") for weight in self.weights) or 0 in self._shares():
             raise DataError(
-                f"expected {expected} tokens in {span.path}, as its manifest says, found {len(span)}: prepare it again"
+                f"expected weights that give every part at least one window in {_ROUND}, got {list(self.weights)}: "
+                "raise the small ones or leave their parts out"
             )
-    return TokenData(
-        train=train,
-        val=val,
-        tokenizer=manifest.tokenizer,
-        vocab_size=manifest.vocab_size,
-        fingerprint={
-            "tokenizer": manifest.tokenizer,
-            **{name: record.sha256 for name, record in manifest.files.items()},
-        },
-    )
+
+    def __len__(self) -> int:
+        """Number of tokens in all parts."""
+        return sum(map(len, self.parts))
+
+    def num_windows(self, seq_len: int) -> int:
+        """How many non-overlapping windows of `seq_len` inputs all parts hold; none, where one has none."""
+        counts = [part.num_windows(seq_len) for part in self.parts]
+        return sum(counts) if all(counts) else 0
+
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
+        """The windows with these indices, `uint16[N, seq_len + 1]`; within a part in its order.
+
+        Raises:
+            DataError: the order is `sequential`, which a mixture has not.
+        """
+        if order == "sequential":
+            raise DataError("expected the order shuffle or random for a mixture, got sequential: read its parts singly")
+        windows = np.empty((len(indices), seq_len + 1), dtype=np.uint16)
+        part_of, index_in_part = self._deal(indices, seed)
+        for number, part in enumerate(self.parts):
+            here = part_of == number
+            if here.any():
+                windows[here] = part.windows(index_in_part[here], seq_len=seq_len, order=order, seed=seed + number)
+        return windows
+
+    def _deal(self, indices: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each index, the part that gives its window, and that window's index in the part's own order."""
+        shares = np.array(self._shares())
+        bounds = np.concatenate([[0], np.cumsum(shares)])
+        part_of, index_in_part = np.empty_like(indices), np.empty_like(indices)
+        if len(indices):
+            for where, number, positions in shuffled(indices, _ROUND, seed):
+                parts = np.searchsorted(bounds, positions, side="right") - 1
+                part_of[where] = parts
+                index_in_part[where] = number * shares[parts] + positions - bounds[parts]
+        return part_of, index_in_part
+
+    def _shares(self) -> list[int]:
+        """Windows per part in a round, which they fill: rounded down, the rest to the largest remainders."""
+        exact = [weight / sum(self.weights) * _ROUND for weight in self.weights]
+        shares = [int(share) for share in exact]
+        by_remainder = sorted(range(len(exact)), key=lambda part: shares[part] - exact[part])
+        for part in by_remainder[: _ROUND - sum(shares)]:
+            shares[part] += 1
+        return shares
 
 
-def _scan(span: TokenSpan, tokenizer: str) -> str:
-    """SHA-256 of a file without a manifest, whose ids are checked on the way."""
-    vocab_size = load_tokenizer(tokenizer).n_vocab
-    tokens, digest = span.read() if len(span) else np.empty(0, np.uint16), hashlib.sha256()
-    for start in range(0, len(tokens), 1 << 24):
-        chunk = tokens[start : start + (1 << 24)]
-        largest = int(chunk.max())
-        if largest >= vocab_size:
-            raise DataError(
-                f"expected ids below {vocab_size} in {span.path}, the vocabulary of the tokenizer {tokenizer}, found "
-                f"{largest}: name the tokenizer that wrote the file with --tokenizer"
-            )
-        digest.update(chunk.tobytes())
-    return digest.hexdigest()
+def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:
+    """One sequence of several."""
+    return TokenSequence(tuple(span for sequence in sequences for span in sequence.spans))
+
+
+def local_sequence(paths: Sequence[os.PathLike[str]]) -> TokenSequence:
+    """Whole local files as one sequence; the empty ones left out."""
+    sizes = [(os.fspath(path), os.path.getsize(path) // 2) for path in paths]
+    return TokenSequence(tuple(TokenSpan(path=path, start=0, stop=size) for path, size in sizes if size))

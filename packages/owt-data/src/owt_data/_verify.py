@@ -1,36 +1,75 @@
 """Whether token files still are what their manifest says."""
 
-import hashlib
 import os
-from pathlib import Path
+from collections.abc import Callable
+
+import numpy as np
+from pyarrow.fs import FileType
 
 from owt_data._errors import DataError
-from owt_data._manifest import MANIFEST_NAME, read_manifest
+from owt_data._files import BYTES_PER_TOKEN, file_size, file_type, join, normalize, read_blocks
+from owt_data._manifest import DTYPE, MANIFEST_NAME, FileRecord, Manifest, read_manifest
+from owt_data._summary import Summary
+from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 
 
-def verify(folder: Path) -> list[str]:
-    """Recompute the size and checksum of every file in a prepared folder.
+def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | None = None) -> list[str]:
+    """Recompute every count and checksum of a prepared folder, and the tokenizer's.
+
+    Args:
+        folder: on disk, or in object storage.
+        report: called now and then with the share done.
 
     Returns:
         One sentence per difference from the manifest; none if all is well.
 
     Raises:
-        DataError: the folder has no manifest, or lacks a file.
+        DataError: the folder has no manifest, a file cannot be read, or the tokenizer cannot be had.
     """
-    manifest = read_manifest(folder)
+    name = normalize(os.fspath(folder))
+    manifest = read_manifest(name)
     if manifest is None:
         raise DataError(f"expected {MANIFEST_NAME} in {folder}, found none: name a folder that owt-data prepared")
     differences = []
-    for name, record in manifest.files.items():
-        path = folder / name
-        if not path.exists():
-            raise DataError(f"expected {path}, which the manifest lists, but it does not exist: prepare it again")
-        size, expected = os.path.getsize(path), 2 * record.num_tokens
-        if size != expected:
-            differences.append(f"{name}: expected {expected} bytes, found {size}")
-            continue
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != record.sha256:
-            differences.append(f"{name}: expected SHA-256 {record.sha256}, found {digest}")
+    tokenizer = load_tokenizer(manifest.tokenizer)
+    for label, expected, found in (
+        ("tokenizer's SHA-256", manifest.tokenizer_sha256, tokenizer_digest(tokenizer)),
+        ("vocabulary", manifest.vocab_size, tokenizer.n_vocab),
+        ("dtype", manifest.dtype, DTYPE),
+    ):
+        if expected != found:
+            differences.append(f"{MANIFEST_NAME}: the {label} is {expected} there, and here it is {found}")
+    total = sum(record.num_tokens for record in manifest.files.values()) or 1
+    done = 0
+
+    def advance(num_tokens: int) -> None:
+        nonlocal done
+        done += num_tokens
+        if report is not None:
+            report(min(1.0, done / total))
+
+    for file, record in manifest.files.items():
+        differences += [f"{file}: {found}" for found in _differences(join(name, file), record, manifest, advance)]
+    return differences
+
+
+def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: Callable[[int], None]) -> list[str]:
+    if file_type(path) is not FileType.File:
+        return ["expected a file, found none"]
+    size, expected_size = file_size(path), BYTES_PER_TOKEN * expected.num_tokens
+    if size != expected_size:
+        return [f"expected {expected_size} bytes, found {size}"]
+    summary = Summary(manifest.vocab_size - 1)
+    for block in read_blocks(path):
+        tokens = np.frombuffer(block, dtype="<u2")
+        summary.add(tokens)
+        advance(len(tokens))
+    found = summary.record()
+    differences = []
+    if found.sha256 != expected.sha256:
+        differences.append(f"expected SHA-256 {expected.sha256}, found {found.sha256}")
+    if found.num_documents != expected.num_documents:
+        differences.append(f"expected {expected.num_documents} documents, found {found.num_documents}")
+    if summary.largest >= manifest.vocab_size:
+        differences.append(f"expected ids below {manifest.vocab_size}, found {summary.largest}")
     return differences

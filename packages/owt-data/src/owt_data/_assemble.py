@@ -1,0 +1,122 @@
+"""Part files to token files: scanned, split, and copied together."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from owt_data._errors import DataError, InterruptedWorkError
+from owt_data._manifest import FileRecord
+from owt_data._parts import PartRecord, checksum, part_path
+from owt_data._summary import Summary
+from owt_data._tokens import SequenceReader, TokenSequence
+
+# Tokens put together in memory before they are written: the more, the fewer times the parts are gone through.
+_CHUNK_TOKENS = 1 << 26
+
+Ranges = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""First tokens, and ones past the last, of stretches to copy one after the other."""
+
+
+def document_ends(
+    folder: Path, records: list[PartRecord], end_of_text: int, report: Callable[[int], None]
+) -> NDArray[np.int64]:
+    """Where documents end in the sequence of all parts, one past their end-of-text tokens.
+
+    Every part is checked on the way: what is wrong with one now went wrong after it was written.
+
+    Args:
+        folder: where the parts are.
+        records: the parts.
+        end_of_text: the token.
+        report: called with the number of tokens of each part that is done.
+
+    Raises:
+        DataError: a part is not as it was written.
+    """
+    ends, before = [np.empty(0, dtype=np.int64)], 0
+    for index, record in enumerate(records):
+        path = part_path(folder, index)
+        if checksum(path) != record.sha256:
+            raise InterruptedWorkError(
+                f"expected {path} as it was written, but it has changed since or is not on storage that all machines "
+                "share: the same command again mends it, but the disk or the memory may be failing"
+            )
+        ends.append(np.flatnonzero(np.fromfile(path, dtype="<u2") == end_of_text) + before + 1)
+        before += record.num_tokens
+        report(record.num_tokens)
+    return np.concatenate(ends)
+
+
+def split_documents(ends: NDArray[np.int64], fraction: float, seed: int) -> dict[str, Ranges]:
+    """Documents in the order of `datasets`' `train_test_split(test_size=fraction, seed=seed, shuffle=True)`.
+
+    Raises:
+        DataError: a side would have no document.
+    """
+    num_val = math.ceil(fraction * len(ends))
+    if num_val == len(ends):
+        raise DataError(
+            f"expected documents for training and validation, got {len(ends)} with a val_fraction of {fraction}: "
+            "use --split position"
+        )
+    starts = np.concatenate([[0], ends[:-1]])
+    order = np.random.default_rng(seed).permutation(len(ends))
+    train, val = order[num_val:], order[:num_val]
+    return {"train": (starts[train], ends[train]), "val": (starts[val], ends[val])}
+
+
+def split_at(boundary: int, num_tokens: int) -> dict[str, Ranges]:
+    """Everything before a token for training, the rest for validation."""
+    return {
+        "train": (np.array([0]), np.array([boundary])),
+        "val": (np.array([boundary]), np.array([num_tokens])),
+    }
+
+
+def copy_ranges(
+    sequence: TokenSequence, ranges: Ranges, path: Path, end_of_text: int, report: Callable[[int], None]
+) -> FileRecord:
+    """Write stretches of a sequence, one after the other, to a file, and see it safely on disk.
+
+    Args:
+        sequence: what to copy from.
+        ranges: what to copy.
+        path: the file to write.
+        end_of_text: the token that ends a document.
+        report: called with the number of tokens of each write.
+    """
+    summary = Summary(end_of_text)
+    reader = SequenceReader(sequence, max_open_files=2)
+    with path.open("wb") as file:
+        for starts, stops in _chunks(ranges):
+            offsets = np.concatenate([[0], np.cumsum(stops - starts)])
+            tokens = np.empty(offsets[-1], dtype="<u2")
+            # In the order of the parts, so that each is opened once, and read from its beginning to its end.
+            for number in np.argsort(starts, kind="stable").tolist():
+                reader.copy(int(starts[number]), tokens[offsets[number] : offsets[number + 1]])
+            tokens.tofile(file)
+            summary.add(tokens)
+            report(len(tokens))
+        file.flush()
+        os.fsync(file.fileno())
+    return summary.record()
+
+
+def _chunks(ranges: Ranges) -> Iterator[Ranges]:
+    """The ranges in groups of about `_CHUNK_TOKENS`; longer ones are cut."""
+    starts, stops = ranges
+    if len(starts) and (stops - starts).max() > _CHUNK_TOKENS:
+        cut = [np.arange(start, stop, _CHUNK_TOKENS) for start, stop in zip(starts, stops, strict=True)]
+        stops = np.concatenate([np.append(piece[1:], stop) for piece, stop in zip(cut, stops, strict=True)])
+        starts = np.concatenate(cut)
+    up_to = np.cumsum(stops - starts)
+    begin = 0
+    while begin < len(starts):
+        before = up_to[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(up_to, before + _CHUNK_TOKENS, side="right")))
+        yield starts[begin:end], stops[begin:end]
+        begin = end

@@ -1,0 +1,216 @@
+"""Opening token files: what they are, checked, with a fingerprint."""
+
+import glob
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pyarrow.fs import FileType
+
+from owt_data._errors import DataError
+from owt_data._files import BYTES_PER_TOKEN, base_name, file_size, file_type, is_uri, join, normalize, read_blocks
+from owt_data._manifest import DTYPE, TRAIN_NAME, VAL_NAME, read_manifest
+from owt_data._tokenizers import load_tokenizer
+from owt_data._tokens import TokenMixture, TokenSequence, TokenSpan, concatenate
+
+# Validation's share of token files that are not split, taken from their end.
+_VAL_FRACTION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenData:
+    """Tokens to train on, tokens to validate on, and what identifies them."""
+
+    train: TokenSequence | TokenMixture
+    """Training tokens."""
+
+    val: TokenSequence
+    """Validation tokens; of a mixture, those of all its parts, one after the other."""
+
+    tokenizer: str
+    """Name of the tokenizer that wrote them."""
+
+    vocab_size: int
+    """Number of ids; every token is below it."""
+
+    fingerprint: dict[str, Any]
+    """Equal for equal tokens under an equal tokenizer: what a checkpoint remembers of the data."""
+
+
+def is_prepared(name: str) -> bool:
+    """Whether a data path names token files, rather than text that is yet to be prepared."""
+    path = Path(name).expanduser()
+    return is_uri(name) or path.suffix == ".bin" or (path.is_dir() and (path / TRAIN_NAME).exists())
+
+
+def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: str) -> TokenData:
+    """Open token files, on disk or in object storage.
+
+    With a manifest, sizes are checked against it and its checksums identify the data. Without one, the
+    files are read through once, to identify them and to check that every id is in the vocabulary.
+
+    Args:
+        names: a folder with `train.bin` and `val.bin`; or a `.bin` file or a glob of them, which together
+            are split 90/10 by position; or a list of such names, read one after the other; or such names
+            with weights, mixed in their proportion. `s3://` and `gs://` names are read in ranges.
+        tokenizer: what wrote the tokens, where no manifest says so.
+
+    Raises:
+        DataError: a file is missing, truncated, or holds ids outside the vocabulary; or the names do not
+            fit together.
+    """
+    if isinstance(names, Mapping):
+        parts = [open_tokens(name, tokenizer=tokenizer) for name in names]
+        weights = tuple(names.values())
+        return _combine(
+            parts,
+            train=TokenMixture(tuple(_sequence(part) for part in parts), weights),
+            fingerprint={"weights": list(weights), "mixture": [part.fingerprint for part in parts]},
+        )
+    expanded = [name for given in ([names] if isinstance(names, str) else names) for name in _expand(given)]
+    if not expanded:
+        raise DataError("expected the name of a token file or folder, got none")
+    if all(base_name(name).endswith(".bin") for name in expanded):
+        return _open_files(expanded, tokenizer)
+    if len(expanded) == 1:
+        return _open_folder(expanded[0], tokenizer)
+    parts = [open_tokens(name, tokenizer=tokenizer) for name in expanded]
+    return _combine(
+        parts,
+        train=concatenate([_sequence(part) for part in parts]),
+        fingerprint={"sequence": [part.fingerprint for part in parts]},
+    )
+
+
+def _expand(name: str) -> list[str]:
+    path = normalize(name)
+    if is_uri(path) or not glob.has_magic(path) or Path(path).exists():
+        return [path]
+    found = sorted(glob.glob(path))  # noqa: PTH207 - takes a pattern with an absolute path
+    if not found:
+        raise DataError(f"expected token files, but nothing matches {name}: check the pattern")
+    return found
+
+
+def _sequence(data: TokenData) -> TokenSequence:
+    assert isinstance(data.train, TokenSequence), "one name gives a sequence"
+    return data.train
+
+
+def _combine(parts: list[TokenData], *, train: TokenSequence | TokenMixture, fingerprint: dict[str, Any]) -> TokenData:
+    tokenizers = {part.tokenizer for part in parts}
+    if len(tokenizers) != 1:
+        raise DataError(f"expected tokens of one tokenizer, got those of {sorted(tokenizers)}: prepare them alike")
+    return TokenData(
+        train=train,
+        val=concatenate([part.val for part in parts]),
+        tokenizer=parts[0].tokenizer,
+        vocab_size=parts[0].vocab_size,
+        fingerprint=fingerprint,
+    )
+
+
+def _open_folder(folder: str, tokenizer: str) -> TokenData:
+    if file_type(folder) is FileType.NotFound:
+        raise DataError(f"expected token files in {folder}, which does not exist: check the path, or prepare the text")
+    train, val = (_whole_file(join(folder, name)) for name in (TRAIN_NAME, VAL_NAME))
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return _unvouched(train, val, tokenizer, {TRAIN_NAME: _scan(train, tokenizer), VAL_NAME: _scan(val, tokenizer)})
+    if manifest.dtype != DTYPE:
+        raise DataError(
+            f"expected tokens of dtype {DTYPE} in {folder}, its manifest says {manifest.dtype}: prepare it again"
+        )
+    for name, span in ((TRAIN_NAME, train), (VAL_NAME, val)):
+        if name not in manifest.files:
+            raise DataError(f"expected {name} in the manifest of {folder}, found {sorted(manifest.files)}")
+        expected = manifest.files[name].num_tokens
+        if len(span) != expected:
+            raise DataError(
+                f"expected {expected} tokens in {span.path}, as its manifest says, found {len(span)}: prepare it again"
+            )
+    return TokenData(
+        train=_sequence_of(train),
+        val=_sequence_of(val),
+        tokenizer=manifest.tokenizer,
+        vocab_size=manifest.vocab_size,
+        fingerprint={
+            "tokenizer": manifest.tokenizer,
+            **{name: record.sha256 for name, record in manifest.files.items()},
+        },
+    )
+
+
+def _open_files(paths: list[str], tokenizer: str) -> TokenData:
+    """Token files without a split of their own: the first 90 % of their tokens are for training."""
+    spans = [_whole_file(path) for path in paths]
+    whole = concatenate([_sequence_of(span) for span in spans])
+    boundary = round(len(whole) * (1 - _VAL_FRACTION))
+    digests = [_scan(span, tokenizer) for span in spans]
+    return _unvouched(
+        whole.between(0, boundary),
+        whole.between(boundary, len(whole)),
+        tokenizer,
+        {"split": boundary, "whole": digests[0] if len(digests) == 1 else digests},
+    )
+
+
+def _unvouched(
+    train: TokenSpan | TokenSequence, val: TokenSpan | TokenSequence, tokenizer: str, digests: dict[str, Any]
+) -> TokenData:
+    """Tokens that no manifest vouches for."""
+    return TokenData(
+        train=train if isinstance(train, TokenSequence) else _sequence_of(train),
+        val=val if isinstance(val, TokenSequence) else _sequence_of(val),
+        tokenizer=tokenizer,
+        vocab_size=load_tokenizer(tokenizer).n_vocab,
+        fingerprint={"tokenizer": tokenizer, **digests},
+    )
+
+
+def _sequence_of(span: TokenSpan) -> TokenSequence:
+    return TokenSequence((span,) if len(span) else ())
+
+
+def _whole_file(path: str) -> TokenSpan:
+    if file_type(path) is not FileType.File:
+        raise DataError(f"expected the token file {path}, which does not exist: check the path, or prepare the text")
+    size = file_size(path)
+    if size % BYTES_PER_TOKEN:
+        raise DataError(
+            f"expected an even number of bytes in {path}, two per token, got {size}: it is truncated or no token "
+            "file, write it again"
+        )
+    return TokenSpan(path=path, start=0, stop=size // BYTES_PER_TOKEN)
+
+
+def _scan(span: TokenSpan, tokenizer: str) -> str:
+    """SHA-256 of a file without a manifest, whose ids are checked on the way."""
+    vocab_size = load_tokenizer(tokenizer).n_vocab
+    digest = hashlib.sha256()
+    for number, block in enumerate(read_blocks(span.path)):
+        tokens = np.frombuffer(block, dtype="<u2")
+        if number == 0:
+            _check_format(span.path, block, tokens)
+        largest = int(tokens.max())
+        if largest >= vocab_size:
+            raise DataError(
+                f"expected ids below {vocab_size} in {span.path}, the vocabulary of the tokenizer {tokenizer}, found "
+                f"{largest}: name the tokenizer that wrote the file with --tokenizer"
+            )
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _check_format(path: str, block: bytes, tokens: np.ndarray) -> None:
+    """Refuse the formats that people take for token files."""
+    if block.startswith(b"\x93NUMPY"):
+        raise DataError(f"expected raw uint16 tokens in {path}, found a .npy file: write numpy.load(...).tofile(...)")
+    if len(tokens) >= 64 and not tokens[1::2].any():
+        raise DataError(
+            f"expected uint16 tokens in {path}, found what looks like 32-bit ones, every second value being 0: "
+            "write them as uint16"
+        )

@@ -1,0 +1,276 @@
+"""Documents to part files, on several processes, resumable: every part is checksummed and recorded."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from owt_data._documents import START, Chunk, Cursor, Documents
+from owt_data._errors import DataError, InterruptedWorkError
+from owt_data._tokenizers import load_tokenizer
+from owt_data._worker import encode_part
+
+_log = logging.getLogger("owt_data")
+
+_JOURNAL_NAME = "parts.jsonl"
+SCHEMA = pa.schema([("text", pa.large_string()), ("ends", pa.bool_())])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Text that is tokenized at once. Parts depend on the source and the size alone."""
+
+    path: Path
+    """The file that its tokens will be in."""
+
+    batch: pa.RecordBatch | None
+    """Its pieces, see `SCHEMA`; None once they are handed over."""
+
+    num_bytes: int
+    """Bytes of text."""
+
+    stop: Cursor
+    """Where the next part begins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartRecord:
+    """A part file that was finished."""
+
+    num_bytes: int
+    """Bytes of text it was made of."""
+
+    num_tokens: int
+    """Tokens in it."""
+
+    num_documents: int
+    """Documents that end in it."""
+
+    sha256: str
+    """Of the file."""
+
+    stop: Cursor
+    """Where the next part begins."""
+
+
+Submit = Callable[[Part], Callable[[], dict[str, Any]]]
+"""Begins to encode a part and returns what waits for its result, `encode_part`'s."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    """Something that encodes parts, several at once."""
+
+    submit: Submit
+    """See `Submit`."""
+
+    max_pending: int
+    """How many parts to hold in memory: so many keep it busy."""
+
+
+def part_path(folder: Path, index: int) -> Path:
+    """The file of a part."""
+    return folder / f"{index:06d}.bin"
+
+
+def tokenize(
+    documents: Documents,
+    folder: Path,
+    *,
+    part_bytes: int,
+    encoder: Encoder,
+    report: Callable[[PartRecord], None],
+) -> list[PartRecord]:
+    """Tokenize documents into part files, going on from those that the folder already has.
+
+    Args:
+        documents: what to tokenize.
+        folder: where the parts are; made if missing.
+        part_bytes: text in a part, at least; the last has less.
+        encoder: does the work.
+        report: called with each part that is done, those of an earlier start first.
+
+    Raises:
+        DataError: a document is unreadable.
+        OSError: a part could not be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob("*.tmp"):
+        leftover.unlink(missing_ok=True)
+    journal = folder / _JOURNAL_NAME
+    records = _read_journal(journal)
+    damaged = []
+    for index, record in enumerate(records):
+        path = part_path(folder, index)
+        if checksum(path) == record.sha256:
+            report(record)
+        else:
+            _log.warning("%s is damaged or missing: tokenizing it again", path)
+            damaged.append(index)
+    starts = [START, *(record.stop for record in records)]
+    again = (islice(_parts(documents, folder, starts[index], index, part_bytes), 1) for index in damaged)
+    new = _parts(documents, folder, starts[-1], len(records), part_bytes)
+    with journal.open("a") as file:
+        for number, record in enumerate(_encode(chain(chain.from_iterable(again), new), encoder)):
+            if number >= len(damaged):
+                file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+                file.flush()
+                records.append(record)
+            elif record != records[damaged[number]]:
+                raise DataError("expected the source to be as it was before the interruption, but it has changed")
+            report(record)
+    return records
+
+
+def checksum(path: Path) -> str | None:
+    """SHA-256 of a file, or None where it is missing."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_journal(path: Path) -> list[PartRecord]:
+    """The parts that were recorded; a line that a kill cut short is taken off the file."""
+    if not path.exists():
+        return []
+    whole = path.read_bytes()
+    whole = whole[: whole.rfind(b"\n") + 1]
+    os.truncate(path, len(whole))
+    rows = [json.loads(line) for line in whole.splitlines()]
+    return [PartRecord(**{**row, "stop": Cursor(*row["stop"])}) for row in rows]
+
+
+def _parts(documents: Documents, folder: Path, start: Cursor, index: int, part_bytes: int) -> Iterator[Part]:
+    """Cut what follows `start` into parts, the first being number `index`."""
+    held: list[pa.RecordBatch] = []
+    held_bytes, stop = 0, start
+
+    def part() -> Part:
+        # Through pandas-free concatenation, so that a part owns its bytes and no longer those of the chunks.
+        batch = pa.Table.from_batches(held, SCHEMA).combine_chunks().to_batches()[0]
+        return Part(path=part_path(folder, index), batch=batch, num_bytes=held_bytes, stop=stop)
+
+    for chunk in documents.read(start):
+        pieces = pa.record_batch([chunk.texts, pa.array(chunk.ends)], schema=SCHEMA)
+        up_to = np.cumsum(_lengths(chunk), dtype=np.int64)
+        begin = 0
+        while begin < len(up_to):
+            before = int(up_to[begin - 1]) if begin else 0
+            last = int(np.searchsorted(up_to, before + part_bytes - held_bytes))
+            full = last < len(up_to)
+            last = min(last, len(up_to) - 1)
+            held.append(pieces.slice(begin, last + 1 - begin))
+            held_bytes += int(up_to[last]) - before
+            stop = Cursor(chunk.shard, int(chunk.offsets[last]))
+            begin = last + 1
+            if full:
+                yield part()
+                held, held_bytes, index = [], 0, index + 1
+    if held:
+        yield part()
+
+
+def _lengths(chunk: Chunk) -> np.ndarray:
+    return pc.call_function("binary_length", [chunk.texts]).to_numpy()
+
+
+def _encode(parts: Iterable[Part], encoder: Encoder) -> Iterator[PartRecord]:
+    """Encode parts, a bounded number at once, and yield their records in order."""
+    pending: deque[tuple[Part, Callable[[], dict[str, Any]]]] = deque()
+
+    def oldest() -> PartRecord:
+        part, wait = pending.popleft()
+        result = wait()
+        if "errno" in result:
+            raise OSError(result["errno"], result["reason"])
+        return PartRecord(num_bytes=part.num_bytes, stop=part.stop, **result)
+
+    for part in parts:
+        pending.append((dataclasses.replace(part, batch=None), encoder.submit(part)))
+        if len(pending) >= encoder.max_pending:
+            yield oldest()
+    while pending:
+        yield oldest()
+
+
+@contextmanager
+def local_encoder(tokenizer: str, num_processes: int) -> Iterator[Encoder]:
+    """Encode parts on this machine: in processes of their own, or for a single one right here."""
+    if num_processes == 1:
+        encoding = load_tokenizer(tokenizer)
+
+        def encode(part: Part) -> Callable[[], dict[str, Any]]:
+            result = encode_part(part.batch, encoding, part.path)
+            return lambda: result
+
+        yield Encoder(submit=encode, max_pending=1)
+        return
+    workers = threading.local()
+    with ExitStack() as stack:
+
+        def start() -> None:
+            workers.process = _Process(tokenizer)
+            stack.callback(workers.process.close)
+
+        threads = stack.enter_context(ThreadPoolExecutor(num_processes, initializer=start))
+        stack.callback(threads.shutdown, cancel_futures=True)
+        yield Encoder(
+            submit=lambda part: threads.submit(lambda: workers.process.encode(part)).result,
+            max_pending=num_processes + max(2, num_processes // 2),
+        )
+
+
+class _Process:
+    """A process that runs `owt_data._worker`. Ends with this one, whose pipe it reads."""
+
+    def __init__(self, tokenizer: str) -> None:
+        # A session of its own, so that Ctrl-C reaches only the process that can answer it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "owt_data._worker", tokenizer],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._answers = self._process.stdout
+        self._stdin = self._process.stdin
+        self._stream = pa.ipc.new_stream(self._stdin, SCHEMA)
+
+    def encode(self, part: Part) -> dict[str, Any]:
+        """Encode a part."""
+        with suppress(BrokenPipeError):  # the missing answer says the same
+            self._stream.write_batch(part.batch, custom_metadata={"path": os.fspath(part.path)})
+            self._stdin.flush()
+        answer = self._answers.readline()
+        if not answer:
+            raise InterruptedWorkError(
+                f"a tokenizing process ended with exit code {self._process.wait()}: if that is -9, memory was short; "
+                "the same command again goes on from there, with fewer --num-processes if need be"
+            )
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the process, which is doing nothing of use any more."""
+        self._process.kill()
+        self._process.wait()
+        self._answers.close()
+        with suppress(BrokenPipeError):  # what the buffer still held is of no use to anyone
+            self._stdin.close()

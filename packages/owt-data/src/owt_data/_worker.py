@@ -1,0 +1,66 @@
+"""Text to a part file: what the tokenizing processes run. Light to import, for there are many of them.
+
+`python -m owt_data._worker TOKENIZER` takes parts as an Arrow stream on its standard input and answers
+each with a line of JSON. A process of its own kind, since those of `multiprocessing` begin by running
+their parent's main module again, which a script without a guard does not survive.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import tiktoken
+
+from owt_data._tokenizers import load_tokenizer
+
+
+def encode_part(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path) -> dict[str, Any]:
+    """Tokenize pieces of text into a part file, which appears under its name when it is whole.
+
+    Args:
+        batch: `text: large_string`, and `ends: bool`, whether a document ends with the piece and an
+            end-of-text token follows.
+        tokenizer: what to encode with. A special token's text inside a document is ordinary text.
+        path: the file to write, as raw little-endian uint16.
+
+    Returns:
+        `num_tokens`, `num_documents` and `sha256` of the file; or `errno` and `reason` where it could not
+        be written.
+    """
+    end_of_text = np.array([tokenizer.eot_token], dtype=np.uint32)
+    pieces = []
+    for text, ends in zip(batch["text"].to_pylist(), batch["ends"].to_pylist(), strict=True):
+        pieces.append(tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=()))
+        if ends:
+            pieces.append(end_of_text)
+    tokens = np.concatenate(pieces).astype("<u2")
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        tokens.tofile(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        return {"errno": error.errno, "reason": error.strerror or str(error)}
+    return {
+        "num_tokens": len(tokens),
+        "num_documents": int(np.count_nonzero(batch["ends"])),
+        "sha256": hashlib.sha256(tokens.data).hexdigest(),
+    }
+
+
+def main(name: str) -> None:
+    """Encode parts from standard input until it ends."""
+    tokenizer = load_tokenizer(name)
+    with pa.ipc.open_stream(sys.stdin.buffer) as parts:
+        for batch, metadata in parts.iter_batches_with_custom_metadata():
+            print(json.dumps(encode_part(batch, tokenizer, Path(metadata["path"].decode()))), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
