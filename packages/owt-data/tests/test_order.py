@@ -4,8 +4,8 @@ import pytest
 from owt_data import DataError, num_windows, window_starts
 
 # Computed once; a run that was started anywhere must go on with these anywhere.
-SHUFFLE = [78482, 6042, 42022, 26332, 35952, 62172]
-SECOND_EPOCH = [76873, 81333, 48903]
+SHUFFLE = [19542, 99422, 61062, 86062, 5222, 2712]
+SECOND_EPOCH = [54963, 82443, 56423]
 RANDOM = [40858, 2452, 34559, 12922, 69126, 5734]
 
 
@@ -38,11 +38,42 @@ def test_an_epochs_start_offset_lies_in_what_windows_leave_over():
     assert offsets == {0, 1, 2, 3}
 
 
-def test_the_order_shows_no_structure():
-    ranks = starts(np.arange(10_000), "shuffle", num_tokens=100_001)
-    for series in (np.arange(10_000), np.roll(ranks, 1), np.roll(ranks, 64)):
-        # 4 standard errors of the correlation of independent orders
-        assert abs(np.corrcoef(ranks, series)[0, 1]) < 4 / np.sqrt(10_000)
+NUM_WINDOWS = 1_000_003
+
+
+def test_a_million_windows_are_visited_once_in_every_epoch():
+    orders = {}
+    for seed in (1, 2):
+        for epoch in (0, 1):
+            indices = np.arange(epoch * NUM_WINDOWS, (epoch + 1) * NUM_WINDOWS)
+            visited = starts(indices, "shuffle", seed=seed, num_tokens=10 * NUM_WINDOWS + 1) // 10
+            assert np.bincount(visited, minlength=NUM_WINDOWS).tolist() == [1] * NUM_WINDOWS
+            orders[seed, epoch] = visited
+    for other in ((1, 1), (2, 0)):
+        assert (orders[1, 0] == orders[other]).mean() < 1e-5
+
+
+def test_a_million_windows_show_no_structure():
+    epochs = [
+        starts(np.arange(NUM_WINDOWS) + epoch * NUM_WINDOWS, "shuffle", num_tokens=10 * NUM_WINDOWS + 1) // 10
+        for epoch in (0, 1)
+    ]
+    ranks = epochs[0]
+    # Rank correlations, with the position, with neighbours near and far, and with the next epoch. Those of
+    # independent orders have a standard error of 1 / sqrt(n), and stay within four of them.
+    for series in (np.arange(NUM_WINDOWS), *(np.roll(ranks, lag) for lag in (1, 2, 32, 1024, 1 << 17)), epochs[1]):
+        assert abs(np.corrcoef(ranks, series)[0, 1]) < 4 / np.sqrt(NUM_WINDOWS)
+    # Pairs of neighbours fill a square evenly: the statistic has mean 63 * 63 and a standard error of 89.
+    counts = np.histogram2d(ranks[:-1], ranks[1:], bins=64, range=[[0, NUM_WINDOWS]] * 2)[0]
+    expected = (NUM_WINDOWS - 1) / 64**2
+    assert abs(((counts - expected) ** 2 / expected).sum() - 63**2) < 5 * 89
+
+
+def test_a_permutation_of_more_than_32_bits_has_no_repetition():
+    indices = np.arange(1 << 20) * 4096
+    visited = starts(indices, "shuffle", num_tokens=(1 << 33) + 1, seq_len=1)
+    assert len(np.unique(visited)) == 1 << 20
+    assert visited.max() > 1 << 32
 
 
 def test_any_index_stands_alone():

@@ -1,11 +1,5 @@
-import fcntl
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import datasets
 import numpy as np
@@ -34,7 +28,7 @@ def plain_script(documents, tokenizer, folder):
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_token_files_are_those_of_a_plain_script(name, articles, tmp_path, request):
     tokenizer = request.getfixturevalue("gpt2") if name == "gpt2" else load_tokenizer(name)
-    documents = datasets.load_dataset("json", data_files=str(articles), split="train")
+    documents = datasets.Dataset.from_json(str(articles))
     plain_script(documents, tokenizer, tmp_path / "plain")
     manifest = prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer=name))
     for file in ("train.bin", "val.bin"):
@@ -48,7 +42,7 @@ def test_token_files_are_those_of_a_plain_script(name, articles, tmp_path, reque
 
 
 def test_parquet_and_folders_of_files_hold_the_same_documents(articles, tmp_path):
-    documents = datasets.load_dataset("json", data_files=str(articles), split="train")
+    documents = datasets.Dataset.from_json(str(articles))
     documents.rename_column("text", "body").to_parquet(tmp_path / "articles.parquet")
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -63,6 +57,45 @@ def test_parquet_and_folders_of_files_hold_the_same_documents(articles, tmp_path
     for file in ("train.bin", "val.bin"):
         data = {(tmp_path / name / file).read_bytes() for name in ("one", "two", "three")}
         assert len(data) == 1
+
+
+@pytest.mark.parametrize("name", ["shakespeare.txt", "wikitext-2-valid.txt"])
+def test_whole_corpora_are_those_of_a_plain_loop(name, corpora, gpt2, tmp_path):
+    manifest = prepare(str(corpora / name), tmp_path / "out", PrepareOptions(tokenizer="gpt2"))
+    plain = np.array([*gpt2.encode_ordinary((corpora / name).read_text()), gpt2.eot_token], dtype="<u2")
+    boundary = round(0.9 * len(plain))
+    for file, expected in (("train.bin", plain[:boundary]), ("val.bin", plain[boundary:])):
+        assert manifest.files[file].num_tokens == len(expected)
+        assert manifest.files[file].sha256 == hashlib.sha256(expected.tobytes()).hexdigest()
+        assert (tmp_path / "out" / file).read_bytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(("num_processes", "part_bytes"), [(1, 100), (1, 1 << 20), (3, 2000)])
+def test_neither_parts_nor_processes_change_a_byte(num_processes, part_bytes, articles, tmp_path, monkeypatch):
+    options = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
+    expected = prepare(str(articles), tmp_path / "expected", options)
+    monkeypatch.setattr("owt_data._prepare._MAX_PART_BYTES", part_bytes)
+    monkeypatch.setattr("owt_data._prepare._MIN_PART_BYTES", part_bytes)
+    monkeypatch.setattr("owt_data._assemble._CHUNK_TOKENS", 50)
+    assert prepare(str(articles), tmp_path / "out", options, num_processes=num_processes) == expected
+    for file in ("train.bin", "val.bin"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
+
+
+def test_splits_that_are_given_are_kept(articles, tmp_path):
+    lines = articles.read_text().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_text("".join(lines[:250]))
+    (tmp_path / "b.jsonl").write_text("".join(lines[250:]))
+    sources = [f"train={tmp_path / 'a.jsonl'}", f"val={tmp_path / 'b.jsonl'}"]
+    manifest = prepare(sources, tmp_path / "out", BYTES)
+    tokenizer = load_tokenizer("bytes")
+    for file, part in (("train.bin", lines[:250]), ("val.bin", lines[250:])):
+        expected = [token for line in part for token in [*json.loads(line)["text"].encode(), tokenizer.eot_token]]
+        assert read(tmp_path / "out" / file).tolist() == expected
+        assert manifest.files[file].num_documents == len(part)
+    assert prepare(sources, tmp_path / "out", BYTES) == manifest
+    with pytest.raises(DataError, match="but it was prepared from"):
+        prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", BYTES)
 
 
 def test_one_document_is_split_by_position(tmp_path):
@@ -105,50 +138,24 @@ def test_the_same_again_is_left_alone_and_another_is_refused(articles, tmp_path)
 
 def test_progress_counts_documents_and_tokens(articles, tmp_path):
     calls = []
-    manifest = prepare(str(articles), tmp_path / "out", BYTES, progress=lambda *call: calls.append(call))
-    assert calls[-1] == (300, 300, sum(record.num_tokens for record in manifest.files.values()))
-
-
-def test_a_killed_prepare_leaves_nothing_under_the_final_name(tmp_path):
-    source, out = tmp_path / "big.jsonl", tmp_path / "out"
-    source.write_text((json.dumps({"text": "word " * 2000}) + "\n") * 3000)
-    code = "import sys; from owt_data._cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "prepare", str(source), str(out), "--tokenizer", "bytes"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    staging = tmp_path / ".out.partial"
-    deadline = time.monotonic() + 60
-    while not (staging / "train.bin").exists() or (staging / "train.bin").stat().st_size == 0:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not out.exists()
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-    assert verify(out) == []
-    manifest = read_manifest(out)
-    assert manifest is not None
-    assert sum(record.num_tokens for record in manifest.files.values()) == 3000 * 10_001
-    assert not staging.exists()
-
-
-def test_two_prepares_into_one_folder_are_refused(articles, tmp_path):
-    staging = tmp_path / ".out.partial"
-    staging.mkdir()
-    holder = os.open(staging, os.O_RDONLY)
-    fcntl.flock(holder, fcntl.LOCK_EX)
-    with pytest.raises(DataError, match="another process is preparing into"):
-        prepare(str(articles), tmp_path / "out", BYTES)
-    os.close(holder)
+    manifest = prepare(str(articles), tmp_path / "out", BYTES, progress=calls.append)
+    assert list(dict.fromkeys(call.stage for call in calls)) == ["reading", "tokenizing", "assembling"]
+    assert (calls[-1].fraction, calls[-1].num_documents) == (1.0, 300)
+    assert calls[-1].num_tokens == sum(record.num_tokens for record in manifest.files.values())
+    assert calls[-1].num_bytes == calls[-1].num_tokens - 300
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", "", "expected documents in .*, which is empty"),
+        ("empty.jsonl", "", "expected documents in .*, found none"),
         ("other.jsonl", '{"body": "x"}\n', r"expected a text column 'text' in .*, found \['body'\]"),
         ("numbers.jsonl", '{"text": 5}\n', "expected text in the column 'text' of .*, found int64"),
-        ("nulls.jsonl", '{"text": "x"}\n{"text": null}\n', "expected text in every row, found a row without"),
+        (
+            "nulls.jsonl",
+            '{"text": "x"}\n{"text": null}\n',
+            "expected text in every row of .*nulls.jsonl, found a row without",
+        ),
         ("torn.jsonl", '{"text": "x"\n{"text": "y"}\n', "expected json rows in"),
         ("fake.parquet", "no parquet", "expected parquet rows in"),
         ("latin.txt", b"tea\xe9", "expected UTF-8 text in .*, found another byte at 3"),

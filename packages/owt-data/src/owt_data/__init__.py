@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from owt_data._inspect import Inspection, inspect
     from owt_data._manifest import FileRecord, Manifest, read_manifest
     from owt_data._open import TokenData, is_prepared, open_tokens
-    from owt_data._order import num_windows, window_starts
+    from owt_data._order import WINDOW_ORDER_VERSION, num_windows, window_starts
     from owt_data._prepare import Progress, prepare
     from owt_data._progress import progress_bar, share_bar
     from owt_data._sources import Source, find_source
@@ -33,6 +33,7 @@ _MODULE_OF = {
     "TokenData": "_open",
     "is_prepared": "_open",
     "open_tokens": "_open",
+    "WINDOW_ORDER_VERSION": "_order",
     "num_windows": "_order",
     "window_starts": "_order",
     "Progress": "_prepare",
@@ -58,6 +59,7 @@ _MODULE_OF = {
 __version__ = version("owt-data")
 
 __all__ = [
+    "WINDOW_ORDER_VERSION",
     "DataError",
     "FileRecord",
     "Inspection",

@@ -98,7 +98,7 @@ def copy_ranges(
             # In the order of the parts, so that each is opened once, and read from its beginning to its end.
             for number in np.argsort(starts, kind="stable").tolist():
                 reader.copy(int(starts[number]), tokens[offsets[number] : offsets[number + 1]])
-            tokens.tofile(file)
+            file.write(tokens.data)
             summary.add(tokens)
             report(len(tokens))
         file.flush()

@@ -134,16 +134,23 @@ class Documents:
     def _open_shard(self, shard: int) -> datasets.IterableDataset:
         if self._hub is not None:
             return self._hub.shard(self._hub.num_shards, shard)
-        # Each file by itself: files may differ in the columns that do not matter here.
+        # Each file by itself: files may differ in the columns that do not matter here. And not by load_dataset,
+        # which tells the hub of each.
         file = os.fspath(self._source.files[shard])
-        return datasets.load_dataset(self._source.kind, data_files=[file], split="train", streaming=True)
+        if self._source.kind == "json":
+            return datasets.IterableDataset.from_json([file])
+        self._check_column(pyarrow.parquet.read_schema(file).names, file)
+        return datasets.IterableDataset.from_parquet([file], columns=[self._text_column])
 
-    def _texts(self, table: pa.Table, name: str) -> pa.Array:
-        if self._text_column not in table.column_names:
+    def _check_column(self, columns: list[str], name: str) -> None:
+        if self._text_column not in columns:
             raise DataError(
-                f"expected a text column {self._text_column!r} in {name}, found {table.column_names}: "
+                f"expected a text column {self._text_column!r} in {name}, found {columns}: "
                 "name the right one with --text-column"
             )
+
+    def _texts(self, table: pa.Table, name: str) -> pa.Array:
+        self._check_column(table.column_names, name)
         texts = table[self._text_column]
         if texts.null_count:
             raise DataError(f"expected text in every row of {name}, found a row without: remove the rows that are null")

@@ -12,7 +12,7 @@ from pyarrow.fs import FileType
 
 from owt_data._errors import DataError
 from owt_data._files import BYTES_PER_TOKEN, base_name, file_size, file_type, is_uri, join, normalize, read_blocks
-from owt_data._manifest import DTYPE, TRAIN_NAME, VAL_NAME, read_manifest
+from owt_data._manifest import DTYPE, TRAIN_NAME, VAL_NAME, Manifest, read_manifest
 from owt_data._tokenizers import load_tokenizer
 from owt_data._tokens import TokenMixture, TokenSequence, TokenSpan, concatenate
 
@@ -23,6 +23,9 @@ _VAL_FRACTION = 0.1
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenData:
     """Tokens to train on, tokens to validate on, and what identifies them."""
+
+    names: str | list[str] | dict[str, float]
+    """What `open_tokens` opened, and can again, from any working folder."""
 
     train: TokenSequence | TokenMixture
     """Training tokens."""
@@ -63,13 +66,7 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
             fit together.
     """
     if isinstance(names, Mapping):
-        parts = [open_tokens(name, tokenizer=tokenizer) for name in names]
-        weights = tuple(names.values())
-        return _combine(
-            parts,
-            train=TokenMixture(tuple(_sequence(part) for part in parts), weights),
-            fingerprint={"weights": list(weights), "mixture": [part.fingerprint for part in parts]},
-        )
+        return _open_mixture({normalize(name): weight for name, weight in names.items()}, tokenizer)
     expanded = [name for given in ([names] if isinstance(names, str) else names) for name in _expand(given)]
     if not expanded:
         raise DataError("expected the name of a token file or folder, got none")
@@ -80,8 +77,19 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
     parts = [open_tokens(name, tokenizer=tokenizer) for name in expanded]
     return _combine(
         parts,
+        names=expanded,
         train=concatenate([_sequence(part) for part in parts]),
         fingerprint={"sequence": [part.fingerprint for part in parts]},
+    )
+
+
+def _open_mixture(weights: dict[str, float], tokenizer: str) -> TokenData:
+    parts = [open_tokens(name, tokenizer=tokenizer) for name in weights]
+    return _combine(
+        parts,
+        names=weights,
+        train=TokenMixture(tuple(_sequence(part) for part in parts), tuple(weights.values())),
+        fingerprint={"weights": list(weights.values()), "mixture": [part.fingerprint for part in parts]},
     )
 
 
@@ -100,11 +108,18 @@ def _sequence(data: TokenData) -> TokenSequence:
     return data.train
 
 
-def _combine(parts: list[TokenData], *, train: TokenSequence | TokenMixture, fingerprint: dict[str, Any]) -> TokenData:
+def _combine(
+    parts: list[TokenData],
+    *,
+    names: list[str] | dict[str, float],
+    train: TokenSequence | TokenMixture,
+    fingerprint: dict[str, Any],
+) -> TokenData:
     tokenizers = {part.tokenizer for part in parts}
     if len(tokenizers) != 1:
         raise DataError(f"expected tokens of one tokenizer, got those of {sorted(tokenizers)}: prepare them alike")
     return TokenData(
+        names=names,
         train=train,
         val=concatenate([part.val for part in parts]),
         tokenizer=parts[0].tokenizer,
@@ -116,15 +131,31 @@ def _combine(parts: list[TokenData], *, train: TokenSequence | TokenMixture, fin
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
     if file_type(folder) is FileType.NotFound:
         raise DataError(f"expected token files in {folder}, which does not exist: check the path, or prepare the text")
-    train, val = (_whole_file(join(folder, name)) for name in (TRAIN_NAME, VAL_NAME))
+    spans = {name: _whole_file(join(folder, name)) for name in (TRAIN_NAME, VAL_NAME)}
     manifest = read_manifest(folder)
     if manifest is None:
-        return _unvouched(train, val, tokenizer, {TRAIN_NAME: _scan(train, tokenizer), VAL_NAME: _scan(val, tokenizer)})
+        digests = {name: _scan(span, tokenizer) for name, span in spans.items()}
+        vocab_size = load_tokenizer(tokenizer).n_vocab
+    else:
+        _check_manifest(manifest, spans, folder)
+        digests = {name: record.sha256 for name, record in manifest.files.items()}
+        tokenizer, vocab_size = manifest.tokenizer, manifest.vocab_size
+    return TokenData(
+        names=folder,
+        train=_sequence_of(spans[TRAIN_NAME]),
+        val=_sequence_of(spans[VAL_NAME]),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        fingerprint={"tokenizer": tokenizer, **digests},
+    )
+
+
+def _check_manifest(manifest: Manifest, spans: dict[str, TokenSpan], folder: str) -> None:
     if manifest.dtype != DTYPE:
         raise DataError(
             f"expected tokens of dtype {DTYPE} in {folder}, its manifest says {manifest.dtype}: prepare it again"
         )
-    for name, span in ((TRAIN_NAME, train), (VAL_NAME, val)):
+    for name, span in spans.items():
         if name not in manifest.files:
             raise DataError(f"expected {name} in the manifest of {folder}, found {sorted(manifest.files)}")
         expected = manifest.files[name].num_tokens
@@ -132,16 +163,6 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
             raise DataError(
                 f"expected {expected} tokens in {span.path}, as its manifest says, found {len(span)}: prepare it again"
             )
-    return TokenData(
-        train=_sequence_of(train),
-        val=_sequence_of(val),
-        tokenizer=manifest.tokenizer,
-        vocab_size=manifest.vocab_size,
-        fingerprint={
-            "tokenizer": manifest.tokenizer,
-            **{name: record.sha256 for name, record in manifest.files.items()},
-        },
-    )
 
 
 def _open_files(paths: list[str], tokenizer: str) -> TokenData:
@@ -150,24 +171,17 @@ def _open_files(paths: list[str], tokenizer: str) -> TokenData:
     whole = concatenate([_sequence_of(span) for span in spans])
     boundary = round(len(whole) * (1 - _VAL_FRACTION))
     digests = [_scan(span, tokenizer) for span in spans]
-    return _unvouched(
-        whole.between(0, boundary),
-        whole.between(boundary, len(whole)),
-        tokenizer,
-        {"split": boundary, "whole": digests[0] if len(digests) == 1 else digests},
-    )
-
-
-def _unvouched(
-    train: TokenSpan | TokenSequence, val: TokenSpan | TokenSequence, tokenizer: str, digests: dict[str, Any]
-) -> TokenData:
-    """Tokens that no manifest vouches for."""
     return TokenData(
-        train=train if isinstance(train, TokenSequence) else _sequence_of(train),
-        val=val if isinstance(val, TokenSequence) else _sequence_of(val),
+        names=paths[0] if len(paths) == 1 else paths,
+        train=whole.between(0, boundary),
+        val=whole.between(boundary, len(whole)),
         tokenizer=tokenizer,
         vocab_size=load_tokenizer(tokenizer).n_vocab,
-        fingerprint={"tokenizer": tokenizer, **digests},
+        fingerprint={
+            "tokenizer": tokenizer,
+            "split": boundary,
+            "whole": digests[0] if len(digests) == 1 else digests,
+        },
     )
 
 

@@ -42,7 +42,7 @@ def encode_part(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path)
     tokens = np.concatenate(pieces).astype("<u2")
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        tokens.tofile(temporary)
+        temporary.write_bytes(tokens.data)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

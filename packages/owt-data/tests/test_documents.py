@@ -1,0 +1,204 @@
+"""Reading documents: of every kind of file, in order, and from any place on."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from owt_data import DataError, find_source, load_tokenizer
+from owt_data._documents import Cursor, Documents
+from owt_data._sources import find_splits
+
+ROWS = [f"row {number} é" for number in range(3000)]
+
+
+def write_rows(path, rows, column="text"):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({column: rows, "id": list(range(len(rows)))}), path, row_group_size=700)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress("".join(json.dumps({column: row}) + "\n" for row in rows).encode()))
+    else:
+        path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    return path
+
+
+def read(names, cursor=Cursor(0, 0), **options):
+    """Whole documents, put together from their pieces."""
+    documents, held = [], ""
+    for chunk in Documents(find_source(names), **options).read(cursor):
+        for text, ends in zip(chunk.texts.to_pylist(), chunk.ends.tolist(), strict=True):
+            held += text
+            if ends:
+                documents.append(held)
+                held = ""
+    assert held == ""
+    return documents
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".jsonl.gz"])
+def test_rows_of_many_files_are_documents_in_order(suffix, tmp_path):
+    paths = [
+        str(write_rows(tmp_path / f"part-{number}{suffix}", ROWS[number * 1000 : (number + 1) * 1000], "body"))
+        for number in range(3)
+    ]
+    assert read(paths, text_column="body") == ROWS
+    assert read(str(tmp_path), text_column="body") == ROWS
+    assert read(str(tmp_path / f"part-*{suffix}"), text_column="body") == ROWS
+
+
+def test_files_may_differ_in_their_other_columns(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "extra": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"other": [2], "text": "b"}\n')
+    assert read(str(tmp_path)) == ["a", "b"]
+
+
+def test_empty_files_hold_no_rows_and_empty_text_files_an_empty_document(tmp_path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text("")
+    write_rows(tmp_path / "rows" / "b.jsonl", ["b"])
+    assert read(str(tmp_path / "rows")) == ["b"]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("")
+    (tmp_path / "texts" / "b.txt").write_text("b")
+    assert read(str(tmp_path / "texts")) == ["", "b"]
+
+
+@pytest.mark.parametrize("kind", ["rows", "texts"])
+def test_reading_goes_on_from_any_place(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("owt_data._documents._TEXT_BLOCK_BYTES", 500)
+    monkeypatch.setattr("owt_data._documents._ROWS_PER_READ", 64)
+    if kind == "rows":
+        for number in range(3):
+            write_rows(tmp_path / f"{number}.jsonl", ROWS[number * 100 : (number + 1) * 100])
+    else:
+        for number in range(3):
+            (tmp_path / f"{number}.txt").write_text("\n".join(ROWS[number * 100 : (number + 1) * 100]))
+    documents = Documents(find_source(str(tmp_path)))
+    pieces = [
+        (text, Cursor(chunk.shard, offset))
+        for chunk in documents.read()
+        for text, offset in zip(chunk.texts.to_pylist(), chunk.offsets.tolist(), strict=True)
+    ]
+    assert len(pieces) > 10
+    for number in range(0, len(pieces), 7):
+        rest = [text for chunk in documents.read(pieces[number][1]) for text in chunk.texts.to_pylist()]
+        assert rest == [text for text, _ in pieces[number + 1 :]]
+
+
+def random_text(rng, length):
+    """Text of everything that the pattern of gpt2 treats in a way of its own."""
+    alphabet = [
+        *"ab'st 12!\n\t",
+        "  ",
+        " \n",
+        "\n\n",
+        "\r\n",
+        "'s",
+        "'ll",
+        "é",
+        "日",
+        "\u00a0",
+        "\u2003",
+        "🙂",
+        "\x1c",
+        "_",
+    ]
+    return "".join(rng.choice(alphabet, size=length))
+
+
+def test_pieces_of_a_text_have_the_tokens_of_the_whole(gpt2, tmp_path, monkeypatch):
+    monkeypatch.setattr("owt_data._documents._TEXT_BLOCK_BYTES", 64)
+    rng = np.random.default_rng(0)
+    for number in range(200):
+        text = random_text(rng, 400)
+        path = tmp_path / f"{number}.txt"
+        path.write_bytes(text.encode())
+        pieces = [piece for chunk in Documents(find_source(str(path))).read() for piece in chunk.texts.to_pylist()]
+        assert len(pieces) > 3
+        assert "".join(pieces) == text
+        assert sum((gpt2.encode_ordinary(piece) for piece in pieces), []) == gpt2.encode_ordinary(text)
+
+
+def test_text_without_a_blank_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("owt_data._documents._TEXT_BLOCK_BYTES", 64)
+    (tmp_path / "long.txt").write_text("日" * 1000)
+    assert read(str(tmp_path / "long.txt")) == ["日" * 1000]
+
+
+def test_a_byte_that_is_no_utf8_is_named_wherever_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("owt_data._documents._TEXT_BLOCK_BYTES", 64)
+    text = ("naïve words " * 50).encode()
+    (tmp_path / "bad.txt").write_bytes(text + b"\xff" + text)
+    with pytest.raises(DataError, match=rf"expected UTF-8 text in .*bad.txt, found another byte at {len(text)}"):
+        read(str(tmp_path / "bad.txt"))
+
+
+def test_a_file_cut_off_in_a_character_is_refused(tmp_path):
+    (tmp_path / "cut.txt").write_bytes("naïve 日".encode()[:-1])
+    with pytest.raises(DataError, match="found another byte at 7"):
+        read(str(tmp_path / "cut.txt"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_that_are_no_utf8_are_refused(suffix, tmp_path):
+    path = tmp_path / f"bad{suffix}"
+    if suffix == ".jsonl":
+        path.write_bytes(b'{"text": "te\xe9"}\n')
+    else:
+        column = pa.Array.from_buffers(
+            pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xe9\xff")]
+        )
+        pq.write_table(pa.table({"text": column}), path)
+    with pytest.raises(DataError, match="Invalid UTF8 sequence"):
+        read(str(path))
+
+
+def test_several_sources_must_be_of_one_kind(tmp_path):
+    names = [str(write_rows(tmp_path / "a.jsonl", ["a"])), str(write_rows(tmp_path / "b.parquet", ["b"]))]
+    with pytest.raises(
+        DataError, match=r"expected several sources to be files of one kind, .* got \['json', 'parquet'\]"
+    ):
+        find_source(names)
+    with pytest.raises(DataError, match="expected several sources"):
+        find_source([names[0], "builtin"])
+
+
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path):
+    with pytest.raises(DataError, match="none of them"):
+        find_source(str(tmp_path / "*.jsonl"))
+
+
+def test_splits_are_named_together_or_not_at_all(tmp_path):
+    name = str(write_rows(tmp_path / "a.jsonl", ["a"]))
+    assert find_splits(name).keys() == {"all"}
+    assert find_splits([f"train={name}", f"val={name}"]).keys() == {"train", "val"}
+    for names in ([f"train={name}"], [f"train={name}", name]):
+        with pytest.raises(DataError, match="expected every source to name its split"):
+            find_splits(names)
+
+
+def test_hub_names_have_a_configuration_and_a_split():
+    assert find_source("openwebtext").hub_address == ("Skylion007/openwebtext", None, "train")
+    assert find_source("Salesforce/wikitext:wikitext-103-raw-v1:validation").hub_address == (
+        "Salesforce/wikitext",
+        "wikitext-103-raw-v1",
+        "validation",
+    )
+
+
+def test_the_digest_is_of_contents_and_kind(tmp_path):
+    a, b = write_rows(tmp_path / "a.jsonl", ["a"]), write_rows(tmp_path / "b.jsonl", ["a"])
+    assert find_source(str(a)).digest() == find_source(str(b)).digest()
+    write_rows(b, ["c"])
+    assert find_source(str(a)).digest() != find_source(str(b)).digest()
+    shares = []
+    find_source([str(a), str(b)]).digest(shares.append)
+    assert shares[-1] == 1.0
+
+
+def test_the_bytes_tokenizer_may_be_cut_anywhere():
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode_ordinary("a b") == tokenizer.encode_ordinary("a") + tokenizer.encode_ordinary(" b")

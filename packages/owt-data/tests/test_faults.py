@@ -1,0 +1,293 @@
+"""What may go wrong while token files are made: kills, full and read-only disks, damage, second starts."""
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from owt_data import DataError, PrepareOptions, prepare, verify
+
+OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
+COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """10 MB of documents: some forty parts."""
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    with path.open("w") as file:
+        for _ in range(4000):
+            file.write(json.dumps({"text": "".join(rng.choices("abcdefgh \n", k=rng.randrange(5000)))}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus) -> Path:
+    out = corpus.with_name("undisturbed")
+    prepare(str(corpus), out, OPTIONS)
+    return out
+
+
+@pytest.fixture
+def interrupted(corpus, undisturbed, tmp_path) -> Path:
+    """The output folder of a prepare that was killed after some parts."""
+    out = tmp_path / "out"
+    journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
+    kill_when(start(corpus, out), lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 5)
+    assert not out.exists()
+    return out
+
+
+def start(corpus, out, *options):
+    arguments = ["prepare", str(corpus), str(out), "--tokenizer", "bytes", "--val-fraction", "0.1", *options]
+    return subprocess.Popen([sys.executable, "-c", COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
+
+
+def kill_when(process, condition):
+    """SIGKILL a process once something is so, which must be before it ends."""
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def assert_same(out, expected):
+    for file in ("train.bin", "val.bin", "manifest.json"):
+        assert (out / file).read_bytes() == (expected / file).read_bytes()
+    assert sorted(entry.name for entry in out.iterdir()) == ["manifest.json", "train.bin", "val.bin"]
+    assert not out.with_name(f".{out.name}.partial").exists()
+    assert verify(out) == []
+
+
+def test_killed_at_random_moments_and_run_again_it_writes_the_same_bytes(corpus, undisturbed, tmp_path):
+    rng = random.Random(1)
+    out, staging = tmp_path / "out", tmp_path / ".out.partial"
+    for _ in range(4):
+        process = start(corpus, out)
+        while not staging.exists():
+            assert process.poll() is None
+            time.sleep(0.002)
+        moment = time.monotonic() + rng.uniform(0, 0.5)
+        kill_when(process, lambda moment=moment: time.monotonic() > moment)
+        assert not out.exists()
+    process = start(corpus, out)
+    process.communicate()
+    assert process.returncode == 0
+    assert_same(out, undisturbed)
+
+
+def test_killed_while_assembling_it_goes_on(corpus, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    kill_when(start(corpus, out), (tmp_path / ".out.partial/result/train.bin").exists)
+    assert not out.exists()
+    prepare(str(corpus), out, OPTIONS)
+    assert_same(out, undisturbed)
+
+
+def test_finished_parts_are_not_tokenized_again(corpus, interrupted, undisturbed):
+    folder = interrupted.with_name(".out.partial") / "parts-all"
+    before = {path.name: path.stat().st_mtime_ns for path in sorted(folder.glob("*.bin"))[:5]}
+    seen = []
+    prepare(
+        str(corpus),
+        interrupted,
+        OPTIONS,
+        progress=lambda progress: seen.append(
+            {name: (folder / name).stat().st_mtime_ns for name in before} if folder.exists() else None
+        ),
+    )
+    assert all(now == before for now in seen if now is not None)
+    assert_same(interrupted, undisturbed)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_part_damaged_between_kill_and_resume_is_made_again(damage, corpus, interrupted, undisturbed, caplog):
+    path = interrupted.with_name(".out.partial") / "parts-all/000002.bin"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    if damage == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flip" else data[:-2])
+    prepare(str(corpus), interrupted, OPTIONS)
+    assert "000002.bin is damaged or missing: tokenizing it again" in caplog.text
+    assert_same(interrupted, undisturbed)
+
+
+def test_a_record_cut_short_is_made_again(corpus, interrupted, undisturbed):
+    journal = interrupted.with_name(".out.partial") / "parts-all/parts.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-20])
+    prepare(str(corpus), interrupted, OPTIONS)
+    assert_same(interrupted, undisturbed)
+
+
+def test_a_part_damaged_while_assembling_is_said_and_mended_by_the_next_start(
+    corpus, undisturbed, tmp_path, monkeypatch
+):
+    out, staging = tmp_path / "out", tmp_path / ".out.partial"
+
+    def damage(progress):
+        if progress.stage == "tokenizing" and progress.num_documents == 4000:
+            (staging / "parts-all/000001.bin").write_bytes(b"\0\0")
+
+    with pytest.raises(DataError, match=r"expected .*000001.bin as it was written, but it has changed since"):
+        prepare(str(corpus), out, OPTIONS, progress=damage)
+    assert not out.exists()
+    prepare(str(corpus), out, OPTIONS)
+    assert_same(out, undisturbed)
+
+
+def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_refused(corpus, interrupted, undisturbed, gpt2):
+    other = corpus.with_name("other.jsonl")
+    other.write_text('{"text": "x"}\n' * 100)
+    kept = sorted(interrupted.with_name(".out.partial").rglob("*"))
+    for source, options, what in (
+        (corpus, PrepareOptions(tokenizer="gpt2", val_fraction=0.1), "options and tokenizer_sha256"),
+        (corpus, PrepareOptions(tokenizer="bytes", val_fraction=0.2), "options"),
+        (other, OPTIONS, "source_sha256"),
+    ):
+        with pytest.raises(DataError, match=rf"expected to go on with the interrupted .* whose {what} differ: repeat"):
+            prepare(str(source), interrupted, options)
+    assert sorted(interrupted.with_name(".out.partial").rglob("*")) == kept
+    prepare(str(corpus), interrupted, OPTIONS)
+    assert_same(interrupted, undisturbed)
+
+
+def test_two_prepares_into_one_folder_are_refused_and_the_first_goes_on(corpus, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    first = start(corpus, out, "--num-processes", "1")
+    while not (tmp_path / ".out.partial/plan.json").exists():
+        assert first.poll() is None
+        time.sleep(0.002)
+    first.send_signal(signal.SIGSTOP)
+    with pytest.raises(DataError, match="another process is preparing into"):
+        prepare(str(corpus), out, OPTIONS)
+    first.send_signal(signal.SIGCONT)
+    first.communicate()
+    assert first.returncode == 0
+    assert_same(out, undisturbed)
+
+
+def test_a_lock_left_by_nobody_holds_nobody_up(articles, tmp_path):
+    staging = tmp_path / ".out.partial"
+    staging.mkdir()
+    holder = os.open(staging, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match="another process is preparing into"):
+        prepare(str(articles), tmp_path / "out", OPTIONS)
+    os.close(holder)
+    prepare(str(articles), tmp_path / "out", OPTIONS)
+
+
+def test_ctrl_c_keeps_what_is_done(corpus, undisturbed, tmp_path):
+    out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
+    process = start(corpus, out)
+    while not (journal.exists() and journal.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert err == "interrupted: the same command again goes on from there\n"
+    assert not out.exists()
+    prepare(str(corpus), out, OPTIONS)
+    assert_same(out, undisturbed)
+
+
+def test_a_tokenizing_process_that_dies_is_said_and_costs_only_its_part(corpus, undisturbed, tmp_path):
+    out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
+    process = start(corpus, out, "--num-processes", "2")
+    while not (journal.exists() and journal.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.002)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    every = [
+        int(child) for task in children.parent.parent.iterdir() for child in (task / "children").read_text().split()
+    ]
+    os.kill(every[0], signal.SIGKILL)
+    _, err = process.communicate()
+    assert process.returncode == 2
+    assert err.startswith("error: a tokenizing process ended with exit code -9: if that is -9, memory was short")
+    prepare(str(corpus), out, OPTIONS)
+    assert_same(out, undisturbed)
+
+
+def in_small_filesystem(folder, megabytes, script, *arguments):
+    """Run Python code with a tmpfs of that size mounted on a folder, in a mount namespace of its own."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare, to mount a small file system")
+    mount = f"mount -t tmpfs -o size={megabytes}m tmpfs {folder} && exec "
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        f'{mount} "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+    ]
+    if subprocess.run([*command, ""], capture_output=True, check=False).returncode:
+        pytest.skip("needs user namespaces, to mount a small file system")
+    return subprocess.run([*command, script, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_full_disk_is_said_and_once_there_is_room_it_goes_on(corpus, undisturbed, tmp_path):
+    script = """
+import subprocess, sys
+from pathlib import Path
+from owt_data import DataError, PrepareOptions, prepare
+folder, corpus, kept = map(Path, sys.argv[1:])
+options = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
+try:
+    prepare(str(corpus), folder / "out", options)
+except DataError as error:
+    print(error)
+parts = len(list((folder / ".out.partial/parts-all").glob("*.bin")))
+print(parts, (folder / "out").exists(), list(folder.rglob("*.tmp")))
+subprocess.run(["mount", "-o", "remount,size=100m", folder], check=True)
+prepare(str(corpus), folder / "out", options)
+subprocess.run(["cp", "-r", folder / "out", kept], check=True)
+"""
+    small, kept = tmp_path / "small", tmp_path / "kept"
+    small.mkdir()
+    # 20 MB of tokens: 8 MB end the tokenizing, 30 MB would end the assembling.
+    done = in_small_filesystem(small, 8, script, str(small), str(corpus), str(kept))
+    assert done.returncode == 0, done.stderr
+    message, state = done.stdout.splitlines()
+    assert "could not be written to" in message
+    assert "No space left on device: mend that and run the same again, which goes on from where it was" in message
+    parts, *rest = state.split(" ", 1)
+    assert int(parts) > 5
+    assert rest == ["False []"]
+    assert_same(kept, undisturbed)
+
+
+def test_a_disk_that_is_full_while_assembling_is_said(corpus, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    arguments = ["prepare", str(corpus), str(small / "out"), "--tokenizer", "bytes"]
+    done = in_small_filesystem(small, 30, COMMAND, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: the token files could not be written to")
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_read_only_folder_is_refused(articles):
+    # The kernel's own file system refuses everyone, the superuser included.
+    with pytest.raises(DataError, match="the token files could not be written to /sys/out: "):
+        prepare(str(articles), "/sys/out", OPTIONS)
