@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +30,20 @@ def corpora() -> Path:
 
 
 @pytest.fixture
-def tokens(tmp_path) -> TokenSequence:
+def tokens(tmp_path, positions) -> TokenSequence:
     """Tokens that are their own positions, so that a window shows where it came from."""
     return positions(tmp_path / "tokens.bin", 0, 5000)
 
 
-def positions(path: Path, start: int, stop: int) -> TokenSequence:
-    """A file of the tokens `start` to `stop - 1`."""
-    np.arange(start, stop, dtype="<u2").tofile(path)
-    return TokenSequence((TokenSpan(path=str(path), start=0, stop=stop - start),))
+@pytest.fixture(scope="session")
+def positions() -> Callable[[Path, int, int], TokenSequence]:
+    """Makes a file of the tokens `start` to `stop - 1`."""
+
+    def make(path: Path, start: int, stop: int) -> TokenSequence:
+        np.arange(start, stop, dtype="<u2").tofile(path)
+        return TokenSequence((TokenSpan(path=str(path), start=0, stop=stop - start),))
+
+    return make
 
 
 @pytest.fixture

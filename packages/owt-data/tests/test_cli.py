@@ -1,9 +1,13 @@
+import io
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
+from owt_data import PrepareOptions, Progress, prepare, progress_bar, read_manifest
 from owt_data._cli import main
 
 
@@ -17,10 +21,57 @@ def test_prepare_then_verify(articles, tmp_path, capsys):
     assert "val.bin: expected" in capsys.readouterr().err
 
 
+def test_many_sources_and_given_splits(articles, tmp_path):
+    lines = articles.read_text().splitlines(keepends=True)
+    for name, part in (("a", lines[:100]), ("b", lines[100:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    for out, sources in (("one", [str(articles)]), ("two", [a, b])):
+        assert main(["prepare", *sources, str(tmp_path / out), "--tokenizer", "bytes"]) == 0
+    assert (tmp_path / "one/train.bin").read_bytes() == (tmp_path / "two/train.bin").read_bytes()
+    assert main(["prepare", f"train={b}", f"val={a}", str(tmp_path / "given"), "--tokenizer", "bytes"]) == 0
+    assert read_manifest(tmp_path / "given").files["val.bin"].num_documents == 100
+
+
+def test_inspect_shows_counts_and_text(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("In the beginning. " + "word " * 1000 + "[bold]The end.")
+    main(["prepare", str(tmp_path / "book.txt"), str(tmp_path / "out"), "--tokenizer", "bytes"])
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "out"), "--window-tokens", "20"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{tmp_path / 'out'}: tokenizer bytes, vocabulary of 257" in shown
+    assert "train: 4,530 tokens, 9,060 bytes, 1 documents" in shown
+    assert "first: 'In the beginning. wo'" in shown
+    assert re.search(r"middle: '[word ]{20}'", shown)
+    assert "last: 'word [bold]The end.<|endoftext|>'" in shown
+    assert main(["inspect", str(tmp_path / "out/val.bin"), "--tokenizer", "bytes"]) == 0
+    assert "train: 453 tokens" in capsys.readouterr().out
+
+
+def test_without_a_terminal_progress_is_lines_for_the_log(articles, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("owt_data._progress._SECONDS_PER_LINE", 0.0)
+    main(["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes"])
+    err = capsys.readouterr().err
+    assert "tokenizing  " in err
+    assert " MB/s" in err
+    assert "assembling  100 %  300 documents" in err
+
+
+def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    with progress_bar(console) as progress:
+        prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes"), progress=progress)
+        progress(Progress(stage="tokenizing", fraction=None))  # of a stream whose length nobody knows
+    assert "300 documents" in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["prepare", "nowhere.txt", "out"], "error: expected a file or folder, but nowhere.txt does not exist"),
+        (["prepare", "only-one"], "error: expected one or more sources and a folder to write into, got only-one"),
+        (["inspect", "nowhere"], "error: expected token files in "),
         (["verify", "nowhere"], "error: expected manifest.json in nowhere, found none"),
     ],
 )

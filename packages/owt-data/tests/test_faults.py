@@ -37,14 +37,21 @@ def undisturbed(corpus) -> Path:
     return out
 
 
-@pytest.fixture
-def interrupted(corpus, undisturbed, tmp_path) -> Path:
-    """The output folder of a prepare that was killed after some parts."""
-    out = tmp_path / "out"
-    journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
+@pytest.fixture(scope="module")
+def killed(corpus) -> Path:
+    """What a prepare left behind that was killed after some parts."""
+    out, staging = corpus.with_name("killed"), corpus.with_name(".killed.partial")
+    journal = staging / "parts-all/parts.jsonl"
     kill_when(start(corpus, out), lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 5)
     assert not out.exists()
-    return out
+    return staging
+
+
+@pytest.fixture
+def interrupted(killed, tmp_path) -> Path:
+    """The output folder of a prepare that was killed."""
+    shutil.copytree(killed, tmp_path / ".out.partial")
+    return tmp_path / "out"
 
 
 def start(corpus, out, *options):

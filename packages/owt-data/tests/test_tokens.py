@@ -1,88 +1,111 @@
-import hashlib
+"""Sequences of token files and mixtures of them: pure functions of seed and index."""
+
+import pickle
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from owt_data import DataError, PrepareOptions, is_prepared, open_tokens, prepare, verify
+from owt_data import DataError, TokenMixture, TokenSequence, TokenSpan
+
+WINDOWS = {"seq_len": 8, "order": "shuffle", "seed": 5}
 
 
 @pytest.fixture
-def prepared(articles, tmp_path):
-    prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", val_fraction=0.1))
-    return tmp_path / "out"
+def files(tmp_path, positions) -> list[TokenSequence]:
+    """The tokens 0 to 4999 in files of uneven lengths."""
+    bounds = [0, 7, 1000, 1001, 4000, 5000]
+    return [positions(tmp_path / f"{a}.bin", a, b) for a, b in pairwise(bounds)]
 
 
-def test_a_prepared_folder_knows_its_tokenizer(prepared):
-    tokens = open_tokens(str(prepared), tokenizer="gpt2")
-    assert (tokens.tokenizer, tokens.vocab_size) == ("bytes", 257)
-    train = np.fromfile(prepared / "train.bin", "<u2")
-    np.testing.assert_array_equal(tokens.train.read(), train)
-    windows = tokens.train.read_windows(np.array([5, 0]), 7)
-    np.testing.assert_array_equal(windows, [train[5:13], train[:8]])
-    assert tokens.fingerprint["train.bin"] == hashlib.sha256(train.tobytes()).hexdigest()
+def sequence(parts) -> TokenSequence:
+    return TokenSequence(tuple(span for part in parts for span in part.spans))
 
 
-def test_a_folder_without_manifest_is_read_through_once(prepared):
-    with_manifest = open_tokens(str(prepared), tokenizer="bytes")
-    (prepared / "manifest.json").unlink()
-    assert open_tokens(str(prepared), tokenizer="bytes") == with_manifest
+@pytest.mark.parametrize("order", ["shuffle", "random", "sequential"])
+def test_many_files_have_the_windows_of_one(order, tokens, files):
+    joined = sequence(files)
+    assert len(joined) == len(tokens) == 5000
+    indices = np.arange(2000)
+    expected = tokens.windows(indices, seq_len=8, order=order, seed=5)
+    np.testing.assert_array_equal(joined.windows(indices, seq_len=8, order=order, seed=5), expected)
+    np.testing.assert_array_equal(joined.read(995, 1003), np.arange(995, 1003))
 
 
-def test_one_file_is_split_by_position(prepared):
-    path = prepared / "train.bin"
-    tokens = open_tokens(str(path), tokenizer="bytes")
-    whole = np.fromfile(path, "<u2")
-    np.testing.assert_array_equal(np.concatenate([tokens.train.read(), tokens.val.read()]), whole)
-    assert len(tokens.val) == pytest.approx(0.1 * len(whole), abs=1)
+def test_a_part_of_a_sequence_is_a_sequence(files):
+    joined = sequence(files)
+    for start, stop in ((0, 5000), (3, 3), (6, 8), (1000, 1001), (999, 4001), (4999, 5000)):
+        part = joined.between(start, stop)
+        assert len(part) == stop - start
+        np.testing.assert_array_equal(part.read(), np.arange(start, stop))
 
 
-def test_what_counts_as_prepared(prepared, tmp_path):
-    assert is_prepared(str(prepared))
-    assert is_prepared("x.bin")
-    assert not is_prepared(str(tmp_path))
-    assert not is_prepared("x.txt")
-    assert not is_prepared("builtin")
+def test_tokens_travel_between_processes(files):
+    mixture = TokenMixture((sequence(files[:2]), sequence(files[2:])), (1.0, 2.0))
+    again = pickle.loads(pickle.dumps(mixture))
+    assert again == mixture
+    indices = np.arange(100)
+    np.testing.assert_array_equal(again.windows(indices, **WINDOWS), mixture.windows(indices, **WINDOWS))
 
 
-def test_an_odd_length_is_refused(prepared):
-    with (prepared / "val.bin").open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(DataError, match=r"expected an even number of bytes in .*val.bin, two per token, got"):
-        open_tokens(str(prepared), tokenizer="bytes")
+@pytest.fixture
+def mixture(tmp_path, positions) -> TokenMixture:
+    """Three parts that no token is common to, to be mixed 6 : 3 : 1."""
+    parts = [positions(tmp_path / f"{a}.bin", a, b) for a, b in ((0, 20_000), (20_000, 60_000), (60_000, 65_000))]
+    return TokenMixture(tuple(parts), (6, 3, 1))
 
 
-def test_a_truncated_file_is_refused(prepared):
-    with (prepared / "train.bin").open("ab") as file:
-        file.truncate(100)
-    with pytest.raises(DataError, match=r"expected \d+ tokens in .*train.bin, as its manifest says, found 50"):
-        open_tokens(str(prepared), tokenizer="bytes")
-    assert len(verify(prepared)) == 1
+def test_a_mixture_keeps_its_proportions(mixture):
+    first = mixture.windows(np.arange(3 << 16), **WINDOWS)[:, 0]
+    part_of = np.searchsorted([20_000, 60_000], first, side="right")
+    for number in range(3):
+        shares = np.bincount(part_of[number << 16 : (number + 1) << 16]) / (1 << 16)
+        np.testing.assert_allclose(shares, [0.6, 0.3, 0.1], atol=1e-5)
+    # And within a few hundred windows nearly so: five standard errors of independent draws.
+    for begin in range(0, 1 << 16, 4096):
+        share = (part_of[begin : begin + 512] == 0).mean()
+        assert abs(share - 0.6) < 5 * np.sqrt(0.24 / 512)
+    assert (part_of[: 1 << 16] != part_of[1 << 16 : 2 << 16]).mean() > 0.4
 
 
-def test_a_changed_file_is_found_by_verify(prepared):
-    path = prepared / "train.bin"
-    data = bytearray(path.read_bytes())
-    data[17] ^= 1
-    path.write_bytes(data)
-    (difference,) = verify(prepared)
-    assert difference.startswith("train.bin: expected SHA-256 ")
+def test_each_part_of_a_mixture_visits_its_windows_once_an_epoch(mixture):
+    first = mixture.windows(np.arange(3 << 16), **WINDOWS)[:, 0]
+    for part, (low, high) in zip(mixture.parts, ((0, 20_000), (20_000, 60_000), (60_000, 65_000)), strict=True):
+        visits = first[(first >= low) & (first < high)]
+        counts = np.unique(visits // 8, return_counts=True)[1]
+        epochs = len(visits) / part.num_windows(8)
+        # Start offsets move windows across the border of eight, so a window may be seen one epoch more or less.
+        assert counts.max() - epochs < 3
+        assert epochs - counts[1:-1].min() < 3
 
 
-def test_ids_outside_the_vocabulary_are_refused(tmp_path):
-    np.array([1, 2, 257, 3], "<u2").tofile(tmp_path / "x.bin")
-    with pytest.raises(DataError, match=r"expected ids below 257 in .*x.bin, .*bytes, found 257"):
-        open_tokens(str(tmp_path / "x.bin"), tokenizer="bytes")
+def test_any_window_of_a_mixture_stands_alone(mixture):
+    indices = np.array([5, 123_456_789, 70_000, 6, 5])
+    together = mixture.windows(indices, **WINDOWS)
+    for index, window in zip(indices, together, strict=True):
+        np.testing.assert_array_equal(mixture.windows(np.array([index]), **WINDOWS)[0], window)
+    assert together[:, 0].tolist() == MIXED
+    assert mixture.windows(np.empty(0, dtype=np.int64), **WINDOWS).shape == (0, 9)
 
 
-def test_missing_files_are_refused(prepared):
-    with pytest.raises(DataError, match=r"expected the token file .*nowhere.bin, which does not exist"):
-        open_tokens("nowhere.bin", tokenizer="bytes")
-    (prepared / "val.bin").unlink()
-    with pytest.raises(DataError, match=r"expected the token file .*val.bin"):
-        open_tokens(str(prepared), tokenizer="bytes")
+# Computed once; a run that was started anywhere must go on with these anywhere.
+MIXED = [39012, 18411, 17922, 2253, 39012]
 
 
-def test_a_manifest_that_is_none_is_refused(prepared):
-    (prepared / "manifest.json").write_text('{"files": 3}')
-    with pytest.raises(DataError, match="expected a manifest of owt-data"):
-        open_tokens(str(prepared), tokenizer="bytes")
+def test_weights_that_give_a_part_nothing_are_refused(files):
+    for weights in ((1.0, 0.0), (1.0, -1.0), (1.0, float("inf")), (1.0, 1e-9)):
+        with pytest.raises(DataError, match="expected weights that give every part at least one window in 65536"):
+            TokenMixture((files[0], files[1]), weights)
+    with pytest.raises(DataError, match="expected a weight for each of 2 parts, got 1"):
+        TokenMixture((files[0], files[1]), (1.0,))
+
+
+def test_a_mixture_has_no_sequential_order(mixture):
+    with pytest.raises(DataError, match="expected the order shuffle or random for a mixture, got sequential"):
+        mixture.windows(np.arange(3), seq_len=8, order="sequential", seed=1)
+
+
+def test_a_part_too_short_for_a_window_is_seen(mixture, tmp_path):
+    short = TokenSequence((TokenSpan(path=mixture.parts[0].spans[0].path, start=0, stop=8),))
+    assert mixture.num_windows(8) == sum((n - 1) // 8 for n in (20_000, 40_000, 5_000))
+    assert TokenMixture((mixture.parts[0], short), (1, 1)).num_windows(8) == 0

@@ -84,7 +84,7 @@ class PretrainConfig:
 
     data: str = "builtin"
     """What to train on: builtin (Python's standard library), a folder of token files, a .bin, .txt, .jsonl or
-    .parquet file, or a Hugging Face dataset."""
+    .parquet file, a glob of files of one kind, s3://... or gs://... of token files, or a Hugging Face dataset."""
 
     hardware: str = "auto"
     """auto, cpu:WORKERS, gpu:WORKERS, gpu:WORKERSxGPUS or tpu:TYPE:TOPOLOGY."""

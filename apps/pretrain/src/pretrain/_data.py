@@ -15,10 +15,10 @@ from owt_data import (
     TokenData,
     find_source,
     is_prepared,
-    num_windows,
     open_tokens,
     prepare,
     progress_bar,
+    read_manifest,
 )
 from pretrain._config import PretrainConfig
 
@@ -43,19 +43,19 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
         tokens = open_tokens(config.data, tokenizer=config.prepare.tokenizer)
     else:
         folder = cache_folder() / _cache_key(config.data, config.prepare)
-        if not folder.exists():
+        if read_manifest(folder) is None:
             console.print(f"preparing {config.data} into {folder}", markup=False)
-        with progress_bar(console) as progress:
-            prepare(config.data, folder, config.prepare, progress=progress)
+            with progress_bar(console) as progress:
+                prepare(config.data, folder, config.prepare, progress=progress)
         tokens = open_tokens(str(folder), tokenizer=config.prepare.tokenizer)
-    for name, span, remedy in (
+    for name, part, remedy in (
         ("training", tokens.train, "more text"),
         ("validation", tokens.val, "more text, a larger --val-fraction"),
     ):
-        if num_windows(len(span), config.model.seq_len) == 0:
+        if part.num_windows(config.model.seq_len) == 0:
             raise DataError(
                 f"expected at least {config.model.seq_len + 1} {name} tokens, which one window of "
-                f"{config.model.seq_len} inputs needs, got {len(span)} from {config.data}: give {remedy} "
+                f"{config.model.seq_len} inputs needs, got {len(part)} from {config.data}: give {remedy} "
                 "or a shorter --model.seq-len"
             )
     return tokens

@@ -1,7 +1,6 @@
 """The command `eval`: a trained model's loss over all of the validation tokens."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.progress import track
 
 from nnx_gpt2 import make_eval_step
-from owt_data import TokenData, num_windows, open_tokens, window_starts
+from owt_data import TokenData, open_tokens
 from pretrain._errors import UsageError
 from pretrain._trained import load_trained
 
@@ -45,7 +44,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
         raise UsageError(f"expected a batch size of at least 1, got {batch_size}")
     trained = load_trained(run)
     stored = trained.description["data"]
-    path = data or _data_path(stored["train"], stored["val"])
+    path = data or stored["tokens"]
     tokens: TokenData = open_tokens(path, tokenizer=stored["tokenizer"])
     if data is None and tokens.fingerprint != stored["fingerprint"]:
         raise UsageError(f"expected the tokens that the run was trained on in {path}, which have changed since")
@@ -54,7 +53,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
             f"expected tokens of the tokenizer {stored['tokenizer']}, got those of {tokens.tokenizer}: name other data"
         )
     seq_len = trained.model.config.seq_len
-    count = num_windows(len(tokens.val), seq_len)
+    count = tokens.val.num_windows(seq_len)
     if count == 0:
         raise UsageError(f"expected at least {seq_len + 1} validation tokens in {path}, got {len(tokens.val)}")
     eval_step = make_eval_step(trained.model.config)
@@ -64,12 +63,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
         range(0, count, batch_size), description="evaluating", console=console, disable=not console.is_terminal
     ):
         indices = np.arange(first, first + batch_size) % count
-        starts = window_starts(indices, order="sequential", seed=0, num_tokens=len(tokens.val), seq_len=seq_len)
-        losses.append(np.asarray(eval_step(params, jax.device_put(tokens.val.read_windows(starts, seq_len)))))
+        windows = tokens.val.windows(indices, seq_len=seq_len, order="sequential", seed=0)
+        losses.append(np.asarray(eval_step(params, jax.device_put(windows))))
     mean = np.concatenate(losses)[:count].mean(dtype=np.float64)
     return Evaluation(step=trained.step, val_loss=float(mean), num_tokens=count * seq_len)
-
-
-def _data_path(train: str, val: str) -> str:
-    """What `open_tokens` was given: a folder, or one file that both parts are of."""
-    return train if train == val else str(Path(train).parent)

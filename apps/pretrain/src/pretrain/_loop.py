@@ -27,7 +27,7 @@ from nnx_gpt2 import (
     merge,
     put_batch,
 )
-from owt_data import TokenData, TokenSpan, iter_steps, load_tokenizer, num_windows, window_starts
+from owt_data import WINDOW_ORDER_VERSION, TokenData, Tokens, iter_steps, load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._log import RunLog, StepTimer
 from pretrain._run import RunFolder
@@ -122,6 +122,7 @@ def data_identity(config: PretrainConfig, data: TokenData) -> dict[str, Any]:
     return {
         **data.fingerprint,
         "order": config.train.order,
+        "window_order_version": WINDOW_ORDER_VERSION,
         "seed": config.seed,
         "seq_len": config.model.seq_len,
         "global_batch_size": config.train.global_batch_size,
@@ -157,21 +158,21 @@ def _checked(batch: tuple[int, NDArray[np.uint16]] | None, step: int) -> NDArray
 class _Validation:
     """The mean loss over the first windows of the validation tokens, always the same."""
 
-    def __init__(self, config: PretrainConfig, val: TokenSpan, mesh: jax.sharding.Mesh) -> None:
+    def __init__(self, config: PretrainConfig, val: Tokens, mesh: jax.sharding.Mesh) -> None:
         self._config, self._val, self._mesh = config, val, mesh
         self._step = make_eval_step(config.model, mesh)
 
     def loss(self, params: Any) -> float:
         """In nats per token."""
         batch_size, seq_len = self._config.train.global_batch_size, self._config.model.seq_len
-        count = min(num_windows(len(self._val), seq_len), self._config.train.eval_batches * batch_size)
+        count = min(self._val.num_windows(seq_len), self._config.train.eval_batches * batch_size)
         local = batch_size // jax.process_count()
         losses = []
         for first in range(jax.process_index() * local, -(-count // batch_size) * batch_size, batch_size):
             # The last batch goes round to the first windows, whose second losses are cut off below.
             indices = np.arange(first, first + local) % count
-            starts = window_starts(indices, order="sequential", seed=0, num_tokens=len(self._val), seq_len=seq_len)
-            losses.append(self._step(params, put_batch(self._val.read_windows(starts, seq_len), self._mesh)))
+            windows = self._val.windows(indices, seq_len=seq_len, order="sequential", seed=0)
+            losses.append(self._step(params, put_batch(windows, self._mesh)))
         return float(np.concatenate([np.asarray(loss) for loss in losses])[:count].mean(dtype=np.float64))
 
 

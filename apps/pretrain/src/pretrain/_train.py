@@ -48,8 +48,7 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         data = load_tokens(config, console)
         config = _fit_vocabulary(config, data, vocab_size_given)
         identity = {
-            "train": str(data.train.path),
-            "val": str(data.val.path),
+            "tokens": data.names,
             "tokenizer": data.tokenizer,
             "fingerprint": data.fingerprint,
         }

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,13 +15,19 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 import pyarrow as pa
 import ray
 import ray.exceptions
+import tiktoken
 
 from owt_data._errors import DataError, InterruptedWorkError
 from owt_data._parts import Encoder, Part
 from owt_data._tokenizers import load_tokenizer
 from owt_data._worker import encode_part
 
-_load_once = cache(load_tokenizer)
+_CONNECT_TIMEOUT_S = 10
+
+
+@cache
+def _load_once(tokenizer: str) -> tiktoken.Encoding:
+    return load_tokenizer(tokenizer)
 
 
 @contextmanager
@@ -28,20 +35,37 @@ def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
     """Encode parts as Ray tasks, one core each, on the cluster that `RAY_ADDRESS` names or one started here.
 
     Raises:
-        DataError: the cluster cannot be reached, or lost a task for good.
+        DataError: the cluster cannot be reached.
     """
     started = not ray.is_initialized()
     if started:
-        try:
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
-            raise DataError(f"expected a Ray cluster at {os.environ.get('RAY_ADDRESS')}: {error}") from error
+        address = os.environ.get("RAY_ADDRESS")
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if address:
+            _check_address(address)
+            ray.init(address=address, **quiet)
+        else:
+            ray.init(address="local", include_dashboard=False, **quiet)
     try:
         num_cpus = int(ray.cluster_resources().get("CPU", 1))
         yield Encoder(submit=lambda part: _submit(part, tokenizer), max_pending=2 * num_cpus)
     finally:
         if started:
             ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Ask whether anyone is there; Ray itself would ask for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"expected a Ray cluster at RAY_ADDRESS={address}, found none ({error}): correct it, or unset it to start "
+            "one here"
+        ) from error
 
 
 def _submit(part: Part, tokenizer: str) -> Callable[[], dict[str, Any]]:

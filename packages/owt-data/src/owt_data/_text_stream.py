@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -110,12 +111,24 @@ def _rows(source: Source | datasets.Dataset | datasets.IterableDataset, text_col
         for batch in source.select_columns([text_column]).iter(_ROWS_PER_TASK):
             yield from dict(batch)[text_column]
     elif source.kind in ("text", BUILTIN):
+        errors = "replace" if source.kind == BUILTIN else "strict"
         for path in source.files:
-            with path.open(encoding="utf-8", newline="") as file:
-                yield from file
+            yield from _lines(path, errors)
     else:
         for chunk in Documents(source, text_column=text_column).read():
             yield from chunk.texts.to_pylist()
+
+
+def _lines(path: Path, errors: str) -> Iterator[str]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield line.decode("utf-8", errors)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"expected UTF-8 text in {path}, found another byte in line {number}: convert it, for instance "
+                    "with iconv"
+                ) from error
 
 
 def _encode(

@@ -1,0 +1,170 @@
+"""Datasets of the Hugging Face hub, by its own client, from a server on this machine that speaks the hub's protocol."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import flask
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from werkzeug.serving import make_server
+
+from owt_data import PrepareOptions, prepare, verify
+
+NUM_FILES, ROWS = 3, 400
+CARD = """---
+configs:
+- config_name: plain_text
+  data_files:
+  - split: train
+    path: plain_text/train-*
+---
+"""
+
+
+def documents():
+    rng = np.random.default_rng(0)
+    return ["".join(rng.choice(list("abc é\n"), size=rng.integers(3000))) for _ in range(NUM_FILES * ROWS)]
+
+
+class Hub:
+    """A dataset repository of three parquet files, whose newest revision can be moved."""
+
+    def __init__(self) -> None:
+        self.revision = "a" * 40
+        self.requests: list[str] = []
+        self.sent: Counter[str] = Counter()
+        self.seconds_per_read = 0.0
+        texts = documents()
+        self.files = {"README.md": CARD.encode()}
+        for number in range(NUM_FILES):
+            buffer = io.BytesIO()
+            rows = texts[number * ROWS : (number + 1) * ROWS]
+            pq.write_table(pa.table({"text": rows}), buffer, row_group_size=50)
+            self.files[f"plain_text/train-{number}.parquet"] = buffer.getvalue()
+        app = flask.Flask("hub")
+        app.add_url_rule("/api/datasets/org/corpus", view_func=self.info)
+        app.add_url_rule("/api/datasets/org/corpus/revision/<revision>", view_func=self.info)
+        app.add_url_rule("/api/datasets/org/corpus/tree/<revision>", view_func=self.tree)
+        app.add_url_rule("/api/datasets/org/corpus/tree/<revision>/<path:folder>", view_func=self.tree)
+        app.add_url_rule("/datasets/org/corpus/resolve/<revision>/<path:path>", view_func=self.resolve)
+        self.server = make_server("127.0.0.1", 0, app, threaded=True)
+
+    def info(self, revision=None):
+        siblings = [{"rfilename": name} for name in self.files]
+        return {"_id": "0" * 24, "id": "org/corpus", "sha": revision or self.revision, "siblings": siblings}
+
+    def tree(self, revision, folder=""):
+        below = {name.removeprefix(folder).lstrip("/"): name for name in self.files if name.startswith(folder)}
+        entries = [
+            {"type": "file", "oid": "b" * 40, "size": len(self.files[path]), "path": path}
+            for name, path in below.items()
+            if "/" not in name
+        ]
+        folders = {path.partition("/")[0] for name, path in below.items() if "/" in name}
+        entries += [{"type": "directory", "oid": "c" * 40, "size": 0, "path": path} for path in sorted(folders)]
+        return flask.jsonify(entries)
+
+    def resolve(self, revision, path):
+        self.requests.append(f"{revision[0]} {path}")
+        if path not in self.files:
+            return flask.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
+        if path.endswith(".parquet"):
+            time.sleep(self.seconds_per_read)
+        headers = {"ETag": f'"{path}"', "X-Repo-Commit": revision, "Accept-Ranges": "bytes"}
+        response = flask.Response(self.files[path], headers=headers)
+        response.make_conditional(flask.request, accept_ranges=True, complete_length=len(self.files[path]))
+        if flask.request.method == "GET":
+            self.sent[path] += len(response.get_data())
+        return response
+
+
+@pytest.fixture
+def hub():
+    hub = Hub()
+    thread = threading.Thread(target=hub.server.serve_forever)
+    thread.start()
+    yield hub
+    hub.server.shutdown()
+    thread.join()
+
+
+@pytest.fixture
+def expected(tmp_path) -> Path:
+    """The same documents prepared from a file on disk."""
+    pq.write_table(pa.table({"text": documents()}), tmp_path / "corpus.parquet")
+    prepare(str(tmp_path / "corpus.parquet"), tmp_path / "expected", PrepareOptions(tokenizer="bytes"))
+    return tmp_path / "expected"
+
+
+def start(hub, folder, name="org/corpus"):
+    """`owt-data prepare NAME`, with the client's address of the hub set to the server."""
+    code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
+    small = "import owt_data._prepare as p; p._MAX_PART_BYTES = 50_000; "
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}",
+        "HF_HOME": str(folder / "hf"),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", small + code, "prepare", name, str(folder / "out"), "--tokenizer", "bytes"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def assert_same_tokens(out, expected):
+    for file in ("train.bin", "val.bin"):
+        assert (out / file).read_bytes() == (expected / file).read_bytes()
+    assert verify(out) == []
+
+
+def test_a_dataset_is_streamed_and_leaves_no_copy(hub, expected, tmp_path):
+    process = start(hub, tmp_path)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert_same_tokens(tmp_path / "out", expected)
+    copies = [path for path in (tmp_path / "hf").rglob("*") if path.suffix in (".parquet", ".arrow")]
+    assert copies == []
+
+
+def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hub, expected, tmp_path):
+    journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
+    process = start(hub, tmp_path)
+    while "a plain_text/train-2.parquet" not in hub.requests:
+        assert process.poll() is None, process.communicate()[1]
+        hub.seconds_per_read = 0.05 if journal.exists() else 0.0
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "out").exists()
+    hub.revision = "d" * 40
+    hub.requests.clear()
+    hub.sent.clear()
+    hub.seconds_per_read = 0.0
+    process = start(hub, tmp_path)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert {request[0] for request in hub.requests} == {"a"}
+    first, _, last = (f"plain_text/train-{number}.parquet" for number in range(NUM_FILES))
+    assert hub.sent[first] < 0.5 * len(hub.files[first])  # its footer, for the columns
+    assert hub.sent[last] >= 0.9 * len(hub.files[last])
+    assert_same_tokens(tmp_path / "out", expected)
+
+
+def test_a_name_that_the_hub_has_not_is_refused(hub, tmp_path):
+    process = start(hub, tmp_path, "org/nothing")
+    _, err = process.communicate()
+    assert process.returncode == 2
+    assert err.startswith("error: 'org/nothing' is no file here, and as a dataset of the Hugging Face hub")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.partial").exists()

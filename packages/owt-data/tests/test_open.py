@@ -1,0 +1,176 @@
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from owt_data import DataError, PrepareOptions, TokenMixture, is_prepared, open_tokens, prepare, verify
+
+
+@pytest.fixture
+def prepared(articles, tmp_path):
+    prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", val_fraction=0.1))
+    return tmp_path / "out"
+
+
+def test_a_prepared_folder_knows_its_tokenizer(prepared):
+    tokens = open_tokens(str(prepared), tokenizer="gpt2")
+    assert (tokens.tokenizer, tokens.vocab_size) == ("bytes", 257)
+    train = np.fromfile(prepared / "train.bin", "<u2")
+    np.testing.assert_array_equal(tokens.train.read(), train)
+    windows = tokens.train.read_windows(np.array([5, 0]), 7)
+    np.testing.assert_array_equal(windows, [train[5:13], train[:8]])
+    assert tokens.fingerprint["train.bin"] == hashlib.sha256(train.tobytes()).hexdigest()
+
+
+def test_a_folder_without_manifest_is_read_through_once(prepared):
+    with_manifest = open_tokens(str(prepared), tokenizer="bytes")
+    (prepared / "manifest.json").unlink()
+    assert open_tokens(str(prepared), tokenizer="bytes") == with_manifest
+
+
+def test_one_file_is_split_by_position(prepared):
+    path = prepared / "train.bin"
+    tokens = open_tokens(str(path), tokenizer="bytes")
+    whole = np.fromfile(path, "<u2")
+    np.testing.assert_array_equal(np.concatenate([tokens.train.read(), tokens.val.read()]), whole)
+    assert len(tokens.val) == pytest.approx(0.1 * len(whole), abs=1)
+
+
+def test_what_counts_as_prepared(prepared, tmp_path):
+    assert is_prepared(str(prepared))
+    assert is_prepared("x.bin")
+    assert not is_prepared(str(tmp_path))
+    assert not is_prepared("x.txt")
+    assert not is_prepared("builtin")
+
+
+def test_an_odd_length_is_refused(prepared):
+    with (prepared / "val.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match=r"expected an even number of bytes in .*val.bin, two per token, got"):
+        open_tokens(str(prepared), tokenizer="bytes")
+
+
+def test_a_truncated_file_is_refused(prepared):
+    with (prepared / "train.bin").open("ab") as file:
+        file.truncate(100)
+    with pytest.raises(DataError, match=r"expected \d+ tokens in .*train.bin, as its manifest says, found 50"):
+        open_tokens(str(prepared), tokenizer="bytes")
+    assert len(verify(prepared)) == 1
+
+
+def test_a_changed_file_is_found_by_verify(prepared):
+    path = prepared / "train.bin"
+    data = bytearray(path.read_bytes())
+    data[17] ^= 1
+    path.write_bytes(data)
+    assert any(difference.startswith("train.bin: expected SHA-256 ") for difference in verify(prepared))
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path):
+    np.array([1, 2, 257, 3], "<u2").tofile(tmp_path / "x.bin")
+    with pytest.raises(DataError, match=r"expected ids below 257 in .*x.bin, .*bytes, found 257"):
+        open_tokens(str(tmp_path / "x.bin"), tokenizer="bytes")
+
+
+def test_formats_that_are_taken_for_token_files_are_refused(tmp_path):
+    path = tmp_path / "x.bin"
+    np.arange(1000, dtype="<u4").tofile(path)
+    with pytest.raises(DataError, match=r"expected uint16 tokens in .*x.bin, found what looks like 32-bit ones"):
+        open_tokens(str(path), tokenizer="bytes")
+    with path.open("wb") as file:
+        np.save(file, np.arange(1000, dtype="<u2"))
+    with pytest.raises(DataError, match=r"expected raw uint16 tokens in .*x.bin, found a .npy file"):
+        open_tokens(str(path), tokenizer="bytes")
+
+
+def test_a_manifest_of_another_dtype_or_without_a_file_is_refused(prepared):
+    path = prepared / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "dtype": "<u4"}))
+    with pytest.raises(DataError, match=r"expected tokens of dtype <u2 in .*, its manifest says <u4"):
+        open_tokens(str(prepared), tokenizer="bytes")
+    path.write_text(json.dumps({**manifest, "files": {"train.bin": manifest["files"]["train.bin"]}}))
+    with pytest.raises(DataError, match=r"expected val.bin in the manifest of .*, found \['train.bin'\]"):
+        open_tokens(str(prepared), tokenizer="bytes")
+
+
+def test_files_that_match_a_pattern_are_one_sequence(prepared, tmp_path):
+    whole = np.fromfile(prepared / "train.bin", "<u2")
+    for number, part in enumerate(np.array_split(whole, 3)):
+        part.tofile(tmp_path / f"shard-{number}.bin")
+    data = open_tokens(str(tmp_path / "shard-*.bin"), tokenizer="bytes")
+    one = open_tokens(str(prepared / "train.bin"), tokenizer="bytes")
+    np.testing.assert_array_equal(data.train.read(), one.train.read())
+    np.testing.assert_array_equal(data.val.read(), one.val.read())
+    assert open_tokens(data.names, tokenizer="bytes") == data
+    with pytest.raises(DataError, match=r"nothing matches .*other"):
+        open_tokens(str(tmp_path / "other-*.bin"), tokenizer="bytes")
+
+
+def test_folders_are_read_one_after_the_other(prepared, tmp_path):
+    (tmp_path / "book.txt").write_text("abc" * 100)
+    prepare(str(tmp_path / "book.txt"), tmp_path / "book", PrepareOptions(tokenizer="bytes"))
+    names = [str(prepared), str(tmp_path / "book")]
+    data = open_tokens(names, tokenizer="bytes")
+    parts = [open_tokens(name, tokenizer="bytes") for name in names]
+    for side in ("train", "val"):
+        expected = np.concatenate([getattr(part, side).read() for part in parts])
+        np.testing.assert_array_equal(getattr(data, side).read(), expected)
+    assert data.fingerprint == {"sequence": [part.fingerprint for part in parts]}
+    mixed = open_tokens(dict.fromkeys(names, 1.0), tokenizer="bytes")
+    assert isinstance(mixed.train, TokenMixture)
+    assert mixed.train.parts == tuple(part.train for part in parts)
+    np.testing.assert_array_equal(mixed.val.read(), data.val.read())
+    assert mixed.fingerprint == {"weights": [1.0, 1.0], "mixture": [part.fingerprint for part in parts]}
+    assert open_tokens(mixed.names, tokenizer="bytes") == mixed
+
+
+def test_tokens_of_different_tokenizers_are_not_joined(prepared, tmp_path, gpt2):
+    (tmp_path / "book.txt").write_text("abc" * 100)
+    prepare(str(tmp_path / "book.txt"), tmp_path / "book", PrepareOptions(tokenizer="gpt2"))
+    with pytest.raises(DataError, match=r"expected tokens of one tokenizer, got those of \['bytes', 'gpt2'\]"):
+        open_tokens([str(prepared), str(tmp_path / "book")], tokenizer="bytes")
+
+
+def test_no_name_is_refused():
+    with pytest.raises(DataError, match="expected the name of a token file or folder, got none"):
+        open_tokens([], tokenizer="bytes")
+
+
+def test_verify_names_all_that_differs(prepared):
+    path = prepared / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["train.bin"]["num_documents"] += 1
+    manifest["tokenizer_sha256"] = "0"
+    path.write_text(json.dumps(manifest))
+    (prepared / "val.bin").unlink()
+    shares = []
+    tokenizer, train, val = verify(prepared, report=shares.append)
+    assert tokenizer.startswith("manifest.json: the tokenizer's SHA-256 is 0 there, and here it is 2114b")
+    assert train.startswith("train.bin: expected ")
+    assert val == "val.bin: expected a file, found none"
+    assert shares[-1] > 0.5
+
+
+def test_verify_finds_ids_above_the_vocabulary(prepared):
+    path = prepared / "train.bin"
+    tokens = np.fromfile(path, "<u2")
+    tokens[5] = 300
+    tokens.tofile(path)
+    assert any("expected ids below 257, found 300" in difference for difference in verify(prepared))
+
+
+def test_missing_files_are_refused(prepared):
+    with pytest.raises(DataError, match=r"expected the token file .*nowhere.bin, which does not exist"):
+        open_tokens("nowhere.bin", tokenizer="bytes")
+    (prepared / "val.bin").unlink()
+    with pytest.raises(DataError, match=r"expected the token file .*val.bin"):
+        open_tokens(str(prepared), tokenizer="bytes")
+
+
+def test_a_manifest_that_is_none_is_refused(prepared):
+    (prepared / "manifest.json").write_text('{"files": 3}')
+    with pytest.raises(DataError, match="expected a manifest of owt-data"):
+        open_tokens(str(prepared), tokenizer="bytes")

@@ -1,0 +1,104 @@
+"""Token files in object storage: a real S3 server on this machine."""
+
+import numpy as np
+import pytest
+from pyarrow.fs import FileSystem
+
+from owt_data import (
+    DataError,
+    PrepareOptions,
+    inspect,
+    iter_steps,
+    open_tokens,
+    prepare,
+    read_manifest,
+    step_windows,
+    verify,
+)
+from owt_data._cli import main
+
+
+def upload(folder, uri):
+    filesystem, path = FileSystem.from_uri(uri)
+    for file in folder.iterdir():
+        with filesystem.open_output_stream(f"{path}/{file.name}") as stream:
+            stream.write(file.read_bytes())
+
+
+@pytest.fixture
+def both(s3, articles, tmp_path) -> tuple[str, str]:
+    """The same prepared folder on disk and on the server."""
+    prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", val_fraction=0.1))
+    upload(tmp_path / "out", f"{s3}/{tmp_path.name}/out")
+    return str(tmp_path / "out"), f"{s3}/{tmp_path.name}/out"
+
+
+@pytest.mark.parametrize("order", ["shuffle", "random", "sequential"])
+def test_windows_from_the_server_are_those_from_disk(order, both):
+    local, remote = (open_tokens(name, tokenizer="gpt2") for name in both)
+    assert remote.fingerprint == local.fingerprint
+    assert (remote.tokenizer, remote.vocab_size) == ("bytes", 257)
+    for side in ("train", "val"):
+        a, b = (getattr(data, side) for data in (local, remote))
+        assert len(a) == len(b)
+        indices = np.arange(300)
+        windows = b.windows(indices, seq_len=16, order=order, seed=1)
+        np.testing.assert_array_equal(windows, a.windows(indices, seq_len=16, order=order, seed=1))
+
+
+def test_files_and_lists_on_the_server_are_sequences(both):
+    local, remote = both
+    for names in (["{}/train.bin"], ["{}/train.bin", "{}/val.bin"], ["{}", "{}"]):
+        a, b = (open_tokens([name.format(folder) for name in names], tokenizer="bytes") for folder in (local, remote))
+        np.testing.assert_array_equal(b.train.read(), a.train.read())
+        np.testing.assert_array_equal(b.val.read(), a.val.read())
+        assert a.fingerprint == b.fingerprint
+
+
+def test_a_folder_on_the_server_is_verified_and_inspected(both, capsys):
+    local, remote = both
+    assert read_manifest(remote) == read_manifest(local)
+    assert inspect(remote).samples == inspect(local).samples
+    assert verify(remote) == []
+    assert main(["verify", remote]) == 0
+    filesystem, path = FileSystem.from_uri(remote)
+    with filesystem.open_output_stream(f"{path}/val.bin") as stream:
+        stream.write(b"xx")
+    (difference,) = verify(remote)
+    assert difference.startswith("val.bin: expected ")
+    with pytest.raises(DataError, match=r"expected \d+ tokens in s3://.*/val.bin, as its manifest says, found 1"):
+        open_tokens(remote, tokenizer="bytes")
+
+
+def test_what_is_not_there_is_said(s3):
+    with pytest.raises(DataError, match=r"expected token files in s3://bucket/nowhere, which does not exist"):
+        open_tokens(f"{s3}/nowhere", tokenizer="bytes")
+    with pytest.raises(DataError, match=r"expected the token file s3://bucket/nowhere.bin, which does not exist"):
+        open_tokens(f"{s3}/nowhere.bin", tokenizer="bytes")
+    with pytest.raises(DataError, match=r"expected a path, s3://... or gs://..., got ftp://host/x.bin"):
+        open_tokens("ftp://host/x.bin", tokenizer="bytes")
+
+
+def test_a_name_with_options_leads_to_the_same_files(both, s3, monkeypatch):
+    import os
+
+    local, remote = both
+    endpoint = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    named = f"{remote}?scheme=http&endpoint_override={endpoint}"
+    expected = open_tokens(local, tokenizer="bytes").train.read()
+    np.testing.assert_array_equal(open_tokens(named, tokenizer="bytes").train.read(), expected)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_step_stream_reads_from_the_server(s3, tmp_path, positions):
+    local = positions(tmp_path / "train.bin", 0, 5000)
+    positions(tmp_path / "val.bin", 0, 100)
+    upload(tmp_path, f"{s3}/{tmp_path.name}")
+    remote = open_tokens(f"{s3}/{tmp_path.name}", tokenizer="gpt2").train
+    steps = {"seq_len": 16, "global_batch_size": 8, "rank": 1, "world_size": 2, "start_step": 3, "stop_step": 40}
+    for (a, x), (b, y) in zip(
+        iter_steps(step_windows(local, **steps)), iter_steps(step_windows(remote, **steps)), strict=True
+    ):
+        assert a == b
+        np.testing.assert_array_equal(x, y)

@@ -1,0 +1,122 @@
+"""Text tokenized while training, through a real Ray cluster."""
+
+import datasets
+import numpy as np
+import pytest
+
+from owt_data import DataError, every_row, is_wikitext_title, load_tokenizer, stream_text
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+BLOCK = 64
+
+
+@pytest.fixture(scope="module")
+def wikitext(tmp_path_factory):
+    """Made-up articles in wikitext's form: titles, headings, blank lines, paragraphs."""
+    rng = np.random.default_rng(0)
+    words = ["the", "naïve", "=", "@-@", "1984", "Straße", "<|endoftext|>", ",", "."]
+    path = tmp_path_factory.mktemp("text") / "wiki.txt"
+    with path.open("w") as file:
+        for number in range(40):
+            file.write(f" \n = Article {number} = \n \n")
+            for section in range(rng.integers(1, 4)):
+                file.write(f" = = Section {section} = = \n \n = = = Part = = = \n")
+                file.write(" " + " ".join(rng.choice(words, size=rng.integers(5, 200))) + " \n")
+    return path
+
+
+def plain_loop(rows, tokenizer, starts_document):
+    tokens = []
+    for row in rows:
+        if starts_document(row):
+            tokens.append(tokenizer.eot_token)
+        tokens += tokenizer.encode_ordinary(row)
+    return tokens
+
+
+def lines(path):
+    return path.read_text().splitlines(keepends=True)
+
+
+def collect(dataset, column="tokens"):
+    blocks = [batch[column] for batch in dataset.iter_batches(batch_size=None)]
+    return np.concatenate(blocks) if blocks else np.empty((0, BLOCK))
+
+
+def assert_blocks(blocks, expected):
+    assert blocks.dtype == np.uint16
+    assert blocks.shape == (len(expected) // BLOCK, BLOCK)
+    np.testing.assert_array_equal(blocks.ravel(), expected[: len(expected) // BLOCK * BLOCK])
+
+
+def test_titles_are_told_from_headings():
+    titles = [" = Robert Boulter = \n", " = X = ", " = C = D = \n", " = Homarus gammarus = \n"]
+    others = [" = = Career = = \n", " = = = 2000 to 2005 = = = \n", " \n", "", " a = b \n", " = = \n", "= X =\n"]
+    assert [is_wikitext_title(row) for row in titles + others] == [True] * 4 + [False] * 7
+
+
+def test_blocks_are_the_tokens_of_a_plain_loop(wikitext):
+    tokenizer = load_tokenizer("bytes")
+    expected = plain_loop(lines(wikitext), tokenizer, lambda row: row.startswith(" = Article"))
+    assert expected.count(256) == 40
+    assert_blocks(collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes")), expected)
+
+
+def test_wikitext_itself(corpora, gpt2):
+    path = corpora / "wikitext-2-valid.txt"
+    rows = lines(path)
+    titles = [row for row in rows if row.startswith(" = ") and not row.startswith(" = =") and row.endswith(" = \n")]
+    expected = plain_loop(rows, gpt2, lambda row: row in titles)
+    assert expected.count(gpt2.eot_token) == len(titles) > 50
+    for num_cpus in (1, 2):
+        assert_blocks(collect(stream_text(str(path), block_size=BLOCK, num_cpus=num_cpus)), expected)
+
+
+@pytest.mark.parametrize("start_block", [1, 37, 10_000])
+def test_a_stream_goes_on_from_a_block(start_block, wikitext, monkeypatch):
+    monkeypatch.setattr("owt_data._text_stream._BLOCK_BYTES", 10 * 2 * BLOCK)
+    whole = collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes"))
+    rest = collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes", start_block=start_block))
+    np.testing.assert_array_equal(rest, whole[start_block:])
+
+
+def test_segments_count_the_documents_of_a_block(wikitext):
+    batches = stream_text(
+        str(wikitext), block_size=4096, tokenizer="bytes", segment_ids=True, starts_document=lambda row: row == " \n"
+    ).take_all()
+    for row in batches:
+        expected, document = [], 0
+        for position, token in enumerate(row["tokens"].tolist()):
+            document += token == 256 and position > 0
+            expected.append(document)
+        assert row["segment_ids"].dtype == np.int32
+        assert row["segment_ids"].tolist() == expected
+    assert max(row["segment_ids"].max() for row in batches) > 2
+
+
+def test_rows_of_datasets_are_documents_if_one_says_so(articles):
+    tokenizer = load_tokenizer("bytes")
+    loaded = datasets.Dataset.from_json(str(articles))
+    expected = plain_loop(loaded["text"], tokenizer, lambda row: True)
+    for source in (str(articles), loaded, loaded.to_iterable_dataset()):
+        stream = stream_text(source, block_size=BLOCK, tokenizer="bytes", starts_document=every_row)
+        assert_blocks(collect(stream), expected)
+
+
+def test_a_text_shorter_than_a_block_gives_none(tmp_path):
+    (tmp_path / "short.txt").write_text("short")
+    assert len(collect(stream_text(str(tmp_path / "short.txt"), block_size=BLOCK, tokenizer="bytes"))) == 0
+
+
+def test_bad_arguments_are_refused_at_once(tmp_path):
+    with pytest.raises(DataError, match="expected block_size >= 1, start_block >= 0 and num_cpus >= 1, got 0, 0 and 1"):
+        stream_text("builtin", block_size=0, tokenizer="bytes")
+    with pytest.raises(DataError, match=r"nowhere.txt does not exist"):
+        stream_text(str(tmp_path / "nowhere.txt"), block_size=8, tokenizer="bytes")
+
+
+def test_bad_text_is_named_by_the_task(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"tea\ntea\xe9\n")
+    with pytest.raises(Exception, match=r"expected UTF-8 text in .*bad.txt, found another byte in line 2"):
+        collect(stream_text(str(tmp_path / "bad.txt"), block_size=2, tokenizer="bytes"))
