@@ -30,7 +30,9 @@ def test_many_sources_and_given_splits(articles, tmp_path):
         assert main(["prepare", *sources, str(tmp_path / out), "--tokenizer", "bytes"]) == 0
     assert (tmp_path / "one/train.bin").read_bytes() == (tmp_path / "two/train.bin").read_bytes()
     assert main(["prepare", f"train={b}", f"val={a}", str(tmp_path / "given"), "--tokenizer", "bytes"]) == 0
-    assert read_manifest(tmp_path / "given").files["val.bin"].num_documents == 100
+    manifest = read_manifest(tmp_path / "given")
+    assert manifest is not None
+    assert manifest.files["val.bin"].num_documents == 100
 
 
 def test_inspect_shows_counts_and_text(tmp_path, capsys):

@@ -4,7 +4,23 @@ import json
 import numpy as np
 import pytest
 
-from owt_data import DataError, PrepareOptions, TokenMixture, is_prepared, open_tokens, prepare, verify
+from owt_data import (
+    DataError,
+    PrepareOptions,
+    TokenData,
+    TokenMixture,
+    TokenSequence,
+    is_prepared,
+    open_tokens,
+    prepare,
+    verify,
+)
+
+
+def sequence(data: TokenData) -> TokenSequence:
+    """The training tokens of what is no mixture."""
+    assert isinstance(data.train, TokenSequence)
+    return data.train
 
 
 @pytest.fixture
@@ -17,8 +33,8 @@ def test_a_prepared_folder_knows_its_tokenizer(prepared):
     tokens = open_tokens(str(prepared), tokenizer="gpt2")
     assert (tokens.tokenizer, tokens.vocab_size) == ("bytes", 257)
     train = np.fromfile(prepared / "train.bin", "<u2")
-    np.testing.assert_array_equal(tokens.train.read(), train)
-    windows = tokens.train.read_windows(np.array([5, 0]), 7)
+    np.testing.assert_array_equal(sequence(tokens).read(), train)
+    windows = sequence(tokens).read_windows(np.array([5, 0]), 7)
     np.testing.assert_array_equal(windows, [train[5:13], train[:8]])
     assert tokens.fingerprint["train.bin"] == hashlib.sha256(train.tobytes()).hexdigest()
 
@@ -33,7 +49,7 @@ def test_one_file_is_split_by_position(prepared):
     path = prepared / "train.bin"
     tokens = open_tokens(str(path), tokenizer="bytes")
     whole = np.fromfile(path, "<u2")
-    np.testing.assert_array_equal(np.concatenate([tokens.train.read(), tokens.val.read()]), whole)
+    np.testing.assert_array_equal(np.concatenate([sequence(tokens).read(), tokens.val.read()]), whole)
     assert len(tokens.val) == pytest.approx(0.1 * len(whole), abs=1)
 
 
@@ -102,7 +118,7 @@ def test_files_that_match_a_pattern_are_one_sequence(prepared, tmp_path):
         part.tofile(tmp_path / f"shard-{number}.bin")
     data = open_tokens(str(tmp_path / "shard-*.bin"), tokenizer="bytes")
     one = open_tokens(str(prepared / "train.bin"), tokenizer="bytes")
-    np.testing.assert_array_equal(data.train.read(), one.train.read())
+    np.testing.assert_array_equal(sequence(data).read(), sequence(one).read())
     np.testing.assert_array_equal(data.val.read(), one.val.read())
     assert open_tokens(data.names, tokenizer="bytes") == data
     with pytest.raises(DataError, match=r"nothing matches .*other"):
