@@ -1,0 +1,117 @@
+"""SIGKILL at random moments of one `owt-data prepare`, which is started again each time, to the same bytes.
+
+    uv run benchmarks/kills.py --kills 20
+
+An undisturbed run is timed first; then the kills come, each at a random moment up to twice an equal share of that
+time after the start of work, so that they fall on all of it. Writes benchmarks/results/kills.md and kills.json.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from data import sha256, write_corpus
+
+ROOT = Path(__file__).parent.parent
+COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
+FILES = ("train.bin", "val.bin", "manifest.json")
+
+
+def start(corpus: Path, out: Path) -> subprocess.Popen[bytes]:
+    """Begin, or go on with, the preparation."""
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "prepare", str(corpus), str(out)], stderr=subprocess.DEVNULL
+    )
+
+
+def wait_for_work(process: subprocess.Popen[bytes], out: Path) -> None:
+    """Wait until a start is past its imports and holds the folder that it works in, or is through."""
+    staging = str(out.with_name(f".{out.name}.partial"))
+    while process.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            if staging in map(os.readlink, Path(f"/proc/{process.pid}/fd").iterdir()):
+                return
+        time.sleep(0.01)
+
+
+def stage(out: Path) -> str:
+    """How far the work is."""
+    staging = out.with_name(f".{out.name}.partial")
+    if out.exists():
+        return "finished"
+    if (staging / "result").exists():
+        return "assembling" + "".join(f", {name} begun" for name in FILES if (staging / "result" / name).exists())
+    journal = staging / "parts-all" / "parts.jsonl"
+    return f"tokenizing, {len(journal.read_bytes().splitlines()) if journal.exists() else 0} parts recorded"
+
+
+def main() -> None:
+    """Kill, compare, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--corpus-mb", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as temp:
+        corpus, plain, out = Path(temp, "corpus.jsonl"), Path(temp, "plain"), Path(temp, "out")
+        num_documents, num_bytes = write_corpus(corpus, options.corpus_mb)
+        began = time.monotonic()
+        if start(corpus, plain).wait() != 0:
+            sys.exit("the undisturbed run failed")
+        undisturbed_s = time.monotonic() - began
+        kills = []
+        while len(kills) < options.kills:
+            began = time.monotonic()
+            process = start(corpus, out)
+            wait_for_work(process, out)
+            time.sleep(rng.uniform(0, 2 * undisturbed_s / options.kills))
+            if process.poll() is not None:
+                sys.exit(f"finished after {len(kills)} kills, before all were made: give a larger --corpus-mb")
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills.append({"after_s": round(time.monotonic() - began, 2), "at": stage(out)})
+            print(f"kill {len(kills)}: {kills[-1]}", flush=True)
+        if start(corpus, out).wait() != 0:
+            sys.exit("the last start failed")
+        same = {name: sha256(plain / name) == sha256(out / name) for name in FILES}
+        left = sorted(path.name for path in Path(temp).iterdir() if path not in (corpus, plain, out))
+    result = {
+        "kills": kills,
+        "same_as_undisturbed": same,
+        "left_behind": left,
+        "undisturbed_s": undisturbed_s,
+        "config": f"{num_documents} documents, {num_bytes / 1e6:.1f} MB of text, gpt2, {os.cpu_count()} processes",
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), "owt-data": version("owt-data")},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "kills.json").write_text(json.dumps(result, indent=2) + "\n")
+    rows = "".join(f"| {number} | {kill['after_s']} | {kill['at']} |\n" for number, kill in enumerate(kills, start=1))
+    (options.out / "kills.md").write_text(
+        "# SIGKILL at random moments of one prepare\n\n"
+        f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
+        f"Undisturbed {undisturbed_s:.1f} s. Byte-identical to it after {len(kills)} kills: "
+        f"{', '.join(f'{name} {yes}' for name, yes in same.items())}; left behind: {left or 'nothing'}.\n\n"
+        f"| kill | seconds after its start | it was |\n|---|---|---|\n{rows}"
+    )
+    print((options.out / "kills.md").read_text())
+    if not all(same.values()) or left:
+        sys.exit("the files differ")
+
+
+if __name__ == "__main__":
+    main()
