@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from werkzeug.serving import make_server
 
-from owt_data import PrepareOptions, prepare, verify
+from owt_data import PrepareOptions, prepare, read_manifest, verify
 
 NUM_FILES, ROWS = 3, 400
 CARD = """---
@@ -159,6 +159,9 @@ def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hu
     assert hub.sent[first] < 0.5 * len(hub.files[first])  # its footer, for the columns
     assert hub.sent[last] >= 0.9 * len(hub.files[last])
     assert_same_tokens(tmp_path / "out", expected)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert manifest.revisions == {"all": "a" * 40}
 
 
 def test_a_name_that_the_hub_has_not_is_refused(hub, tmp_path):

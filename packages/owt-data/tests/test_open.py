@@ -170,6 +170,13 @@ def test_verify_names_all_that_differs(prepared):
     assert shares[-1] > 0.5
 
 
+def test_verify_without_the_tokenizer_says_so_and_compares_the_rest(prepared, caplog):
+    path = prepared / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": "words"}))
+    assert verify(prepared) == []
+    assert "the tokenizer is not compared: expected the tokenizer bytes or gpt2, got 'words'" in caplog.text
+
+
 def test_verify_finds_ids_above_the_vocabulary(prepared):
     path = prepared / "train.bin"
     tokens = np.fromfile(path, "<u2")

@@ -1,11 +1,12 @@
 import hashlib
 import json
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 
-from owt_data import DataError, PrepareOptions, load_tokenizer, prepare, read_manifest, verify
+from owt_data import DataError, PrepareOptions, Source, load_tokenizer, prepare, read_manifest, verify
 
 BYTES = PrepareOptions(tokenizer="bytes")
 
@@ -184,6 +185,14 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(articles, tmp_path):
     with pytest.raises(DataError, match="to be empty or missing, but it holds other files"):
         prepare(str(articles), out, BYTES)
     assert [entry.name for entry in out.iterdir()] == ["thesis.tex"]
+
+
+def test_a_source_that_cannot_be_read_is_named(articles, tmp_path):
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    with pytest.raises(DataError, match=r"loop.jsonl does not exist"):
+        prepare(str(tmp_path / "loop.jsonl"), tmp_path / "out", BYTES)
+    with pytest.raises(DataError, match=r"/proc/self/mem could not be read: "):
+        Source(name="memory", kind="text", files=(Path("/proc/self/mem"),)).digest()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(articles, tmp_path):

@@ -60,6 +60,9 @@ class Manifest:
     version: str
     """Version of owt-data that prepared it."""
 
+    revisions: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Commit of each source on the hub: by split, `all` where one source was split."""
+
     def to_json(self) -> str:
         """As it is written to disk."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

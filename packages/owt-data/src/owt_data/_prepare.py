@@ -36,6 +36,7 @@ _MIN_PART_BYTES, _MAX_PART_BYTES = 1 << 18, 1 << 24
 _PARTS = 128
 
 _PLAN_NAME, _RESULT_NAME = "plan.json", "result"
+_PLAN_FORMAT = 1  # raised when parts of an earlier version can no longer be gone on with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +191,7 @@ def _plan(
 ) -> dict[str, Any]:
     """What an interrupted start was doing, which must be the same; or, for the first start, what is to be done."""
     asked = {
+        "format": _PLAN_FORMAT,
         "source_sha256": digest,
         "options": dataclasses.asdict(options),
         "tokenizer_sha256": tokenizer_digest(load_tokenizer(options.tokenizer)),
@@ -197,7 +199,7 @@ def _plan(
     path = staging / _PLAN_NAME
     if path.exists():
         plan = json.loads(path.read_text())
-        different = [key for key in asked if plan[key] != asked[key]]
+        different = [key for key in asked if plan.get(key) != asked[key]]
         if different:
             raise DataError(
                 f"expected to go on with the interrupted preparation of {plan['source']} with {plan['options']}, but "
@@ -276,6 +278,7 @@ class _Run:
             source_sha256=self._plan["source_sha256"],
             options=self._plan["options"],
             version=version("owt-data"),
+            revisions={split: revision for split, revision in self._plan["revisions"].items() if revision},
         )
         path = self._result / MANIFEST_NAME
         with path.open("w") as file:

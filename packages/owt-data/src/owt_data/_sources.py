@@ -37,17 +37,23 @@ class Source:
 
         Args:
             report: called now and then with the share done.
+
+        Raises:
+            DataError: a file cannot be read.
         """
         digest = hashlib.sha256(f"{self.kind}:{self.name if self.kind == 'hub' else ''}".encode())
         total, done = self.num_bytes or 1, 0
         for path in self.files:
             contents = hashlib.sha256()
-            with path.open("rb") as file:
-                while block := file.read(_BLOCK_BYTES):
-                    contents.update(block)
-                    done += len(block)
-                    if report is not None:
-                        report(done / total)
+            try:
+                with path.open("rb") as file:
+                    while block := file.read(_BLOCK_BYTES):
+                        contents.update(block)
+                        done += len(block)
+                        if report is not None:
+                            report(done / total)
+            except OSError as error:
+                raise DataError(f"{path} could not be read: {error.strerror}: mend that or leave it out") from error
             digest.update(contents.digest())
         return digest.hexdigest()
 
