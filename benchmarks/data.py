@@ -31,67 +31,58 @@ import sys
 import sysconfig
 import tempfile
 import time
+import timeit
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
 PACKAGES = ("numpy", "tiktoken", "datasets", "ray", "pyarrow", "owt-data")
+FILES = ("train.bin", "val.bin")
 
-SPLITS = ("train.bin", "val.bin")
 SEED, MIN_CORPUS_MB, SAMPLE_S = 2357, 50, 0.05
-
 NUM_PROCESSES, NUM_CHUNKS = 2, 64
 SEQ_LEN, BATCH_SIZE, VOCAB_SIZE = 1024, 32, 50257
 SMALL_TOKENS, LARGE_TOKENS = 10_000_000, 9_000_000_000
 NUM_WINDOWS = (LARGE_TOKENS - 1) // SEQ_LEN
 NUM_STEPS, NUM_TUTORIAL_STEPS, NUM_FIRST_BATCH_STEPS = 30_000, 1500, 1000
-NUM_INDICES, NUM_REPEATS = 4_000_000, 7
+NUM_INDICES, NUM_REPEATS = 4_000_000, 5
 
 Figures = dict[str, float]
 
-
-class Goal(NamedTuple):
-    """What a median, or its ratio to a peer's, should be. The 1.1 are 1.0 and a tenth for noise."""
-
-    figure: str
-    peer: str | None
-    sign: str
-    bound: float
-
-
+# Figures, those of the peers that they are divided by, and what the medians' value should be; 1.1 is 1.0 with noise.
 GOALS = (
-    Goal("prepare_mb_per_s", "script_mb_per_s", ">=", 2.0),
-    Goal("prepare_mb_per_s", "tiktoken_mb_per_s", ">=", 0.8),
-    Goal("prepare_extra_disk_per_output", None, "<", 1.2),
-    Goal("step_windows_tokens_per_s", "tutorial_tokens_per_s", ">=", 3.0),
-    Goal("first_batch_of_9g_tokens_s", "first_batch_of_10m_tokens_s", "<", 1.1),
-    Goal("window_starts_per_s", None, ">=", 50e6),
-    Goal("window_starts_per_s", "permutation_indices_per_s", ">=", 1.0),
-    Goal("extra_bytes_of_16m_indices", "extra_bytes_of_1m_indices", "<", 1.1),
+    ("prepare_mb_per_s", "script_mb_per_s", ">=", 2.0),
+    ("prepare_mb_per_s", "bare_tiktoken_mb_per_s", ">=", 0.8),
+    ("prepare_extra_disk_per_output", None, "<", 1.2),
+    ("step_windows_tokens_per_s", "tutorial_tokens_per_s", ">=", 3.0),
+    ("first_batch_of_9g_tokens_s", "first_batch_of_10m_tokens_s", "<", 1.1),
+    ("window_starts_per_s", None, ">=", 50e6),
+    ("window_starts_per_s", "permutation_indices_per_s", ">=", 1.0),
+    ("extra_bytes_of_16m_indices", "extra_bytes_of_1m_indices", "<", 1.1),
 )
 
 
 # The contestants. Each runs in a process of its own and imports what it times, so that none pays for another's imports.
 
 
-def prepare_text(corpus: str, out: str) -> Figures:
+def prepare(corpus: str, num_mb: float) -> Figures:
     """`owt_data.prepare`."""
-    from owt_data import PrepareOptions, prepare
+    import owt_data
 
+    make, options = owt_data.prepare, owt_data.PrepareOptions(tokenizer="gpt2")  # imported on first use
     began = time.perf_counter()
-    prepare(corpus, out, PrepareOptions(tokenizer="gpt2"), num_processes=NUM_PROCESSES)
+    make(corpus, "out", options, num_processes=NUM_PROCESSES)
     seconds = time.perf_counter() - began
-    peak_rss_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # without the tokenizing processes
-    return {"seconds": seconds, "prepare_peak_rss_mb": peak_rss_mb}
+    peak_rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # without the processes that tokenize
+    return {"prepare_mb_per_s": num_mb / seconds, "prepare_peak_rss_mb": peak_rss_kib * 1024 / 1e6}
 
 
-def prepare_by_script(corpus: str, out: str) -> Figures:
+def script(corpus: str, num_mb: float) -> Figures:
     """The same files as nanoGPT and the tutorials make them, with `datasets`."""
     import datasets
     import tiktoken
@@ -108,10 +99,10 @@ def prepare_by_script(corpus: str, out: str) -> Figures:
     assert isinstance(rows, datasets.Dataset)
     splits = rows.train_test_split(test_size=0.0005, seed=SEED, shuffle=True)
     tokenized = splits.map(tokenize, remove_columns=["text"], num_proc=NUM_PROCESSES)
-    Path(out).mkdir()
-    for split, name in zip(("train", "test"), SPLITS, strict=True):
-        write_shards(tokenized[split], Path(out) / name)
-    return {"seconds": time.perf_counter() - began}
+    Path("out").mkdir()
+    for split, name in zip(("train", "test"), FILES, strict=True):
+        write_shards(tokenized[split], Path("out", name))
+    return {"script_mb_per_s": num_mb / (time.perf_counter() - began)}
 
 
 def write_shards(rows: Any, path: Path) -> None:
@@ -127,10 +118,10 @@ def write_shards(rows: Any, path: Path) -> None:
 
 
 HELD: dict[str, Any] = {}
-"""What the processes of `encode_in_memory` inherit."""
+"""What the processes of `bare_tiktoken` inherit."""
 
 
-def encode_in_memory(corpus: str) -> Figures:
+def bare_tiktoken(corpus: str, num_mb: float) -> Figures:
     """Tiktoken on documents in memory, their tokens counted and let go."""
     import tiktoken
 
@@ -144,7 +135,7 @@ def encode_in_memory(corpus: str) -> Figures:
         pool.map(count_tokens, [(0, 1)] * NUM_PROCESSES, chunksize=1)  # so that they have started
         began = time.perf_counter()
         assert sum(pool.imap_unordered(count_tokens, chunks)) > 0
-        return {"seconds": time.perf_counter() - began}
+        return {"bare_tiktoken_mb_per_s": num_mb / (time.perf_counter() - began)}
 
 
 def count_tokens(chunk: tuple[int, int]) -> int:
@@ -153,7 +144,7 @@ def count_tokens(chunk: tuple[int, int]) -> int:
     return sum(len(encode(text, disallowed_special=())) for text in HELD["texts"][slice(*chunk)])
 
 
-def stream_steps(path: str) -> Figures:
+def step_windows(path: str) -> Figures:
     """`step_windows`, read by `iter_steps`."""
     from owt_data import iter_steps
 
@@ -162,11 +153,11 @@ def stream_steps(path: str) -> Figures:
     return rates("step_windows", iter_steps(our_steps(path, SMALL_TOKENS, NUM_STEPS, "random")), began)
 
 
-def stream_by_tutorial(path: str) -> Figures:
+def tutorial(path: str) -> Figures:
     """What Ray's tutorials make of nanoGPT's `get_batch`: drawn starts, mapped to windows."""
     import ray.data
 
-    def read_windows(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def read_windows(batch: Any) -> Any:
         tokens = np.memmap(path, dtype=np.uint16, mode="r")
         windows = np.stack([tokens[start : start + SEQ_LEN + 1] for start in batch["start"]]).astype(np.int32)
         return {"x": windows[:, :-1], "y": windows[:, 1:]}
@@ -179,7 +170,7 @@ def stream_by_tutorial(path: str) -> Figures:
     return rates("tutorial", windows.iter_batches(batch_size=BATCH_SIZE, prefetch_batches=2), began)
 
 
-def first_batches(small: str, large: str) -> Figures:
+def first_batch(small: str, large: str) -> Figures:
     """Seconds to the first batch, from a running Ray on: of a small file, of a large one, of many steps."""
     from owt_data import iter_steps
 
@@ -226,35 +217,25 @@ def rates(name: str, batches: Iterable[Any], began: float) -> Figures:
     return {f"{name}_tokens_per_s": steady * tokens, f"{name}_tokens_per_s_with_start": whole * tokens}
 
 
-def order_windows() -> Figures:
+def order() -> Figures:
     """`window_starts` and numpy's permutation, in turns; and the memory of the former."""
     from owt_data import window_starts
 
-    def order(num_indices: int) -> Callable[[], np.ndarray]:
-        begin = 20 * NUM_WINDOWS - 500_000  # all cross from an epoch into the next
+    def ours(num_indices: int) -> Callable[[], np.ndarray]:
+        begin = 20 * NUM_WINDOWS - 8000  # so that all cross from an epoch into the next
         indices = np.arange(begin, begin + num_indices)
         return lambda: window_starts(indices, order="shuffle", seed=1, num_tokens=LARGE_TOKENS, seq_len=SEQ_LEN)
 
-    def permutation() -> np.ndarray:
-        return np.random.default_rng(0).permutation(NUM_WINDOWS)
-
-    ours = order(NUM_INDICES)
-    times = [(seconds_of(ours), seconds_of(permutation)) for _ in range(NUM_REPEATS)]
+    calls = ours(NUM_INDICES), lambda: np.random.default_rng(0).permutation(NUM_WINDOWS)
+    times = [[timeit.timeit(call, number=1) for call in calls] for _ in range(NUM_REPEATS)]
     our_s, peer_s = map(statistics.median, zip(*times, strict=True))
     return {
         "window_starts_per_s": NUM_INDICES / our_s,
         "permutation_indices_per_s": NUM_WINDOWS / peer_s,
-        "permutation_bytes": permutation().nbytes,
-        "extra_bytes_of_1m_indices": extra_bytes(order(1_000_000)),
-        "extra_bytes_of_16m_indices": extra_bytes(order(16_000_000)),
+        "permutation_bytes": calls[1]().nbytes,
+        "extra_bytes_of_1m_indices": extra_bytes(ours(1_000_000)),
+        "extra_bytes_of_16m_indices": extra_bytes(ours(16_000_000)),
     }
-
-
-def seconds_of(call: Callable[[], Any]) -> float:
-    """How long a call takes."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def extra_bytes(call: Callable[[], np.ndarray]) -> int:
@@ -267,26 +248,16 @@ def extra_bytes(call: Callable[[], np.ndarray]) -> int:
 
 
 CONTESTANTS: dict[str, Callable[..., Figures]] = {
-    "prepare": prepare_text,
-    "script": prepare_by_script,
-    "tiktoken": encode_in_memory,
-    "step_windows": stream_steps,
-    "tutorial": stream_by_tutorial,
-    "first_batch": first_batches,
-    "order": order_windows,
+    call.__name__: call for call in (prepare, script, bare_tiktoken, step_windows, tutorial, first_batch, order)
 }
 
 
 # The referee, which stays small: to Linux, the peak memory of a new process begins with that of its parent.
 
 
-def compete(temp: Path, name: str, **settings: Any) -> tuple[Figures, int]:
-    """Run a contestant in a process of its own, in the new folder `temp/NAME`.
-
-    Returns:
-        What it answers, and the most bytes that lay in its folder at any one time.
-    """
-    work = temp / name
+def compete(temp: Path, name: str, settings: dict[str, Any]) -> tuple[Figures, tuple[str, ...]]:
+    """Run a contestant in a process and a folder of its own; returns its figures, and the SHA-256 of what it wrote."""
+    work, out = temp / name, temp / name / "out"
     work.mkdir()
     environment = os.environ | {
         "HF_HOME": str(work / "hf"),
@@ -294,141 +265,106 @@ def compete(temp: Path, name: str, **settings: Any) -> tuple[Figures, int]:
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        # Bytecode as in any used installation, also where this environment has none and may write none.
+        # Bytecode as in any installation that was used before, also where this one has none and may write none.
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPYCACHEPREFIX": str(temp / "bytecode"),
     }
     command = [sys.executable, __file__, "--contestant", name, json.dumps(settings)]
     os.sync()  # so that none waits for what another wrote
     peak_bytes = 0
-    with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, env=environment, stdout=answer, stderr=log)
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, env=environment, cwd=work, stdout=subprocess.PIPE, stderr=log, text=True)
         while process.poll() is None:
             peak_bytes = max(peak_bytes, disk_bytes(work))
             time.sleep(SAMPLE_S)
-        for file in (answer, log):
-            file.seek(0)
+        log.seek(0)
         if process.returncode:
             sys.exit(f"{name} ended with exit code {process.returncode}:\n{log.read()}")
-        return json.loads(answer.read().splitlines()[-1]), peak_bytes
+    figures, digests = json.loads(process.communicate()[0].splitlines()[-1]), ()
+    if out.exists():
+        figures[f"{name}_extra_disk_per_output"] = peak_bytes / disk_bytes(out) - 1
+        digests = tuple(hashlib.sha256((out / file).read_bytes()).hexdigest() for file in FILES)
+    shutil.rmtree(work)
+    return figures, digests
 
 
-def disk_bytes(folder: str | Path) -> int:
+def disk_bytes(folder: Path) -> int:
     """The size of all files below a folder, while others come and go."""
     total = 0
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for entry in entries:
+    for parent, _, names in os.walk(folder):
+        for name in names:
             with contextlib.suppress(FileNotFoundError):
-                total += disk_bytes(entry.path) if entry.is_dir() else entry.stat().st_size
+                total += Path(parent, name).stat().st_size
     return total
 
 
-def write_corpus(path: Path, max_mb: int) -> float:
-    """Write the Python files of this environment as JSON lines, and return their megabytes of text."""
-    num_bytes = 0
-    with path.open("w", encoding="utf-8") as file:
-        for source in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
-            text = source.read_text(encoding="utf-8", errors="replace") if num_bytes < max_mb * 1e6 else ""
+def prepare_part(temp: Path, corpus_mb: int) -> dict[str, Any]:
+    """Write this environment's Python files as JSON lines; returns the contestants with their settings."""
+    corpus, num_bytes = temp / "corpus.jsonl", 0
+    with corpus.open("w", encoding="utf-8") as file:
+        for path in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
+            text = path.read_text(encoding="utf-8", errors="replace") if num_bytes < corpus_mb * 1e6 else ""
             if text:
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
                 num_bytes += len(text.encode())
     if num_bytes < MIN_CORPUS_MB * 1e6:
         sys.exit(f"expected {MIN_CORPUS_MB} MB of Python files, got {num_bytes / 1e6:.1f}: raise --corpus-mb")
-    return num_bytes / 1e6
+    settings = {"corpus": str(corpus), "num_mb": num_bytes / 1e6}
+    return {"prepare": settings, "script": settings, "bare_tiktoken": settings}
 
 
-def prepare_rounds(corpus_mb: int, temp: Path) -> Iterator[Figures]:
-    """Prepare a corpus in all three ways, and compare the files that two of them write."""
-    corpus = temp / "corpus.jsonl"
-    num_mb = write_corpus(corpus, corpus_mb)
-    names = ("prepare", "script", "tiktoken")
-    for turns in itertools.cycle((names, names[::-1])):
-        figures, digests = {"corpus_mb": num_mb}, set()
-        for name in turns:
-            out = temp / name / "out"
-            answer, peak_bytes = compete(temp, name, corpus=str(corpus), out=str(out))
-            figures |= {f"{name}_mb_per_s": num_mb / answer.pop("seconds"), **answer}
-            if out.exists():
-                digests.add(tuple(hashlib.sha256((out / split).read_bytes()).hexdigest() for split in SPLITS))
-                figures[f"{name}_extra_disk_per_output"] = peak_bytes / disk_bytes(out) - 1
-            shutil.rmtree(temp / name)
-        if len(digests) != 1:
-            sys.exit(f"expected the same {' and '.join(SPLITS)} of prepare and of the script, got {digests}")
-        yield figures
-
-
-def stream_rounds(_: int, temp: Path) -> Iterator[Figures]:
-    """Stream random windows in both ways, and see how long the first batch takes."""
+def stream_part(temp: Path, _: int) -> dict[str, Any]:
+    """Write a small file of random tokens and a large one of holes; returns the contestants with their settings."""
     small, large = temp / "small.bin", temp / "large.bin"
     np.random.default_rng(0).integers(0, VOCAB_SIZE, SMALL_TOKENS, dtype=np.uint16).tofile(small)
     large.touch()
     os.truncate(large, 2 * LARGE_TOKENS)
-    names = ("step_windows", "tutorial", "first_batch")
-    for turns in itertools.cycle((names, names[::-1])):
-        figures = {}
-        for name in turns:
-            files = {"small": str(small), "large": str(large)} if name == "first_batch" else {"path": str(small)}
-            figures |= compete(temp, name, **files)[0]
-            shutil.rmtree(temp / name)
-        yield figures
+    path = {"path": str(small)}
+    return {"step_windows": path, "tutorial": path, "first_batch": {"small": str(small), "large": str(large)}}
 
 
-def order_rounds(_: int, temp: Path) -> Iterator[Figures]:
-    """Order windows, single-threaded."""
-    while True:
-        yield compete(temp, "order")[0]
-        shutil.rmtree(temp / "order")
+PARTS = {"prepare": prepare_part, "stream": stream_part, "order": lambda *_: {"order": {}}}
 
 
-PARTS = {"prepare": prepare_rounds, "stream": stream_rounds, "order": order_rounds}
-
-
-def play(part: str, num_rounds: int, corpus_mb: int) -> dict[str, Any]:
-    """The rounds of a part, their medians, and what became of its goals."""
+def play(part: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    """The rounds of a part: its figures by round."""
     rounds: list[Figures] = []
-    with tempfile.TemporaryDirectory() as temp:
-        for number, figures in zip(range(num_rounds + 1), PARTS[part](corpus_mb, Path(temp)), strict=False):
-            print(f"{part}, {f'round {number}' if number else 'warm-up'}: {figures}", flush=True)
-            rounds += [figures] if number else []
-    medians = {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
-    goals = [judge(goal, medians, rounds) for goal in GOALS if goal.figure in medians]
-    return {"medians": medians, "rounds": rounds, "goals": goals}
+    with tempfile.TemporaryDirectory() as folder:
+        temp = Path(folder)
+        settings = PARTS[part](temp, options.corpus_mb)
+        for number in range(1 + options.rounds):
+            answers = [compete(temp, name, settings[name]) for name in list(settings)[:: -1 if number % 2 else 1]]
+            if len({digests for _, digests in answers if digests}) > 1:
+                sys.exit(f"expected the same {' and '.join(FILES)} of prepare and of the script, got {answers}")
+            rounds.append({name: value for figures, _ in answers for name, value in figures.items()})
+            print(f"{part}, {f'round {number}' if number else 'warm-up'}: {rounds[-1]}", flush=True)
+    return {name: [figures[name] for figures in rounds[1:]] for name in sorted(rounds[0])}
 
 
-def judge(goal: Goal, medians: Figures, rounds: list[Figures]) -> dict[str, Any]:
-    """What became of a goal."""
-    value, *by_round = [
-        figures[goal.figure] / (figures[goal.peer] if goal.peer else 1) for figures in (medians, *rounds)
-    ]
-    met = value >= goal.bound if goal.sign == ">=" else value < goal.bound
-    return {**goal._asdict(), "value": value, "by_round": by_round, "met": met}
+def rows(figures: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
+    """The figures' medians, and what has goals: ratios of medians, mostly."""
+    for name, values in figures.items():
+        if (name, None) not in {goal[:2] for goal in GOALS}:
+            yield {"what": name, "value": statistics.median(values), "by_round": values, "goal": ""}
+    for name, peer, sign, bound in GOALS:
+        if name in figures:
+            peers = figures[peer] if peer else [1.0] * len(figures[name])
+            value = statistics.median(figures[name]) / statistics.median(peers)
+            by_round = [ours / theirs for ours, theirs in zip(figures[name], peers, strict=True)]
+            goal = f"{sign} {bound:,g}: {'met' if (value < bound) == (sign == '<') else 'missed'}"
+            yield {"what": f"{name} / {peer}" if peer else name, "value": value, "by_round": by_round, "goal": goal}
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The results as tables."""
-    about = "; ".join(f"{name}: {result[name]}" for name in ("config", "hardware", "date", "versions"))
-    lines = ["# Data, against what one would write without owt-data", "", about]
+    lines = ["# Data, against what one would write without owt-data", ""]
+    lines += [f"- {name}: {about}" for name, about in result.items() if name not in PARTS]
     for part in [part for part in PARTS if part in result]:
-        lines += ["", f"## {part}", "", "| median | value | by round | goal |", "|---|---|---|---|"]
-        rows = [
-            (name, value, [r[name] for r in result[part]["rounds"]], "")
-            for name, value in result[part]["medians"].items()
-        ]
-        for goal in result[part]["goals"]:
-            name = goal["figure"] + (f" / {goal['peer']}" if goal["peer"] else "")
-            asked = f"{goal['sign']} {goal['bound']:,g}: {'yes' if goal['met'] else 'no'}"
-            rows.append((name, goal["value"], goal["by_round"], asked))
-        for name, value, by_round, asked in rows:
-            lines.append(f"| {name} | {value:,.4g} | {', '.join(f'{v:,.4g}' for v in by_round)} | {asked} |")
+        lines += ["", f"## {part}", "", "| median, or ratio of medians | value | by round | goal |", "|---" * 4 + "|"]
+        for row in result[part]:
+            by_round = ", ".join(f"{value:,.4g}" for value in row["by_round"])
+            lines.append(f"| {row['what']} | {row['value']:,.4g} | {by_round} | {row['goal']} |")
     return "\n".join(lines) + "\n"
-
-
-def hardware() -> str:
-    """The cores and their name, which Linux keeps in a file."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
-    return f"{os.cpu_count()} CPU cores, {model}, {platform.machine()}"
 
 
 def main() -> None:
@@ -436,23 +372,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: %(default)s)")
     parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
-    parser.add_argument(
-        "--corpus-mb", type=int, default=100, help="text to prepare, at least 50 (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
+    parser.add_argument("--corpus-mb", type=int, default=100, help="text to prepare, 50 or more (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     parser.add_argument("--contestant", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contestant:
         name, settings = options.contestant
         print(json.dumps(CONTESTANTS[name](**json.loads(settings))))
         return
-    parts = [options.only] if options.only else list(PARTS)
+    constants = {name.lower(): value for name, value in globals().items() if isinstance(value, int | float)}
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     result = {
-        "config": {"rounds": options.rounds, "corpus_mb": options.corpus_mb, **CONFIG},
-        "hardware": hardware(),
+        "hardware": f"{os.cpu_count()} CPU cores, {cpus[0].partition(': ')[2] if cpus else ''} {platform.machine()}",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        **{part: play(part, options.rounds, options.corpus_mb) for part in parts},
+        "configuration": {"rounds": options.rounds, "corpus_mb": options.corpus_mb, **constants},
+        **{part: list(rows(play(part, options))) for part in PARTS if options.only in (part, None)},
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "data.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -3,7 +3,6 @@
 import hashlib
 
 import numpy as np
-import requests
 import tiktoken
 from numpy.typing import NDArray
 
@@ -36,7 +35,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         raise DataError(f"expected the tokenizer bytes or gpt2, got {name!r}")
     try:
         return tiktoken.get_encoding(name)
-    except requests.RequestException as error:
+    except OSError as error:  # which those of requests are
         raise DataError(
             f"the files of tokenizer {name!r} could not be downloaded ({type(error).__name__}): connect to the "
             "network once, set TIKTOKEN_CACHE_DIR to a folder that has them, or use the tokenizer bytes"
