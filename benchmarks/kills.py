@@ -8,6 +8,7 @@ time after the start of work, so that they fall on all of it. Writes benchmarks/
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -15,17 +16,34 @@ import random
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from data import sha256, write_corpus
-
 ROOT = Path(__file__).parent.parent
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
 FILES = ("train.bin", "val.bin", "manifest.json")
+
+
+def write_corpus(path: Path, max_mb: int) -> tuple[int, int]:
+    """The Python files of this environment as JSON lines; returns the documents and their bytes."""
+    num_documents = num_bytes = 0
+    with path.open("w", encoding="utf-8") as file:
+        for source in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
+            if num_bytes < max_mb * 1e6:
+                text = source.read_text(encoding="utf-8", errors="replace")
+                file.write(json.dumps({"text": text}) + "\n")
+                num_documents, num_bytes = num_documents + 1, num_bytes + len(text.encode())
+    return num_documents, num_bytes
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def start(corpus: Path, out: Path) -> subprocess.Popen[bytes]:
