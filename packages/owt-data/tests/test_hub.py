@@ -108,7 +108,7 @@ def expected(tmp_path) -> Path:
 def start(hub, folder, name="org/corpus"):
     """`owt-data prepare NAME`, with the client's address of the hub set to the server."""
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
-    small = "import owt_data._prepare as p; p._MAX_PART_BYTES = 50_000; "
+    small = "import owt_data._prepare as p; p.MAX_PART_BYTES = 50_000; "
     environment = {
         **os.environ,
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}",

@@ -4,7 +4,6 @@ Names load on first use, so that reading an option does not import datasets or R
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from owt_data._errors import DataError
@@ -56,8 +55,6 @@ _MODULE_OF = {
     "verify": "_verify",
 }
 
-__version__ = version("owt-data")
-
 __all__ = [
     "WINDOW_ORDER_VERSION",
     "DataError",
@@ -96,6 +93,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # which takes longer than all the rest here
+
+        return version("owt-data")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'owt_data' has no attribute {name!r}")
     return getattr(import_module(f"owt_data.{_MODULE_OF[name]}"), name)

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from owt_data._parts import PartRecord, checksum, part_path
 from owt_data._summary import Summary
 from owt_data._tokens import SequenceReader, TokenSequence
 
-# Tokens put together in memory before they are written: the more, the fewer times the parts are gone through.
+# Tokens put together in memory before they are written, at most; and how many such stretches at most, before
+# they grow to that: the parts are gone through once for each.
 _CHUNK_TOKENS = 1 << 26
+_NUM_CHUNKS = 16
 
 Ranges = tuple[NDArray[np.int64], NDArray[np.int64]]
 """First tokens, and ones past the last, of stretches to copy one after the other."""
@@ -37,17 +40,22 @@ def document_ends(
     Raises:
         DataError: a part is not as it was written.
     """
-    ends, before = [np.empty(0, dtype=np.int64)], 0
-    for index, record in enumerate(records):
+
+    def ends_in(index: int) -> NDArray[np.int64]:
         path = part_path(folder, index)
-        if checksum(path) != record.sha256:
+        if checksum(path) != records[index].sha256:
             raise InterruptedWorkError(
                 f"expected {path} as it was written, but it has changed since or is not on storage that all machines "
                 "share: the same command again mends it, but the disk or the memory may be failing"
             )
-        ends.append(np.flatnonzero(np.fromfile(path, dtype="<u2") == end_of_text) + before + 1)
-        before += record.num_tokens
-        report(record.num_tokens)
+        return np.flatnonzero(np.fromfile(path, dtype="<u2") == end_of_text) + 1
+
+    ends, before = [np.empty(0, dtype=np.int64)], 0
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        for record, ends_here in zip(records, threads.map(ends_in, range(len(records))), strict=True):
+            ends.append(ends_here + before)
+            before += record.num_tokens
+            report(record.num_tokens)
     return np.concatenate(ends)
 
 
@@ -90,11 +98,13 @@ def copy_ranges(
         report: called with the number of tokens of each write.
     """
     summary = Summary(end_of_text)
-    reader = SequenceReader(sequence, max_open_files=2)
+    reader = SequenceReader(sequence, max_open_files=2, in_order=True)
+    chunk_tokens = min(_CHUNK_TOKENS, max(1, len(sequence) // _NUM_CHUNKS))
+    buffer = np.empty(chunk_tokens, dtype="<u2")
     with path.open("wb") as file:
-        for starts, stops in _chunks(ranges):
+        for starts, stops in _chunks(ranges, chunk_tokens):
             offsets = np.concatenate([[0], np.cumsum(stops - starts)])
-            tokens = np.empty(offsets[-1], dtype="<u2")
+            tokens = buffer[: offsets[-1]]
             # In the order of the parts, so that each is opened once, and read from its beginning to its end.
             for number in np.argsort(starts, kind="stable").tolist():
                 reader.copy(int(starts[number]), tokens[offsets[number] : offsets[number + 1]])
@@ -106,17 +116,17 @@ def copy_ranges(
     return summary.record()
 
 
-def _chunks(ranges: Ranges) -> Iterator[Ranges]:
-    """The ranges in groups of about `_CHUNK_TOKENS`; longer ones are cut."""
+def _chunks(ranges: Ranges, chunk_tokens: int) -> Iterator[Ranges]:
+    """The ranges in groups of `chunk_tokens` at most; longer ones are cut."""
     starts, stops = ranges
-    if len(starts) and (stops - starts).max() > _CHUNK_TOKENS:
-        cut = [np.arange(start, stop, _CHUNK_TOKENS) for start, stop in zip(starts, stops, strict=True)]
+    if len(starts) and (stops - starts).max() > chunk_tokens:
+        cut = [np.arange(start, stop, chunk_tokens) for start, stop in zip(starts, stops, strict=True)]
         stops = np.concatenate([np.append(piece[1:], stop) for piece, stop in zip(cut, stops, strict=True)])
         starts = np.concatenate(cut)
     up_to = np.cumsum(stops - starts)
     begin = 0
     while begin < len(starts):
         before = up_to[begin - 1] if begin else 0
-        end = max(begin + 1, int(np.searchsorted(up_to, before + _CHUNK_TOKENS, side="right")))
+        end = max(begin + 1, int(np.searchsorted(up_to, before + chunk_tokens, side="right")))
         yield starts[begin:end], stops[begin:end]
         begin = end

@@ -6,4 +6,4 @@ class DataError(ValueError):
 
 
 class InterruptedWorkError(DataError):
-    """The work stopped for a reason that is not in the data: what is done stays, the same call goes on from there."""
+    """The work stopped, and what is done stays: the same call as before goes on from there."""

@@ -90,7 +90,7 @@ def shuffled(
         yield slice(None), first, _permute(indices - first * size, size, _key(seed, first + 1))
         return
     epochs = indices // size
-    for epoch in np.unique(epochs).tolist():
+    for epoch in sorted(set(epochs.tolist())):
         here = epochs == epoch
         yield here, epoch, _permute(indices[here] - epoch * size, size, _key(seed, epoch + 1))
 

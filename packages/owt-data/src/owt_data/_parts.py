@@ -7,14 +7,14 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,9 @@ from owt_data._worker import encode_part
 _log = logging.getLogger("owt_data")
 
 _JOURNAL_NAME = "parts.jsonl"
+
+# Text in a part: enough parts to keep every process busy, few enough to keep track of.
+MIN_PART_BYTES, MAX_PART_BYTES = 1 << 18, 1 << 24
 SCHEMA = pa.schema([("text", pa.large_string()), ("ends", pa.bool_())])
 
 
@@ -69,19 +72,19 @@ class PartRecord:
     """Where the next part begins."""
 
 
-Submit = Callable[[Part], Callable[[], dict[str, Any]]]
-"""Begins to encode a part and returns what waits for its result, `encode_part`'s."""
+Result = Future[dict[str, Any]]
+"""What `encode_part` returns, once it does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
     """Something that encodes parts, several at once."""
 
-    submit: Submit
-    """See `Submit`."""
+    submit: Callable[[Part], Result]
+    """Begins to encode a part."""
 
-    max_pending: int
-    """How many parts to hold in memory: so many keep it busy."""
+    num_workers: int
+    """How many parts it encodes at once."""
 
 
 def part_path(folder: Path, index: int) -> Path:
@@ -193,18 +196,20 @@ def _lengths(chunk: Chunk) -> np.ndarray:
 
 def _encode(parts: Iterable[Part], encoder: Encoder) -> Iterator[PartRecord]:
     """Encode parts, a bounded number at once, and yield their records in order."""
-    pending: deque[tuple[Part, Callable[[], dict[str, Any]]]] = deque()
+    pending: deque[tuple[Part, Result]] = deque()
+    # Enough text to keep the workers busy while the next is read; little enough to hold.
+    max_bytes = (encoder.num_workers + 2) * MAX_PART_BYTES
 
     def oldest() -> PartRecord:
-        part, wait = pending.popleft()
-        result = wait()
+        part, future = pending.popleft()
+        result = future.result()
         if "errno" in result:
             raise OSError(result["errno"], result["reason"])
         return PartRecord(num_bytes=part.num_bytes, stop=part.stop, **result)
 
     for part in parts:
         pending.append((dataclasses.replace(part, batch=None), encoder.submit(part)))
-        if len(pending) >= encoder.max_pending:
+        while pending and (pending[0][1].done() or sum(held.num_bytes for held, _ in pending) >= max_bytes):
             yield oldest()
     while pending:
         yield oldest()
@@ -216,25 +221,30 @@ def local_encoder(tokenizer: str, num_processes: int) -> Iterator[Encoder]:
     if num_processes == 1:
         encoding = load_tokenizer(tokenizer)
 
-        def encode(part: Part) -> Callable[[], dict[str, Any]]:
-            result = encode_part(part.batch, encoding, part.path)
-            return lambda: result
+        def encode(part: Part) -> Result:
+            result: Result = Future()
+            result.set_result(encode_part(part.batch, encoding, part.path))
+            return result
 
-        yield Encoder(submit=encode, max_pending=1)
+        yield Encoder(submit=encode, num_workers=1)
         return
-    workers = threading.local()
+    idle: SimpleQueue[_Process] = SimpleQueue()
+
+    def encode_elsewhere(part: Part) -> dict[str, Any]:
+        process = idle.get()
+        try:
+            return process.encode(part)
+        finally:
+            idle.put(process)
+
     with ExitStack() as stack:
-
-        def start() -> None:
-            workers.process = _Process(tokenizer)
-            stack.callback(workers.process.close)
-
-        threads = stack.enter_context(ThreadPoolExecutor(num_processes, initializer=start))
+        for _ in range(num_processes):
+            process = _Process(tokenizer)
+            stack.callback(process.close)
+            idle.put(process)
+        threads = stack.enter_context(ThreadPoolExecutor(num_processes))
         stack.callback(threads.shutdown, cancel_futures=True)
-        yield Encoder(
-            submit=lambda part: threads.submit(lambda: workers.process.encode(part)).result,
-            max_pending=num_processes + max(2, num_processes // 2),
-        )
+        yield Encoder(submit=lambda part: threads.submit(encode_elsewhere, part), num_workers=num_processes)
 
 
 class _Process:

@@ -21,7 +21,7 @@ from owt_data._documents import Documents
 from owt_data._errors import DataError, InterruptedWorkError
 from owt_data._manifest import DTYPE, MANIFEST_NAME, TRAIN_NAME, VAL_NAME, FileRecord, Manifest, read_manifest
 from owt_data._options import PrepareOptions
-from owt_data._parts import Encoder, PartRecord, local_encoder, part_path, tokenize
+from owt_data._parts import MAX_PART_BYTES, MIN_PART_BYTES, Encoder, PartRecord, local_encoder, part_path, tokenize
 from owt_data._sources import BUILTIN, Source, find_splits
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens import TokenSequence, concatenate, local_sequence
@@ -31,9 +31,8 @@ _BUILTIN_VAL_FRACTION = 0.05
 _POSITION_VAL_FRACTION = 0.1
 _DOCUMENTS_VAL_FRACTION = 0.0005
 
-# Text in a part: enough parts to keep every process busy, few enough to keep track of.
-_MIN_PART_BYTES, _MAX_PART_BYTES = 1 << 18, 1 << 24
-_PARTS = 128
+# How many parts to make, as far as their sizes allow.
+_NUM_PARTS = 128
 
 _PLAN_NAME, _RESULT_NAME = "plan.json", "result"
 _PLAN_FORMAT = 1  # raised when parts of an earlier version can no longer be gone on with
@@ -112,9 +111,16 @@ def prepare(
             if existing is not None:
                 shutil.rmtree(staging)  # a kill came between the renaming and this
                 return existing
-            plan = _plan(staging, out, name, digest, splits, options)
-            run = _Run(staging, splits, options, plan, report)
-            manifest = run.write(_encoders(options.tokenizer, num_processes, use_ray))
+            try:
+                with _encoder(splits, options.tokenizer, num_processes, use_ray) as encoder:
+                    plan = _plan(staging, out, name, digest, splits, options)
+                    manifest = _Run(staging, splits, options, plan, report).write(encoder)
+            except InterruptedWorkError:
+                raise
+            except DataError:
+                # The source must change, and with it all that was made of it.
+                shutil.rmtree(staging)
+                raise
             os.replace(staging / _RESULT_NAME, out)
             _sync_folder(out.parent)
             shutil.rmtree(staging)
@@ -201,7 +207,7 @@ def _plan(
         plan = json.loads(path.read_text())
         different = [key for key in asked if plan.get(key) != asked[key]]
         if different:
-            raise DataError(
+            raise InterruptedWorkError(
                 f"expected to go on with the interrupted preparation of {plan['source']} with {plan['options']}, but "
                 f"now it is {name} with {asked['options']}, whose {' and '.join(different)} differ: repeat that one, "
                 f"choose another folder than {out}, or delete {staging}"
@@ -213,7 +219,7 @@ def _plan(
         revisions[split] = documents.revision
         sizes.append(documents.num_bytes())
     total = sum(size for size in sizes if size) if all(sizes) else None
-    part_bytes = min(max((total or _MAX_PART_BYTES * _PARTS) // _PARTS, _MIN_PART_BYTES), _MAX_PART_BYTES)
+    part_bytes = min(max((total or MAX_PART_BYTES * _NUM_PARTS) // _NUM_PARTS, MIN_PART_BYTES), MAX_PART_BYTES)
     plan = {"source": name, **asked, "revisions": revisions, "num_bytes": total, "part_bytes": part_bytes}
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(plan))
@@ -221,17 +227,18 @@ def _plan(
     return plan
 
 
-def _encoders(
-    tokenizer: str, num_processes: int | None, use_ray: bool
-) -> Callable[[int], AbstractContextManager[Encoder]]:
-    """What makes an encoder for a number of parts."""
+def _encoder(
+    splits: dict[str, Source], tokenizer: str, num_processes: int | None, use_ray: bool
+) -> AbstractContextManager[Encoder]:
+    """Processes begin to start here, while the rest is made ready."""
     if use_ray:
         # Imported here because it takes seconds, which a run without it need not wait for.
         from owt_data._ray_encoder import ray_encoder
 
-        return lambda _: ray_encoder(tokenizer)
-    most = num_processes or len(os.sched_getaffinity(0))
-    return lambda num_parts: local_encoder(tokenizer, min(most, num_parts))
+        return ray_encoder(tokenizer)
+    sizes = [source.num_bytes for source in splits.values()]
+    most_parts = max(1, -(-sum(1 << 62 if size is None else size for size in sizes) // MIN_PART_BYTES))
+    return local_encoder(tokenizer, min(num_processes or len(os.sched_getaffinity(0)), most_parts))
 
 
 class _Run:
@@ -244,30 +251,10 @@ class _Run:
         self._tokenizer = load_tokenizer(options.tokenizer)
         self._done = Progress(stage="tokenizing", fraction=None)
 
-    def write(self, encoders: Callable[[int], AbstractContextManager[Encoder]]) -> Manifest:
+    def write(self, encoder: Encoder) -> Manifest:
         """Tokenize what is not yet tokenized, and assemble it into the folder `result`."""
-        num_parts = -(-(self._plan["num_bytes"] or 1 << 62) // self._plan["part_bytes"])
-        parts: dict[str, list[PartRecord]] = {}
-        try:
-            with encoders(num_parts) as encoder:
-                for split, source in self._splits.items():
-                    documents = Documents(
-                        source, text_column=self._options.text_column, revision=self._plan["revisions"][split]
-                    )
-                    parts[split] = tokenize(
-                        documents,
-                        self._folder(split),
-                        part_bytes=self._plan["part_bytes"],
-                        encoder=encoder,
-                        report=self._count,
-                    )
-            files = self._assemble(parts)
-        except InterruptedWorkError:
-            raise
-        except DataError:
-            # The source must change, and with it all that was made of it.
-            shutil.rmtree(self._staging)
-            raise
+        parts = {split: self._tokenize(split, source, encoder) for split, source in self._splits.items()}
+        files = self._assemble(parts)
         manifest = Manifest(
             tokenizer=self._options.tokenizer,
             vocab_size=self._tokenizer.n_vocab,
@@ -293,6 +280,11 @@ class _Run:
 
     def _folder(self, split: str) -> Path:
         return self._staging / f"parts-{split}"
+
+    def _tokenize(self, split: str, source: Source, encoder: Encoder) -> list[PartRecord]:
+        documents = Documents(source, text_column=self._options.text_column, revision=self._plan["revisions"][split])
+        part_bytes = self._plan["part_bytes"]
+        return tokenize(documents, self._folder(split), part_bytes=part_bytes, encoder=encoder, report=self._count)
 
     def _count(self, record: PartRecord) -> None:
         before, total = self._done, self._plan["num_bytes"]

@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ import ray.exceptions
 import tiktoken
 
 from owt_data._errors import DataError, InterruptedWorkError
-from owt_data._parts import Encoder, Part
+from owt_data._parts import Encoder
 from owt_data._tokenizers import load_tokenizer
 from owt_data._worker import encode_part
 
@@ -35,7 +35,7 @@ def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
     """Encode parts as Ray tasks, one core each, on the cluster that `RAY_ADDRESS` names or one started here.
 
     Raises:
-        DataError: the cluster cannot be reached.
+        DataError: the cluster cannot be reached, or lost a task for good.
     """
     started = not ray.is_initialized()
     if started:
@@ -47,8 +47,12 @@ def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
         else:
             ray.init(address="local", include_dashboard=False, **quiet)
     try:
-        num_cpus = int(ray.cluster_resources().get("CPU", 1))
-        yield Encoder(submit=lambda part: _submit(part, tokenizer), max_pending=2 * num_cpus)
+        yield Encoder(
+            submit=lambda part: _encode.remote(part.batch, tokenizer, part.path).future(),
+            num_workers=2 * int(ray.cluster_resources().get("CPU", 1)),
+        )
+    except ray.exceptions.RayError as error:
+        raise InterruptedWorkError(f"the cluster could not tokenize a part: {error}") from error
     finally:
         if started:
             ray.shutdown()
@@ -66,18 +70,6 @@ def _check_address(address: str) -> None:
             f"expected a Ray cluster at RAY_ADDRESS={address}, found none ({error}): correct it, or unset it to start "
             "one here"
         ) from error
-
-
-def _submit(part: Part, tokenizer: str) -> Callable[[], dict[str, Any]]:
-    result = _encode.remote(part.batch, tokenizer, part.path)
-
-    def wait() -> dict[str, Any]:
-        try:
-            return ray.get(result)
-        except ray.exceptions.RayError as error:
-            raise InterruptedWorkError(f"the cluster could not tokenize {part.path.name}: {error}") from error
-
-    return wait
 
 
 @ray.remote(num_cpus=1)

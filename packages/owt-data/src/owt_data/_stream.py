@@ -16,6 +16,9 @@ from owt_data._tokens import Tokens
 # that a task's overhead of some milliseconds does not show.
 _BLOCK_BYTES = 8 << 20
 
+# Ray plans every block before the first arrives, at a millisecond each: very long streams have larger ones.
+_MAX_BLOCKS, _MAX_BLOCK_BYTES = 1000, 64 << 20
+
 # Steps that a consumer takes over at once: the overhead of a hand-over, half a millisecond, is shared by these.
 _STEPS_PER_FETCH = 16
 
@@ -42,10 +45,15 @@ def token_windows(
     """
     read = functools.partial(_read_rows, tokens=tokens, seq_len=seq_len, order=order, seed=seed)
     read({"id": np.arange(1)})  # so that too few tokens are said now, not in a task
-    rows_per_block = max(1, _BLOCK_BYTES // (8 * seq_len))
-    return ray.data.range(num_rows, override_num_blocks=max(1, -(-num_rows // rows_per_block))).map_batches(
-        untyped(read), batch_size=None
-    )
+    num_blocks = _num_blocks(num_rows, 8 * seq_len)
+    return ray.data.range(num_rows, override_num_blocks=num_blocks).map_batches(untyped(read), batch_size=None)
+
+
+def _num_blocks(num_rows: int, row_bytes: int) -> int:
+    """How many blocks to cut a stream into."""
+    block_bytes = min(max(num_rows * row_bytes // _MAX_BLOCKS, _BLOCK_BYTES), _MAX_BLOCK_BYTES)
+    rows_per_block = max(1, block_bytes // row_bytes)
+    return max(1, -(-num_rows // rows_per_block))
 
 
 def untyped(read: Any) -> Any:
@@ -111,9 +119,9 @@ def step_windows(
         order=order,
         seed=seed,
     )
-    steps_per_block = max(1, _BLOCK_BYTES // (2 * local_batch_size * (seq_len + 1)))
     num_steps = stop_step - start_step
-    steps = ray.data.range(num_steps, override_num_blocks=max(1, -(-num_steps // steps_per_block)))
+    num_blocks = _num_blocks(num_steps, 2 * local_batch_size * (seq_len + 1))
+    steps = ray.data.range(num_steps, override_num_blocks=num_blocks)
     dataset = steps.map_batches(untyped(read), batch_size=None)
     # Whoever finishes first, blocks come out in the order of steps.
     dataset.context.execution_options.preserve_order = True

@@ -1,6 +1,7 @@
 """Tokens to train on: sequences of token files, and mixtures of such sequences, read window by window."""
 
 import functools
+import mmap
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -96,7 +97,7 @@ class TokenSequence:
     def read(self, start: int = 0, stop: int | None = None) -> NDArray[np.uint16]:
         """The tokens `[start, stop)`, copied into memory."""
         tokens = np.empty((len(self) if stop is None else stop) - start, dtype=np.uint16)
-        SequenceReader(self).copy(start, tokens)
+        SequenceReader(self, in_order=True).copy(start, tokens)
         return tokens
 
     def read_windows(self, starts: NDArray[np.int64], seq_len: int) -> NDArray[np.uint16]:
@@ -120,10 +121,11 @@ class TokenSequence:
 class SequenceReader:
     """Open files of a sequence. Serves several threads."""
 
-    def __init__(self, sequence: TokenSequence, *, max_open_files: int = _OPEN_FILES) -> None:
+    def __init__(self, sequence: TokenSequence, *, max_open_files: int = _OPEN_FILES, in_order: bool = False) -> None:
         self._spans = sequence.spans
         self._bounds = [0, *accumulate(map(len, self._spans))]
-        self._open: Callable[[str], Any] = functools.lru_cache(max_open_files)(_open_file)
+        opening = functools.partial(_open_file, in_order=in_order)
+        self._open: Callable[[str], Any] = functools.lru_cache(max_open_files)(opening)
 
     def copy(self, start: int, out: NDArray[np.uint16]) -> None:
         """Fill `out` with the tokens from `start` on."""
@@ -136,8 +138,15 @@ class SequenceReader:
             out, start, number = out[len(tokens) :], start + len(tokens), number + 1
 
 
-def _open_file(path: str) -> NDArray[np.uint16] | RemoteTokens:
-    return RemoteTokens(path) if is_uri(path) else np.memmap(path, dtype="<u2", mode="r")
+def _open_file(path: str, *, in_order: bool) -> NDArray[np.uint16] | RemoteTokens:
+    if is_uri(path):
+        return RemoteTokens(path)
+    with open(path, "rb") as file:  # noqa: PTH123 - a string as everywhere here
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if not in_order:
+        # Else every window of a file that is not in memory brings megabytes with it that nobody asked for.
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype="<u2")
 
 
 @dataclass(frozen=True, slots=True)

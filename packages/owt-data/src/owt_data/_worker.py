@@ -35,7 +35,8 @@ def encode_part(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path)
     """
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint32)
     pieces = []
-    for text, ends in zip(batch["text"].to_pylist(), batch["ends"].to_pylist(), strict=True):
+    ends_of = batch["ends"].to_pylist()
+    for text, ends in zip(batch["text"].to_pylist(), ends_of, strict=True):
         pieces.append(tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=()))
         if ends:
             pieces.append(end_of_text)
@@ -49,7 +50,7 @@ def encode_part(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path)
         return {"errno": error.errno, "reason": error.strerror or str(error)}
     return {
         "num_tokens": len(tokens),
-        "num_documents": int(np.count_nonzero(batch["ends"])),
+        "num_documents": sum(ends_of),
         "sha256": hashlib.sha256(tokens.data).hexdigest(),
     }
 
