@@ -19,7 +19,7 @@ from werkzeug.serving import make_server
 
 from owt_data import PrepareOptions, prepare, read_manifest, verify
 
-NUM_FILES, ROWS = 3, 400
+NUM_FILES, ROWS = 4, 300
 CARD = """---
 configs:
 - config_name: plain_text
@@ -36,7 +36,7 @@ def documents():
 
 
 class Hub:
-    """A dataset repository of three parquet files, whose newest revision can be moved."""
+    """A dataset repository of some parquet files, whose newest revision can be moved."""
 
     def __init__(self) -> None:
         self.revision = "a" * 40
@@ -77,7 +77,7 @@ class Hub:
         self.requests.append(f"{revision[0]} {path}")
         if path not in self.files:
             return flask.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
-        if path.endswith(".parquet"):
+        if path == f"plain_text/train-{NUM_FILES - 1}.parquet":
             time.sleep(self.seconds_per_read)
         headers = {"ETag": f'"{path}"', "X-Repo-Commit": revision, "Accept-Ranges": "bytes"}
         response = flask.Response(self.files[path], headers=headers)
@@ -139,10 +139,10 @@ def test_a_dataset_is_streamed_and_leaves_no_copy(hub, expected, tmp_path):
 
 def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hub, expected, tmp_path):
     journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
+    hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
     process = start(hub, tmp_path)
-    while "a plain_text/train-2.parquet" not in hub.requests:
+    while not (journal.exists() and '"stop": [1, ' in journal.read_text()):
         assert process.poll() is None, process.communicate()[1]
-        hub.seconds_per_read = 0.05 if journal.exists() else 0.0
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -155,7 +155,7 @@ def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hu
     _, err = process.communicate()
     assert process.returncode == 0, err
     assert {request[0] for request in hub.requests} == {"a"}
-    first, _, last = (f"plain_text/train-{number}.parquet" for number in range(NUM_FILES))
+    first, *_, last = (f"plain_text/train-{number}.parquet" for number in range(NUM_FILES))
     assert hub.sent[first] < 0.5 * len(hub.files[first])  # its footer, for the columns
     assert hub.sent[last] >= 0.9 * len(hub.files[last])
     assert_same_tokens(tmp_path / "out", expected)
