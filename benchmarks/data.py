@@ -373,7 +373,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: %(default)s)")
     parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
-    parser.add_argument("--corpus-mb", type=int, default=100, help="text to prepare, 50 or more (default: %(default)s)")
+    parser.add_argument("--corpus-mb", type=int, default=150, help="text to prepare, 50 or more (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     parser.add_argument("--contestant", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
