@@ -73,8 +73,9 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
     [
         (["prepare", "nowhere.txt", "out"], "error: expected a file or folder, but nowhere.txt does not exist"),
         (["prepare", "only-one"], "error: expected one or more sources and a folder to write into, got only-one"),
+        (["inspect", "nowhere.bin", "--window-tokens", "0"], "error: expected window_tokens of at least 1, got 0"),
         (["inspect", "nowhere"], "error: expected token files in "),
-        (["verify", "nowhere"], "error: expected manifest.json in nowhere, found none"),
+        (["verify", "nowhere"], "error: expected a folder that owt-data prepared, but nowhere is none: check the path"),
     ],
 )
 def test_refusals_are_one_sentence_and_exit_2(args, message, tmp_path, monkeypatch, capsys):

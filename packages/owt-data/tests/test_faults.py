@@ -160,11 +160,13 @@ def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_refused(
     other.write_text('{"text": "x"}\n' * 100)
     kept = sorted(interrupted.with_name(".out.partial").rglob("*"))
     for source, options, what in (
-        (corpus, PrepareOptions(tokenizer="gpt2", val_fraction=0.1), "options and tokenizer_sha256"),
-        (corpus, PrepareOptions(tokenizer="bytes", val_fraction=0.2), "options"),
-        (other, OPTIONS, "source_sha256"),
+        (corpus, PrepareOptions(tokenizer="gpt2", val_fraction=0.1), "tokenizer bytes and gpt2"),
+        (corpus, PrepareOptions(tokenizer="bytes", val_fraction=0.2), "val_fraction 0.1 and 0.2"),
+        (other, OPTIONS, "contents"),
     ):
-        with pytest.raises(DataError, match=rf"expected to go on with the interrupted .* whose {what} differ: repeat"):
+        with pytest.raises(
+            DataError, match=rf"expected to go on with the interrupted .* is another: {what} differ: repeat"
+        ):
             prepare(str(source), interrupted, options)
     assert sorted(interrupted.with_name(".out.partial").rglob("*")) == kept
     prepare(str(corpus), interrupted, OPTIONS)

@@ -101,6 +101,22 @@ def test_the_order_is_the_same_everywhere():
     assert starts(np.arange(6), "random", seed=2357).tolist() == RANDOM
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"order": "shufle"}, "expected the order shuffle, random, sequential, got 'shufle'"),
+        ({"seq_len": 0}, "expected a seq_len of at least 1, got 0"),
+        ({"seq_len": 1.5}, "expected a seq_len of at least 1, got 1.5"),
+        ({"indices": [-1]}, "expected window indices as an array"),
+        ({"indices": [0.5]}, "expected window indices as an array"),
+        ({"indices": [[0]]}, "expected window indices as an array"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(DataError, match=message):
+        starts(**{"indices": [0], "order": "shuffle", **arguments})
+
+
 def test_too_few_tokens_are_refused():
     with pytest.raises(DataError, match=r"expected at least 11 tokens, .* got 10"):
         starts([0], "shuffle", num_tokens=10)

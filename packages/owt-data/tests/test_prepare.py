@@ -1,14 +1,28 @@
+import gzip
 import hashlib
+import io
 import json
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from owt_data import DataError, PrepareOptions, Source, load_tokenizer, prepare, read_manifest, verify
 
 BYTES = PrepareOptions(tokenizer="bytes")
+
+
+def parquet(texts, *, corrupt=False):
+    """The bytes of a parquet file; the data is damaged if wanted."""
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), buffer, use_dictionary=False)
+    data = bytearray(buffer.getvalue())
+    if corrupt:
+        data[40:60] = b"\xff" * 20
+    return bytes(data)
 
 
 def read(path):
@@ -133,7 +147,7 @@ def test_the_same_again_is_left_alone_and_another_is_refused(articles, tmp_path)
     before = (tmp_path / "out/train.bin").stat().st_mtime_ns
     assert prepare(str(articles), tmp_path / "out", BYTES) == first
     assert (tmp_path / "out/train.bin").stat().st_mtime_ns == before
-    with pytest.raises(DataError, match=r"but it was prepared from .* with .*'split_seed': 2357"):
+    with pytest.raises(DataError, match=r"but it was prepared from .*, and split_seed 2357 and 1 differ"):
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", split_seed=1))
 
 
@@ -157,6 +171,18 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
             '{"text": "x"}\n{"text": null}\n',
             "expected text in every row of .*nulls.jsonl, found a row without",
         ),
+        ("rowless.parquet", parquet([]), "expected documents in .*, found none"),
+        ("blank.txt", "", "expected documents in .*, found empty ones"),
+        ("blank.jsonl", '{"text": ""}\n', "expected documents in .*, found empty ones"),
+        (
+            "mixed.jsonl",
+            '{"text": "x"}\n{"text": 5}\n',
+            "expected text in the column 'text' of .*, found values of",
+        ),
+        ("lists.jsonl", '[1, 2]\n"x"\n', "expected json rows in .*lists.jsonl, but "),
+        ("plain.jsonl.gz", '{"text": "x"}\n', "expected json rows in .*plain.jsonl.gz, but Not a gzipped file"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], "expected json rows in .*, but Compressed file"),
+        ("cut.parquet", parquet(["x"] * 99, corrupt=True), "expected parquet rows in .*, but Corrupt snappy"),
         ("torn.jsonl", '{"text": "x"\n{"text": "y"}\n', "expected json rows in"),
         ("fake.parquet", "no parquet", "expected parquet rows in"),
         ("latin.txt", b"tea\xe9", "expected UTF-8 text in .*, found another byte at 3"),
@@ -171,6 +197,43 @@ def test_sources_that_cannot_be_read_are_refused(name, content, message, tmp_pat
     with pytest.raises(DataError, match=message):
         prepare(str(path), tmp_path / "out", options)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [name]
+
+
+def test_a_source_mended_after_it_was_refused_is_prepared(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "x"}\n' * 50 + "torn")
+    with pytest.raises(DataError, match="expected json rows"):
+        prepare(str(path), tmp_path / "out", BYTES)
+    path.write_text('{"text": "x"}\n' * 50)
+    prepare(str(path), tmp_path / "out", BYTES)
+    path.write_text('{"text": "y"}\n' * 50)
+    with pytest.raises(DataError, match=r"as it is now and with these options, but it was .* contents differ"):
+        prepare(str(path), tmp_path / "out", BYTES)
+
+
+def test_an_interruption_before_the_first_part_binds_nobody(articles, tmp_path):
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial/plan.json").write_text('{"source": "other", "source_sha256": "0", "options": {}}')
+    prepare(str(articles), tmp_path / "out", BYTES)
+    assert verify(tmp_path / "out") == []
+
+
+def test_names_that_make_no_sense_are_refused(articles, tmp_path):
+    for sources, out, message in (
+        ("", "out", "expected the name of a source, got an empty one"),
+        (["train=", f"val={articles}"], "out", "expected the name of a source, got an empty one"),
+        (str(articles), "", "expected the name of a folder to write into, got an empty one"),
+        (str(articles), articles, r"expected a folder to write into as the last name, but .*articles.jsonl is a file"),
+        (f"{tmp_path}/nowhere/", "out", r"expected a file or folder, but .*nowhere/ does not exist"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare(sources, out and tmp_path / out, BYTES)
+    prepare(str(articles), tmp_path / "out", BYTES)
+    with pytest.raises(DataError, match="which holds token files already"):
+        prepare(str(tmp_path / "out"), tmp_path / "again", BYTES)
+    options = PrepareOptions(tokenizer="bytes", val_fraction=0.2)
+    with pytest.raises(DataError, match=r"expected no --split and no --val-fraction where train=... and val=... give"):
+        prepare([f"train={articles}", f"val={articles}"], tmp_path / "given", options)
 
 
 def test_paths_that_do_not_exist_are_refused(tmp_path):

@@ -66,6 +66,11 @@ def test_workers_that_do_not_divide_the_batch_are_refused(tokens):
         steps_of(tokens, rank=0, world_size=3, start_step=0, stop_step=1)
 
 
+def test_a_rank_that_is_none_of_theirs_is_refused(tokens):
+    with pytest.raises(DataError, match="expected a rank from 0 to 1, got 2"):
+        steps_of(tokens, rank=2, world_size=2, start_step=0, stop_step=1)
+
+
 def test_no_steps_are_refused(tokens):
     with pytest.raises(DataError, match="expected 0 <= start_step < stop_step, got 5 and 5"):
         steps_of(tokens, rank=0, world_size=1, start_step=5, stop_step=5)

@@ -29,7 +29,7 @@ def _prepare(
       owt-data prepare train=a.parquet val=b.parquet data/ab
 
     Args:
-        paths: One or more sources, and the folder to write into. A source is builtin, a .txt, .jsonl or
+        paths: One or more sources, and the folder to write into. A source is builtin, a .txt, .jsonl, .jsonl.gz or
             .parquet file, a folder or a glob of such files, or a Hugging Face dataset
             (NAME[:CONFIGURATION[:SPLIT]]). With train= and val= before the names, the split is given.
         options: Tokenizer and split.
@@ -39,11 +39,14 @@ def _prepare(
     if len(paths) < 2:
         raise DataError(f"expected one or more sources and a folder to write into, got {' '.join(paths) or 'nothing'}")
     # Imported here because it takes seconds, which --help must not wait for.
+    from owt_data._manifest import read_manifest
     from owt_data._prepare import prepare
     from owt_data._progress import progress_bar
 
     console = _console()
     *sources, out = paths
+    if read_manifest(out) is not None:
+        console.print(f"{out} is prepared already: only its source, options and sizes are compared", markup=False)
     with progress_bar(console) as progress:
         manifest = prepare(sources, out, options, num_processes=num_processes, use_ray=ray, progress=progress)
     for name, record in manifest.files.items():

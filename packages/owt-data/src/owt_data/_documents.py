@@ -3,6 +3,7 @@
 import codecs
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from datasets.table import CastError
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HFValidationError
@@ -112,7 +112,7 @@ class Documents:
 
     def _read_rows(self, shard: int, skip: int) -> Iterator[Chunk]:
         name = self._source.name if self._hub is not None else os.fspath(self._source.files[shard])
-        if self._hub is None and os.path.getsize(name) == 0:
+        if self._hub is None and self._is_empty(name):
             return
         offset = 0
         try:
@@ -121,15 +121,28 @@ class Documents:
                 first, offset = max(0, skip - offset), offset + len(table)
                 if first >= len(table):
                     continue
-                texts = self._texts(table, name)[first:]
+                texts = self._texts(table, name, offset - len(table))[first:]
                 yield Chunk(texts, np.ones(len(texts), bool), shard, np.arange(offset - len(texts), offset) + 1)
-        except (DatasetGenerationError, CastError, pa.ArrowInvalid, UnicodeDecodeError) as error:
-            reason = str(error.__cause__ or error).replace("\n", " ")
-            raise DataError(f"expected {self._source.kind} rows in {name}, but {reason}") from error
+        except DataError:
+            raise
+        except (DatasetGenerationError, ValueError, EOFError, zlib.error) as error:
+            raise self._unfit(name, error) from error
         except (httpx.HTTPError, OSError) as error:
+            if self._hub is None and getattr(error, "errno", None) is None:
+                raise self._unfit(name, error) from error  # what decompression finds wrong
             raise InterruptedWorkError(
                 f"{name} could not be read: {error}: the same command again goes on from there"
             ) from error
+
+    def _is_empty(self, name: str) -> bool:
+        """Whether a file has no rows, which datasets stumbles over."""
+        if os.path.getsize(name) == 0:
+            return True
+        return self._source.kind == "parquet" and _parquet_metadata(Path(name)).num_rows == 0
+
+    def _unfit(self, name: str, error: Exception) -> DataError:
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        return DataError(f"expected {self._source.kind} rows in {name}, but {reason}: mend the file or leave it out")
 
     def _open_shard(self, shard: int) -> datasets.IterableDataset:
         if self._hub is not None:
@@ -149,18 +162,28 @@ class Documents:
                 "name the right one with --text-column"
             )
 
-    def _texts(self, table: pa.Table, name: str) -> pa.Array:
+    def _texts(self, table: pa.Table, name: str, before: int) -> pa.Array:
         self._check_column(table.column_names, name)
         texts = table[self._text_column]
         if texts.null_count:
-            raise DataError(f"expected text in every row of {name}, found a row without: remove the rows that are null")
+            row = before + texts.is_null().index(True).as_py()
+            raise DataError(
+                f"expected text in every row of {name}, found a row without, number {row} from 0: remove the rows that "
+                "are null"
+            )
         if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
             raise DataError(
-                f"expected text in the column {self._text_column!r} of {name}, found {texts.type}: name another"
+                f"expected text in the column {self._text_column!r} of {name}, found {_type_name(texts.type)}: name "
+                "another column, or make it text in every row"
             )
         whole = texts.cast(pa.large_string()).combine_chunks()
         whole.validate(full=True)  # that it is UTF-8, which a file may claim wrongly
         return whole
+
+
+def _type_name(dtype: pa.DataType) -> str:
+    # What datasets makes of rows that differ in type.
+    return "values of several types" if str(dtype).startswith("extension<arrow.json") else str(dtype)
 
 
 def _read_pieces(path: Path, begin: int, errors: str) -> Iterator[tuple[str, int | None]]:
@@ -201,11 +224,15 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, end: i
         ) from error
 
 
-def _parquet_text_bytes(path: Path, text_column: str) -> int:
+def _parquet_metadata(path: Path) -> pyarrow.parquet.FileMetaData:
     try:
-        metadata = pyarrow.parquet.read_metadata(path)
+        return pyarrow.parquet.read_metadata(path)
     except pa.ArrowInvalid as error:
-        raise DataError(f"expected parquet rows in {path}, but {error}") from error
+        raise DataError(f"expected parquet rows in {path}, but {error}: mend the file or leave it out") from error
+
+
+def _parquet_text_bytes(path: Path, text_column: str) -> int:
+    metadata = _parquet_metadata(path)
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
     return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == text_column)

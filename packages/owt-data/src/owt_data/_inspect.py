@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from owt_data._errors import DataError
 from owt_data._manifest import Manifest, read_manifest
 from owt_data._open import open_tokens
 from owt_data._tokenizers import load_tokenizer
@@ -37,8 +38,10 @@ def inspect(name: str, *, tokenizer: str = "gpt2", window_tokens: int = 64) -> I
         window_tokens: length of the samples.
 
     Raises:
-        DataError: as `open_tokens`.
+        DataError: as `open_tokens`, or the length makes no sense.
     """
+    if window_tokens < 1:
+        raise DataError(f"expected window_tokens of at least 1, got {window_tokens}")
     data = open_tokens(name, tokenizer=tokenizer)
     decode = load_tokenizer(data.tokenizer).decode
     samples = {}

@@ -81,7 +81,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
     if file_type(path) is not FileType.File:
         return None
     try:
-        fields = json.loads(b"".join(read_blocks(path)))
+        fields = dict(json.loads(b"".join(read_blocks(path))))
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
         return Manifest(files=files, **fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

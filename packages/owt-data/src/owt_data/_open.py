@@ -59,7 +59,7 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
         names: a folder with `train.bin` and `val.bin`; or a `.bin` file or a glob of them, which together
             are split 90/10 by position; or a list of such names, read one after the other; or such names
             with weights, mixed in their proportion. `s3://` and `gs://` names are read in ranges.
-        tokenizer: what wrote the tokens, where no manifest says so.
+        tokenizer: what wrote the tokens, where no manifest says so; a manifest is believed.
 
     Raises:
         DataError: a file is missing, truncated, or holds ids outside the vocabulary; or the names do not
@@ -129,6 +129,8 @@ def _combine(
 
 
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
+    if file_type(folder) is FileType.File:
+        raise DataError(f"expected a folder of token files or a .bin file, got {folder}: prepare the text first")
     if file_type(folder) is FileType.NotFound:
         raise DataError(f"expected token files in {folder}, which does not exist: check the path, or prepare the text")
     spans = {name: _whole_file(join(folder, name)) for name in (TRAIN_NAME, VAL_NAME)}

@@ -8,6 +8,7 @@ at any index of any epoch.
 """
 
 from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,13 @@ _BLOCK = 1 << 16
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
-    """How many windows of `seq_len` inputs, each with its next token as target, lie side by side."""
+    """How many windows of `seq_len` inputs, each with its next token as target, lie side by side.
+
+    Raises:
+        DataError: `seq_len` is no positive number.
+    """
+    if not isinstance(seq_len, int | np.integer) or seq_len < 1:
+        raise DataError(f"expected a seq_len of at least 1, got {seq_len}")
     return max(0, num_tokens - 1) // seq_len
 
 
@@ -51,7 +58,7 @@ def window_starts(
         `int64[N]`, each between 0 and `num_tokens - seq_len - 1`.
 
     Raises:
-        DataError: the tokens do not fill one window.
+        DataError: the tokens do not fill one window, or an argument is out of its range.
 
     >>> import numpy as np
     >>> window_starts(np.arange(4), order="shuffle", seed=6, num_tokens=41, seq_len=10).tolist()
@@ -61,8 +68,12 @@ def window_starts(
     if count == 0:
         raise DataError(
             f"expected at least {seq_len + 1} tokens, which one window of {seq_len} inputs needs, got {num_tokens}: "
-            "give more text or a shorter model.seq_len"
+            "give more text or a shorter seq_len"
         )
+    if order not in get_args(OrderKind):
+        raise DataError(f"expected the order {', '.join(get_args(OrderKind))}, got {order!r}")
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or (len(indices) and indices.min() < 0):
+        raise DataError("expected window indices as an array int64[N] of numbers from 0, got others")
     starts = np.empty(len(indices), dtype=np.int64)
     for begin in range(0, len(indices), _BLOCK):
         block, out = indices[begin : begin + _BLOCK], starts[begin : begin + _BLOCK]

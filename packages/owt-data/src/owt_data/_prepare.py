@@ -99,7 +99,13 @@ def prepare(
         raise DataError(f"expected num_processes of at least 1, got {num_processes}")
     report = progress or _silent
     splits = find_splits(sources)
+    if "all" not in splits and (options.split != "auto" or options.val_fraction is not None):
+        raise DataError("expected no --split and no --val-fraction where train=... and val=... give the split")
+    if not os.fspath(out):
+        raise DataError("expected the name of a folder to write into, got an empty one")
     out = Path(out).expanduser().absolute()
+    if out.is_file():
+        raise DataError(f"expected a folder to write into as the last name, but {out} is a file")
     try:
         digest = _digest(splits, report)
         name = " ".join([sources] if isinstance(sources, str) else sources)
@@ -153,9 +159,10 @@ def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Man
             raise DataError(f"expected {out} to be empty or missing, but it holds other files: choose another folder")
         return None
     if (manifest.source_sha256, manifest.options) != (digest, dataclasses.asdict(options)):
+        different = _differences(manifest.options, options, manifest.source_sha256 == digest)
         raise DataError(
-            f"expected {out} to be empty or prepared from {name} with these options, but it was prepared from "
-            f"{manifest.source} with {manifest.options}: choose another folder"
+            f"expected {out} to be empty or prepared from {name} as it is now and with these options, but it was "
+            f"prepared from {manifest.source}, and {different} differ: choose another folder"
         )
     for file, record in manifest.files.items():
         if not (out / file).exists() or os.path.getsize(out / file) != 2 * record.num_tokens:
@@ -205,14 +212,15 @@ def _plan(
     path = staging / _PLAN_NAME
     if path.exists():
         plan = json.loads(path.read_text())
-        different = [key for key in asked if plan.get(key) != asked[key]]
-        if different:
+        if all(plan.get(key) == asked[key] for key in asked):
+            return plan
+        if any(staging.glob("parts-*/*.bin")):
+            different = _differences(plan["options"], options, plan["source_sha256"] == digest)
             raise InterruptedWorkError(
-                f"expected to go on with the interrupted preparation of {plan['source']} with {plan['options']}, but "
-                f"now it is {name} with {asked['options']}, whose {' and '.join(different)} differ: repeat that one, "
-                f"choose another folder than {out}, or delete {staging}"
+                f"expected to go on with the interrupted preparation of {plan['source']}, but {name} is another: "
+                f"{different} differ: repeat that one, choose another folder than {out}, or delete {staging}"
             )
-        return plan
+        shutil.rmtree(staging / "parts-all", ignore_errors=True)  # nothing to lose
     revisions, sizes = {}, []
     for split, source in splits.items():
         documents = Documents(source, text_column=options.text_column)
@@ -225,6 +233,13 @@ def _plan(
     temporary.write_text(json.dumps(plan))
     os.replace(temporary, path)
     return plan
+
+
+def _differences(before: dict[str, Any], options: PrepareOptions, same_contents: bool) -> str:
+    """Names what two preparations differ in."""
+    now = dataclasses.asdict(options)
+    fields = [f"{key} {before.get(key)} and {now[key]}" for key in now if before.get(key) != now[key]]
+    return " and ".join(fields if same_contents else ["contents", *fields]) or "tokenizer"
 
 
 def _encoder(
@@ -313,8 +328,9 @@ class _Run:
         for split, records in parts.items():
             folder = self._folder(split)
             ends[split] = document_ends(folder, records, end_of_text, advance)
-            if not len(ends[split]):
-                raise DataError(f"expected documents in {self._splits[split].name}, found none")
+            if sum(record.num_tokens for record in records) == len(ends[split]):
+                what = "empty ones" if len(ends[split]) else "none"
+                raise DataError(f"expected documents in {self._splits[split].name}, found {what}")
             sequences[split] = local_sequence([part_path(folder, index) for index in range(len(records))])
         whole = concatenate(list(sequences.values()))
         ranges = self._ranges(sequences, ends)

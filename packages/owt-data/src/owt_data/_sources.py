@@ -122,11 +122,15 @@ def find_splits(names: str | Sequence[str]) -> dict[str, Source]:
 
 
 def _find_one(name: str) -> Source:
+    if not name:
+        raise DataError("expected the name of a source, got an empty one")
     if name == BUILTIN:
         return Source(name=name, kind=BUILTIN, files=_builtin_files())
     path = Path(name).expanduser()
     if path.is_file():
         return Source(name=name, kind=_kind(path), files=(path,))
+    if (path / "train.bin").exists():
+        raise DataError(f"expected text to prepare in {name}, which holds token files already: give it as it is")
     if path.is_dir() or glob.has_magic(name):
         files = sorted(path.iterdir()) if path.is_dir() else sorted(map(Path, glob.glob(os.fspath(path))))  # noqa: PTH207
         files = [file for file in files if _suffix(file) in _KINDS and file.is_file()]
@@ -134,10 +138,12 @@ def _find_one(name: str) -> Source:
         if len(kinds) != 1:
             raise DataError(
                 f"expected {name} to hold token files (train.bin, val.bin) or files of one of the kinds "
-                f".txt, .jsonl and .parquet, found {sorted(kinds) or 'none of them'}"
+                f".txt, .jsonl and .parquet, found {' and '.join(sorted(kinds)) or 'none of them'}: name files of "
+                "one kind"
             )
         return Source(name=name, kind=kinds.pop(), files=tuple(files))
-    if _suffix(path) in {*_KINDS, ".bin"} or name.startswith((".", "/", "~")) or name.partition(":")[0].count("/") > 1:
+    outright = name.startswith((".", "/", "~")) or name.endswith("/")
+    if _suffix(path) in {*_KINDS, ".bin"} or outright or name.partition(":")[0].count("/") > 1:
         raise DataError(f"expected a file or folder, but {name} does not exist: check the path")
     return Source(name=name, kind="hub")
 

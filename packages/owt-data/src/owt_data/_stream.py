@@ -99,12 +99,14 @@ def step_windows(
         One row per step: `step: int64` and `tokens: uint16[G/n, seq_len + 1]`.
 
     Raises:
-        DataError: the workers do not divide the batch, or there is no step to yield.
+        DataError: the workers do not divide the batch, the rank is none of theirs, or there is no step to yield.
     """
-    if global_batch_size % world_size:
+    if world_size < 1 or global_batch_size < 1 or global_batch_size % world_size:
         raise DataError(
             f"expected a global batch that {world_size} workers divide, got {global_batch_size}: change either"
         )
+    if not 0 <= rank < world_size:
+        raise DataError(f"expected a rank from 0 to {world_size - 1}, got {rank}")
     if not 0 <= start_step < stop_step:
         raise DataError(f"expected 0 <= start_step < stop_step, got {start_step} and {stop_step}")
     local_batch_size = global_batch_size // world_size

@@ -170,7 +170,8 @@ class TokenMixture:
         """Check the weights once."""
         if len(self.weights) != len(self.parts) or not self.parts:
             raise DataError(f"expected a weight for each of {len(self.parts)} parts, got {len(self.weights)}")
-        if not all(0 < weight < float("inf") for weight in self.weights) or 0 in self._shares():
+        numbers = all(isinstance(weight, int | float) and 0 < weight < float("inf") for weight in self.weights)
+        if not numbers or 0 in self._shares():
             raise DataError(
                 f"expected weights that give every part at least one window in {_ROUND}, got {list(self.weights)}: "
                 "raise the small ones or leave their parts out"

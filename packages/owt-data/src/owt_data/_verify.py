@@ -32,6 +32,8 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
         DataError: the folder has no manifest, or a file cannot be read.
     """
     name = normalize(os.fspath(folder))
+    if file_type(name) is not FileType.Directory:
+        raise DataError(f"expected a folder that owt-data prepared, but {folder} is none: check the path")
     manifest = read_manifest(name)
     if manifest is None:
         raise DataError(f"expected {MANIFEST_NAME} in {folder}, found none: name a folder that owt-data prepared")
