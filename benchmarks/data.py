@@ -43,7 +43,6 @@ import numpy as np
 
 PACKAGES = ("numpy", "tiktoken", "datasets", "ray", "pyarrow", "owt-data")
 FILES = ("train.bin", "val.bin")
-
 SEED, MIN_CORPUS_MB, SAMPLE_S = 2357, 50, 0.05
 NUM_PROCESSES, NUM_CHUNKS = 2, 64
 SEQ_LEN, BATCH_SIZE, VOCAB_SIZE = 1024, 32, 50257
@@ -175,7 +174,7 @@ def first_batch(small: str, large: str) -> Figures:
     from owt_data import iter_steps
 
     start_ray()
-    file = os.open(large, os.O_RDONLY)
+    files = {path: os.open(path, os.O_RDONLY) for path in (small, large)}
     runs = {
         "first_batch_of_10m_tokens_s": (small, SMALL_TOKENS, NUM_FIRST_BATCH_STEPS),
         "first_batch_of_9g_tokens_s": (large, LARGE_TOKENS, NUM_FIRST_BATCH_STEPS),
@@ -184,7 +183,7 @@ def first_batch(small: str, large: str) -> Figures:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(1 + NUM_REPEATS):
         for name, run in runs.items():
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # large files are not in memory when a run begins
+            os.posix_fadvise(files[run[0]], 0, 0, os.POSIX_FADV_DONTNEED)  # a run begins with its file on disk
             began = time.perf_counter()
             batches = iter_steps(our_steps(*run, "shuffle"))
             next(batches)
@@ -301,10 +300,11 @@ def disk_bytes(folder: str | Path) -> int:
 
 
 def prepare_part(temp: Path, corpus_mb: int) -> dict[str, Any]:
-    """Write this environment's Python files as JSON lines; returns the contestants with their settings."""
+    """Write the Python files of this environment and installation as JSON lines; returns the contestants with their settings."""
     corpus, num_bytes = temp / "corpus.jsonl", 0
     with corpus.open("w", encoding="utf-8") as file:
-        for path in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
+        roots = map(Path, map(sysconfig.get_path, ("purelib", "stdlib")))
+        for path in (path for root in roots for path in sorted(root.rglob("*.py"))):
             text = path.read_text(encoding="utf-8", errors="replace") if num_bytes < corpus_mb * 1e6 else ""
             if text:
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
@@ -373,7 +373,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: %(default)s)")
     parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
-    parser.add_argument("--corpus-mb", type=int, default=150, help="text to prepare, 50 or more (default: %(default)s)")
+    parser.add_argument("--corpus-mb", type=int, default=300, help="text to prepare, 50 or more (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     parser.add_argument("--contestant", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -104,7 +104,7 @@ def test_the_order_is_the_same_everywhere():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"order": "shufle"}, "expected the order shuffle, random, sequential, got 'shufle'"),
+        ({"order": "shuffled"}, "expected the order shuffle, random, sequential, got 'shuffled'"),
         ({"seq_len": 0}, "expected a seq_len of at least 1, got 0"),
         ({"seq_len": 1.5}, "expected a seq_len of at least 1, got 1.5"),
         ({"indices": [-1]}, "expected window indices as an array"),
