@@ -300,7 +300,7 @@ def disk_bytes(folder: str | Path) -> int:
 
 
 def prepare_part(temp: Path, corpus_mb: int) -> dict[str, Any]:
-    """Write the Python files of this environment and installation as JSON lines; returns the contestants with their settings."""
+    """Write this installation's Python files as JSON lines; returns the contestants with their settings."""
     corpus, num_bytes = temp / "corpus.jsonl", 0
     with corpus.open("w", encoding="utf-8") as file:
         roots = map(Path, map(sysconfig.get_path, ("purelib", "stdlib")))
