@@ -3,7 +3,8 @@
     uv run benchmarks/kills.py --kills 20
 
 An undisturbed run is timed first; then the kills come, each at a random moment up to twice an equal share of that
-time after the start of work, so that they fall on all of it. Writes benchmarks/results/kills.md and kills.json.
+time and --startup-s after the start of work, so that they fall on all of it.
+Writes benchmarks/results/kills.md and kills.json.
 """
 
 import argparse
@@ -79,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--corpus-mb", type=int, default=100)
+    parser.add_argument("--startup-s", type=float, default=1.5, help="what a start does before it tokenizes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
@@ -95,7 +97,7 @@ def main() -> None:
             began = time.monotonic()
             process = start(corpus, out)
             wait_for_work(process, out)
-            time.sleep(rng.uniform(0, 2 * undisturbed_s / options.kills))
+            time.sleep(rng.uniform(0, 2 * (undisturbed_s / options.kills + options.startup_s)))
             if process.poll() is not None:
                 sys.exit(f"finished after {len(kills)} kills, before all were made: give a larger --corpus-mb")
             process.send_signal(signal.SIGKILL)
