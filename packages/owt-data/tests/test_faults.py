@@ -58,7 +58,13 @@ def start(corpus, out, *options, times=1):
     """`owt-data prepare` of the corpus, given so many times over for work that takes longer."""
     sources = [str(corpus)] * times
     arguments = ["prepare", *sources, str(out), "--tokenizer", "bytes", "--val-fraction", "0.1", *options]
-    return subprocess.Popen([sys.executable, "-c", COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        # What runs in the background of a shell inherits that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def kill_when(process, condition):
