@@ -58,13 +58,9 @@ def start(corpus, out, *options, times=1):
     """`owt-data prepare` of the corpus, given so many times over for work that takes longer."""
     sources = [str(corpus)] * times
     arguments = ["prepare", *sources, str(out), "--tokenizer", "bytes", "--val-fraction", "0.1", *options]
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        # What runs in the background of a shell inherits that Ctrl-C is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    # What runs in the background of a shell inherits that Ctrl-C is ignored.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    return subprocess.Popen([sys.executable, "-c", heed + COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
 
 
 def kill_when(process, condition):
