@@ -15,8 +15,8 @@ from owt_data._parts import PartRecord, checksum, part_path
 from owt_data._summary import Summary
 from owt_data._tokens import SequenceReader, TokenSequence
 
-# Tokens put together in memory before they are written, at most; and how many such stretches at most, before
-# they grow to that: the parts are gone through once for each.
+# Tokens put together in memory before they are written, at most. The parts are gone through once for each such
+# stretch, so a file has this many of them until they reach that size.
 _CHUNK_TOKENS = 1 << 26
 _NUM_CHUNKS = 16
 

@@ -166,7 +166,7 @@ def _parts(documents: Documents, folder: Path, start: Cursor, index: int, part_b
     held_bytes, stop = 0, start
 
     def part() -> Part:
-        # Through pandas-free concatenation, so that a part owns its bytes and no longer those of the chunks.
+        # One batch of its own, so that a part no longer holds the chunks it was cut from.
         batch = pa.Table.from_batches(held, SCHEMA).combine_chunks().to_batches()[0]
         return Part(path=part_path(folder, index), batch=batch, num_bytes=held_bytes, stop=stop)
 
