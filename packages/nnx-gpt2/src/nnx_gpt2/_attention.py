@@ -3,11 +3,25 @@
 Shapes: B batch, T query position, S key position, N heads, H head width.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from nnx_gpt2._dropout import dropout
+from nnx_gpt2._config import AttentionBackend
+from nnx_gpt2._dropout import dropout, split_key
+from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain, under_mesh
+
+# The plain formula works on blocks of queries, each with the keys that it can see: at most this many blocks,
+# none smaller than that, since more of them save little arithmetic and cost compile time.
+_MAX_BLOCKS, _MIN_BLOCK = 4, 64
+
+# Splash attention's tiles have this many lanes.
+_SPLASH_MULTIPLE = 128
+
+_HEADS = (BATCH_AXES, None, TENSOR_AXIS, None)
 
 
 def causal_attention(
@@ -15,33 +29,139 @@ def causal_attention(
     k_BTNH: Float[Array, "B T N H"],
     v_BTNH: Float[Array, "B T N H"],
     *,
+    segment_ids_BT: Int[Array, "B T"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
+    backend: AttentionBackend = "auto",
 ) -> Float[Array, "B T N H"]:
     """Scaled dot-product attention in which a position sees itself and what came before it.
 
-    Vaswani et al., 2017 (arXiv:1706.03762), section 3.2.1, with a causal mask. On NVIDIA GPUs in
-    bfloat16 it is cuDNN's flash kernel, unless attention weights are dropped out, which that kernel
-    does not offer through JAX's public interface; elsewhere XLA compiles the plain formula.
+    Vaswani et al., 2017 (arXiv:1706.03762), section 3.2.1, with a causal mask. The backends:
+
+    - `cudnn`: cuDNN's flash kernel; NVIDIA GPUs, bfloat16. Segments are a mask that is held in memory.
+    - `splash`: Pallas' splash kernel; TPUs (elsewhere it is interpreted, slowly), T a multiple of 128.
+    - `xla`: the plain formula, on blocks of queries; anywhere, and the one that can drop weights out.
+    - `auto`: the first of these that can do what is asked.
 
     Args:
         q_BTNH: queries.
         k_BTNH: keys.
         v_BTNH: values.
+        segment_ids_BT: where given, a position sees only positions of its own segment (a document).
         dropout_rate: probability of zeroing an attention weight.
         dropout_key: the key that decides which; without one, nothing is dropped.
+        backend: which kernel.
 
     Returns:
         The weighted values, in the type of `v_BTNH`.
+
+    Raises:
+        ValueError: the backend that was named cannot do what is asked.
     """
     drops = dropout_key is not None and dropout_rate > 0
-    if not drops and jax.default_backend() == "gpu" and q_BTNH.dtype == jnp.bfloat16:
-        return jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True, implementation="cudnn")
+    if backend == "auto":
+        backend = "xla" if drops else _best(q_BTNH)
+    if backend == "xla":
+        return _xla(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, dropout_rate, dropout_key)
+    if drops:
+        raise ValueError(
+            f"expected attention backend auto or xla with dropout, which {backend} does not offer, got {backend}"
+        )
+    if backend == "cudnn":
+        if not _is_cudnn_case(q_BTNH):
+            raise ValueError(
+                f"expected bfloat16 on an NVIDIA GPU for attention backend cudnn, got {q_BTNH.dtype} on "
+                f"{jax.default_backend()}: choose auto"
+            )
+        return _on_each_device(_cudnn, q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
+    if q_BTNH.shape[1] % _SPLASH_MULTIPLE:
+        raise ValueError(
+            f"expected a number of positions that {_SPLASH_MULTIPLE} divides for attention backend splash, got "
+            f"{q_BTNH.shape[1]}: choose auto"
+        )
+    return _on_each_device(_splash, q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
 
-    _, num_positions, _, head_dim = q_BTNH.shape
-    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH * head_dim**-0.5, k_BTNH, preferred_element_type=jnp.float32)
-    visible_TS = jnp.tril(jnp.ones((num_positions, num_positions), dtype=bool))
-    scores_BNTS = jnp.where(visible_TS[None, None], scores_BNTS, jnp.finfo(jnp.float32).min)
-    weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BTNH.dtype)
-    weights_BNTS = dropout(weights_BNTS, dropout_rate, dropout_key)
-    return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BTNH)
+
+def _best(q_BTNH: Array) -> AttentionBackend:
+    if _is_cudnn_case(q_BTNH):
+        return "cudnn"
+    if jax.default_backend() == "tpu" and q_BTNH.shape[1] % _SPLASH_MULTIPLE == 0:
+        return "splash"
+    return "xla"
+
+
+def _is_cudnn_case(q_BTNH: Array) -> bool:
+    return (
+        jax.default_backend() == "gpu"
+        and q_BTNH.dtype == jnp.bfloat16
+        and "NVIDIA" in jax.local_devices()[0].device_kind.upper()
+    )
+
+
+def _xla(
+    q_BTNH: Array,
+    k_BTNH: Array,
+    v_BTNH: Array,
+    segment_ids_BT: Array | None,
+    dropout_rate: float,
+    dropout_key: PRNGKeyArray | None,
+) -> Array:
+    num_positions, head_dim = q_BTNH.shape[1], q_BTNH.shape[3]
+    # Heads move before positions once, rather than in every product.
+    q_BNTH, k_BNSH, v_BNSH = (
+        constrain(x_BTNH, *_HEADS).swapaxes(1, 2) for x_BTNH in (q_BTNH * head_dim**-0.5, k_BTNH, v_BTNH)
+    )
+    accumulate = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    block = max(_MIN_BLOCK, -(-num_positions // _MAX_BLOCKS))
+    starts = range(0, num_positions, block)
+    outputs = []
+    for start, key in zip(starts, split_key(dropout_key, len(starts)), strict=True):
+        end = min(start + block, num_positions)
+        visible_BNTS = (jnp.arange(start, end)[:, None] >= jnp.arange(end)[None])[None, None]
+        if segment_ids_BT is not None:
+            same_BTS = segment_ids_BT[:, start:end, None] == segment_ids_BT[:, None, :end]
+            visible_BNTS = visible_BNTS & same_BTS[:, None]
+        q_block, k_seen, v_seen = q_BNTH[:, :, start:end], k_BNSH[:, :, :end], v_BNSH[:, :, :end]
+        scores_BNTS = jnp.einsum("BNTH,BNSH->BNTS", q_block, k_seen, preferred_element_type=accumulate)
+        scores_BNTS = jnp.where(visible_BNTS, scores_BNTS, jnp.finfo(accumulate).min)
+        weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BTNH.dtype)
+        weights_BNTS = dropout(weights_BNTS, dropout_rate, key)
+        outputs.append(jnp.einsum("BNTS,BNSH->BNTH", weights_BNTS, v_seen))
+    return constrain(jnp.concatenate(outputs, axis=2).swapaxes(1, 2), *_HEADS)
+
+
+def _cudnn(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array | None) -> Array:
+    mask_BNTS = None
+    if segment_ids_BT is not None:
+        mask_BNTS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, mask=mask_BNTS, is_causal=True, implementation="cudnn")
+
+
+def _splash(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array | None) -> Array:
+    # Pallas takes a second to import: only those who use it pay.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
+
+    num_positions, num_heads, head_dim = q_BTNH.shape[1:]
+    mask = splash_attention_mask.CausalMask((num_positions, num_positions))
+    kernel = splash.make_splash_mha_single_device(
+        splash_attention_mask.MultiHeadMask([mask] * num_heads), interpret=jax.default_backend() != "tpu"
+    )
+    q_BNTH, k_BNTH, v_BNTH = (x.swapaxes(1, 2) for x in (q_BTNH * head_dim**-0.5, k_BTNH, v_BTNH))
+    if segment_ids_BT is None:
+        mixed_BNTH = jax.vmap(kernel)(q_BNTH, k_BNTH, v_BNTH)
+    else:
+        mixed_BNTH = jax.vmap(kernel)(q_BNTH, k_BNTH, v_BNTH, splash.SegmentIds(segment_ids_BT, segment_ids_BT))
+    return mixed_BNTH.swapaxes(1, 2)
+
+
+def _on_each_device(
+    kernel: Callable[..., Array], q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array | None
+) -> Array:
+    """Run a kernel that XLA cannot split: each device does its own rows and heads."""
+    if not under_mesh():
+        return kernel(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
+    heads = PartitionSpec(*_HEADS)
+    segments = None if segment_ids_BT is None else PartitionSpec(BATCH_AXES)
+    split = jax.shard_map(kernel, in_specs=(heads, heads, heads, segments), out_specs=heads, check_vma=False)
+    return split(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)

@@ -2,13 +2,22 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-DType = Literal["bfloat16", "float32"]
+DType = Literal["bfloat16", "float32", "float64"]
+AttentionBackend = Literal["auto", "xla", "cudnn", "splash"]
+RematPolicy = Literal["none", "dots", "full"]
+OptimizerName = Literal["adamw", "muon"]
+ScheduleName = Literal["cosine", "wsd", "constant"]
 
 # Rows of the token embedding come in multiples of this, so that matrix units run full. Megatron-LM
 # (Shoeybi et al., 2019, arXiv:1909.08053, section 4) pads to the same number for the same reason.
 VOCAB_MULTIPLE = 128
+
+
+def _check_choice(section: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{section}.{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,20 +43,38 @@ class GPT2Config:
     embed_dim: int = 768
     """Width of the residual stream."""
 
+    mlp_dim: int | None = None
+    """Width inside the feed-forward layer. None is GPT-2's, four times `embed_dim`."""
+
+    norm_epsilon: float = 1e-5
+    """Added to the variance in layer norms."""
+
     dropout_rate: float = 0.0
     """Probability of zeroing an element of the embeddings, attention weights and residual branches."""
 
     dtype: DType = "float32"
-    """Type that activations and matrix products are computed in."""
+    """Type that activations and matrix products are computed in. (float64 needs jax_enable_x64.)"""
 
     param_dtype: DType = "float32"
     """Type that parameters are stored in."""
 
+    attention: AttentionBackend = "auto"
+    """Kernel of the attention: `cudnn` (NVIDIA, bfloat16), `splash` (TPU), `xla` (anywhere), or `auto`."""
+
+    remat: RematPolicy = "none"
+    """What the backward pass computes again to save memory: nothing, all but matrix products, or whole blocks."""
+
+    scan_layers: bool = False
+    """Compile one block and loop over it: a deep model compiles sooner, and its parameters are stacked."""
+
+    loss_chunk_tokens: int = 4096
+    """Tokens per device whose logits exist at once. The loss is computed in parts no larger than this."""
+
     def __post_init__(self) -> None:
         """Check every field once; code downstream trusts it."""
-        for name in ("vocab_size", "seq_len", "num_layers", "num_heads", "embed_dim"):
+        for name in ("vocab_size", "seq_len", "num_layers", "num_heads", "embed_dim", "mlp_dim", "loss_chunk_tokens"):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"model.{name} must be at least 1, got {value}")
         if self.embed_dim % self.num_heads:
             raise ValueError(
@@ -55,15 +82,25 @@ class GPT2Config:
             )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"model.dropout_rate must be in [0, 1), got {self.dropout_rate}")
-        for name in ("dtype", "param_dtype"):
-            value = getattr(self, name)
-            if value not in ("bfloat16", "float32"):
-                raise ValueError(f"model.{name} must be bfloat16 or float32, got {value!r}")
+        if not self.norm_epsilon > 0:
+            raise ValueError(f"model.norm_epsilon must be positive, got {self.norm_epsilon}")
+        for name, choices in (
+            ("dtype", get_args(DType)),
+            ("param_dtype", get_args(DType)),
+            ("attention", get_args(AttentionBackend)),
+            ("remat", get_args(RematPolicy)),
+        ):
+            _check_choice("model", name, getattr(self, name), choices)
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.embed_dim // self.num_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width inside the feed-forward layer."""
+        return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
 
     @property
     def padded_vocab_size(self) -> int:
@@ -98,29 +135,35 @@ def gpt2_xl(**changes: Any) -> GPT2Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW with a linear warmup, a cosine decay and a clipped gradient.
+    """The update rule, its learning rate over time, and a clipped gradient.
 
     Raises:
         ValueError: a field is out of its range.
     """
 
-    name: Literal["adamw"] = "adamw"
-    """The update rule."""
+    name: OptimizerName = "adamw"
+    """The update rule: AdamW, or Muon on the blocks' matrices and AdamW on the rest, at the same rate."""
+
+    schedule: ScheduleName = "cosine"
+    """What follows the warmup: a cosine to the minimum, a plateau and a linear decay (`wsd`), or a plateau."""
 
     learning_rate: float = 6e-4
     """Peak learning rate, reached at the end of the warmup."""
 
     min_learning_rate: float = 6e-5
-    """Learning rate at the last step, the end of the cosine."""
+    """Learning rate at the last step of `cosine` and `wsd`. `constant` does not use it."""
 
     warmup_steps: int = 0
     """Steps of linear warmup. 0 starts at the peak."""
+
+    decay_steps: int | None = None
+    """Steps of the decay that ends `wsd`. None is a fifth of the run."""
 
     weight_decay: float = 0.1
     """Decoupled weight decay, on matrices only: biases and norms are spared."""
 
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment. (Muon's momentum is optax's, 0.95.)"""
 
     beta2: float = 0.95
     """Decay of the second moment."""
@@ -130,8 +173,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Check every field once."""
-        if self.name != "adamw":
-            raise ValueError(f"optimizer.name must be adamw, got {self.name!r}")
+        _check_choice("optimizer", "name", self.name, get_args(OptimizerName))
+        _check_choice("optimizer", "schedule", self.schedule, get_args(ScheduleName))
         if not self.learning_rate > 0:
             raise ValueError(f"optimizer.learning_rate must be positive, got {self.learning_rate}")
         if not 0 <= self.min_learning_rate <= self.learning_rate:
@@ -139,9 +182,9 @@ class OptimizerConfig:
                 "optimizer.min_learning_rate must lie between 0 and optimizer.learning_rate "
                 f"({self.learning_rate}), got {self.min_learning_rate}"
             )
-        for name in ("warmup_steps", "weight_decay", "clip_norm"):
+        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
             value = getattr(self, name)
-            if not value >= 0:
+            if value is not None and not value >= 0:
                 raise ValueError(f"optimizer.{name} must not be negative, got {value}")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)

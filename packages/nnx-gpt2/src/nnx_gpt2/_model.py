@@ -1,33 +1,38 @@
 """GPT-2 as in Radford et al., 2019: the one file to read for what the network computes.
 
-Shapes: B batch, T position, M = B * T (one row per token), C width, N heads, H head width,
-V vocabulary, P vocabulary padded to a multiple of 128.
+Shapes: B batch, T position, M = B * T (one row per token), C width, F width inside the feed-forward
+layer, N heads, H head width, L layers, V vocabulary, P vocabulary padded to a multiple of 128.
 
 Activations stay `[M, C]` between attentions: on CPU, XLA would otherwise transpose every
 `[B, T, C]` activation to form a weight's gradient, which costs more than the product itself.
+`constrain` says how an array lies on a mesh, and does nothing without one.
 """
 
 import math
+import os
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nnx_gpt2._attention import causal_attention
-from nnx_gpt2._config import GPT2Config
+from nnx_gpt2._config import DType, GPT2Config
 from nnx_gpt2._dropout import dropout, split_key
+from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain
 
-# GPT-2's own: the initial standard deviation, and the epsilon of its norms.
+# GPT-2's own initial standard deviation.
 INIT_STD = 0.02
-NORM_EPSILON = 1e-5
 
 
-def _linear(config: GPT2Config, in_dim: int, out_dim: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(
+def _linear(config: GPT2Config, in_dim: int, out_dims: int | tuple[int, ...], std: float, rngs: nnx.Rngs) -> Any:
+    return nnx.LinearGeneral(
         in_dim,
-        out_dim,
+        out_dims,
         kernel_init=nnx.initializers.normal(std),
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
@@ -38,7 +43,7 @@ def _linear(config: GPT2Config, in_dim: int, out_dim: int, std: float, rngs: nnx
 def _norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(
         config.embed_dim,
-        epsilon=NORM_EPSILON,
+        epsilon=config.norm_epsilon,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,
@@ -51,23 +56,37 @@ def _residual_std(config: GPT2Config) -> float:
 
 
 class Attention(nnx.Module):
-    """Multi-head causal self-attention."""
+    """Multi-head causal self-attention. `c_attn` maps `[C]` to `[3, C]`: queries, keys and values."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.c_attn = _linear(config, config.embed_dim, 3 * config.embed_dim, INIT_STD, rngs)
+        self.c_attn = _linear(config, config.embed_dim, (3, config.embed_dim), INIT_STD, rngs)
         self.c_proj = _linear(config, config.embed_dim, config.embed_dim, _residual_std(config), rngs)
 
     def __call__(
-        self, x_MC: Float[Array, "M C"], num_positions: int, dropout_key: PRNGKeyArray | None
+        self,
+        x_MC: Float[Array, "M C"],
+        num_positions: int,
+        segment_ids_BT: Int[Array, "B T"] | None,
+        dropout_key: PRNGKeyArray | None,
     ) -> Float[Array, "M C"]:
         """Mix each sequence's positions. `num_positions` is T, which says where sequences begin in M."""
         config = self.config
         weights_key, output_key = split_key(dropout_key, 2)
-        heads_BTNH = (-1, num_positions, config.num_heads, config.head_dim)
-        q_BTNH, k_BTNH, v_BTNH = (part.reshape(heads_BTNH) for part in jnp.split(self.c_attn(x_MC), 3, axis=-1))
-        mixed_BTNH = causal_attention(q_BTNH, k_BTNH, v_BTNH, dropout_rate=config.dropout_rate, dropout_key=weights_key)
+        mixed_BTNH = causal_attention(
+            *self.heads(x_MC, num_positions),
+            segment_ids_BT=segment_ids_BT,
+            dropout_rate=config.dropout_rate,
+            dropout_key=weights_key,
+            backend=config.attention,
+        )
         return dropout(self.c_proj(mixed_BTNH.reshape(x_MC.shape)), config.dropout_rate, output_key)
+
+    def heads(self, x_MC: Float[Array, "M C"], num_positions: int) -> list[Float[Array, "B T N H"]]:
+        """Queries, keys and values."""
+        qkv_M3C = constrain(self.c_attn(x_MC), BATCH_AXES, None, TENSOR_AXIS)
+        shape = (-1, num_positions, self.config.num_heads, self.config.head_dim)
+        return [qkv_M3C[:, i].reshape(shape) for i in range(3)]
 
 
 class MLP(nnx.Module):
@@ -75,13 +94,13 @@ class MLP(nnx.Module):
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.c_fc = _linear(config, config.embed_dim, 4 * config.embed_dim, INIT_STD, rngs)
-        self.c_proj = _linear(config, 4 * config.embed_dim, config.embed_dim, _residual_std(config), rngs)
+        self.c_fc = _linear(config, config.embed_dim, config.hidden_dim, INIT_STD, rngs)
+        self.c_proj = _linear(config, config.hidden_dim, config.embed_dim, _residual_std(config), rngs)
 
     def __call__(self, x_MC: Float[Array, "M C"], dropout_key: PRNGKeyArray | None) -> Float[Array, "M C"]:
         """Transform each position by itself."""
-        hidden = jax.nn.gelu(self.c_fc(x_MC), approximate=True)
-        return dropout(self.c_proj(hidden), self.config.dropout_rate, dropout_key)
+        hidden_MF = jax.nn.gelu(constrain(self.c_fc(x_MC), BATCH_AXES, TENSOR_AXIS), approximate=True)
+        return dropout(self.c_proj(hidden_MF), self.config.dropout_rate, dropout_key)
 
 
 class Block(nnx.Module):
@@ -94,74 +113,187 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
-        self, x_MC: Float[Array, "M C"], num_positions: int, dropout_key: PRNGKeyArray | None
+        self,
+        x_MC: Float[Array, "M C"],
+        num_positions: int,
+        segment_ids_BT: Int[Array, "B T"] | None,
+        dropout_key: PRNGKeyArray | None,
     ) -> Float[Array, "M C"]:
         """Add what attention and the feed-forward layer make of the stream to the stream."""
         attn_key, mlp_key = split_key(dropout_key, 2)
-        x_MC = x_MC + self.attn(self.ln_1(x_MC), num_positions, attn_key)
-        return x_MC + self.mlp(self.ln_2(x_MC), mlp_key)
+        x_MC = constrain(x_MC + self.attn(self.ln_1(x_MC), num_positions, segment_ids_BT, attn_key), BATCH_AXES, None)
+        return constrain(x_MC + self.mlp(self.ln_2(x_MC), mlp_key), BATCH_AXES, None)
+
+
+# What the backward pass finds saved: everything, the results of matrix products with weights, or a block's input.
+_REMAT: dict[str, Callable[[Callable[..., Array]], Callable[..., Array]]] = {
+    "none": lambda block: block,
+    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "full": jax.checkpoint,
+}
 
 
 class GPT2(nnx.Module):
     """GPT-2: tokens in, next-token logits out.
 
     Args:
-        config: the shape.
-        rngs: where the initial parameters come from.
+            config: the shape.
+            rngs: where the initial parameters come from.
 
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from nnx_gpt2 import GPT2, GPT2Config
-    >>> config = GPT2Config(vocab_size=257, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
-    >>> model = GPT2(config, rngs=nnx.Rngs(0))
-    >>> model(jnp.zeros((3, 16), jnp.int32)).shape
-    (3, 16, 257)
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+    from jax.core import Tracer
+        >>> from nnx_gpt2 import GPT2, GPT2Config
+        >>> config = GPT2Config(vocab_size=257, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
+        >>> model = GPT2(config, rngs=nnx.Rngs(0))
+        >>> model(jnp.zeros((3, 16), jnp.int32)).shape
+        (3, 16, 257)
     """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
-        param_dtype = jnp.dtype(config.param_dtype)
         embed = partial(
             nnx.Embed,
             features=config.embed_dim,
             dtype=jnp.dtype(config.dtype),
-            param_dtype=param_dtype,
+            param_dtype=jnp.dtype(config.param_dtype),
             embedding_init=nnx.initializers.normal(INIT_STD),
             rngs=rngs,
         )
         self.config = config
         self.wte = embed(config.padded_vocab_size)
         self.wpe = embed(config.seq_len)
-        self.h = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        keys = jax.random.split(rngs.params(), config.num_layers)
+        self.h: Any  # a list of blocks, or one block whose parameters are stacked
+        if config.scan_layers:
+            self.h = nnx.vmap(lambda key: Block(config, rngs=nnx.Rngs(key)))(keys)
+        else:
+            self.h = nnx.List([Block(config, rngs=nnx.Rngs(key)) for key in keys])
         self.ln_f = _norm(config, rngs)
 
-    def __call__(self, tokens: Int[Array, "B T"], *, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T V"]:
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_name: str | os.PathLike[str],
+        *,
+        dtype: DType = "float32",
+        param_dtype: DType = "float32",
+        revision: str | None = None,
+        **changes: Any,
+    ) -> "GPT2":
+        """Load GPT-2 from files in the layout of Hugging Face: `config.json` and `*.safetensors`.
+
+        Args:
+            path_or_name: a folder, or a repository on the hub such as `gpt2-medium` (needs the extra `hub`).
+            dtype: type to compute in.
+            param_dtype: type to keep the parameters in.
+            revision: the hub's branch, tag or commit.
+            changes: further fields of `GPT2Config` that do not change the weights, such as `attention`.
+
+        Raises:
+            ValueError: the files are not those of a GPT-2 that this model can express; the message names what
+                differs. There is then no model.
+        """
+        from nnx_gpt2._pretrained import load_pretrained  # it needs this module
+
+        return load_pretrained(path_or_name, revision=revision, dtype=dtype, param_dtype=param_dtype, **changes)
+
+    def save_pretrained(
+        self, path: str | os.PathLike[str], *, end_of_text: int | None = None, max_shard_bytes: int = 5 * 10**9
+    ) -> None:
+        """Write the model so that transformers, vLLM and llama.cpp's converter read it, and `from_pretrained`.
+
+        Args:
+            path: a folder, made if need be. A file appears under its name only when it is whole.
+            end_of_text: the token that begins and ends documents, for `config.json`; 50256 if None and the
+                vocabulary is GPT-2's.
+            max_shard_bytes: beyond this the weights are split over several files with an index.
+
+        Raises:
+            ValueError: `path` is a file.
+        """
+        from nnx_gpt2._pretrained import save_pretrained  # it needs this module
+
+        save_pretrained(self, path, end_of_text=end_of_text, max_shard_bytes=max_shard_bytes)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        dropout_key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "B T V"]:
         """Logits of the token after each position, over the true vocabulary.
 
         Args:
             tokens: ids below `config.vocab_size`; T is at most `config.seq_len`.
+            segment_ids: where given, attention stays among positions of the same number (a document).
             dropout_key: trains with dropout when given; otherwise the result is deterministic.
 
         Raises:
-            ValueError: T exceeds the context length.
+            ValueError: T exceeds the context length, or ids lie outside the vocabulary (seen outside jit only).
         """
-        logits_MP = self.padded_logits(self.hidden(tokens, dropout_key=dropout_key))
+        check_ids(tokens, self.config)
+        logits_MP = self.padded_logits(self.hidden(tokens, segment_ids=segment_ids, dropout_key=dropout_key))
         return logits_MP[:, : self.config.vocab_size].reshape(*tokens.shape, -1)
 
-    def hidden(self, tokens: Int[Array, "B T"], *, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "M C"]:
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        dropout_key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "M C"]:
         """The final normed activations, one row per token: what the head multiplies."""
-        num_positions = tokens.shape[1]
-        if num_positions > self.config.seq_len:
+        config, num_positions = self.config, tokens.shape[1]
+        if num_positions > config.seq_len:
             raise ValueError(
-                f"expected at most {self.config.seq_len} tokens per sequence (model.seq_len), got {num_positions}: "
+                f"expected at most {config.seq_len} tokens per sequence (model.seq_len), got {num_positions}: "
                 "cut the sequences, or build a model with a longer context"
             )
-        embed_key, *block_keys = split_key(dropout_key, 1 + self.config.num_layers)
-        x_BTC = self.wte(tokens) + self.wpe(jnp.arange(num_positions))[None]
-        x_MC = dropout(x_BTC.reshape(-1, self.config.embed_dim), self.config.dropout_rate, embed_key)
-        for block, key in zip(self.h, block_keys, strict=True):
-            x_MC = block(x_MC, num_positions, key)
+        embed_key, blocks_key = split_key(dropout_key, 2)
+        x_BTC = self.embed(tokens, jnp.arange(num_positions)[None])
+        x_MC = dropout(x_BTC.reshape(-1, config.embed_dim), config.dropout_rate, embed_key)
+        x_MC = constrain(x_MC, BATCH_AXES, None)
+        keys = None if blocks_key is None else jax.random.split(blocks_key, config.num_layers)
+
+        def apply(graphdef: nnx.GraphDef, state: nnx.State, x_MC: Array, key: PRNGKeyArray | None) -> Array:
+            return nnx.merge(graphdef, state)(x_MC, num_positions, segment_ids, key)
+
+        if config.scan_layers:
+            graphdef, states = nnx.split(self.h)
+            layer = _REMAT[config.remat](partial(apply, graphdef))
+            x_MC, _ = jax.lax.scan(lambda x_MC, rest: (layer(rest[0], x_MC, rest[1]), None), x_MC, (states, keys))
+        else:
+            for i in range(config.num_layers):
+                graphdef, state = nnx.split(self.h[i])
+                key = None if keys is None else keys[i]
+                x_MC = _REMAT[config.remat](partial(apply, graphdef))(state, x_MC, key)
         return self.ln_f(x_MC)
+
+    def embed(self, tokens: Int[Array, "*shape"], positions: Int[Array, "..."]) -> Float[Array, "*shape C"]:
+        """Token and position embeddings, added."""
+        # Over a mesh, whole rows are looked up: rows that `fsdp` has cut would be put together too late.
+        wte_PC = constrain(self.wte.embedding[...], TENSOR_AXIS, None)
+        wpe_TC = constrain(self.wpe.embedding[...], None, None)
+        dtype = jnp.dtype(self.config.dtype)
+        return wte_PC.astype(dtype)[tokens] + wpe_TC.astype(dtype)[positions]
 
     def padded_logits(self, x_MC: Float[Array, "M C"]) -> Float[Array, "M P"]:
         """The tied head over the padded vocabulary. Columns from `vocab_size` on mean nothing."""
         return self.wte.attend(x_MC)
+
+    def block(self, i: int) -> Block:
+        """The block of layer `i`, whether or not the layers are stacked."""
+        if not self.config.scan_layers:
+            return self.h[i]
+        graphdef, states = nnx.split(self.h)
+        return nnx.merge(graphdef, jax.tree.map(lambda x: x[i], states))
+
+
+def check_ids(tokens: Int[Array, "B T"], config: GPT2Config) -> None:
+    """Refuse ids outside the vocabulary, where they can be seen: not while jit traces."""
+    if isinstance(tokens, Tracer) or tokens.size == 0:
+        return
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= config.vocab_size:
+        raise ValueError(f"expected token ids in [0, {config.vocab_size}), got {low} to {high}")

@@ -7,48 +7,104 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
+from optax.contrib import MuonDimensionNumbers, muon
 
 from nnx_gpt2._config import OptimizerConfig
+from nnx_gpt2._sharding import dotted_name
+
+# Root mean square that Muon's updates are scaled to, which is about that of AdamW's, so that one learning
+# rate serves both: Liu et al., 2025, arXiv:2502.16982, section 2.2.
+_MUON_RMS = 0.2
 
 
 def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[[ArrayLike], jax.Array]:
-    """Linear warmup to the peak, then a cosine down to the minimum at `max_steps`.
+    """Linear warmup to the peak, then what `config.schedule` says.
 
-    Step `i` of a warmup of `w` steps has `(i + 1) / (w + 1)` of the peak, so that no step is wasted
-    at zero. The cosine is that of Loshchilov and Hutter, 2017 (arXiv:1608.03983), without restarts.
+    Step `i` of a warmup of `w` steps has `(i + 1) / (w + 1)` of the peak, so that no step is wasted at zero.
+    `cosine` is that of Loshchilov and Hutter, 2017 (arXiv:1608.03983), without restarts, down to the minimum
+    at `max_steps`; `wsd` stays at the peak and falls in a straight line over the last `decay_steps` (Hu et
+    al., 2024, arXiv:2404.06395); `constant` stays at the peak.
+
+    Raises:
+        ValueError: warmup and decay are longer than the run.
     """
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / (config.warmup_steps + 1),
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(max_steps, config.warmup_steps + 1),
-        end_value=config.min_learning_rate,
-    )
+    peak, warmup = config.learning_rate, config.warmup_steps
+    first = peak / (warmup + 1)
+    if config.schedule == "cosine":
+        schedule = optax.warmup_cosine_decay_schedule(
+            init_value=first,
+            peak_value=peak,
+            warmup_steps=warmup,
+            decay_steps=max(max_steps, warmup + 1),
+            end_value=config.min_learning_rate,
+        )
+        return lambda step: jnp.asarray(schedule(step))
+    parts = [optax.linear_schedule(first, peak, warmup), optax.constant_schedule(peak)]
+    starts = [warmup]
+    if config.schedule == "wsd":
+        decay = max_steps // 5 if config.decay_steps is None else config.decay_steps
+        if warmup + decay > max_steps:
+            raise ValueError(
+                f"expected optimizer.warmup_steps and optimizer.decay_steps that fit into {max_steps} steps, got "
+                f"{warmup} and {decay}"
+            )
+        parts.append(optax.linear_schedule(peak, config.min_learning_rate, max(decay, 1)))
+        starts.append(max_steps - decay)
+    schedule = optax.join_schedules(parts, starts)
     return lambda step: jnp.asarray(schedule(step))
 
 
-def is_matrix(params: Any) -> Any:
-    """True for each parameter that weight decay applies to: those of two dimensions or more."""
-    return jax.tree.map(lambda param: param.ndim >= 2, params)
+def _is_weight(path: tuple[Any, ...]) -> bool:
+    return dotted_name(path).endswith(("kernel", "embedding"))
+
+
+def is_weight(params: Any) -> Any:
+    """True for each parameter that weight decay applies to: kernels and embeddings, not biases and norms."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: _is_weight(path), params)
+
+
+def _update_rule(params: Any) -> Any:
+    """Which rule each parameter follows under `muon`: its own for the blocks' matrices, AdamW's for the rest."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "muon" if dotted_name(path).endswith("kernel") else "adamw", params
+    )
+
+
+def _matrix_axes(params: Any) -> Any:
+    """How a kernel is a matrix: its input and output axes; others (q, k, v; stacked layers) count matrices."""
+
+    def axes(path: tuple[Any, ...], kernel: jax.Array) -> MuonDimensionNumbers:
+        num_dims = 3 if dotted_name(path).endswith("c_attn.kernel") else 2
+        return MuonDimensionNumbers(reduction_axis=kernel.ndim - num_dims, output_axis=kernel.ndim - 1)
+
+    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) behind a clip by global norm.
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) behind a clip by global norm, or with Muon.
+
+    Muon (Jordan et al., 2024, as optax.contrib has it) updates the matrices of the blocks, queries, keys and
+    values each by themselves; embeddings, biases and norms stay with AdamW.
 
     Args:
         config: the rates.
         max_steps: length of the run in steps, over which the learning rate decays.
 
     Raises:
-        ValueError: `max_steps` is below 1.
+        ValueError: `max_steps` is below 1, or shorter than warmup and decay.
     """
     if max_steps < 1:
         raise ValueError(f"expected at least 1 step of training, got {max_steps}")
-    adamw = optax.adamw(
-        learning_rate_schedule(config, max_steps),
-        b1=config.beta1,
-        b2=config.beta2,
-        weight_decay=config.weight_decay,
-        mask=is_matrix,
+    schedule = learning_rate_schedule(config, max_steps)
+    rule = adamw = optax.adamw(
+        schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=is_weight
     )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
+    if config.name == "muon":
+        matrices = muon(
+            schedule,
+            weight_decay=config.weight_decay,
+            consistent_rms=_MUON_RMS,
+            muon_weight_dimension_numbers=_matrix_axes,
+        )
+        rule = optax.partition({"muon": matrices, "adamw": adamw}, _update_rule)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule

@@ -1,21 +1,108 @@
-"""How arrays lie on devices. Data parallel: the batch is split, everything else is on every device."""
+"""How arrays lie on devices: the mesh, the rules from parameter names to layouts, and the batch.
+
+Three axes. `data` splits the batch; `fsdp` splits the batch too, and the parameters and the optimizer's
+state with it (Rajbhandari et al., 2020, arXiv:1910.02054, stage 3); `tensor` splits each layer's heads and
+hidden units and the vocabulary (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Integer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
+from jaxtyping import Array, Integer, PyTree
 
-DATA_AXIS = "data"
+from nnx_gpt2._config import GPT2Config
+
+DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
+BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
+
+# The layout of each parameter by the last two or three parts of its name; all others are on every device.
+# A parameter that is stacked over layers has one more dimension in front, which is not split.
+_RULES = {
+    "wte.embedding": PartitionSpec(TENSOR_AXIS, FSDP_AXIS),
+    "wpe.embedding": PartitionSpec(None, FSDP_AXIS),
+    "attn.c_attn.kernel": PartitionSpec(FSDP_AXIS, None, TENSOR_AXIS),
+    "attn.c_attn.bias": PartitionSpec(None, TENSOR_AXIS),
+    "attn.c_proj.kernel": PartitionSpec(TENSOR_AXIS, FSDP_AXIS),
+    "mlp.c_fc.kernel": PartitionSpec(FSDP_AXIS, TENSOR_AXIS),
+    "mlp.c_fc.bias": PartitionSpec(TENSOR_AXIS),
+    "mlp.c_proj.kernel": PartitionSpec(TENSOR_AXIS, FSDP_AXIS),
+}
 
 
-def make_mesh() -> Mesh:
-    """All devices of all processes along one axis, `data`, whose shardings XLA infers."""
-    return jax.make_mesh((jax.device_count(),), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with the axes `data`, `fsdp` and `tensor`, whose shardings XLA infers.
+
+    Args:
+        fsdp: devices that share one copy of the parameters.
+        tensor: devices that share each layer's work. They must belong to one process.
+        devices: the devices; all of every process when None. What `fsdp` and `tensor` leave becomes `data`.
+
+    Raises:
+        ValueError: the axes do not divide the devices, or `tensor` reaches beyond one process.
+    """
+    num_devices = jax.device_count() if devices is None else len(devices)
+    if fsdp < 1 or tensor < 1 or num_devices % (fsdp * tensor):
+        raise ValueError(
+            f"expected fsdp and tensor whose product divides the {num_devices} devices, got {fsdp} and {tensor}"
+        )
+    if devices is None and jax.local_device_count() % tensor:
+        raise ValueError(
+            f"expected tensor to divide the {jax.local_device_count()} devices of one process, got {tensor}"
+        )
+    shape = (num_devices // (fsdp * tensor), fsdp, tensor)
+    return jax.make_mesh(shape, (*BATCH_AXES, TENSOR_AXIS), axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def check_mesh(config: GPT2Config, mesh: Mesh) -> None:
+    """Refuse a mesh that does not divide the model.
+
+    Raises:
+        ValueError: the message names the axis, its size, and what it should divide.
+    """
+    for axis, name, size in (
+        (TENSOR_AXIS, "num_heads", config.num_heads),
+        (TENSOR_AXIS, "hidden_dim", config.hidden_dim),
+        (TENSOR_AXIS, "padded_vocab_size", config.padded_vocab_size),
+        (FSDP_AXIS, "embed_dim", config.embed_dim),
+    ):
+        if size % mesh.shape[axis]:
+            raise ValueError(
+                f"expected a mesh axis {axis} that divides the model's {name}, {size}, got {mesh.shape[axis]}: "
+                f"choose another size for {axis}"
+            )
+
+
+def param_spec(name: str, num_dims: int) -> PartitionSpec:
+    """The layout of a parameter, or of an optimizer's array of the same name and shape.
+
+    Args:
+        name: its dotted name, such as `h.0.attn.c_attn.kernel`, with or without something before it.
+        num_dims: its dimensions, which tell whether it is stacked over layers.
+    """
+    for suffix, spec in _RULES.items():
+        if name.endswith(suffix) and num_dims:
+            return PartitionSpec(*[None] * (num_dims - len(spec)), *spec)
+    return PartitionSpec()
+
+
+def dotted_name(path: tuple[Any, ...]) -> str:
+    """The name of a leaf: its path's keys, attributes and indices joined by dots."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def tree_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+    """The layout of every leaf of a tree of parameters, or of a whole training state."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, param_spec(dotted_name(path), leaf.ndim)), tree
+    )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """A batch's first dimension split over the devices."""
-    return NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    """A batch's first dimension split over the axes `data` and `fsdp`."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -27,12 +114,22 @@ def put_batch(local_rows: Integer[np.ndarray, "b T"], mesh: Mesh) -> Integer[Arr
     """The global batch, of which each process hands in its own rows, in the order of ranks.
 
     Raises:
-        ValueError: the rows cannot be divided over this process's devices.
+        ValueError: the rows cannot be divided over this process's part of the batch axes.
     """
-    num_devices = len(mesh.local_devices)
-    if len(local_rows) % num_devices:
+    num_parts = len(mesh.local_devices) // mesh.shape[TENSOR_AXIS]
+    if len(local_rows) % num_parts:
         raise ValueError(
-            f"expected a number of rows that {num_devices} local devices divide, got {len(local_rows)}: "
-            "choose a batch size that the device count divides"
+            f"expected a number of rows that {num_parts} parts (the data and fsdp axes of this process) divide, "
+            f"got {len(local_rows)}: choose a batch size that they divide"
         )
     return jax.make_array_from_process_local_data(batch_sharding(mesh), local_rows)
+
+
+def under_mesh() -> bool:
+    """Whether the code being traced is part of a step over a mesh of `make_mesh`."""
+    return TENSOR_AXIS in get_abstract_mesh().axis_names
+
+
+def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:
+    """Lay an intermediate array over these axes, where there is a mesh; otherwise do nothing."""
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes)) if under_mesh() else x

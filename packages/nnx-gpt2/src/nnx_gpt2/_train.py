@@ -1,12 +1,13 @@
-"""The training state, the one train step, and the one eval step.
+"""The training state, the one train step, and the eval step.
 
 The state is plain nested dictionaries of arrays under GPT-2's names, which jit flattens several times
 faster than module objects; `merge` gives the module back.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding
-from jaxtyping import Array, Float, Integer, PRNGKeyArray, PyTree
+from jax.sharding import Mesh, SingleDeviceSharding, use_abstract_mesh
+from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray, PyTree
 
 from nnx_gpt2._config import GPT2Config
-from nnx_gpt2._loss import window_losses
+from nnx_gpt2._loss import mean_loss, token_losses
 from nnx_gpt2._model import GPT2
-from nnx_gpt2._sharding import replicated
+from nnx_gpt2._sharding import check_mesh, replicated, tree_shardings
 
 Params = PyTree[Array]
 Windows = Integer[Array | np.ndarray, "B W"]
@@ -32,7 +33,10 @@ class TrainState:
     """All that training carries from one step to the next."""
 
     step: Any
-    """Number of updates made so far, int32."""
+    """Number of batches seen so far, int32."""
+
+    num_skipped: Any
+    """How many of them made no update, because the loss or the gradient was not finite; int32."""
 
     params: Any
     """Parameters: nested dictionaries, from GPT-2's names to arrays."""
@@ -50,66 +54,102 @@ def merge(config: GPT2Config, params: Params) -> GPT2:
     return nnx.merge(_graphdef(config), params)
 
 
+def split_params(model: GPT2) -> Params:
+    """A model's parameters as a `TrainState` has them. Copies nothing."""
+    return nnx.to_pure_dict(nnx.state(model))
+
+
+def stack_layers(params: Params) -> Params:
+    """The parameters as `scan_layers=True` has them, from those of `scan_layers=False`."""
+    blocks = params["h"]
+    return {**params, "h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *[blocks[i] for i in range(len(blocks))])}
+
+
+def unstack_layers(params: Params) -> Params:
+    """The parameters as `scan_layers=False` has them, from those of `scan_layers=True`."""
+    num_layers = len(params["h"]["ln_1"]["scale"])
+    return {**params, "h": {i: jax.tree.map(lambda x, i=i: x[i], params["h"]) for i in range(num_layers)}}
+
+
 def create_train_state(
     config: GPT2Config,
     optimizer: optax.GradientTransformation,
     key: PRNGKeyArray,
     mesh: Mesh | None = None,
 ) -> TrainState:
-    """A freshly initialised state, made on the devices where it will live.
+    """A freshly initialised state, made on the devices where it will live: never whole on one of them.
 
     Args:
         config: the model's shape.
         optimizer: see `create_optimizer`.
         key: decides the initial parameters; the same on every process.
         mesh: the devices; without one, the default device.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
     """
     create = partial(_create, config, optimizer)
     if mesh is None:
         return jax.jit(create)(key)
-    return jax.jit(create, out_shardings=replicated(mesh))(key)
+    check_mesh(config, mesh)
+    return jax.jit(create, out_shardings=tree_shardings(jax.eval_shape(create, key), mesh))(key)
 
 
 def abstract_train_state(
     config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
     """The shapes, types and shardings of a state without its arrays: what a checkpoint is restored into."""
-    sharding = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else replicated(mesh)
+    shapes = jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
+    if mesh is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: device, shapes)
+    else:
+        check_mesh(config, mesh)
+        shardings = tree_shardings(shapes, mesh)
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0)),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
     )
 
 
 def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:
-    params = nnx.to_pure_dict(nnx.state(GPT2(config, rngs=nnx.Rngs(key))))
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+    params = split_params(GPT2(config, rngs=nnx.Rngs(key)))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(step=zero, num_skipped=zero, params=params, opt_state=optimizer.init(params))
 
 
 def make_train_step(
     config: GPT2Config,
     optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
     *,
     grad_accum_steps: int = 1,
-) -> Callable[[TrainState, Windows, PRNGKeyArray], tuple[TrainState, dict[str, jax.Array]]]:
+    end_of_text: int | None = None,
+) -> jax.stages.Wrapped:
     """Compile one update: `step(state, windows, key) -> (state, metrics)`.
 
     The state that goes in is donated: its buffers become those of the state that comes out. The step's
     randomness is `fold_in(key, state.step)`, so the same `key` serves the whole run and a resumed run
-    draws what the unbroken one would have. Metrics: `loss` (nats per token) and `grad_norm` (before
-    clipping), float32 scalars left on the device.
+    draws what the unbroken one would have. Metrics, left on the device: `loss` (nats per token) and
+    `grad_norm` (before clipping), float32; `num_skipped`, int32. Where the loss or the gradient is not
+    finite, parameters and optimizer stay what they were, and the step is counted as skipped.
 
     Args:
         config: the model's shape.
         optimizer: see `create_optimizer`.
+        mesh: the devices that the state lies on; without one, a single device.
         grad_accum_steps: number of equal parts that a batch is processed in, one after the other, to
             save memory; the batch size must be a multiple of it.
+        end_of_text: the token that ends a document; where given, attention does not look across it.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
     """
     graphdef = _graphdef(config)
 
     def loss_fn(params: Params, windows: Integer[Array, "b W"], key: PRNGKeyArray) -> Float[Array, ""]:
+        segment_ids = None if end_of_text is None else document_ids(windows[:, :-1], end_of_text)
         dropout_key = key if config.dropout_rate > 0 else None
-        return window_losses(nnx.merge(graphdef, params), windows, dropout_key=dropout_key).mean()
+        return mean_loss(nnx.merge(graphdef, params), windows, segment_ids=segment_ids, dropout_key=dropout_key)
 
     def accumulated(params: Params, windows: Integer[Array, "B W"], key: PRNGKeyArray) -> tuple[jax.Array, Params]:
         if grad_accum_steps == 1:
@@ -120,30 +160,79 @@ def make_train_step(
         def add(total: Params, part: tuple[jax.Array, PRNGKeyArray]) -> tuple[Params, None]:
             return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, *part)), None
 
-        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(jax.value_and_grad(loss_fn), params, parts[0], key))
         total, _ = jax.lax.scan(add, zeros, (parts, jax.random.split(key, grad_accum_steps)))
         return jax.tree.map(lambda x: x / grad_accum_steps, total)
 
     def train_step(
         state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, grads = accumulated(state.params, windows, jax.random.fold_in(key, state.step))
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
+        with _traced_over(mesh):
+            loss, grads = accumulated(state.params, windows, jax.random.fold_in(key, state.step))
+            grad_norm = optax.tree.norm(grads)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+            params, opt_state = jax.tree.map(
+                partial(jnp.where, is_finite), (params, opt_state), (state.params, state.opt_state)
+            )
+            num_skipped = state.num_skipped + ~is_finite
+        metrics = {"loss": loss, "grad_norm": grad_norm, "num_skipped": num_skipped}
+        return TrainState(step=state.step + 1, num_skipped=num_skipped, params=params, opt_state=opt_state), metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    compile_step = partial(jax.jit, train_step, donate_argnums=0, compiler_options=compiler_options())
+    if mesh is None:
+        return compile_step()
+    shapes = abstract_train_state(config, optimizer, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    return compile_step(out_shardings=(shardings, replicated(mesh)))
 
 
-def make_eval_step(config: GPT2Config, mesh: Mesh | None = None) -> Callable[[Params, Windows], Float[Array, " B"]]:
-    """Compile `step(params, windows) -> losses`: each window's mean loss, without dropout.
+def make_eval_step(config: GPT2Config, mesh: Mesh | None = None) -> jax.stages.Wrapped:
+    """Compile `step(params, windows) -> losses`: each prediction's loss in nats, without dropout.
 
     With a mesh, every process gets the losses of the whole global batch.
     """
     graphdef = _graphdef(config)
 
-    def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, " B"]:
-        return window_losses(nnx.merge(graphdef, params), windows)
+    def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
+        with _traced_over(mesh):
+            return token_losses(nnx.merge(graphdef, params), windows)
 
-    return jax.jit(eval_step) if mesh is None else jax.jit(eval_step, out_shardings=replicated(mesh))
+    options = compiler_options()
+    if mesh is None:
+        return jax.jit(eval_step, compiler_options=options)
+    return jax.jit(eval_step, out_shardings=replicated(mesh), compiler_options=options)
+
+
+def document_ids(tokens: Int[Array, "B T"], end_of_text: int) -> Int[Array, "B T"]:
+    """The number of the document that each token belongs to; the end-of-text token belongs to the one it ends."""
+    ends = (tokens == end_of_text).astype(jnp.int32)
+    return jnp.cumsum(ends, axis=1) - ends
+
+
+@contextlib.contextmanager
+def _traced_over(mesh: Mesh | None) -> Iterator[None]:
+    """Let `constrain` and the loss see the mesh while jit traces a step."""
+    if mesh is None:
+        yield
+    else:
+        with use_abstract_mesh(mesh.abstract_mesh):
+            yield
+
+
+@cache
+def compiler_options() -> dict[str, Any]:
+    """What the compiler is told beyond its defaults: on CPU, to leave matrix products to Eigen.
+
+    XLA's newer CPU library (YNN) takes a third longer for batches of small products, as attention has them,
+    in jaxlib 0.10. A compiler that does not know the option is not given it.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    try:
+        jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return options

@@ -1,0 +1,323 @@
+"""Weights in and out, in Hugging Face's layout, a tensor at a time: what transformers reads and writes.
+
+There as here a linear layer's weight is `[in, out]` ("Conv1D"), the head is tied to `wte`, and `c_attn` holds
+queries, keys and values side by side. Here the vocabulary is padded, `c_attn` is `[C, 3, C]`, and the
+parameters may be stacked over layers.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from nnx_gpt2._config import GPT2Config
+from nnx_gpt2._model import GPT2
+from nnx_gpt2._train import merge, split_params
+
+_PREFIX = "transformer."
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+# Fields of `config.json` that change what the network computes, and the values that this model computes.
+_EXPRESSIBLE = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "tie_word_embeddings": (True,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+# Buffers, not parameters: old versions of transformers stored the causal mask of every layer.
+_BUFFERS = (".attn.bias", ".attn.masked_bias")
+_HEAD = "lm_head.weight"
+
+# safetensors' names of the types that this model has.
+_DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A published tensor and where it lives in the parameters."""
+
+    path: tuple[str, ...]
+    """Keys in the parameters of a model whose layers are not stacked, without the layer."""
+
+    layer: int | None
+    """The layer, if it belongs to one."""
+
+    shape: tuple[int, ...]
+    """Its published shape."""
+
+
+def _published(config: GPT2Config) -> dict[str, _Tensor]:
+    """Every tensor of a model of this shape, by its published name without the prefix."""
+    width, hidden = config.embed_dim, config.hidden_dim
+
+    def layer(name: str, index: int | None, weight: str, *shape: int) -> dict[str, _Tensor]:
+        full, path = name if index is None else f"h.{index}.{name}", tuple(name.split("."))
+        return {
+            f"{full}.weight": _Tensor((*path, weight), index, shape),
+            f"{full}.bias": _Tensor((*path, "bias"), index, shape[-1:]),
+        }
+
+    tensors = {
+        "wte.weight": _Tensor(("wte", "embedding"), None, (config.vocab_size, width)),
+        "wpe.weight": _Tensor(("wpe", "embedding"), None, (config.seq_len, width)),
+    }
+    for i in range(config.num_layers):
+        tensors |= layer("ln_1", i, "scale", width)
+        tensors |= layer("attn.c_attn", i, "kernel", width, 3 * width)
+        tensors |= layer("attn.c_proj", i, "kernel", width, width)
+        tensors |= layer("ln_2", i, "scale", width)
+        tensors |= layer("mlp.c_fc", i, "kernel", width, hidden)
+        tensors |= layer("mlp.c_proj", i, "kernel", hidden, width)
+    return tensors | layer("ln_f", None, "scale", width)
+
+
+def load_pretrained(path_or_name: str | os.PathLike[str], *, revision: str | None = None, **fields: Any) -> GPT2:
+    """See `GPT2.from_pretrained`."""
+    folder = Path(path_or_name)
+    if not folder.is_dir():
+        folder = _download(str(path_or_name), revision)
+    config = _read_config(folder / _CONFIG, fields)
+    expected = _published(config)
+    with contextlib.ExitStack() as stack:
+        tensors = _open_tensors(folder, stack)
+        _check_tensors(folder, tensors, expected)
+        params = split_params(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
+        fill = jax.jit(lambda stacked, leaf, layer: stacked.at[layer].set(leaf), donate_argnums=0)
+        for name, tensor in expected.items():
+            parent, key = _locate(params, tensor, config)
+            like = parent[key]
+            shape = like.shape[1:] if config.scan_layers and tensor.layer is not None else like.shape
+            leaf = jnp.asarray(_to_ours(tensors[name].read(), shape), like.dtype)
+            if leaf.shape == like.shape:
+                parent[key] = leaf
+            else:
+                stacked = jnp.zeros(like.shape, like.dtype) if isinstance(like, jax.ShapeDtypeStruct) else like
+                parent[key] = fill(stacked, leaf, tensor.layer)
+    return merge(config, params)
+
+
+def save_pretrained(
+    model: GPT2, path: str | os.PathLike[str], *, end_of_text: int | None = None, max_shard_bytes: int
+) -> None:
+    """See `GPT2.save_pretrained`."""
+    folder, config = Path(path), model.config
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"expected a folder to save the model in, got the file {folder}: name another")
+    folder.mkdir(parents=True, exist_ok=True)
+    params = split_params(model)
+    itemsize = jnp.dtype(config.param_dtype).itemsize
+    shards: list[dict[str, _Tensor]] = [{}]
+    shard_bytes = total_bytes = 0
+    for name, tensor in _published(config).items():
+        num_bytes = int(np.prod(tensor.shape)) * itemsize
+        if shards[-1] and shard_bytes + num_bytes > max_shard_bytes:
+            shards.append({})
+            shard_bytes = 0
+        shards[-1][_PREFIX + name] = tensor
+        shard_bytes, total_bytes = shard_bytes + num_bytes, total_bytes + num_bytes
+
+    def read(tensor: _Tensor) -> np.ndarray:
+        parent, key = _locate(params, tensor, config)
+        stacked = config.scan_layers and tensor.layer is not None
+        return _to_published(np.asarray(parent[key][tensor.layer] if stacked else parent[key]), tensor.shape)
+
+    def file_name(i: int) -> str:
+        return _WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+
+    for i, shard in enumerate(shards):
+        _write_tensors(folder / file_name(i), shard, _DTYPE_CODES[config.param_dtype], itemsize, read)
+    if len(shards) > 1:
+        weight_map = {name: file_name(i) for i, shard in enumerate(shards) for name in shard}
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    _write_json(folder / _CONFIG, _describe(config, end_of_text))
+    # Weights that an earlier model left here under names that would be read before, or beside, these.
+    names = {file_name(i) for i in range(len(shards))} | ({_INDEX} if len(shards) > 1 else set())
+    for stale in [*folder.glob("model*.safetensors"), folder / _INDEX]:
+        if stale.name not in names:
+            stale.unlink(missing_ok=True)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    if Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1:
+        raise ValueError(f"expected a folder with a {_CONFIG}, got {name}, which is none")
+    try:
+        from huggingface_hub import snapshot_download  # an extra: local folders do without
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    except ImportError as error:
+        raise ValueError(
+            f"expected a folder, got {name}, which is none: to download it from the hub, install nnx-gpt2[hub]"
+        ) from error
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[_CONFIG, "*.safetensors", _INDEX]))
+    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        raise ValueError(
+            f"expected a folder, or a repository on the hub that can be reached, got {name}: {error}"
+        ) from error
+
+
+def _read_config(path: Path, fields: dict[str, Any]) -> GPT2Config:
+    if not path.exists():
+        raise ValueError(f"expected a {_CONFIG} in {path.parent}, found none: name the folder of a saved model")
+    try:
+        published = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"expected JSON in {path}, got something else ({error}): save or download it again") from error
+    for name, values in _EXPRESSIBLE.items():
+        value = published.get(name, values[0])
+        if value not in values:
+            choices = " or ".join(map(repr, values))
+            raise ValueError(f"expected {name} {choices} in {path}, got {value!r}: this model computes GPT-2 alone")
+    shape = {}
+    for ours, theirs in (
+        ("vocab_size", "vocab_size"),
+        ("seq_len", "n_positions"),
+        ("num_layers", "n_layer"),
+        ("num_heads", "n_head"),
+        ("embed_dim", "n_embd"),
+    ):
+        if not isinstance(published.get(theirs), int):
+            raise ValueError(f"expected a whole number as {theirs} in {path}, got {published.get(theirs)!r}")
+        shape[ours] = published[theirs]
+    rest = {"mlp_dim": published.get("n_inner"), "norm_epsilon": published.get("layer_norm_epsilon", 1e-5)}
+    return GPT2Config(**{**shape, **rest, **fields})
+
+
+def _describe(config: GPT2Config, end_of_text: int | None) -> dict[str, Any]:
+    if end_of_text is None and config.vocab_size == GPT2Config().vocab_size:
+        end_of_text = config.vocab_size - 1
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_positions": config.seq_len,
+        "n_ctx": config.seq_len,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_embd": config.embed_dim,
+        "n_inner": config.mlp_dim,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.norm_epsilon,
+        "initializer_range": 0.02,
+        "embd_pdrop": config.dropout_rate,
+        "attn_pdrop": config.dropout_rate,
+        "resid_pdrop": config.dropout_rate,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "dtype": config.param_dtype,
+        "torch_dtype": config.param_dtype,
+    }
+
+
+def _locate(params: Any, tensor: _Tensor, config: GPT2Config) -> tuple[Any, str]:
+    node = params
+    if tensor.layer is not None:
+        node = params["h"] if config.scan_layers else params["h"][tensor.layer]
+    for key in tensor.path[:-1]:
+        node = node[key]
+    return node, tensor.path[-1]
+
+
+def _to_ours(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if array.size == np.prod(shape):
+        return array.reshape(shape)
+    return np.pad(array, ((0, shape[0] - array.shape[0]), (0, 0)))  # the vocabulary
+
+
+def _to_published(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return array.reshape(shape) if array.size == np.prod(shape) else array[: shape[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in an open file."""
+
+    file: Any
+    name: str
+
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def read(self) -> np.ndarray:
+        return self.file.get_tensor(self.name)
+
+
+def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Stored]:
+    """All tensors of a folder by name without the prefix; nothing is read yet."""
+    index = folder / _INDEX
+    if index.exists():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = [folder / _WEIGHTS]
+    tensors = {}
+    for path in files:
+        if not path.exists():
+            raise ValueError(f"expected {path.name} in {folder}, found none: save or download the model again")
+        try:
+            file = stack.enter_context(safe_open(path, framework="numpy"))
+        except SafetensorError as error:
+            raise ValueError(f"expected safetensors in {path}, got something else ({error}): get it again") from error
+        tensors |= {name.removeprefix(_PREFIX): _Stored(file, name) for name in file.keys()}  # noqa: SIM118 - no dict
+    return {name: stored for name, stored in tensors.items() if not name.endswith(_BUFFERS)}
+
+
+def _check_tensors(folder: Path, tensors: dict[str, _Stored], expected: dict[str, _Tensor]) -> None:
+    head = tensors.pop(_HEAD, None)
+    problems = [f"{name} is missing" for name in expected if name not in tensors]
+    problems += [f"{name} does not belong to it" for name in tensors if name not in expected]
+    for name, tensor in expected.items():
+        if name in tensors and (shape := tensors[name].shape()) != tensor.shape:
+            problems.append(f"{name} is {list(shape)}, not {list(tensor.shape)}")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ValueError(f"expected the tensors of the GPT-2 that {folder / _CONFIG} describes: {shown}")
+    if head is not None and not np.array_equal(head.read(), tensors["wte.weight"].read()):
+        raise ValueError(f"expected {_HEAD} to be wte.weight in {folder}, as GPT-2's head is tied, got another matrix")
+
+
+def _write_tensors(
+    path: Path, tensors: dict[str, _Tensor], code: str, itemsize: int, read: Callable[[_Tensor], np.ndarray]
+) -> None:
+    """Write a safetensors file one tensor at a time, which the library does not offer: it wants all in memory.
+
+    The format: the header's length as 8 bytes, a JSON header, then the tensors' bytes one after the other.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + int(np.prod(tensor.shape)) * itemsize
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    with _replacing(path) as partial, partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(read(tensor)).view(np.uint8).data)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with _replacing(path) as partial:
+        partial.write_text(json.dumps(value, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
