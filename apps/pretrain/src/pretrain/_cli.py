@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import tyro
 from rich.console import Console
@@ -17,7 +18,7 @@ _FAILED, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
 
 _TRAIN_DESCRIPTION = """Pretrain GPT-2. With no argument: the quickstart, minutes on any machine.
 
-Commands: train (this one, the default), sample RUN, eval RUN; each has a --help of its own.
+Commands: train (this one, the default), sample RUN, eval RUN, export RUN OUT; each has a --help of its own.
 
 The same command again continues a run that was interrupted. A preset fills in every option, and each can be
 changed by its name: --preset baby --data book.txt --train.max-steps 500."""
@@ -98,6 +99,7 @@ def _sample_command(
     max_new_tokens: int = 400,
     temperature: float = 0.8,
     top_k: int | None = 40,
+    top_p: float | None = None,
     seed: int = 0,
     num_samples: int = 1,
 ) -> int:
@@ -109,6 +111,7 @@ def _sample_command(
         max_new_tokens: How many tokens to add.
         temperature: Higher is bolder; 0 takes the likeliest token each time.
         top_k: Draw among so many of the likeliest tokens, at least 1; None draws among all.
+        top_p: Draw among the likeliest tokens that have this probability together; None draws among all.
         seed: The same seed gives the same text.
         num_samples: How many texts to write.
     """
@@ -120,6 +123,7 @@ def _sample_command(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
+        top_p=top_p,
         seed=seed,
         num_samples=num_samples,
     )
@@ -156,4 +160,24 @@ def _eval_command(
     return 0
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "sample": _sample, "eval": _eval}
+def _export(arguments: list[str]) -> int:
+    return tyro.cli(_export_command, prog="pretrain export", args=arguments)
+
+
+def _export_command(run: tyro.conf.Positional[str], out: tyro.conf.Positional[Path]) -> int:
+    """Write a trained model in Hugging Face's layout, for transformers, vLLM and others.
+
+    Args:
+        run: The run's folder, or its name in ./runs.
+        out: A folder for config.json and model.safetensors, new or empty.
+    """
+    from pretrain._export import export
+
+    step = export(run, out)
+    Console(soft_wrap=True, highlight=False).print(f"wrote the model of step {step} to {out}", markup=False)
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train, "sample": _sample, "eval": _eval, "export": _export,
+}  # fmt: skip

@@ -1,6 +1,6 @@
 """The configuration of a run: everything that the command line can change."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import tyro
@@ -48,6 +48,9 @@ class TrainConfig:
     """Order of the training windows: `shuffle` (each once per epoch), `random` (with replacement) or
     `sequential`."""
 
+    mask_documents: bool = False
+    """Attention stays within a document. Otherwise a window's documents see what came before them, as in GPT-2."""
+
     max_failures: int = 3
     """Worker failures to recover from, from the newest checkpoint, before giving up."""
 
@@ -73,6 +76,28 @@ class TrainConfig:
                 "train.grad_accum_steps must divide train.global_batch_size, "
                 f"got {self.grad_accum_steps} and {self.global_batch_size}"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig:
+    """How the devices share the work. What `fsdp` and `tensor` leave of them shares the batch alone.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    fsdp: int = 1
+    """Devices that share one copy of the parameters and the optimizer's state, each with its part of the batch."""
+
+    tensor: int = 1
+    """Devices of one worker that share each layer's heads and hidden units."""
+
+    def __post_init__(self) -> None:
+        """Check every field once."""
+        for name in ("fsdp", "tensor"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"mesh.{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +138,15 @@ class PretrainConfig:
     optimizer: OptimizerConfig
     """The optimizer."""
 
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How the devices share the work."""
+
     def __post_init__(self) -> None:
         """Check what no section checks."""
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         if self.name is not None and (not self.name or self.name.startswith(".") or "/" in self.name):
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
+        self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)
         if not self.prompt:
             raise ValueError("prompt must not be empty: the model continues something")

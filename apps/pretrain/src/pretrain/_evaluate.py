@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass
 
-import jax
-import numpy as np
-from flax import nnx
 from rich.console import Console
 from rich.progress import track
 
-from nnx_gpt2 import make_eval_step
+from nnx_gpt2 import split_params
 from owt_data import TokenData, open_tokens
 from pretrain._errors import UsageError
 from pretrain._trained import load_trained
+from pretrain._validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,14 +54,9 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
     count = tokens.val.num_windows(seq_len)
     if count == 0:
         raise UsageError(f"expected at least {seq_len + 1} validation tokens in {path}, got {len(tokens.val)}")
-    eval_step = make_eval_step(trained.model.config)
-    params = nnx.to_pure_dict(nnx.state(trained.model))
-    losses = []
-    for first in track(
-        range(0, count, batch_size), description="evaluating", console=console, disable=not console.is_terminal
-    ):
-        indices = np.arange(first, first + batch_size) % count
-        windows = tokens.val.windows(indices, seq_len=seq_len, order="sequential", seed=0)
-        losses.append(np.asarray(eval_step(params, jax.device_put(windows))))
-    mean = np.concatenate(losses)[:count].mean(dtype=np.float64)
-    return Evaluation(step=trained.step, val_loss=float(mean), num_tokens=count * seq_len)
+    validation = Validation(trained.model.config, tokens.val, num_windows=count, batch_size=batch_size)
+    loss = validation.loss(
+        split_params(trained.model),
+        lambda steps: track(steps, description="evaluating", console=console, disable=not console.is_terminal),
+    )
+    return Evaluation(step=trained.step, val_loss=loss, num_tokens=count * seq_len)

@@ -16,6 +16,9 @@ from pretrain._config import PretrainConfig
 from pretrain._metrics import Record, append_metrics, cut_metrics
 from pretrain._run import RunFolder
 
+# A run in which this many steps in a row made no update is ended.
+MAX_STEPS_SKIPPED = 50
+
 
 class RunLog:
     """The run folder's metrics, written by rank 0. On other ranks it does nothing."""
@@ -56,13 +59,15 @@ class RunLog:
 class StepTimer:
     """Turns a step's metrics into a record, with what the steps since the last record took."""
 
-    def __init__(self, config: PretrainConfig, mesh: jax.sharding.Mesh) -> None:
+    def __init__(self, config: PretrainConfig, mesh: jax.sharding.Mesh, *, num_skipped: int = 0) -> None:
         self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
         self._tokens_per_step = config.train.global_batch_size * config.model.seq_len
         peak = peak_flops_per_s(mesh.devices.flat[0].device_kind)
         flops_per_step = flops_per_token(config.model) * self._tokens_per_step
         # Seconds that a step would take at the devices' peak; None where that is not known.
         self._ideal_step_s = None if peak is None else flops_per_step / (peak * mesh.size)
+        # The last record whose loss was finite: its step, and the steps skipped until then.
+        self._good_step, self._good_num_skipped = 0, num_skipped
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -79,21 +84,26 @@ class StepTimer:
     def record(self, step: int, metrics: dict[str, jax.Array]) -> Record:
         """The record of a step, once its metrics are there; measures anew from now.
 
+        A loss or a gradient norm that is not finite is left out; the step made no update.
+
         Raises:
-            FloatingPointError: the loss is no number any more. What comes of it must not be saved.
+            FloatingPointError: no step made an update any more for so long that none will.
         """
-        loss = float(metrics["loss"])
-        if not math.isfinite(loss):
+        num_skipped = int(metrics["num_skipped"])
+        record: dict[str, Any] = {"step": step, "num_skipped": num_skipped} if num_skipped else {"step": step}
+        for name in ("loss", "grad_norm"):
+            if math.isfinite(value := float(metrics[name])):
+                record[name] = value
+        # The optimizer counts updates, of which a skipped step is none.
+        record["learning_rate"] = float(self._schedule(step - 1 - num_skipped))
+        if num_skipped - self._good_num_skipped < step - self._good_step:
+            self._good_step, self._good_num_skipped = step, num_skipped
+        elif step - self._good_step >= MAX_STEPS_SKIPPED:
             raise FloatingPointError(
-                f"expected a finite loss at step {step}, got {loss}: lower --optimizer.learning-rate, lengthen "
-                "--optimizer.warmup-steps, or set --optimizer.clip-norm 1, under another --name"
+                f"expected a finite loss and gradient, got none in the last {step - self._good_step} steps up to step "
+                f"{step}: lower --optimizer.learning-rate, lengthen --optimizer.warmup-steps, or set "
+                "--optimizer.clip-norm 1, under another --name"
             )
-        record: dict[str, Any] = {
-            "step": step,
-            "loss": loss,
-            "learning_rate": float(self._schedule(step - 1)),
-            "grad_norm": float(metrics["grad_norm"]),
-        }
         num_steps = step - self._step
         if num_steps:
             step_s = (time.perf_counter() - self._since) / num_steps

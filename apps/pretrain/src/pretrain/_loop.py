@@ -21,16 +21,17 @@ from nnx_gpt2 import (
     create_optimizer,
     create_train_state,
     generate,
-    make_eval_step,
     make_mesh,
     make_train_step,
     merge,
     put_batch,
+    replicated,
 )
-from owt_data import WINDOW_ORDER_VERSION, TokenData, Tokens, iter_steps, load_tokenizer
+from owt_data import WINDOW_ORDER_VERSION, TokenData, iter_steps, load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._log import RunLog, StepTimer
 from pretrain._run import RunFolder
+from pretrain._validation import Validation
 from ray_jax_launch import Checkpoints
 
 SAMPLE_TOKENS = 400
@@ -50,10 +51,22 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
         On rank 0, text that the trained model generated.
     """
     train, max_steps = config.train, config.train.max_steps
-    mesh = make_mesh()
+    mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     optimizer = create_optimizer(config.optimizer, max_steps)
-    train_step = make_train_step(config.model, optimizer, grad_accum_steps=train.grad_accum_steps)
-    validation = _Validation(config, data.val, mesh)
+    train_step = make_train_step(
+        config.model,
+        optimizer,
+        mesh,
+        grad_accum_steps=train.grad_accum_steps,
+        end_of_text=load_tokenizer(data.tokenizer).eot_token if train.mask_documents else None,
+    )
+    validation = Validation(
+        config.model,
+        data.val,
+        num_windows=train.eval_batches * train.global_batch_size,
+        batch_size=train.global_batch_size,
+        mesh=mesh,
+    )
     key = jax.random.key(config.seed)
 
     with (
@@ -67,7 +80,11 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
                 checkpoints.save(
                     record["step"],
                     {"params": state.params, "opt_state": state.opt_state},
-                    metadata={"record": record, "data": data_identity(config, data)},
+                    metadata={
+                        "record": record,
+                        "data": data_identity(config, data),
+                        "num_skipped": int(state.num_skipped),
+                    },
                 )
             if evaluate:
                 record = record | {"val_loss": validation.loss(state.params)}
@@ -85,7 +102,10 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
             _check_identity(metadata["data"], data_identity(config, data))
             like = abstract_train_state(config.model, optimizer, mesh)
             items = checkpoints.restore(start, {"params": like.params, "opt_state": like.opt_state})
-            state = TrainState(step=jax.device_put(jnp.int32(start), like.step.sharding), **items)
+            step, num_skipped = (
+                jax.device_put(jnp.int32(value), like.step.sharding) for value in (start, metadata["num_skipped"])
+            )
+            state = TrainState(step=step, num_skipped=num_skipped, **items)
             record = metadata["record"]
         else:
             state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
@@ -93,7 +113,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
         log.begin(start)
         finish(state, record, save=False, evaluate=start == 0 or _due(start, train.eval_every, max_steps))
 
-        timer = StepTimer(config, mesh)
+        timer = StepTimer(config, mesh, num_skipped=int(state.num_skipped))
         pending: tuple[int, dict[str, jax.Array]] | None = None
         for step in range(start + 1, max_steps + 1):
             with timer.waiting_for_data():
@@ -114,7 +134,8 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
                 timer.restart(step)
                 pending = None
 
-    return _sample(config, data.tokenizer, state) if jax.process_index() == 0 else ""
+    params = jax.jit(lambda params: params, out_shardings=replicated(mesh))(state.params)
+    return _sample(config, data.tokenizer, params) if jax.process_index() == 0 else ""
 
 
 def data_identity(config: PretrainConfig, data: TokenData) -> dict[str, Any]:
@@ -155,38 +176,15 @@ def _checked(batch: tuple[int, NDArray[np.uint16]] | None, step: int) -> NDArray
     return batch[1]
 
 
-class _Validation:
-    """The mean loss over the first windows of the validation tokens, always the same."""
-
-    def __init__(self, config: PretrainConfig, val: Tokens, mesh: jax.sharding.Mesh) -> None:
-        self._config, self._val, self._mesh = config, val, mesh
-        self._step = make_eval_step(config.model, mesh)
-
-    def loss(self, params: Any) -> float:
-        """In nats per token."""
-        batch_size, seq_len = self._config.train.global_batch_size, self._config.model.seq_len
-        count = min(self._val.num_windows(seq_len), self._config.train.eval_batches * batch_size)
-        local = batch_size // jax.process_count()
-        losses = []
-        for first in range(jax.process_index() * local, -(-count // batch_size) * batch_size, batch_size):
-            # The last batch goes round to the first windows, whose second losses are cut off below.
-            indices = np.arange(first, first + local) % count
-            windows = self._val.windows(indices, seq_len=seq_len, order="sequential", seed=0)
-            losses.append(self._step(params, put_batch(windows, self._mesh)))
-        return float(np.concatenate([np.asarray(loss) for loss in losses])[:count].mean(dtype=np.float64))
-
-
-def _sample(config: PretrainConfig, tokenizer_name: str, state: TrainState) -> str:
+def _sample(config: PretrainConfig, tokenizer_name: str, params: Any) -> str:
     """Text by the trained model, computed on one device of this process."""
     tokenizer = load_tokenizer(tokenizer_name)
-    params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
-    prompt = jnp.array([tokenizer.encode_ordinary(config.prompt)], jnp.int32)
-    tokens = generate(
-        merge(config.model, params),
-        prompt,
+    (tokens,) = generate(
+        merge(config.model, jax.tree.map(lambda x: x.addressable_data(0), params)),
+        [tokenizer.encode_ordinary(config.prompt)[-config.model.seq_len :]],
         SAMPLE_TOKENS,
         key=jax.random.key(config.seed),
         temperature=SAMPLE_TEMPERATURE,
         top_k=SAMPLE_TOP_K,
     )
-    return tokenizer.decode(np.asarray(tokens)[0].tolist(), errors="replace")
+    return tokenizer.decode(tokens, errors="replace")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-"""Keys among step, loss, val_loss, learning_rate, grad_norm, tokens_per_s, step_s, data_wait_s, mfu."""
+"""Keys among step, loss, val_loss, learning_rate, grad_norm, num_skipped, tokens_per_s, step_s, data_wait_s, mfu."""
 
 
 def read_metrics(path: Path) -> list[Record]:

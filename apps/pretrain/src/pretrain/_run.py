@@ -21,7 +21,10 @@ _PACKAGES = (
 )  # fmt: skip
 
 # What may change between the start of a run and its continuation: none of it changes the result.
-_FREE_FIELDS = ("preset", "data", "hardware", "storage_path", "name", "prepare", "prompt", "train.max_failures")
+_FREE_FIELDS = (
+    "preset", "data", "hardware", "storage_path", "name", "prepare", "prompt", "train.max_failures", "mesh",
+    "model.attention", "model.remat", "model.loss_chunk_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,24 @@ def describe(config: PretrainConfig, data: dict[str, Any], hardware: str) -> dic
         "hardware": hardware,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
     }
+
+
+def check_layout(stored: dict[str, Any], path: Path) -> None:
+    """Refuse a run whose checkpoints have another layout.
+
+    Args:
+        stored: the run's `config.json`.
+        path: the run's folder.
+
+    Raises:
+        UsageError: an older version wrote them.
+    """
+    wrote = stored["versions"]["nnx-gpt2"]
+    if wrote.startswith("0.1."):
+        raise UsageError(
+            f"expected a run of nnx-gpt2 0.2 or later, got {wrote}'s in {path}, whose parameters have another layout: "
+            "use pretrain 0.2 for it, or another --name for a new run"
+        )
 
 
 def check_same_settings(stored: dict[str, Any], config: PretrainConfig, path: Path) -> None:

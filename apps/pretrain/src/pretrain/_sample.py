@@ -3,8 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from nnx_gpt2 import generate
 from owt_data import load_tokenizer
@@ -13,7 +11,15 @@ from pretrain._trained import load_trained
 
 
 def sample(
-    run: str, *, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int, num_samples: int
+    run: str,
+    *,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    num_samples: int,
 ) -> list[str]:
     """Continue a prompt several times.
 
@@ -23,6 +29,7 @@ def sample(
         max_new_tokens: length of each continuation.
         temperature: 0 takes the likeliest token each time.
         top_k: draw among so many; None among all.
+        top_p: draw among the likeliest that have this probability together; None among all.
         seed: makes it reproducible.
         num_samples: how many texts.
 
@@ -40,14 +47,20 @@ def sample(
         raise UsageError(
             f"expected --temperature of at least 0 and --top-k of at least 1, got {temperature} and {top_k}"
         )
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UsageError(f"expected --top-p above 0 and at most 1, got {top_p}")
     trained = load_trained(run)
     tokenizer = load_tokenizer(trained.description["data"]["tokenizer"])
-    tokens = generate(
+    prompt_tokens = tokenizer.encode_ordinary(prompt)
+    # Of a prompt longer than the context the model sees the end.
+    unseen, seen = prompt_tokens[: -trained.model.config.seq_len], prompt_tokens[-trained.model.config.seq_len :]
+    texts = generate(
         trained.model,
-        jnp.tile(jnp.array([tokenizer.encode_ordinary(prompt)], jnp.int32), (num_samples, 1)),
+        [seen] * num_samples,
         max_new_tokens,
         key=jax.random.key(seed),
         temperature=temperature,
         top_k=top_k,
+        top_p=top_p,
     )
-    return [tokenizer.decode(row, errors="replace") for row in np.asarray(tokens).tolist()]
+    return [tokenizer.decode(unseen + text, errors="replace") for text in texts]

@@ -15,7 +15,7 @@ from pretrain._data import data_label, load_tokens
 from pretrain._errors import UsageError
 from pretrain._progress import ProgressDisplay
 from pretrain._report import write_report
-from pretrain._run import RunFolder, check_same_data, check_same_settings, claim, describe, write_json
+from pretrain._run import RunFolder, check_layout, check_same_data, check_same_settings, claim, describe, write_json
 from pretrain._worker import train_windows, train_worker
 from ray_jax_launch import Hardware, LaunchError, latest_step, parse_hardware
 
@@ -42,6 +42,7 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
     with claim(Path(config.storage_path).expanduser().absolute() / name) as folder:
         stored = json.loads(folder.config.read_text()) if folder.config.exists() else None
         if stored is not None:
+            check_layout(stored, folder.path)
             if not vocab_size_given:
                 config = _with_vocab_size(config, stored["config"]["model"]["vocab_size"])
             check_same_settings(stored, config, folder.path)
@@ -86,11 +87,22 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
     Raises:
         LaunchError: it does not.
     """
-    batch_size, parts = config.train.global_batch_size, config.train.grad_accum_steps
-    if batch_size % (hardware.num_devices * parts):
+    batch_size, parts, mesh = config.train.global_batch_size, config.train.grad_accum_steps, config.mesh
+    if hardware.devices_per_worker % mesh.tensor:
+        raise LaunchError(
+            f"expected a mesh.tensor that divides the devices of a worker, {hardware.devices_per_worker} on "
+            f"{hardware}, got {mesh.tensor}: change it or --hardware"
+        )
+    if hardware.num_devices % (mesh.fsdp * mesh.tensor):
+        raise LaunchError(
+            f"expected mesh.fsdp and mesh.tensor whose product divides the {hardware.num_devices} devices of "
+            f"{hardware}, got {mesh.fsdp} and {mesh.tensor}: change them or --hardware"
+        )
+    num_shares = hardware.num_devices // mesh.tensor
+    if batch_size % (num_shares * parts):
         accumulated = f" in {parts} parts each" if parts > 1 else ""
         raise LaunchError(
-            f"expected a train.global_batch_size that the {hardware.num_devices} devices of {hardware} divide"
+            f"expected a train.global_batch_size that the {num_shares} devices of {hardware} that share it divide"
             f"{accumulated}, got {batch_size}: change it, train.grad_accum_steps or --hardware"
         )
 

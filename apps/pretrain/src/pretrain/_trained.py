@@ -7,7 +7,7 @@ from typing import Any
 
 from nnx_gpt2 import GPT2, GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, merge
 from pretrain._errors import UsageError
-from pretrain._run import RunFolder
+from pretrain._run import RunFolder, check_layout
 from ray_jax_launch import Checkpoints, latest_step
 
 DEFAULT_STORAGE = Path("runs")
@@ -47,6 +47,7 @@ def load_trained(name: str) -> TrainedModel:
     if step is None:
         raise UsageError(f"expected a checkpoint in {folder.path}, which has none yet: train it further")
     description = json.loads(folder.config.read_text())
+    check_layout(description, folder.path)
     config = GPT2Config(**description["config"]["model"])
     optimizer = create_optimizer(
         OptimizerConfig(**description["config"]["optimizer"]), description["config"]["train"]["max_steps"]

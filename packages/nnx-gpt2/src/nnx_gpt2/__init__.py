@@ -4,7 +4,7 @@ Names load on first use, so that reading a configuration does not import jax.
 """
 
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from nnx_gpt2._config import (
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from nnx_gpt2._optimizer import create_optimizer, learning_rate_schedule
     from nnx_gpt2._sharding import (
         batch_sharding,
-        check_mesh,
         make_mesh,
         param_spec,
         put_batch,
@@ -80,7 +79,6 @@ _MODULE_OF = {
     "create_optimizer": "_optimizer",
     "learning_rate_schedule": "_optimizer",
     "batch_sharding": "_sharding",
-    "check_mesh": "_sharding",
     "make_mesh": "_sharding",
     "param_spec": "_sharding",
     "put_batch": "_sharding",
@@ -98,7 +96,10 @@ _MODULE_OF = {
     "unstack_layers": "_train",
 }
 
-__version__ = version("nnx-gpt2")
+try:
+    __version__ = version("nnx-gpt2")
+except PackageNotFoundError:  # the sources are on the path, uninstalled
+    __version__ = "0+uninstalled"
 
 __all__ = [
     "GPT2",
@@ -117,7 +118,6 @@ __all__ = [
     "abstract_train_state",
     "batch_sharding",
     "causal_attention",
-    "check_mesh",
     "create_optimizer",
     "create_train_state",
     "document_ids",

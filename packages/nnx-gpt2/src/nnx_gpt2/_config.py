@@ -92,6 +92,24 @@ class GPT2Config:
         ):
             _check_choice("model", name, getattr(self, name), choices)
 
+    def check_axes(self, *, fsdp: int, tensor: int) -> None:
+        """Refuse sizes of the mesh axes `fsdp` and `tensor` that do not divide the model.
+
+        Raises:
+            ValueError: the message names the axis, its size, and what it should divide.
+        """
+        for axis, size, name, divided in (
+            ("tensor", tensor, "num_heads", self.num_heads),
+            ("tensor", tensor, "hidden_dim", self.hidden_dim),
+            ("tensor", tensor, "padded_vocab_size", self.padded_vocab_size),
+            ("fsdp", fsdp, "embed_dim", self.embed_dim),
+        ):
+            if divided % size:
+                raise ValueError(
+                    f"expected a mesh axis {axis} that divides the model's {name}, {divided}, got {size}: "
+                    f"choose another size for {axis}"
+                )
+
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""

@@ -13,8 +13,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Integer, PyTree
 
-from nnx_gpt2._config import GPT2Config
-
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
 
@@ -54,25 +52,6 @@ def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None =
         )
     shape = (num_devices // (fsdp * tensor), fsdp, tensor)
     return jax.make_mesh(shape, (*BATCH_AXES, TENSOR_AXIS), axis_types=(AxisType.Auto,) * 3, devices=devices)
-
-
-def check_mesh(config: GPT2Config, mesh: Mesh) -> None:
-    """Refuse a mesh that does not divide the model.
-
-    Raises:
-        ValueError: the message names the axis, its size, and what it should divide.
-    """
-    for axis, name, size in (
-        (TENSOR_AXIS, "num_heads", config.num_heads),
-        (TENSOR_AXIS, "hidden_dim", config.hidden_dim),
-        (TENSOR_AXIS, "padded_vocab_size", config.padded_vocab_size),
-        (FSDP_AXIS, "embed_dim", config.embed_dim),
-    ):
-        if size % mesh.shape[axis]:
-            raise ValueError(
-                f"expected a mesh axis {axis} that divides the model's {name}, {size}, got {mesh.shape[axis]}: "
-                f"choose another size for {axis}"
-            )
 
 
 def param_spec(name: str, num_dims: int) -> PartitionSpec:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray, PyTree
 from nnx_gpt2._config import GPT2Config
 from nnx_gpt2._loss import mean_loss, token_losses
 from nnx_gpt2._model import GPT2
-from nnx_gpt2._sharding import check_mesh, replicated, tree_shardings
+from nnx_gpt2._sharding import FSDP_AXIS, TENSOR_AXIS, replicated, tree_shardings
 
 Params = PyTree[Array]
 Windows = Integer[Array | np.ndarray, "B W"]
@@ -91,7 +91,7 @@ def create_train_state(
     create = partial(_create, config, optimizer)
     if mesh is None:
         return jax.jit(create)(key)
-    check_mesh(config, mesh)
+    _check_mesh(config, mesh)
     return jax.jit(create, out_shardings=tree_shardings(jax.eval_shape(create, key), mesh))(key)
 
 
@@ -104,11 +104,15 @@ def abstract_train_state(
         device = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, shapes)
     else:
-        check_mesh(config, mesh)
+        _check_mesh(config, mesh)
         shardings = tree_shardings(shapes, mesh)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
     )
+
+
+def _check_mesh(config: GPT2Config, mesh: Mesh) -> None:
+    config.check_axes(fsdp=mesh.shape[FSDP_AXIS], tensor=mesh.shape[TENSOR_AXIS])
 
 
 def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:

@@ -1,0 +1,120 @@
+"""Time per generated token with the cache, early and late in the context, in turns in the same run.
+
+    uv run benchmarks/decode.py --rounds 5
+
+Two positions: prompts of 100 and of 1000 tokens, one text, greedy. A token's time is a slope: the time to generate
+some tokens less the time to generate one, over the tokens between, so that the prompt's own pass cancels out. The
+peer is the same call with `use_cache=False`, which computes the whole context anew for every token. Random weights.
+Writes benchmarks/results/decode.md and decode.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from nnx_gpt2 import GPT2, generate, gpt2
+
+ROOT = Path(__file__).parent.parent
+POSITIONS = (100, 1000)
+# New tokens of the longer call, by `use_cache`: without the cache a token is slow, and few of them measure well.
+NUM_NEW_TOKENS = {True: 17, False: 3}
+PRESETS = {
+    "gpt2": gpt2(),
+    "tiny": gpt2(vocab_size=512, num_layers=2, num_heads=4, embed_dim=128),  # for a quick try
+}
+
+
+def timed(model: GPT2, prompt: list[int], num_tokens: int, use_cache: bool) -> tuple[float, list[int]]:
+    """Seconds of one call, and the tokens it drew."""
+    began = time.perf_counter()
+    (text,) = generate(model, [prompt], num_tokens, temperature=0, use_cache=use_cache)
+    return time.perf_counter() - began, text[len(prompt) :]
+
+
+def token_s(model: GPT2, prompt: list[int], use_cache: bool) -> tuple[float, list[int]]:
+    """Seconds per token after this prompt, and the tokens."""
+    num_tokens = NUM_NEW_TOKENS[use_cache]
+    one_s, _ = timed(model, prompt, 1, use_cache)
+    all_s, tokens = timed(model, prompt, num_tokens, use_cache)
+    return (all_s - one_s) / (num_tokens - 1), tokens
+
+
+def main() -> None:
+    """Run the rounds and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--preset", choices=PRESETS, default="gpt2")
+    options = parser.parse_args()
+    config = PRESETS[options.preset]
+    model = GPT2(config, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    prompts = {position: rng.integers(0, config.vocab_size, position).tolist() for position in POSITIONS}
+    cases = [(position, use_cache) for use_cache in (True, False) for position in POSITIONS]
+    drawn = {case: timed(model, prompts[case[0]], NUM_NEW_TOKENS[case[1]], case[1])[1] for case in cases}  # compiles
+    times: dict[tuple[int, bool], list[float]] = {case: [] for case in cases}
+    for number in range(options.rounds):
+        for position, use_cache in cases:
+            seconds, tokens = token_s(model, prompts[position], use_cache)
+            assert tokens == drawn[position, use_cache], "greedy decoding draws the same tokens every time"
+            times[position, use_cache].append(seconds)
+        latest = ", ".join(f"{case}: {part[-1] * 1e3:.1f} ms" for case, part in times.items())
+        print(f"round {number + 1}: {latest}", flush=True)
+    early, late = POSITIONS
+    medians = {case: statistics.median(part) for case, part in times.items()}
+    device = jax.devices()[0]
+    result = {
+        "token_s": {str(position): medians[position, True] for position in POSITIONS},
+        "token_s_without_cache": {str(position): medians[position, False] for position in POSITIONS},
+        "ratio_late_to_early": medians[late, True] / medians[early, True],
+        "ratio_late_to_early_by_round": [
+            b / a for a, b in zip(times[early, True], times[late, True], strict=True)
+        ],
+        "ratio_without_cache": {str(p): medians[p, False] / medians[p, True] for p in POSITIONS},
+        "token_s_by_round": {
+            f"{position}{'' if use_cache else ' without cache'}": part for (position, use_cache), part in times.items()
+        },
+        "same_tokens_without_cache": all(
+            drawn[p, True][: len(drawn[p, False])] == drawn[p, False] for p in POSITIONS
+        ),
+        "config": (
+            f"preset {options.preset}: {config.num_layers} layers, width {config.embed_dim}, {config.dtype}, context "
+            f"{config.seq_len}; batch 1, greedy, random weights; slope over {NUM_NEW_TOKENS[True] - 1} tokens, "
+            f"{NUM_NEW_TOKENS[False] - 1} without the cache; {options.rounds} rounds"
+        ),
+        "hardware": f"{device.device_kind}, {os.cpu_count()} CPU cores, {platform.machine()}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "flax")}},
+    }
+    rows = "".join(
+        f"| {p} | {medians[p, True] * 1e3:.1f} ms | {medians[p, False] * 1e3:.0f} ms "
+        f"| {medians[p, False] / medians[p, True]:.1f} |\n"
+        for p in POSITIONS
+    )
+    by_round = ", ".join(f"{ratio:.3f}" for ratio in result["ratio_late_to_early_by_round"])
+    same = "the same" if result["same_tokens_without_cache"] else "not the same"
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "decode.json").write_text(json.dumps(result, indent=2) + "\n")
+    (options.out / "decode.md").write_text(
+        "# Time per generated token\n\n"
+        f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
+        "| position | with the cache | whole context anew | ratio |\n|---|---|---|---|\n"
+        f"{rows}\n"
+        f"Position {late} to position {early}, with the cache: {result['ratio_late_to_early']:.3f} "
+        f"(by round {by_round}; goal: at most 1.2). Both ways draw {same} tokens.\n"
+    )
+    print((options.out / "decode.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
