@@ -27,7 +27,7 @@ from nnx_gpt2 import GPT2, generate, gpt2
 ROOT = Path(__file__).parent.parent
 POSITIONS = (100, 1000)
 # New tokens of the longer call, by `use_cache`: without the cache a token is slow, and few of them measure well.
-NUM_NEW_TOKENS = {True: 17, False: 3}
+NUM_NEW_TOKENS = {True: 25, False: 5}
 PRESETS = {
     "gpt2": gpt2(),
     "tiny": gpt2(vocab_size=512, num_layers=2, num_heads=4, embed_dim=128),  # for a quick try
@@ -77,16 +77,12 @@ def main() -> None:
         "token_s": {str(position): medians[position, True] for position in POSITIONS},
         "token_s_without_cache": {str(position): medians[position, False] for position in POSITIONS},
         "ratio_late_to_early": medians[late, True] / medians[early, True],
-        "ratio_late_to_early_by_round": [
-            b / a for a, b in zip(times[early, True], times[late, True], strict=True)
-        ],
+        "ratio_late_to_early_by_round": [b / a for a, b in zip(times[early, True], times[late, True], strict=True)],
         "ratio_without_cache": {str(p): medians[p, False] / medians[p, True] for p in POSITIONS},
         "token_s_by_round": {
             f"{position}{'' if use_cache else ' without cache'}": part for (position, use_cache), part in times.items()
         },
-        "same_tokens_without_cache": all(
-            drawn[p, True][: len(drawn[p, False])] == drawn[p, False] for p in POSITIONS
-        ),
+        "same_tokens_without_cache": all(drawn[p, True][: len(drawn[p, False])] == drawn[p, False] for p in POSITIONS),
         "config": (
             f"preset {options.preset}: {config.num_layers} layers, width {config.embed_dim}, {config.dtype}, context "
             f"{config.seq_len}; batch 1, greedy, random weights; slope over {NUM_NEW_TOKENS[True] - 1} tokens, "

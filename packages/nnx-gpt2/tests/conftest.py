@@ -1,9 +1,9 @@
-"""Every test sees two CPU devices, and rank promotion that was not meant raises."""
+"""Every test sees eight CPU devices, and rank promotion that was not meant raises."""
 
 import os
 import tempfile
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
 import pytest

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import jax
@@ -6,9 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, generate
+from nnx_gpt2 import GPT2, GPT2Config, generate
+from nnx_gpt2._generate import _continue, _Draw, _draw_tokens
 
-PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32)
+PROMPTS = [[1, 2, 3], [4, 5, 6]]
 
 
 @pytest.fixture
@@ -16,52 +18,111 @@ def model(tiny):
     return GPT2(tiny, rngs=nnx.Rngs(0))
 
 
-def test_greedy_is_the_likeliest_token_each_time_past_the_context_too(model):
-    prompt = np.tile(np.asarray(PROMPT), 5)[:, :14]
-    tokens = prompt
-    for _ in range(8):
-        logits = model(jnp.asarray(tokens[:, -16:]))
-        tokens = np.append(tokens, np.asarray(logits[:, -1].argmax(-1))[:, None], axis=1)
-    np.testing.assert_array_equal(generate(model, jnp.asarray(prompt), 8, temperature=0.0), tokens)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_greedy_is_the_likeliest_token_each_time_past_the_context_too(model, use_cache):
+    """Beyond 16 tokens the model sees the last 8, until they have become 16 again."""
+    for prompt in ([*range(14)], [*range(20, 36)], [7]):
+        text, start = list(prompt), 0
+        for _ in range(30):
+            if len(text) - start > 16:
+                start = len(text) - 8
+            seen = text[start:]
+            padded = jnp.asarray([seen + [0] * (16 - len(seen))])
+            text.append(int(model(padded)[0, len(seen) - 1].argmax()))
+        assert generate(model, [prompt], 30, temperature=0.0, use_cache=use_cache) == [text]
+
+
+def test_prompts_of_unequal_length_do_not_touch_each_other(tiny):
+    model = GPT2(dataclasses.replace(tiny, scan_layers=True), rngs=nnx.Rngs(0))
+    prompts = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
+    together = generate(model, prompts, 20, temperature=0.0)
+    assert together == [generate(model, [prompt], 20, temperature=0.0)[0] for prompt in prompts]
 
 
 def test_a_key_reproduces_the_draw(model):
-    one = generate(model, PROMPT, 10, key=jax.random.key(0))
-    np.testing.assert_array_equal(one, generate(model, PROMPT, 10, key=jax.random.key(0)))
-    assert not np.array_equal(one, generate(model, PROMPT, 10, key=jax.random.key(1)))
-    assert one.max() < model.config.vocab_size
-    np.testing.assert_array_equal(one[:, :3], PROMPT)
+    one = generate(model, PROMPTS, 10, key=jax.random.key(0))
+    assert one == generate(model, PROMPTS, 10, key=jax.random.key(0))
+    assert one != generate(model, PROMPTS, 10, key=jax.random.key(1))
+    assert one == generate(model, PROMPTS, 10, key=jax.random.key(0), use_cache=False)
+    assert one[0] == generate(model, PROMPTS[:1], 10, key=jax.random.key(0))[0]
+    assert max(map(max, one)) < model.config.vocab_size
+    assert [text[:3] for text in one] == PROMPTS
+    same = generate(model, [PROMPTS[0]] * 2, 10, key=jax.random.key(0))
+    assert same[0] != same[1]
+
+
+def test_texts_stop_after_the_end_of_text(model):
+    whole = generate(model, PROMPTS, 12, key=jax.random.key(3))
+    end = whole[0][6]
+    assert end not in whole[0][:6]
+    stopped = generate(model, PROMPTS, 12, key=jax.random.key(3), end_of_text=end)
+    assert stopped[0] == whole[0][:7]
+    cut = whole[1].index(end, 3) + 1 if end in whole[1][3:] else len(whole[1])
+    assert stopped[1] == whole[1][:cut]
 
 
 def test_the_top_token_alone_is_greedy(model):
-    drawn = generate(model, PROMPT, 10, key=jax.random.key(0), top_k=1)
-    np.testing.assert_array_equal(drawn, generate(model, PROMPT, 10, temperature=0.0))
+    greedy = generate(model, PROMPTS, 10, temperature=0.0)
+    assert generate(model, PROMPTS, 10, key=jax.random.key(0), top_k=1) == greedy
+    assert generate(model, PROMPTS, 10, key=jax.random.key(0), top_p=1e-9) == greedy
 
 
 def test_draws_follow_the_probabilities(model):
-    prompt = jnp.tile(PROMPT[:1], (4000, 1))
-    drawn = np.asarray(generate(model, prompt, 1, key=jax.random.key(0), temperature=0.5, top_k=5))[:, -1]
-    logits = np.asarray(model(PROMPT[:1])[0, -1], np.float64) / 0.5
+    drawn = np.array(generate(model, PROMPTS[:1] * 4000, 1, key=jax.random.key(0), temperature=0.5, top_k=5))[:, -1]
+    logits = np.asarray(model(jnp.asarray(PROMPTS[:1]))[0, -1], np.float64) / 0.5
     top = np.argsort(logits)[-5:]
     probabilities = np.exp(logits[top]) / np.exp(logits[top]).sum()
     assert set(drawn) == set(top)
     np.testing.assert_allclose([(drawn == token).mean() for token in top], probabilities, atol=0.03)
 
 
+def test_the_nucleus_holds_the_likeliest_tokens_up_to_its_probability():
+    logits = jnp.log(jnp.array([[0.1, 0.5, 0.05, 0.3, 0.05]]))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    for top_p, kept in ((0.4, {1}), (0.79, {1, 3}), (0.85, {0, 1, 3}), (1.0, {0, 1, 2, 3, 4})):
+        drawn = _draw_tokens(
+            jnp.tile(logits, (4000, 1)), keys, jnp.float32(1), jnp.float32(top_p), _Draw(False, None, True)
+        )
+        assert set(np.asarray(drawn).tolist()) == kept
+    share = float((drawn == 1).mean())
+    assert share == pytest.approx(0.5, abs=0.03)
+
+
+def test_one_program_serves_many_lengths():
+    config = GPT2Config(vocab_size=31, seq_len=64, num_layers=1, num_heads=1, embed_dim=8)
+    model = GPT2(config, rngs=nnx.Rngs(0))
+    before = _continue._cache_size()
+    for length, num_new in ((1, 3), (7, 20), (32, 9), (20, 11)):
+        generate(model, [[1] * length], num_new, temperature=0.0)
+    assert _continue._cache_size() - before == 1
+    generate(model, [[1] * 33], 5, temperature=0.0)
+    assert _continue._cache_size() - before == 2
+
+
 def test_no_new_tokens_is_the_prompt(model):
-    np.testing.assert_array_equal(generate(model, PROMPT, 0, temperature=0.0), PROMPT)
+    assert generate(model, PROMPTS, 0, temperature=0.0) == PROMPTS
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "message"),
+    ("prompts", "options", "message"),
     [
-        (PROMPT[:, :0], {"temperature": 0.0}, "expected a prompt of at least 1 token"),
-        (PROMPT + 60, {"temperature": 0.0}, "expected prompt ids in [0, 65), got 61 to 66"),
-        (PROMPT, {"temperature": -1.0}, "expected temperature >= 0 and top_k >= 1, got -1.0 and None"),
-        (PROMPT, {"temperature": 0.0, "top_k": 0}, "expected temperature >= 0 and top_k >= 1, got 0.0 and 0"),
-        (PROMPT, {}, "expected a key to draw with"),
+        ([], {"temperature": 0.0}, "expected at least one prompt, got none"),
+        ([[1], []], {"temperature": 0.0}, "expected prompts of 1 to 16 tokens, the model's context, got one of 0"),
+        ([[1] * 17], {"temperature": 0.0}, "expected prompts of 1 to 16 tokens, the model's context, got one of 17"),
+        ([[61, 66]], {"temperature": 0.0}, "expected prompt ids in [0, 65), got 61 to 66"),
+        ([[-1]], {"temperature": 0.0}, "expected prompt ids in [0, 65), got -1 to -1"),
+        (PROMPTS, {"temperature": -1.0}, "expected temperature >= 0, top_k >= 1 and top_p in (0, 1], got -1.0"),
+        (PROMPTS, {"temperature": float("nan")}, "expected temperature >= 0"),
+        (PROMPTS, {"temperature": 0.0, "top_k": 0}, "top_k >= 1 and top_p in (0, 1], got 0.0, 0 and None"),
+        (PROMPTS, {"temperature": 0.0, "top_p": 1.5}, "got 0.0, None and 1.5"),
+        (PROMPTS, {}, "expected a key to draw with"),
     ],
 )
-def test_bad_arguments_are_refused(model, prompt, options, message):
+def test_bad_arguments_are_refused(model, prompts, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        generate(model, prompt, 1, **options)
+        generate(model, prompts, 1, **options)
+
+
+def test_fewer_than_no_tokens_are_refused(model):
+    with pytest.raises(ValueError, match="expected max_new_tokens of at least 0, got -1"):
+        generate(model, PROMPTS, -1, temperature=0.0)

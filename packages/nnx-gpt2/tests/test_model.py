@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, GPT2Config, causal_attention, num_params, window_losses
+from nnx_gpt2 import GPT2, GPT2Config, num_params, split_params, stack_layers, unstack_layers
 
 
 def value(param: nnx.Param[jax.Array] | None) -> jax.Array:
@@ -62,27 +62,6 @@ def test_parameters_are_those_that_are_counted_beside_the_padding(tiny, model):
     assert held - (tiny.padded_vocab_size - tiny.vocab_size) * tiny.embed_dim == num_params(tiny)
 
 
-def test_initial_loss_is_that_of_a_uniform_guess(model, tiny):
-    windows = jax.random.randint(jax.random.key(2), (8, 17), 0, tiny.vocab_size)
-    assert float(window_losses(model, windows).mean()) == pytest.approx(np.log(65), abs=0.02)
-
-
-def test_loss_is_the_negative_log_probability_of_the_targets(model, tiny):
-    windows = np.asarray(jax.random.randint(jax.random.key(2), (4, 17), 0, tiny.vocab_size), np.uint16)
-    logits = np.asarray(model(jnp.asarray(windows[:, :-1], jnp.int32)), np.float64)
-    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    expected = -np.take_along_axis(log_probs, windows[:, 1:, None].astype(np.int64), -1)[..., 0].mean(1)
-    np.testing.assert_allclose(window_losses(model, jnp.asarray(windows)), expected, rtol=1e-6)
-
-
-def test_padding_rows_get_no_gradient(model, tiny):
-    windows = jax.random.randint(jax.random.key(2), (4, 17), 0, tiny.vocab_size)
-    grads = nnx.grad(lambda model: window_losses(model, windows).mean())(model)
-    embedding = grads["wte"]["embedding"][...]
-    assert not embedding[tiny.vocab_size :].any()
-    assert embedding[: tiny.vocab_size].any()
-
-
 def test_dropout_needs_a_key_and_follows_it(tokens):
     config = GPT2Config(vocab_size=65, seq_len=16, num_layers=2, num_heads=2, embed_dim=32, dropout_rate=0.5)
     model = GPT2(config, rngs=nnx.Rngs(0))
@@ -93,22 +72,6 @@ def test_dropout_needs_a_key_and_follows_it(tokens):
     assert not np.allclose(one, model(tokens))
 
 
-def test_dropped_attention_weights_keep_their_expectation():
-    q, k, v = (jax.random.normal(key, (1, 4, 1, 8)) for key in jax.random.split(jax.random.key(0), 3))
-    plain = causal_attention(q, k, v)
-    keys = jax.random.split(jax.random.key(1), 4000)
-    dropped = jax.vmap(lambda key: causal_attention(q, k, v, dropout_rate=0.5, dropout_key=key))(keys)
-    np.testing.assert_allclose(dropped.mean(0), plain, atol=0.15)
-    # The first position has one weight: half of the time all of it is gone.
-    assert float((dropped[:, 0, 0] == 0).all(-1).mean()) == pytest.approx(0.5, abs=0.04)
-
-
-def test_attention_equals_jax_own():
-    q, k, v = (jax.random.normal(key, (2, 8, 3, 16)) for key in jax.random.split(jax.random.key(0), 3))
-    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    np.testing.assert_allclose(causal_attention(q, k, v), expected, atol=2e-6)
-
-
 def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny, tokens):
     full = GPT2(tiny, rngs=nnx.Rngs(0))
     half = GPT2(dataclasses.replace(tiny, dtype="bfloat16"), rngs=nnx.Rngs(0))
@@ -116,3 +79,49 @@ def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny, tokens):
     logits = half(tokens)
     assert logits.dtype == jnp.bfloat16
     np.testing.assert_allclose(logits.astype(jnp.float32), full(tokens), atol=0.02)
+
+
+@pytest.mark.parametrize("options", [{"remat": "dots"}, {"remat": "full"}, {"scan_layers": True}])
+def test_remat_and_scan_compute_the_same(tiny, tokens, options):
+    """The same initial parameters too, and the same dropout."""
+    plain = GPT2(dataclasses.replace(tiny, dropout_rate=0.1), rngs=nnx.Rngs(0))
+    other = GPT2(dataclasses.replace(tiny, dropout_rate=0.1, **options), rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(other(tokens), plain(tokens), atol=1e-6)
+    key = jax.random.key(3)
+
+    def gradient(model):
+        grads = split_params(nnx.grad(lambda model: jnp.square(model(tokens, dropout_key=key)).mean())(model))
+        return grads if "scan_layers" not in options or model is plain else unstack_layers(grads)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient(other), gradient(plain))
+
+
+def test_layers_are_stacked_and_unstacked(tiny, model):
+    params = split_params(model)
+    stacked = split_params(GPT2(dataclasses.replace(tiny, scan_layers=True), rngs=nnx.Rngs(0)))
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(params), stacked)
+    jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
+
+
+def test_a_position_sees_its_own_segment_alone(model, tokens):
+    segments = jnp.tile(jnp.repeat(jnp.array([0, 1]), jnp.array([6, 10]))[None], (3, 1))
+    changed = tokens.at[:, :6].set(0)
+    one, other = model(tokens, segment_ids=segments), model(changed, segment_ids=segments)
+    np.testing.assert_array_equal(one[:, 6:], other[:, 6:])
+    assert not np.allclose(one[:, :6], other[:, :6])
+
+
+def test_ids_outside_the_vocabulary_are_refused(model):
+    for ids, found in (([[0, 65]], "0 to 65"), ([[-1, 3]], "-1 to 3")):
+        with pytest.raises(ValueError, match=f"expected token ids in .0, 65., got {found}"):
+            model(jnp.array(ids))
+
+
+def test_the_feed_forward_width_and_the_epsilon_are_the_configs(tiny):
+    model = GPT2(dataclasses.replace(tiny, mlp_dim=40, norm_epsilon=1e-3), rngs=nnx.Rngs(0))
+    assert value(model.h[0].mlp.c_fc.kernel).shape == (32, 40)
+    assert model.ln_f.epsilon == 1e-3
+
+
+def test_padding_rows_are_nothing(tiny, model):
+    assert not value(model.wte.embedding)[tiny.vocab_size :].any()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._model import GPT2, Block
@@ -247,7 +247,7 @@ def _decode(model: GPT2, blocks: list[Block], token_B: Array, position_B: Array,
 
 
 def _draw_tokens(
-    logits_BV: Array, keys_B: PRNGKeyArray, temperature: Array, top_p: Array, draw: _Draw
+    logits_BV: Array, keys_B: Key[Array, " B"], temperature: Array, top_p: Array, draw: _Draw
 ) -> Int[Array, " B"]:
     if draw.greedy:
         return logits_BV.argmax(axis=-1).astype(jnp.int32)

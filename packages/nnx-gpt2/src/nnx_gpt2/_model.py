@@ -161,6 +161,9 @@ class GPT2(nnx.Module):
         )
         self.config = config
         self.wte = embed(config.padded_vocab_size)
+        # The padding is never seen. It is nothing, so that a model that was saved and loaded is the same.
+        is_token_P1 = jnp.arange(config.padded_vocab_size)[:, None] < config.vocab_size
+        self.wte.embedding[...] = jnp.where(is_token_P1, self.wte.embedding[...], 0)
         self.wpe = embed(config.seq_len)
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.h: Any  # a list of blocks, or one block whose parameters are stacked
@@ -256,7 +259,7 @@ class GPT2(nnx.Module):
         x_MC = constrain(x_MC, BATCH_AXES, None)
         keys = None if blocks_key is None else jax.random.split(blocks_key, config.num_layers)
 
-        def apply(graphdef: nnx.GraphDef, state: nnx.State, x_MC: Array, key: PRNGKeyArray | None) -> Array:
+        def apply(graphdef: Any, state: Any, x_MC: Array, key: PRNGKeyArray | None) -> Array:
             return nnx.merge(graphdef, state)(x_MC, num_positions, segment_ids, key)
 
         if config.scan_layers:

@@ -92,7 +92,7 @@ def load_pretrained(path_or_name: str | os.PathLike[str], *, revision: str | Non
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
         _check_tensors(folder, tensors, expected)
-        params = split_params(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
+        params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))))
         fill = jax.jit(lambda stacked, leaf, layer: stacked.at[layer].set(leaf), donate_argnums=0)
         for name, tensor in expected.items():
             parent, key = _locate(params, tensor, config)

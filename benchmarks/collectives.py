@@ -1,0 +1,250 @@
+"""What devices tell each other in one train step, against the textbook, for up to 512 devices that need not exist.
+
+    uv run benchmarks/collectives.py --num-layers 4
+
+Each step is traced and compiled for simulated CPU devices, never run, and its collectives are read off the compiled
+program. Writes benchmarks/results/collectives.md and collectives.json.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import nnx_gpt2
+
+ROOT = Path(__file__).parent.parent
+DEVICES = (8, 64, 512)
+# fsdp has to divide the width of 768; tensor the 12 heads. What they leave of the devices is the axis data.
+LAYOUTS = {"data": (1, 1), "fsdp": (64, 1), "tensor": (1, 4)}
+NUM_LARGEST = 6
+
+NOTES = """\
+MB (10^6 bytes) that a device sends per step if collectives are rings over groups of n devices: (n-1)/n of the whole
+array for an all-gather, reduce-scatter or all-to-all, twice that for an all-reduce, the array for a permutation.
+
+- *Scattered*: what it would be with a reduce-scatter, half the bytes, in place of each all-reduce that is read only
+  through a slice of 1/n, as the readers of each result tell. XLA's CPU pipeline leaves these as they are; those for
+  GPU and TPU have a pass that makes reduce-scatters of them. *Ratio* is this column over the textbook.
+- *Textbook*: gradients all-reduced over data. What fsdp splits is all-gathered once (not ZeRO-3's twice: the program
+  keeps it for the backward pass), its gradients reduce-scattered, the pieces all-reduced over data. Over tensor 4
+  all-reduces of the activations a layer, 2 for the embedding and the head, 3 of one number per token for the loss.
+- *wte*: the scattered MB of the token embedding and its gradient, and the textbook's, which adds the gradients
+  of the lookup and of the tied head before it sends them. The program sends each by itself, and gathers twice. Where
+  both axes split the batch, the head's gradient goes over data whole, before fsdp scatters it, and the lookup's over
+  all devices at once: an all-reduce that no reduce-scatter over fsdp can replace."""
+
+
+class Instruction(NamedTuple):
+    """One line of a compiled program."""
+
+    name: str
+    shapes: list[str]
+    op: str
+    operands: list[str]
+    text: str
+
+
+_LINE = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w\-]+)\((.*?)\)(?:, (.*))?$")
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_COPIES = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element", "all-reduce-done")
+
+
+class Program:
+    """A compiled program's text, taken apart into its computations."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = name = ""
+        for line in text.splitlines():
+            if header := re.match(r"(ENTRY )?%([\w.\-]+) .*\{$", line):
+                name = header[2]
+                self.computations[name] = []
+                self.entry = name if header[1] else self.entry
+            elif parts := _LINE.match(line):
+                shapes = re.findall(r"\w+\[[\d,]*\]", parts[2])
+                operands = re.findall(r"%([\w.\-]+)", parts[4])
+                self.computations[name].append(Instruction(parts[1], shapes, parts[3], operands, line))
+
+    def collectives(self, computation: str = "", times: int = 1) -> list[dict[str, Any]]:
+        """Each array of each collective: a loop's as often as it goes round, which the program must say."""
+        computation, found = computation or self.entry, []
+        for one in self.computations[computation]:
+            kind = one.op.removesuffix("-start")
+            if one.op in ("while", "call", "conditional"):
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.text)
+                for called in re.findall(r"(?:body|to_apply|\w+_computation)=%([\w.\-]+)", one.text):
+                    inside = self.collectives(called, times * (int(trips[1]) if trips else 1))
+                    assert one.op != "while" or trips or not inside, f"expected a loop of known length: {one.text}"
+                    found += inside
+            elif kind in _KINDS and (group := group_size(one.text)) > 1:
+                shapes = one.shapes[-len(one.operands) :]  # some starts list their operands, then their results
+                for i, shape in enumerate(shapes):
+                    piece_bytes, element = num_bytes(shape) // group, i if len(shapes) > 1 else None
+                    could_scatter = kind == "all-reduce" and self.is_sliced(computation, one.name, piece_bytes, element)
+                    sent = times * sent_bytes(kind, shape, group)
+                    found.append({
+                        "kind": kind, "shape": shape, "group": group, "times": times, "is_first": i == 0,
+                        "sent_bytes": sent, "scattered_bytes": sent / (1 + could_scatter),
+                        "source": "".join(re.findall(r'op_name="(.*?)"', one.text))[:200],
+                    })  # fmt: skip
+        return found
+
+    def is_sliced(self, computation: str, name: str, piece_bytes: int, element: int | None = None) -> bool:
+        """Whether only slices of this size read a value, or an element of it, be it through copies and fusions."""
+        users = [one for one in self.computations[computation] if name in one.operands]
+        if element is not None:
+            users = [one for one in users if f"index={element}," in one.text + ","]
+        return bool(users) and all(self._slices(computation, one, name, piece_bytes) for one in users)
+
+    def _slices(self, computation: str, user: Instruction, name: str, piece_bytes: int) -> bool:
+        if user.op == "dynamic-slice":
+            return num_bytes(user.shapes[0]) == piece_bytes
+        if user.op in _COPIES:
+            return self.is_sliced(computation, user.name, piece_bytes)
+        called = re.search(r"(?:calls|to_apply)=%([\w.\-]+)", user.text)
+        if user.op not in ("fusion", "call") or called is None:
+            return False
+        inside = {one.text.split("parameter(")[1].split(")")[0]: one.name
+                  for one in self.computations[called[1]] if one.op == "parameter"}  # fmt: skip
+        indices = [str(i) for i, operand in enumerate(user.operands) if operand == name]
+        return all(self.is_sliced(called[1], inside[i], piece_bytes) for i in indices)
+
+
+def group_size(text: str) -> int:
+    """How many devices take part together, from each of the forms in which XLA writes it."""
+    if "source_target_pairs=" in text:
+        return 2
+    if named := re.search(r"replica_groups=mesh\[(.*?)\].*?\{('.*?)\}", text):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
+        return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text):
+        return int(iota[1])
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
+        return len(listed[1].split(","))
+    return jax.device_count()  # an empty list means all
+
+
+def num_bytes(shape: str) -> int:
+    """Bytes of an array written as `f32[8,16]`."""
+    kind, dims = shape.rstrip("]").split("[")
+    bits = re.search(r"\d+", kind)
+    return math.prod(int(dim) for dim in dims.split(",") if dim) * (int(bits[0]) if bits else 8) // 8
+
+
+def sent_bytes(kind: str, shape: str, group: int) -> float:
+    """What a device sends in a ring; `shape` is that of the collective's result on one device."""
+    factor = {"all-reduce": 2 * (group - 1) / group, "reduce-scatter": group - 1.0, "collective-permute": 1.0}
+    return num_bytes(shape) * factor.get(kind, (group - 1) / group)
+
+
+def textbook_bytes(params: Any, mesh: jax.sharding.Mesh) -> float:
+    """The least that is sent for parameters and gradients in this layout; see `NOTES`."""
+    data, fsdp, _ = mesh.shape.values()
+    total = 0.0
+    for leaf in jax.tree.leaves(params):
+        piece_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        is_split = fsdp > 1 and "fsdp" in leaf.sharding.spec
+        group = data if is_split else data * fsdp
+        total += piece_bytes * (2 * (group - 1) / group + 2 * (fsdp - 1) * is_split)
+    return total
+
+
+def measure(layout: str, num_layers: int) -> dict[str, Any]:
+    """Compile one layout for all the devices that there are, and count."""
+    most_fsdp, tensor = LAYOUTS[layout]
+    mesh = nnx_gpt2.make_mesh(fsdp=min(most_fsdp, jax.device_count()), tensor=tensor)
+    config = nnx_gpt2.gpt2(num_layers=num_layers)
+    optimizer = nnx_gpt2.create_optimizer(nnx_gpt2.OptimizerConfig(), 1000)
+    num_windows = mesh.shape["data"] * mesh.shape["fsdp"]
+    batch = nnx_gpt2.batch_sharding(mesh)
+    windows = jax.ShapeDtypeStruct((num_windows, config.seq_len + 1), jnp.uint16, sharding=batch)
+    key_type = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    key = jax.ShapeDtypeStruct((), key_type, sharding=nnx_gpt2.replicated(mesh))
+    state = nnx_gpt2.abstract_train_state(config, optimizer, mesh)
+    compiled = nnx_gpt2.make_train_step(config, optimizer, mesh).lower(state, windows, key).compile()
+    parts = Program(compiled.as_text() or "").collectives()
+    is_wte = re.compile(rf"\[{config.padded_vocab_size // tensor},").search
+    activation_bytes = config.seq_len * ((4 * num_layers + 2) * config.embed_dim + 3) * 4
+    return {
+        "layout": layout,
+        "devices": jax.device_count(),
+        "mesh": dict(mesh.shape),
+        "counts": {kind: sum(p["times"] for p in parts if p["kind"] == kind and p["is_first"]) for kind in _KINDS},
+        "sent_bytes": sum(p["sent_bytes"] for p in parts),
+        "scattered_bytes": sum(p["scattered_bytes"] for p in parts),
+        "textbook_bytes": textbook_bytes(state.params, mesh) + 2 * (tensor - 1) / tensor * activation_bytes,
+        "wte_bytes": sum(p["scattered_bytes"] for p in parts if is_wte(p["shape"])),
+        "textbook_wte_bytes": textbook_bytes(state.params["wte"], mesh),
+        "largest": sorted(parts, key=lambda p: -p["sent_bytes"])[:NUM_LARGEST],
+    }
+
+
+def table(header: str, rows: list[list[Any]]) -> str:
+    """A table in Markdown."""
+    lines = [[part.strip() for part in header.split("|")], ["---"] * (header.count("|") + 1), *rows]
+    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+
+
+def main() -> None:
+    """Measure each layout and number of devices in a process of its own, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--here", choices=LAYOUTS, help="print one layout's row, for the devices of this process")
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(measure(options.here, options.num_layers)))
+        return
+    measured = []
+    for num_devices in DEVICES:
+        flags = f"--xla_force_host_platform_device_count={num_devices}"
+        for layout in LAYOUTS:
+            command = [sys.executable, __file__, "--here", layout, "--num-layers", str(options.num_layers)]
+            env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+            measured.append(json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout))
+            print(f"{layout}, {num_devices} devices: {measured[-1]['counts']}", flush=True)
+    result = {
+        "config": f"GPT-2 124M's widths, {options.num_layers} layers, unrolled, no remat; float32 (XLA for CPU widens "
+        "bfloat16 collectives); AdamW; one window of 1024 tokens for each device of the axes data and fsdp",
+        "hardware": f"simulated CPU devices, compiled on {os.cpu_count()} CPU cores, {platform.machine()}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "jaxlib", "flax")}},
+        "rows": measured,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "collectives.json").write_text(json.dumps(result, indent=2) + "\n")
+    totals, largest = [], []
+    for row in measured:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if size > 1)
+        mb = [f"{value / 1e6:.0f}" for name, value in row.items() if name.endswith("_bytes")]
+        ratio = f"{row['scattered_bytes'] / row['textbook_bytes']:.2f}"
+        totals.append([row["layout"], row["devices"], mesh, *row["counts"].values(), *mb[:3], ratio, *mb[3:]])
+        if row["devices"] == DEVICES[-1]:
+            names = ("kind", "shape", "group")
+            mb = [[f"{part[name] / 1e6:.0f}" for name in ("sent_bytes", "scattered_bytes")] for part in row["largest"]]
+            largest += [[row["layout"], *mb[i], *[part[n] for n in names]] for i, part in enumerate(row["largest"])]
+    header = f"layout | devices | mesh | {' | '.join(_KINDS)} | MB | scattered | textbook | ratio | wte | textbook wte"
+    (options.out / "collectives.md").write_text(
+        "# Collectives of one train step\n\n"
+        f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
+        f"{table(header, totals)}\n{NOTES}\n\nThe largest with {DEVICES[-1]} devices:\n\n"
+        f"{table('layout | MB | scattered | kind | array | devices in a group', largest)}"
+    )
+    print((options.out / "collectives.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Every backend that can run here against the plain formula."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnx_gpt2 import causal_attention, document_ids
+
+
+def heads(num_positions, num_heads=3, head_dim=16, batch_size=2):
+    shape = (batch_size, num_positions, num_heads, head_dim)
+    return [jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), 3)]
+
+
+def plain(q, k, v, segment_ids=None):
+    """In numpy and float64: softmax(q k / sqrt(H)) v over what is visible."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    visible = np.tril(np.ones(scores.shape[-2:], bool))[None, None]
+    if segment_ids is not None:
+        visible = visible & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    weights = np.where(visible, np.exp(scores), 0)
+    return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+
+
+def segments(num_positions):
+    tokens = jax.random.randint(jax.random.key(1), (2, num_positions), 0, 20)
+    return document_ids(tokens, 7)
+
+
+# 1 block, several whole ones, and a last one that is not whole.
+@pytest.mark.parametrize("num_positions", [1, 17, 256, 300])
+@pytest.mark.parametrize("masked", [False, True])
+def test_xla(num_positions, masked):
+    q, k, v = heads(num_positions)
+    ids = segments(num_positions) if masked else None
+    mixed = causal_attention(q, k, v, segment_ids_BT=ids, backend="xla")
+    np.testing.assert_allclose(mixed, plain(q, k, v, None if ids is None else np.asarray(ids)), atol=2e-6)
+
+
+# Pallas' kernel itself, interpreted: what a TPU would compute, without its rounding.
+@pytest.mark.parametrize("masked", [False, True])
+def test_splash(masked):
+    q, k, v = heads(128, num_heads=2, head_dim=64)
+    ids = segments(128) if masked else None
+
+    def weighted(backend):
+        def loss(q, k, v):
+            mixed = causal_attention(q, k, v, segment_ids_BT=ids, backend=backend)
+            return (mixed * jnp.cos(jnp.arange(mixed.size).reshape(mixed.shape))).sum(), mixed
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+
+    ((_, mixed), grads), ((_, expected), expected_grads) = weighted("splash"), weighted("xla")
+    np.testing.assert_allclose(mixed, expected, atol=2e-5)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, expected_grad, atol=2e-4)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs an NVIDIA GPU")
+@pytest.mark.parametrize("masked", [False, True])
+def test_cudnn(masked):
+    q, k, v = (x.astype(jnp.bfloat16) for x in heads(256, head_dim=64))
+    ids = segments(256) if masked else None
+    mixed = causal_attention(q, k, v, segment_ids_BT=ids, backend="cudnn")
+    np.testing.assert_allclose(mixed.astype(jnp.float32), plain(q, k, v, ids), atol=0.03)
+
+
+def test_no_array_of_all_pairs_of_positions_is_made():
+    q, k, v = heads(512)
+    program = jax.jit(lambda q, k, v: causal_attention(q, k, v)).lower(q, k, v).as_text()
+    assert "512x128" in program or "128x512" in program
+    assert "512x512" not in program
+
+
+def test_dropped_weights_keep_their_expectation():
+    q, k, v = heads(4, num_heads=1, head_dim=8, batch_size=1)
+    expected = causal_attention(q, k, v)
+    keys = jax.random.split(jax.random.key(1), 4000)
+    dropped = jax.vmap(lambda key: causal_attention(q, k, v, dropout_rate=0.5, dropout_key=key))(keys)
+    np.testing.assert_allclose(dropped.mean(0), expected, atol=0.15)
+    # The first position has one weight: half of the time all of it is gone.
+    assert float((dropped[:, 0, 0] == 0).all(-1).mean()) == pytest.approx(0.5, abs=0.04)
+
+
+def test_a_document_ends_with_its_end_of_text():
+    tokens = jnp.array([[5, 7, 1, 2, 7, 7, 3]])
+    np.testing.assert_array_equal(document_ids(tokens, 7), [[0, 0, 1, 1, 1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "options", "message"),
+    [
+        (
+            128,
+            {"backend": "cudnn"},
+            "expected bfloat16 on an NVIDIA GPU for attention backend cudnn, got float32 on cpu",
+        ),
+        (100, {"backend": "splash"}, "expected a number of positions that 128 divides for attention backend splash"),
+        (
+            128,
+            {"backend": "splash", "dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+            "expected attention backend auto or xla with dropout, which splash does not offer",
+        ),
+    ],
+)
+def test_a_backend_that_cannot_do_it_says_so(num_positions, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        causal_attention(*heads(num_positions), **options)

@@ -1,0 +1,126 @@
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nnx_gpt2 import GPT2, Question, evaluate_choices, evaluate_tokens, read_questions, token_losses
+
+
+@pytest.fixture
+def model(tiny):
+    return GPT2(tiny, rngs=nnx.Rngs(0))
+
+
+def encode(text):
+    """Letters as 1 to 26, everything else as 0."""
+    return [ord(letter) - 96 if letter.isalpha() else 0 for letter in text.lower()]
+
+
+# 16 is the context: windows side by side; overlapping; each token with the most context; not a divisor.
+@pytest.mark.parametrize("stride", [None, 8, 1, 7])
+@pytest.mark.parametrize("num_tokens", [100, 97, 17, 9, 2])
+def test_every_token_is_predicted_once_from_the_context_that_its_window_gives(model, num_tokens, stride):
+    tokens = np.random.default_rng(0).integers(0, 65, num_tokens).astype(np.uint16)
+    found = evaluate_tokens(model, tokens, stride=stride, batch_size=4)
+    step, length, losses = stride or 16, min(16, num_tokens - 1), []
+    start = 0
+    while len(losses) < num_tokens - 1:
+        start = min(start, num_tokens - 1 - length)
+        row = token_losses(model, jnp.asarray(tokens[None, start : start + length + 1]))[0]
+        losses += np.asarray(row)[len(losses) - start :].tolist()
+        start += step
+    assert found.num_tokens == num_tokens - 1
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+
+
+def test_progress_reaches_the_end(model, tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.arange(200, dtype=np.uint16).__mod__(65).tofile(path)
+    seen = []
+    evaluate_tokens(model, np.memmap(path, np.uint16), batch_size=5, progress=lambda *counts: seen.append(counts))
+    assert seen == [(5, 13), (10, 13), (13, 13)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        ([1], {}, "expected at least 2 tokens to evaluate on, got 1"),
+        ([1, 65], {}, "expected token ids in [0, 65), got 1 to 65"),
+        ([1, 2], {"stride": 17}, "expected a stride of 1 to 16, the model's context"),
+        ([1, 2], {"stride": 0}, "expected a stride of 1 to 16, the model's context"),
+        ([1, 2], {"batch_size": 0}, "a batch size of at least 1, got 16 and 0"),
+    ],
+)
+def test_bad_arguments_are_refused(model, tokens, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        evaluate_tokens(model, np.array(tokens, np.uint16), **options)
+
+
+def test_choices_are_scored_by_sum_and_by_mean(model):
+    questions = [
+        Question(context="the cat sat", choices=("on the mat", "up", "in a hat", "down there"), answer=1),
+        Question(context="a very long context that does not fit", choices=("yes", "no no no"), answer=0),
+        Question(context="dogs", choices=("bark", "meow"), answer=1),
+    ]
+    right = right_norm = 0
+    for question in questions:
+        sums, means = [], []
+        for choice in question.choices:
+            tokens = (encode(question.context) + encode(" " + choice))[-17:]
+            count = len(choice) + 1
+            log_probs = jax.nn.log_softmax(model(jnp.asarray([tokens[:-1]])))[0]
+            scores = [float(log_probs[i - 1, tokens[i]]) for i in range(len(tokens) - count, len(tokens))]
+            sums.append(sum(scores))
+            means.append(sum(scores) / count)
+        right += int(np.argmax(sums)) == question.answer
+        right_norm += int(np.argmax(means)) == question.answer
+    found = evaluate_choices(model, questions, encode)
+    assert (found.accuracy, found.accuracy_norm, found.num_questions) == (right / 3, right_norm / 3, 3)
+
+
+def test_questions_are_read_from_json_lines(tmp_path):
+    path = tmp_path / "hellaswag.jsonl"
+    row = {"ind": 3, "activity_label": "x", "ctx": "A man sits", "endings": ["down", "up"], "label": 1}
+    path.write_text(json.dumps(row) + "\n\n" + json.dumps(row | {"label": "0"}) + "\n")
+    assert list(read_questions(path)) == [
+        Question(context="A man sits", choices=("down", "up"), answer=1),
+        Question(context="A man sits", choices=("down", "up"), answer=0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "expected an object with ctx, endings and label in .*, line 2, got '{'"),
+        ("[]", "expected an object with ctx, endings and label in .*, line 2"),
+        ('{"ctx": "a", "endings": ["b"], "label": ""}', "expected an object with ctx, endings and label"),
+        ('{"ctx": "a", "endings": ["b"], "label": 1}', "expected a label below the number of endings in .*, line 2"),
+    ],
+)
+def test_lines_that_are_no_questions_are_refused(tmp_path, line, message):
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"ctx": "a", "endings": ["b"], "label": 0}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        list(read_questions(path))
+
+
+@pytest.mark.parametrize(
+    ("questions", "message"),
+    [
+        ([], "expected at least one question, got none"),
+        ([Question(context="", choices=("a",), answer=0)], "expected a context of at least 1 token"),
+        (
+            [Question(context="a", choices=("a" * 16,), answer=0)],
+            "choices of 1 to 16, the model's context, got 1 and 17",
+        ),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_refused(model, questions, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_choices(model, questions, encode)

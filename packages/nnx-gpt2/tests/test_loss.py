@@ -1,0 +1,97 @@
+"""The loss in parts, and its gradient, against the plain formula."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_gpt2 import GPT2, GPT2Config, mean_loss, merge, split_params, token_losses, window_losses
+
+
+def windows(config, batch_size=3, seed=0):
+    return np.random.default_rng(seed).integers(0, config.vocab_size, (batch_size, 17)).astype(np.uint16)
+
+
+def plain_losses(model, windows):
+    """From full logits."""
+    tokens = jnp.asarray(windows, jnp.int32)
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+@pytest.fixture
+def model(tiny):
+    return GPT2(tiny, rngs=nnx.Rngs(0))
+
+
+# All at once; whole parts; a last part that is padded; a position at a time.
+@pytest.mark.parametrize("chunk", [4096, 24, 20, 1])
+def test_loss_and_gradient_are_those_of_the_full_logits(model, tiny, chunk):
+    config = dataclasses.replace(tiny, loss_chunk_tokens=chunk)
+    params, batch = split_params(model), jnp.asarray(windows(tiny))
+    np.testing.assert_allclose(token_losses(merge(config, params), batch), plain_losses(model, batch), atol=2e-6)
+    loss, grads = jax.value_and_grad(lambda params: mean_loss(merge(config, params), batch))(params)
+    expected, expected_grads = jax.value_and_grad(lambda params: plain_losses(merge(tiny, params), batch).mean())(
+        params
+    )
+    assert float(loss) == pytest.approx(float(expected), abs=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, expected_grads)
+
+
+def test_logits_of_a_part_alone_exist(tiny):
+    """Nowhere in the compiled step is there an array of all tokens by the vocabulary."""
+    config = dataclasses.replace(tiny, vocab_size=2000, loss_chunk_tokens=16)
+    model = GPT2(config, rngs=nnx.Rngs(0))
+    params, batch = split_params(model), jnp.asarray(windows(config, batch_size=8))
+    step = jax.jit(jax.grad(lambda params: mean_loss(merge(config, params), batch)))
+    text = step.lower(params).compile().as_text()
+    assert "f32[16,2048]" in text
+    assert "f32[128,2048]" not in text
+    assert "f32[8,16,2048]" not in text
+
+
+def test_padding_rows_get_no_gradient(model, tiny):
+    grads = nnx.grad(lambda model: mean_loss(model, jnp.asarray(windows(tiny))))(model)
+    embedding = grads["wte"]["embedding"][...]
+    assert not embedding[tiny.vocab_size :].any()
+    assert embedding[: tiny.vocab_size].any()
+
+
+def test_a_windows_loss_is_its_tokens_mean(model, tiny):
+    batch = jnp.asarray(windows(tiny))
+    np.testing.assert_allclose(window_losses(model, batch), token_losses(model, batch).mean(axis=1), rtol=1e-6)
+
+
+def test_initial_loss_is_that_of_a_uniform_guess(model, tiny):
+    assert float(mean_loss(model, jnp.asarray(windows(tiny)))) == pytest.approx(np.log(65), abs=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"scan_layers": True, "remat": "full", "loss_chunk_tokens": 5}])
+def test_gradients_are_finite_differences_in_float64(options):
+    with jax.enable_x64(True):
+        config = GPT2Config(
+            vocab_size=11, seq_len=6, num_layers=2, num_heads=2, embed_dim=8,
+            dtype="float64", param_dtype="float64", **options,
+        )  # fmt: skip
+        params = jax.tree.map(
+            # Larger than GPT-2 begins with, so that every part of the network matters.
+            lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype),
+            split_params(GPT2(config, rngs=nnx.Rngs(0))),
+        )
+        batch = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
+        loss = jax.jit(lambda params: mean_loss(merge(config, params), batch))
+        grads = jax.grad(lambda params: mean_loss(merge(config, params), batch))(params)
+        leaves, treedef = jax.tree.flatten(params)
+        for number, (leaf, grad) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True)):
+            assert grad.dtype == jnp.float64
+            direction = jax.random.normal(jax.random.key(number), leaf.shape, leaf.dtype)
+
+            def at(distance, number=number, leaf=leaf, direction=direction):
+                moved = [*leaves[:number], leaf + distance * direction, *leaves[number + 1 :]]
+                return float(loss(jax.tree.unflatten(treedef, moved)))
+
+            numeric = (at(1e-5) - at(-1e-5)) / 2e-5
+            assert numeric == pytest.approx(float((grad * direction).sum()), rel=1e-6, abs=1e-9)

@@ -1,0 +1,86 @@
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from nnx_gpt2 import GPT2Config, OptimizerConfig, create_optimizer, create_train_state, learning_rate_schedule
+
+CONFIG = GPT2Config(vocab_size=65, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
+
+
+def by_name(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps", "rates"),
+    [
+        ({}, (0, 1, 4, 8, 12, 20), (2e-4, 4e-4, 1e-3, 5.5e-4, 1e-4, 1e-4)),
+        ({"schedule": "constant"}, (0, 1, 4, 8, 12, 20), (2e-4, 4e-4, 1e-3, 1e-3, 1e-3, 1e-3)),
+        ({"schedule": "wsd", "decay_steps": 4}, (0, 4, 8, 10, 12, 20), (2e-4, 1e-3, 1e-3, 5.5e-4, 1e-4, 1e-4)),
+        ({"schedule": "wsd"}, (4, 10, 11, 12), (1e-3, 1e-3, 5.5e-4, 1e-4)),  # a fifth of 12 steps is 2
+        ({"schedule": "constant", "warmup_steps": 0}, (0, 5), (1e-3, 1e-3)),
+    ],
+)
+def test_learning_rate_over_a_run_of_twelve_steps(fields, steps, rates):
+    config = OptimizerConfig(**{"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 4} | fields)
+    schedule = learning_rate_schedule(config, 12)
+    np.testing.assert_allclose([float(schedule(step)) for step in steps], rates, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weights_decay_and_biases_and_norms_do_not(name):
+    config = OptimizerConfig(name=name, learning_rate=3e-3, min_learning_rate=3e-4, weight_decay=0.5)
+    optimizer = create_optimizer(config, 10)
+    params = create_train_state(CONFIG, optimizer, jax.random.key(0)).params
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    moved = {name for name, leaf in by_name(updates).items() if leaf.any()}
+    assert moved == {name for name in by_name(params) if name.endswith(("kernel", "embedding"))}
+    expected = {name: -3e-3 * 0.5 * leaf * (name in moved) for name, leaf in by_name(params).items()}
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), by_name(updates), expected)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_muon_makes_each_matrix_of_the_blocks_nearly_orthogonal(scan_layers):
+    """Singular values near each other, for q, k and v each; AdamW's signs for embeddings and biases."""
+    config = OptimizerConfig(name="muon", learning_rate=1.0, min_learning_rate=1.0, weight_decay=0, clip_norm=0)
+    optimizer = create_optimizer(config, 10)
+    shape = GPT2Config(vocab_size=65, seq_len=16, num_layers=2, num_heads=2, embed_dim=32, scan_layers=scan_layers)
+    params = create_train_state(shape, optimizer, jax.random.key(0)).params
+    grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    for name, update in by_name(updates).items():
+        if name.endswith("kernel"):
+            matrices = jnp.moveaxis(update, -2, 0) if name.endswith("c_attn.kernel") else update
+            matrices = jnp.moveaxis(update, -2, -3) if name.endswith("c_attn.kernel") else matrices
+            largest_dim = max(matrices.shape[-2:])
+            singular = jnp.linalg.svd(matrices, compute_uv=False) / (0.2 * np.sqrt(largest_dim))
+            assert 0.3 < float(singular.min()) < float(singular.max()) < 1.5, name
+        else:
+            np.testing.assert_allclose(jnp.abs(update), 1.0, rtol=1e-3)
+
+
+def test_gradients_are_clipped_before_all_else():
+    params = {"kernel": jnp.zeros((2, 2))}
+    for clip_norm, factor in ((1.0, 0.1), (0.0, 1.0)):
+        optimizer = create_optimizer(OptimizerConfig(clip_norm=clip_norm), 10)
+        _, state = optimizer.update({"kernel": jnp.full((2, 2), 5.0)}, optimizer.init(params), params)
+        (mu,) = (leaf for name, leaf in by_name(state).items() if name.endswith("mu.kernel"))
+        np.testing.assert_allclose(mu, 0.1 * 5.0 * factor, rtol=1e-5)
+    assert float(optax.tree.norm(params)) == 0
+
+
+def test_runs_that_are_too_short_are_refused():
+    with pytest.raises(ValueError, match="expected at least 1 step of training, got 0"):
+        create_optimizer(OptimizerConfig(), 0)
+    config = OptimizerConfig(schedule="wsd", warmup_steps=5, decay_steps=6)
+    message = "expected optimizer.warmup_steps and optimizer.decay_steps that fit into 10 steps, got 5 and 6"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        create_optimizer(config, 10)

@@ -1,0 +1,155 @@
+"""Every layout on eight simulated devices against a single one."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnx_gpt2 import (
+    GPT2Config,
+    OptimizerConfig,
+    abstract_train_state,
+    create_optimizer,
+    create_train_state,
+    make_eval_step,
+    make_mesh,
+    make_train_step,
+    param_spec,
+    put_batch,
+)
+
+CONFIG = GPT2Config(vocab_size=65, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
+OPTIMIZER = OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=5)
+LAYOUTS = {
+    "data=8": {},
+    "fsdp=8": {"fsdp": 8},
+    "data=2,fsdp=2,tensor=2": {"fsdp": 2, "tensor": 2},
+}
+
+
+def windows(seed):
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (8, 17)).astype(np.uint16)
+
+
+def train(num_steps, mesh=None, *, optimizer=OPTIMIZER, grad_accum_steps=1, **changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    rule = create_optimizer(optimizer, 200)
+    state = create_train_state(config, rule, jax.random.key(0), mesh)
+    step = make_train_step(config, rule, mesh, grad_accum_steps=grad_accum_steps)
+    losses = []
+    for i in range(num_steps):
+        batch = windows(i) if mesh is None else put_batch(windows(i), mesh)
+        state, metrics = step(state, batch, jax.random.key(7))
+        losses.append(float(metrics["loss"]))
+    return state, np.array(losses)
+
+
+@pytest.fixture(scope="module")
+def single():
+    return train(20)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_like_one_device(layout, single):
+    assert jax.device_count() == 8
+    mesh = make_mesh(**LAYOUTS[layout])
+    state, losses = train(20, mesh)
+    np.testing.assert_allclose(losses, single[1], atol=1e-4)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), state.params, single[0].params)
+    expected = np.asarray(make_eval_step(CONFIG)(single[0].params, windows(30)))
+    evaluated = make_eval_step(CONFIG, mesh)(state.params, put_batch(windows(30), mesh))
+    assert evaluated.sharding.is_fully_replicated
+    np.testing.assert_allclose(evaluated, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scan_layers": True, "remat": "dots", "loss_chunk_tokens": 4},
+        {"dropout_rate": 0.2},
+        {"grad_accum_steps": 2},
+        {"optimizer": dataclasses.replace(OPTIMIZER, name="muon")},
+    ],
+    ids=str,
+)
+def test_options_do_the_same_over_a_mesh(changes):
+    mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    np.testing.assert_allclose(train(4, mesh, **changes)[1], train(4, **changes)[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_what_the_rules_shard_is_nowhere_whole(scan_layers):
+    """Parameters and both of the optimizer's moments, as they are created and after a step."""
+    mesh = make_mesh(fsdp=4, tensor=2)
+    state, _ = train(1, mesh, scan_layers=scan_layers)
+    created = create_train_state(
+        dataclasses.replace(CONFIG, scan_layers=scan_layers), create_optimizer(OPTIMIZER, 200), jax.random.key(0), mesh
+    )
+    num_sharded = 0
+    for tree in (state, created):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            split = {
+                "wte.embedding": 8, "wpe.embedding": 4, "c_attn.kernel": 8, "c_attn.bias": 2,
+                "c_proj.kernel": 8, "c_fc.kernel": 8, "c_fc.bias": 2,
+            }  # fmt: skip
+            parts = next((number for suffix, number in split.items() if name.endswith(suffix)), 1)
+            assert leaf.addressable_shards[0].data.size * parts == leaf.size, name
+            num_sharded += parts > 1
+    per_layer = 6 if not scan_layers else 6 / CONFIG.num_layers
+    assert num_sharded == 2 * 3 * (2 + per_layer * CONFIG.num_layers)
+
+
+def test_the_abstract_state_has_the_real_ones_form():
+    mesh, rule = make_mesh(fsdp=2, tensor=2), create_optimizer(OPTIMIZER, 200)
+    real = create_train_state(CONFIG, rule, jax.random.key(0), mesh)
+    abstract = abstract_train_state(CONFIG, rule, mesh)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), real) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), real, abstract))
+    )
+
+
+def test_a_stacked_parameter_is_split_as_its_layers_are():
+    assert param_spec("h.3.mlp.c_fc.kernel", 2) == jax.P("fsdp", "tensor")
+    assert param_spec("opt.mu.h.mlp.c_fc.kernel", 3) == jax.P(None, "fsdp", "tensor")
+    assert param_spec("h.3.ln_1.scale", 1) == jax.P()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"fsdp": 3}, "expected fsdp and tensor whose product divides the 8 devices, got 3 and 1"),
+        ({"tensor": 0}, "expected fsdp and tensor whose product divides the 8 devices, got 1 and 0"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_devices_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_mesh(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "message"),
+    [
+        ({}, {"tensor": 4}, "expected a mesh axis tensor that divides the model's num_heads, 2, got 4"),
+        ({"mlp_dim": 63}, {"tensor": 2}, "expected a mesh axis tensor that divides the model's hidden_dim, 63, got 2"),
+        ({"embed_dim": 36}, {"fsdp": 8}, "expected a mesh axis fsdp that divides the model's embed_dim, 36, got 8"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model_is_refused(changes, sizes, message):
+    config, rule = dataclasses.replace(CONFIG, **changes), create_optimizer(OPTIMIZER, 200)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        create_train_state(config, rule, jax.random.key(0), make_mesh(**sizes))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_train_step(config, rule, make_mesh(**sizes))
+
+
+def test_rows_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="expected a number of rows that 4 parts .* divide, got 3"):
+        put_batch(windows(0)[:3], make_mesh(tensor=2))
+    assert put_batch(windows(0)[:4], make_mesh(tensor=2)).shape == (4, 17)
+    assert jnp.asarray(put_batch(windows(0), make_mesh(fsdp=2))).sum() == windows(0).astype(np.int64).sum()
