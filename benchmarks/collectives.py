@@ -232,10 +232,9 @@ def main() -> None:
         mb = [f"{value / 1e6:.0f}" for name, value in row.items() if name.endswith("_bytes")]
         ratio = f"{row['scattered_bytes'] / row['textbook_bytes']:.2f}"
         totals.append([row["layout"], row["devices"], mesh, *row["counts"].values(), *mb[:3], ratio, *mb[3:]])
-        if row["devices"] == DEVICES[-1]:
-            names = ("kind", "shape", "group")
-            mb = [[f"{part[name] / 1e6:.0f}" for name in ("sent_bytes", "scattered_bytes")] for part in row["largest"]]
-            largest += [[row["layout"], *mb[i], *[part[n] for n in names]] for i, part in enumerate(row["largest"])]
+        for p in row["largest"] if row["devices"] == DEVICES[-1] else []:
+            mb = [f"{p[name] / 1e6:.0f}" for name in ("sent_bytes", "scattered_bytes")]
+            largest += [[row["layout"], *mb, p["kind"], p["shape"], p["group"]]]
     header = f"layout | devices | mesh | {' | '.join(_KINDS)} | MB | scattered | textbook | ratio | wte | textbook wte"
     (options.out / "collectives.md").write_text(
         "# Collectives of one train step\n\n"

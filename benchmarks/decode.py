@@ -1,6 +1,6 @@
 """Time per generated token with the cache, early and late in the context, in turns in the same run.
 
-    uv run benchmarks/decode.py --rounds 5
+    uv run benchmarks/decode.py --rounds 3
 
 Two positions: prompts of 100 and of 1000 tokens, one text, greedy. A token's time is a slope: the time to generate
 some tokens less the time to generate one, over the tokens between, so that the prompt's own pass cancels out. The
@@ -26,8 +26,8 @@ from nnx_gpt2 import GPT2, generate, gpt2
 
 ROOT = Path(__file__).parent.parent
 POSITIONS = (100, 1000)
-# New tokens of the longer call, by `use_cache`: without the cache a token is slow, and few of them measure well.
-NUM_NEW_TOKENS = {True: 25, False: 5}
+# New tokens of the longer call, by `use_cache`: without the cache a token is slow, and one measures well.
+NUM_NEW_TOKENS = {True: 25, False: 2}
 PRESETS = {
     "gpt2": gpt2(),
     "tiny": gpt2(vocab_size=512, num_layers=2, num_heads=4, embed_dim=128),  # for a quick try

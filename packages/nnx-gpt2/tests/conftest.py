@@ -11,6 +11,9 @@ import pytest
 from nnx_gpt2 import GPT2Config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Most of a test's time is compiling, of which this saves two thirds. The application's tests, the READMEs and the
+# benchmarks run what the whole compiler makes of the same code.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,10 +33,9 @@ def test_loss_and_gradient_are_those_of_the_full_logits(model, tiny, chunk):
     config = dataclasses.replace(tiny, loss_chunk_tokens=chunk)
     params, batch = split_params(model), jnp.asarray(windows(tiny))
     np.testing.assert_allclose(token_losses(merge(config, params), batch), plain_losses(model, batch), atol=2e-6)
-    loss, grads = jax.value_and_grad(lambda params: mean_loss(merge(config, params), batch))(params)
-    expected, expected_grads = jax.value_and_grad(lambda params: plain_losses(merge(tiny, params), batch).mean())(
-        params
-    )
+    loss, grads = jax.jit(jax.value_and_grad(lambda params: mean_loss(merge(config, params), batch)))(params)
+    plain = jax.jit(jax.value_and_grad(lambda params: plain_losses(merge(tiny, params), batch).mean()))
+    expected, expected_grads = plain(params)
     assert float(loss) == pytest.approx(float(expected), abs=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, expected_grads)
 
@@ -47,7 +46,7 @@ def test_logits_of_a_part_alone_exist(tiny):
     model = GPT2(config, rngs=nnx.Rngs(0))
     params, batch = split_params(model), jnp.asarray(windows(config, batch_size=8))
     step = jax.jit(jax.grad(lambda params: mean_loss(merge(config, params), batch)))
-    text = step.lower(params).compile().as_text()
+    text = str(step.lower(params).compile().as_text())
     assert "f32[16,2048]" in text
     assert "f32[128,2048]" not in text
     assert "f32[8,16,2048]" not in text
@@ -83,7 +82,7 @@ def test_gradients_are_finite_differences_in_float64(options):
         )
         batch = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
         loss = jax.jit(lambda params: mean_loss(merge(config, params), batch))
-        grads = jax.grad(lambda params: mean_loss(merge(config, params), batch))(params)
+        grads = jax.jit(jax.grad(lambda params: mean_loss(merge(config, params), batch)))(params)
         leaves, treedef = jax.tree.flatten(params)
         for number, (leaf, grad) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True)):
             assert grad.dtype == jnp.float64
@@ -94,4 +93,4 @@ def test_gradients_are_finite_differences_in_float64(options):
                 return float(loss(jax.tree.unflatten(treedef, moved)))
 
             numeric = (at(1e-5) - at(-1e-5)) / 2e-5
-            assert numeric == pytest.approx(float((grad * direction).sum()), rel=1e-6, abs=1e-9)
+            assert numeric == pytest.approx(float((grad * direction).sum()), rel=1e-5, abs=1e-8)

@@ -90,7 +90,7 @@ def test_remat_and_scan_compute_the_same(tiny, tokens, options):
     key = jax.random.key(3)
 
     def gradient(model):
-        grads = split_params(nnx.grad(lambda model: jnp.square(model(tokens, dropout_key=key)).mean())(model))
+        grads = nnx.to_pure_dict(nnx.grad(lambda model: jnp.square(model(tokens, dropout_key=key)).mean())(model))
         return grads if "scan_layers" not in options or model is plain else unstack_layers(grads)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient(other), gradient(plain))

@@ -58,11 +58,11 @@ def test_muon_makes_each_matrix_of_the_blocks_nearly_orthogonal(scan_layers):
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     for name, update in by_name(updates).items():
         if name.endswith("kernel"):
-            matrices = jnp.moveaxis(update, -2, 0) if name.endswith("c_attn.kernel") else update
-            matrices = jnp.moveaxis(update, -2, -3) if name.endswith("c_attn.kernel") else matrices
+            matrices = jnp.moveaxis(update, -2, -3) if name.endswith("c_attn.kernel") else update
             largest_dim = max(matrices.shape[-2:])
             singular = jnp.linalg.svd(matrices, compute_uv=False) / (0.2 * np.sqrt(largest_dim))
-            assert 0.3 < float(singular.min()) < float(singular.max()) < 1.5, name
+            # Those near zero, as a random square matrix has a few, stay small.
+            assert 0.6 < float(jnp.quantile(singular, 0.2)) < float(singular.max()) < 1.3, name
         else:
             np.testing.assert_allclose(jnp.abs(update), 1.0, rtol=1e-3)
 

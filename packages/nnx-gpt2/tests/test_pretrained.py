@@ -126,7 +126,7 @@ def test_files_as_openai_published_them_are_read(copy):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         for i in range(2):
             tensors[f"h.{i}.attn.bias"] = np.tril(np.ones((1, 1, 32, 32), np.float32))
-            tensors[f"h.{i}.attn.masked_bias"] = np.float32([-1e4])
+            tensors[f"h.{i}.attn.masked_bias"] = np.array([-1e4], np.float32)
         tensors["lm_head.weight"] = tensors["wte.weight"].copy()
 
     change_tensors(copy, change)
@@ -203,7 +203,7 @@ def test_damaged_folders_are_refused(copy, spoil, message):
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected a folder with a config.json, got .*absent, which is none"):
+    with pytest.raises(ValueError, match=r"expected a folder with a config\.json, got .*absent, which is none"):
         GPT2.from_pretrained(tmp_path / "absent")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="expected a folder to save the model in, got the file"):

@@ -4,6 +4,7 @@ Shapes: B batch, T query position, S key position, N heads, H head width.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +145,7 @@ def _splash(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array |
 
     num_positions, num_heads, head_dim = q_BTNH.shape[1:]
     mask = splash_attention_mask.CausalMask((num_positions, num_positions))
-    kernel: Callable[..., Array] = splash.make_splash_mha_single_device(
+    kernel: Any = splash.make_splash_mha_single_device(
         splash_attention_mask.MultiHeadMask([mask] * num_heads), interpret=jax.default_backend() != "tpu"
     )
     q_BNTH, k_BNTH, v_BNTH = (x.swapaxes(1, 2) for x in (q_BTNH * head_dim**-0.5, k_BTNH, v_BTNH))

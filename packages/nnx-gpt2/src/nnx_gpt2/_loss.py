@@ -14,15 +14,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec, get_abstract_mesh
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from nnx_gpt2._config import GPT2Config
 from nnx_gpt2._model import GPT2
-from nnx_gpt2._sharding import BATCH_AXES, DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, under_mesh
+from nnx_gpt2._sharding import (
+    BATCH_AXES,
+    TENSOR_AXIS,
+    axis_index,
+    gather_fsdp,
+    over_mesh,
+    param_spec,
+    pmax,
+    psum,
+    reduce_scatter,
+)
 
 _X_SPEC = PartitionSpec(BATCH_AXES)
-_HEAD_SPEC = PartitionSpec(TENSOR_AXIS, FSDP_AXIS)
+_HEAD_SPEC = param_spec("wte.embedding", 2)
 
 
 def mean_loss(
@@ -49,9 +59,7 @@ def token_losses(
 ) -> Float[Array, "B T"]:
     """Cross-entropy of each prediction, in nats. For evaluation: gradients do not pass through it."""
     x_BTC, targets_BT = _head_inputs(model, windows, segment_ids, None)
-    split = partial(_losses_by_part, model.config)
-    if under_mesh():
-        split = jax.shard_map(split, in_specs=(_X_SPEC, _HEAD_SPEC, _X_SPEC), out_specs=_X_SPEC, check_vma=False)
+    split = over_mesh(partial(_losses_by_part, model.config), (_X_SPEC, _HEAD_SPEC, _X_SPEC), _X_SPEC)
     return split(x_BTC, model.wte.embedding[...], targets_BT)
 
 
@@ -71,19 +79,18 @@ def _head_inputs(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mean_head_loss(config: GPT2Config, x_BTC: Array, head_PC: Array, targets_BT: Array) -> Array:
-    split = partial(_losses_by_part, config)
-    if under_mesh():
-        split = jax.shard_map(split, in_specs=(_X_SPEC, _HEAD_SPEC, _X_SPEC), out_specs=_X_SPEC, check_vma=False)
+    split = over_mesh(partial(_losses_by_part, config), (_X_SPEC, _HEAD_SPEC, _X_SPEC), _X_SPEC)
     return split(x_BTC, head_PC, targets_BT).mean()
 
 
 def _mean_head_loss_fwd(
     config: GPT2Config, x_BTC: Array, head_PC: Array, targets_BT: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    split = partial(_loss_and_grads_by_part, config, 1 / targets_BT.size)
-    if under_mesh():
-        out_specs = (PartitionSpec(), _X_SPEC, _HEAD_SPEC)
-        split = jax.shard_map(split, in_specs=(_X_SPEC, _HEAD_SPEC, _X_SPEC), out_specs=out_specs, check_vma=False)
+    split = over_mesh(
+        partial(_loss_and_grads_by_part, config, 1 / targets_BT.size),
+        (_X_SPEC, _HEAD_SPEC, _X_SPEC),
+        (PartitionSpec(), _X_SPEC, _HEAD_SPEC),
+    )
     loss, dx_BTC, dhead_PC = split(x_BTC, head_PC, targets_BT)
     return loss, (dx_BTC, dhead_PC)
 
@@ -98,7 +105,7 @@ _mean_head_loss.defvjp(_mean_head_loss_fwd, _mean_head_loss_bwd)
 
 def _losses_by_part(config: GPT2Config, x_BTC: Array, head_PC: Array, targets_BT: Array) -> Float[Array, "B T"]:
     """The loss of each prediction of this device's rows."""
-    head_PC = _gather(head_PC.astype(x_BTC.dtype))
+    head_PC = gather_fsdp(head_PC.astype(x_BTC.dtype))
     x_KBSC, targets_KBS = _parts(config, x_BTC), _parts(config, targets_BT)
 
     def part(rest: tuple[Array, Array]) -> Array:
@@ -114,7 +121,7 @@ def _loss_and_grads_by_part(
     config: GPT2Config, weight: float, x_BTC: Array, head_PC: Array, targets_BT: Array
 ) -> tuple[Array, Array, Array]:
     """The weighted sum of all devices' losses, and its gradients as to this device's rows and part of the head."""
-    full_PC = _gather(head_PC.astype(x_BTC.dtype))
+    full_PC = gather_fsdp(head_PC.astype(x_BTC.dtype))
     x_KBSC, targets_KBS = _parts(config, x_BTC), _parts(config, targets_BT)
     num_positions, part_positions = x_BTC.shape[1], x_KBSC.shape[2]
 
@@ -128,7 +135,7 @@ def _loss_and_grads_by_part(
         # The gradient as to the logits: probability, less one for the target.
         probs_MP = exp_MP * (weights_M / sums_M)[:, None]
         dlogits_MP = (probs_MP - jnp.where(is_target_MP, weights_M[:, None], 0)).astype(x_MC.dtype)
-        dx_MC = _psum(jnp.einsum("MP,PC->MC", dlogits_MP, full_PC), TENSOR_AXIS)
+        dx_MC = psum(jnp.einsum("MP,PC->MC", dlogits_MP, full_PC), TENSOR_AXIS)
         dhead_PC += jnp.einsum("MP,MC->PC", dlogits_MP, x_MC, preferred_element_type=dhead_PC.dtype)
         return (loss + (losses_M * weights_M).sum(), dhead_PC), dx_MC.reshape(x_BSC.shape)
 
@@ -140,25 +147,25 @@ def _loss_and_grads_by_part(
     else:
         (loss, dhead_PC), dx_KBSC = jax.lax.scan(part, zeros, (jnp.arange(len(x_KBSC)), x_KBSC, targets_KBS))
     dx_BTC = dx_KBSC.swapaxes(0, 1).reshape(len(x_BTC), -1, x_BTC.shape[2])[:, :num_positions]
-    return _psum(loss, *BATCH_AXES), dx_BTC, _scatter(dhead_PC).astype(head_PC.dtype)
+    return psum(loss, *BATCH_AXES), dx_BTC, reduce_scatter(dhead_PC).astype(head_PC.dtype)
 
 
 def _part_losses(
     config: GPT2Config, x_MC: Array, head_PC: Array, targets_M: Array
 ) -> tuple[Array, Array, Array, Array]:
     """Of some rows: shifted exponentials of the logits, losses, the exponentials' sums, and where the targets are."""
-    first = _tensor_index() * len(head_PC)
+    first = axis_index(TENSOR_AXIS) * len(head_PC)
     ids_P = first + jnp.arange(len(head_PC))
     accumulate = jnp.promote_types(x_MC.dtype, jnp.float32)
     logits_MP = jnp.einsum("MC,PC->MP", x_MC, head_PC, preferred_element_type=accumulate)
     if config.padded_vocab_size > config.vocab_size:
         # The padding's columns are masked, not cut off: a cut would copy the largest array of the step.
         logits_MP = jnp.where((ids_P < config.vocab_size)[None], logits_MP, jnp.finfo(accumulate).min)
-    largest_M = _pmax(logits_MP.max(axis=1))
+    largest_M = pmax(logits_MP.max(axis=1), TENSOR_AXIS)
     exp_MP = jnp.exp(logits_MP - largest_M[:, None])
-    sums_M = _psum(exp_MP.sum(axis=1), TENSOR_AXIS)
+    sums_M = psum(exp_MP.sum(axis=1), TENSOR_AXIS)
     is_target_MP = ids_P[None] == targets_M[:, None]
-    target_logits_M = _psum(jnp.where(is_target_MP, logits_MP, 0).sum(axis=1), TENSOR_AXIS)
+    target_logits_M = psum(jnp.where(is_target_MP, logits_MP, 0).sum(axis=1), TENSOR_AXIS)
     return exp_MP, largest_M + jnp.log(sums_M) - target_logits_M, sums_M, is_target_MP
 
 
@@ -171,34 +178,3 @@ def _parts(config: GPT2Config, x_BT: Array) -> Array:
     padding = num_parts * part_positions - num_positions
     x_BT = jnp.pad(x_BT, ((0, 0), (0, padding), *[(0, 0)] * (x_BT.ndim - 2)))
     return x_BT.reshape(batch_size, num_parts, part_positions, *x_BT.shape[2:]).swapaxes(0, 1)
-
-
-# What devices tell each other: nothing where an axis has one device, or there is no mesh and arrays are whole.
-
-
-def _axes(*names: str) -> tuple[str, ...]:
-    sizes = get_abstract_mesh().shape
-    return tuple(name for name in names if sizes.get(name, 1) > 1)
-
-
-def _psum(x: Array, *names: str) -> Array:
-    return jax.lax.psum(x, _axes(*names)) if _axes(*names) else x
-
-
-def _pmax(x: Array) -> Array:
-    return jax.lax.pmax(x, TENSOR_AXIS) if _axes(TENSOR_AXIS) else x
-
-
-def _tensor_index() -> Any:
-    return jax.lax.axis_index(TENSOR_AXIS) if _axes(TENSOR_AXIS) else 0
-
-
-def _gather(head_PC: Array) -> Array:
-    return jax.lax.all_gather(head_PC, FSDP_AXIS, axis=1, tiled=True) if _axes(FSDP_AXIS) else head_PC
-
-
-def _scatter(dhead_PC: Array) -> Array:
-    dhead_PC = _psum(dhead_PC, DATA_AXIS)
-    if not _axes(FSDP_AXIS):
-        return dhead_PC
-    return jax.lax.psum_scatter(dhead_PC, FSDP_AXIS, scatter_dimension=1, tiled=True)

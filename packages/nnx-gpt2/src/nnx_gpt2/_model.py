@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._config import DType, GPT2Config
 from nnx_gpt2._dropout import dropout, split_key
+from nnx_gpt2._embedding import lookup
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain
 
 # GPT-2's own initial standard deviation.
@@ -142,7 +143,6 @@ class GPT2(nnx.Module):
 
         >>> import jax.numpy as jnp
         >>> from flax import nnx
-    from jax.core import Tracer
         >>> from nnx_gpt2 import GPT2, GPT2Config
         >>> config = GPT2Config(vocab_size=257, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
         >>> model = GPT2(config, rngs=nnx.Rngs(0))
@@ -275,11 +275,9 @@ class GPT2(nnx.Module):
 
     def embed(self, tokens: Int[Array, "*shape"], positions: Int[Array, "..."]) -> Float[Array, "*shape C"]:
         """Token and position embeddings, added."""
-        # Over a mesh, whole rows are looked up: rows that `fsdp` has cut would be put together too late.
-        wte_PC = constrain(self.wte.embedding[...], TENSOR_AXIS, None)
-        wpe_TC = constrain(self.wpe.embedding[...], None, None)
-        dtype = jnp.dtype(self.config.dtype)
-        return wte_PC.astype(dtype)[tokens] + wpe_TC.astype(dtype)[positions]
+        wpe_TC = constrain(self.wpe.embedding[...].astype(self.config.dtype), None, None)
+        wte: Array = lookup(self.wte.embedding[...], tokens, self.config.dtype)
+        return wte + wpe_TC[positions]
 
     def padded_logits(self, x_MC: Float[Array, "M C"]) -> Float[Array, "M P"]:
         """The tied head over the padded vocabulary. Columns from `vocab_size` on mean nothing."""

@@ -5,7 +5,7 @@ state with it (Rajbhandari et al., 2020, arXiv:1910.02054, stage 3); `tensor` sp
 hidden units and the vocabulary (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -112,3 +112,48 @@ def under_mesh() -> bool:
 def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:
     """Lay an intermediate array over these axes, where there is a mesh; otherwise do nothing."""
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes)) if under_mesh() else x
+
+
+def over_mesh(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Let each device compute its own part of the arrays, where there is a mesh; otherwise the whole."""
+    if not under_mesh():
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+# What devices tell each other inside `over_mesh`: nothing where an axis has one device, or there is no mesh.
+
+
+def _axes(*names: str) -> tuple[str, ...]:
+    sizes = get_abstract_mesh().shape
+    return tuple(name for name in names if sizes.get(name, 1) > 1)
+
+
+def psum(x: Array, *names: str) -> Array:
+    """The sum over these axes."""
+    return jax.lax.psum(x, _axes(*names)) if _axes(*names) else x
+
+
+def pmax(x: Array, name: str) -> Array:
+    """The largest over this axis."""
+    return jax.lax.pmax(x, name) if _axes(name) else x
+
+
+def axis_index(name: str) -> Any:
+    """Where this device stands on the axis."""
+    return jax.lax.axis_index(name) if _axes(name) else 0
+
+
+def gather_fsdp(table_PC: Array) -> Array:
+    """All columns of a table, of which each device of the axis `fsdp` has some."""
+    return jax.lax.all_gather(table_PC, FSDP_AXIS, axis=1, tiled=True) if _axes(FSDP_AXIS) else table_PC
+
+
+def reduce_scatter(grad_PC: Array) -> Array:
+    """The sum of a table's gradients over the batch axes, each device with its columns.
+
+    Scattered first: what is summed over `data` then is a part of the table, not all of it.
+    """
+    if _axes(FSDP_AXIS):
+        grad_PC = jax.lax.psum_scatter(grad_PC, FSDP_AXIS, scatter_dimension=1, tiled=True)
+    return psum(grad_PC, DATA_AXIS)

@@ -192,6 +192,7 @@ def make_train_step(
     return compile_step(out_shardings=(shardings, replicated(mesh)))
 
 
+@cache
 def make_eval_step(config: GPT2Config, mesh: Mesh | None = None) -> jax.stages.Wrapped:
     """Compile `step(params, windows) -> losses`: each prediction's loss in nats, without dropout.
 
@@ -209,7 +210,7 @@ def make_eval_step(config: GPT2Config, mesh: Mesh | None = None) -> jax.stages.W
     return jax.jit(eval_step, out_shardings=replicated(mesh), compiler_options=options)
 
 
-def document_ids(tokens: Int[Array, "B T"], end_of_text: int) -> Int[Array, "B T"]:
+def document_ids(tokens: Integer[Array, "B T"], end_of_text: int) -> Int[Array, "B T"]:
     """The number of the document that each token belongs to; the end-of-text token belongs to the one it ends."""
     ends = (tokens == end_of_text).astype(jnp.int32)
     return jnp.cumsum(ends, axis=1) - ends
