@@ -61,7 +61,7 @@ def test_options(args, message, capsys, workplace):
         (["--data", "someone/something"], "as a dataset of the Hugging Face hub it could not be loaded"),
         (["--data", "odd.bin"], "expected an even number of bytes in"),
         (["--data", "ids.bin"], "expected ids below 257 in"),
-        (["--data", "book.txt", "--hardware", "cpu:3"], "that the 3 devices of cpu:3 divide, got 16"),
+        (["--data", "book.txt", "--hardware", "cpu:3"], "that the 3 devices of cpu:3 that share it divide, got 16"),
         (["--data", "book.txt", "--hardware", "tpu"], "expected hardware as auto, cpu:WORKERS"),
         (["--data", "book.txt", "--storage-path", "book.txt"], "expected a storage path that can be written"),
         (["--data", "book.txt", "--storage-path", "s3://bucket"], "expected a folder as --storage-path"),
