@@ -75,7 +75,8 @@ def test_choices_are_scored_by_sum_and_by_mean(model):
         for choice in question.choices:
             tokens = (encode(question.context) + encode(" " + choice))[-17:]
             count = len(choice) + 1
-            log_probs = jax.nn.log_softmax(model(jnp.asarray([tokens[:-1]])))[0]
+            padded = jnp.asarray([tokens[:-1] + [0] * (17 - len(tokens))])
+            log_probs = jax.nn.log_softmax(model(padded))[0]
             scores = [float(log_probs[i - 1, tokens[i]]) for i in range(len(tokens) - count, len(tokens))]
             sums.append(sum(scores))
             means.append(sum(scores) / count)

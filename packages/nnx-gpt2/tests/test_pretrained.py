@@ -223,7 +223,7 @@ def test_a_name_of_the_hub_without_its_extra_says_what_to_install():
 
 def test_loading_and_saving_hold_one_tensor_beside_the_model(tmp_path):
     """In a process of its own, whose peak memory is then that of the model and little more."""
-    config = GPT2Config(vocab_size=16384, seq_len=32, num_layers=24, num_heads=8, embed_dim=512)
+    config = GPT2Config(vocab_size=8192, seq_len=32, num_layers=10, num_heads=8, embed_dim=512)
     GPT2(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "a")
     code = f"""
 import resource, jax
@@ -236,7 +236,7 @@ model.save_pretrained({str(tmp_path / "c")!r})
 print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    model_bytes, largest_bytes = (tmp_path / "a/model.safetensors").stat().st_size, 16384 * 512 * 4
-    assert model_bytes > 300_000_000
+    model_bytes, largest_bytes = (tmp_path / "a/model.safetensors").stat().st_size, 8192 * 512 * 4
+    assert model_bytes > 140_000_000
     # The pages of the mapped file count towards a process's peak beside the model itself.
     assert int(done.stdout) < 2 * model_bytes + 2 * largest_bytes

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -295,6 +296,7 @@ def check_ids(tokens: Int[Array, "B T"], config: GPT2Config) -> None:
     """Refuse ids outside the vocabulary, where they can be seen: not while jit traces."""
     if isinstance(tokens, Tracer) or tokens.size == 0:
         return
-    low, high = int(tokens.min()), int(tokens.max())
+    ids = np.asarray(tokens)  # not in jax, where even a constant becomes a part of what is traced
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
         raise ValueError(f"expected token ids in [0, {config.vocab_size}), got {low} to {high}")
