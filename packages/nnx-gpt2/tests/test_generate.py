@@ -109,6 +109,12 @@ def test_no_new_tokens_is_the_prompt(model):
     ("prompts", "options", "message"),
     [
         ([], {"temperature": 0.0}, "expected at least one prompt, got none"),
+        (
+            [1, 2],
+            {"temperature": 0.0},
+            "expected each prompt to be a sequence of whole numbers, token ids, got 1",
+        ),
+        ([[1.5]], {"temperature": 0.0}, "expected each prompt to be a sequence of whole numbers, token ids, got [1.5]"),
         ([[1], []], {"temperature": 0.0}, "expected prompts of 1 to 16 tokens, the model's context, got one of 0"),
         ([[1] * 17], {"temperature": 0.0}, "expected prompts of 1 to 16 tokens, the model's context, got one of 17"),
         ([[61, 66]], {"temperature": 0.0}, "expected prompt ids in [0, 65), got 61 to 66"),
@@ -125,6 +131,12 @@ def test_bad_arguments_are_refused(model, prompts, options, message):
         generate(model, prompts, 1, **options)
 
 
+def test_half_a_token_is_refused(model):
+    options: dict[str, Any] = {"max_new_tokens": 2.5}
+    with pytest.raises(ValueError, match=r"as max_new_tokens, got 2\.5"):
+        generate(model, PROMPTS, temperature=0.0, **options)
+
+
 def test_fewer_than_no_tokens_are_refused(model):
-    with pytest.raises(ValueError, match="expected max_new_tokens of at least 0, got -1"):
+    with pytest.raises(ValueError, match="expected a whole number of at least 0 as max_new_tokens, got -1"):
         generate(model, PROMPTS, -1, temperature=0.0)

@@ -145,6 +145,10 @@ def reshape(tensors):
     tensors["transformer.h.0.attn.c_attn.weight"] = tensors["transformer.h.0.attn.c_attn.weight"].T.copy()
 
 
+def whole(tensors):
+    tensors["transformer.ln_f.bias"] = np.zeros(48, np.int32)
+
+
 def untie(tensors):
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
 
@@ -155,6 +159,7 @@ def untie(tensors):
         (drop, "h.1.mlp.c_fc.bias is missing"),
         (add, "h.0.attn.q_norm.weight does not belong to it"),
         (reshape, "h.0.attn.c_attn.weight is [144, 48], not [48, 144]"),
+        (whole, "ln_f.bias holds I32, not floating-point numbers"),
         (untie, "expected lm_head.weight to be wte.weight"),
     ],
 )
@@ -172,6 +177,8 @@ def test_tensors_that_do_not_fit_are_named(copy, change, message):
         ({"tie_word_embeddings": False}, "expected tie_word_embeddings True"),
         ({"scale_attn_by_inverse_layer_idx": True}, "expected scale_attn_by_inverse_layer_idx False"),
         ({"add_cross_attention": True}, "expected add_cross_attention False"),
+        ({"n_inner": "x"}, "model.mlp_dim must be at least 1, a whole number, got 'x'"),
+        ({"layer_norm_epsilon": None}, "model.norm_epsilon must be between 0 and 1, got None"),
         ({"n_layer": None}, "expected a whole number as n_layer"),
         ({"n_head": 5}, "model.embed_dim must be a multiple of model.num_heads, got 48 and 5"),
         ({"n_positions": 64}, "wpe.weight is [32, 48], not [64, 48]"),
@@ -188,6 +195,8 @@ def test_configs_that_are_not_gpt2s_are_refused(copy, fields, message):
     [
         (lambda folder: (folder / "config.json").unlink(), "expected a config.json in"),
         (lambda folder: (folder / "config.json").write_text("{"), "expected JSON in"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "expected an object in"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "expected a weight_map from"),
         (lambda folder: (folder / "model.safetensors").unlink(), "expected model.safetensors in"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "expected safetensors in"),
         (
@@ -200,6 +209,18 @@ def test_damaged_folders_are_refused(copy, spoil, message):
     spoil(copy)
     with pytest.raises(ValueError, match=message):
         GPT2.from_pretrained(copy)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_heads": 6}, "expected fields that do not change the weights, got num_heads: leave it out"),
+        ({"param_dtype": "float64"}, "expected jax_enable_x64 to be on for float64, and it is off"),
+    ],
+)
+def test_fields_that_would_make_another_model_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        GPT2.from_pretrained(FOLDER, **fields)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):

@@ -74,16 +74,18 @@ class GPT2Config:
         """Check every field once; code downstream trusts it."""
         for name in ("vocab_size", "seq_len", "num_layers", "num_heads", "embed_dim", "mlp_dim", "loss_chunk_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"model.{name} must be at least 1, got {value}")
+            if value is None and name == "mlp_dim":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"model.{name} must be at least 1, a whole number, got {value!r}")
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"model.embed_dim must be a multiple of model.num_heads, got {self.embed_dim} and {self.num_heads}"
             )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"model.dropout_rate must be in [0, 1), got {self.dropout_rate}")
-        if not self.norm_epsilon > 0:
-            raise ValueError(f"model.norm_epsilon must be positive, got {self.norm_epsilon}")
+        if not isinstance(self.norm_epsilon, float) or not 0 < self.norm_epsilon < 1:
+            raise ValueError(f"model.norm_epsilon must be between 0 and 1, got {self.norm_epsilon!r}")
         for name, choices in (
             ("dtype", get_args(DType)),
             ("param_dtype", get_args(DType)),

@@ -78,7 +78,7 @@ def generate(
     Raises:
         ValueError: an argument is out of its range, or a prompt is empty, too long, or holds an unknown id.
     """
-    rows = [np.asarray(prompt, np.int64).tolist() for prompt in prompts]
+    rows = [_token_ids(prompt) for prompt in prompts]
     _check(model, rows, max_new_tokens, key, temperature, top_k, top_p)
     context = model.config.seq_len
     draw = _Draw(
@@ -112,6 +112,16 @@ def generate(
     return texts
 
 
+def _token_ids(prompt: Any) -> list[int]:
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(
+            f"expected each prompt to be a sequence of whole numbers, token ids, got {str(prompt)[:60]}: for "
+            "one prompt pass a list that holds it"
+        )
+    return ids.tolist()
+
+
 def _check(
     model: GPT2,
     rows: list[list[int]],
@@ -132,8 +142,8 @@ def _check(
             )
         if min(row) < 0 or max(row) >= vocab_size:
             raise ValueError(f"expected prompt ids in [0, {vocab_size}), got {min(row)} to {max(row)}")
-    if max_new_tokens < 0:
-        raise ValueError(f"expected max_new_tokens of at least 0, got {max_new_tokens}")
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 0:
+        raise ValueError(f"expected a whole number of at least 0 as max_new_tokens, got {max_new_tokens}")
     if (
         not 0 <= temperature < math.inf
         or (top_k is not None and top_k < 1)

@@ -191,7 +191,8 @@ class GPT2(nnx.Module):
             dtype: type to compute in.
             param_dtype: type to keep the parameters in.
             revision: the hub's branch, tag or commit.
-            changes: further fields of `GPT2Config` that do not change the weights, such as `attention`.
+            changes: further fields of `GPT2Config` that do not describe the weights: `attention`, `remat`,
+                `scan_layers`, `loss_chunk_tokens`, and `dropout_rate`, which is 0 unless it is given.
 
         Raises:
             ValueError: the files are not those of a GPT-2 that this model can express; the message names what
@@ -294,6 +295,10 @@ class GPT2(nnx.Module):
 
 def check_ids(tokens: Int[Array, "B T"], config: GPT2Config) -> None:
     """Refuse ids outside the vocabulary, where they can be seen: not while jit traces."""
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"expected token ids, whole numbers of shape [batch, positions], got {tokens.dtype}{list(tokens.shape)}"
+        )
     if isinstance(tokens, Tracer) or tokens.size == 0:
         return
     ids = np.asarray(tokens)  # not in jax, where even a constant becomes a part of what is traced

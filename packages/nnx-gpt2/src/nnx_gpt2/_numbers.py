@@ -18,8 +18,9 @@ _PEAK_FLOPS_PER_S = {
 
 def num_params(config: GPT2Config) -> int:
     """Number of parameters, the tied head counted once and padding not at all."""
-    width = config.embed_dim
-    per_block = 12 * width**2 + 13 * width  # c_attn 3, attention's c_proj 1, c_fc 4, c_proj 4; biases, two norms
+    width, hidden = config.embed_dim, config.hidden_dim
+    # c_attn 3 and c_proj 1 widths squared, c_fc and c_proj; their biases (3, 1, and the two last), two norms.
+    per_block = 4 * width**2 + 2 * width * hidden + 4 * width + hidden + width + 4 * width
     return (config.vocab_size + config.seq_len) * width + config.num_layers * per_block + 2 * width
 
 

@@ -39,7 +39,8 @@ _EXPRESSIBLE = {
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 _HEAD = "lm_head.weight"
 
-# safetensors' names of the types that this model has.
+# safetensors' names of the types that weights may have, and of those that this model has.
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64"}
 
 
@@ -114,6 +115,8 @@ def save_pretrained(
     folder, config = Path(path), model.config
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"expected a folder to save the model in, got the file {folder}: name another")
+    if end_of_text is not None and not 0 <= end_of_text < config.vocab_size:
+        raise ValueError(f"expected an end_of_text in [0, {config.vocab_size}), got {end_of_text}")
     folder.mkdir(parents=True, exist_ok=True)
     params = split_params(model)
     itemsize = jnp.dtype(config.param_dtype).itemsize
@@ -149,7 +152,7 @@ def save_pretrained(
 
 
 def _download(name: str, revision: str | None) -> Path:
-    if Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1:
+    if Path(name).exists() or Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise ValueError(f"expected a folder with a {_CONFIG}, got {name}, which is none")
     try:
         from huggingface_hub import snapshot_download  # an extra: local folders do without
@@ -167,12 +170,14 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def _read_config(path: Path, fields: dict[str, Any]) -> GPT2Config:
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"expected a {_CONFIG} in {path.parent}, found none: name the folder of a saved model")
     try:
         published = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"expected JSON in {path}, got something else ({error}): save or download it again") from error
+    if not isinstance(published, dict):
+        raise ValueError(f"expected an object in {path}, got {str(published)[:60]!r}: save or download it again")
     for name, values in _EXPRESSIBLE.items():
         value = published.get(name, values[0])
         if value not in values:
@@ -190,7 +195,18 @@ def _read_config(path: Path, fields: dict[str, Any]) -> GPT2Config:
             raise ValueError(f"expected a whole number as {theirs} in {path}, got {published.get(theirs)!r}")
         shape[ours] = published[theirs]
     rest = {"mlp_dim": published.get("n_inner"), "norm_epsilon": published.get("layer_norm_epsilon", 1e-5)}
-    return GPT2Config(**{**shape, **rest, **fields})
+    # These describe the weights: another value would be another network.
+    if changed := {*shape, *rest} & fields.keys():
+        raise ValueError(
+            f"expected fields that do not change the weights, got {', '.join(sorted(changed))}: leave it out"
+        )
+    try:
+        config = GPT2Config(**shape, **rest, **fields)
+    except ValueError as error:
+        raise ValueError(f"expected the shape of a GPT-2 in {path}: {error}") from error
+    if "float64" in (config.dtype, config.param_dtype) and not jax.config.read("jax_enable_x64"):
+        raise ValueError("expected jax_enable_x64 to be on for float64, and it is off: turn it on, or choose float32")
+    return config
 
 
 def _describe(config: GPT2Config, end_of_text: int | None) -> dict[str, Any]:
@@ -251,6 +267,9 @@ class _Stored:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.file.get_slice(self.name).get_shape())
 
+    def dtype(self) -> str:
+        return self.file.get_slice(self.name).get_dtype()
+
     def read(self) -> np.ndarray:
         return self.file.get_tensor(self.name)
 
@@ -258,13 +277,10 @@ class _Stored:
 def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Stored]:
     """All tensors of a folder by name without the prefix; nothing is read yet."""
     index = folder / _INDEX
-    if index.exists():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = [folder / _WEIGHTS]
+    files = [folder / name for name in _indexed_files(index)] if index.exists() else [folder / _WEIGHTS]
     tensors = {}
     for path in files:
-        if not path.exists():
+        if not path.is_file():
             raise ValueError(f"expected {path.name} in {folder}, found none: save or download the model again")
         try:
             file = stack.enter_context(safe_open(path, framework="numpy"))
@@ -274,13 +290,29 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Store
     return {name: stored for name, stored in tensors.items() if not name.endswith(_BUFFERS)}
 
 
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        is_plain = all(name == Path(name).name for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_plain = False
+        names = set()
+    if not is_plain:
+        raise ValueError(f"expected a weight_map from tensors to files beside it in {index}: download the model again")
+    return sorted(names)
+
+
 def _check_tensors(folder: Path, tensors: dict[str, _Stored], expected: dict[str, _Tensor]) -> None:
     head = tensors.pop(_HEAD, None)
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} does not belong to it" for name in tensors if name not in expected]
     for name, tensor in expected.items():
-        if name in tensors and (shape := tensors[name].shape()) != tensor.shape:
+        if name not in tensors:
+            continue
+        if (shape := tensors[name].shape()) != tensor.shape:
             problems.append(f"{name} is {list(shape)}, not {list(tensor.shape)}")
+        if (dtype := tensors[name].dtype()) not in _FLOATS:
+            problems.append(f"{name} holds {dtype}, not floating-point numbers")
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ValueError(f"expected the tensors of the GPT-2 that {folder / _CONFIG} describes: {shown}")

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray, PyTree
 from nnx_gpt2._config import GPT2Config
 from nnx_gpt2._loss import mean_loss, token_losses
 from nnx_gpt2._model import GPT2
-from nnx_gpt2._sharding import FSDP_AXIS, TENSOR_AXIS, replicated, tree_shardings
+from nnx_gpt2._sharding import DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, replicated, tree_shardings
 
 Params = PyTree[Array]
 Windows = Integer[Array | np.ndarray, "B W"]
@@ -146,8 +146,11 @@ def make_train_step(
         end_of_text: the token that ends a document; where given, attention does not look across it.
 
     Raises:
-        ValueError: the mesh does not divide the model.
+        ValueError: the mesh does not divide the model, or `grad_accum_steps` is below 1. The step raises it for a batch
+            that is no `[batch, tokens]` of whole numbers, or does not divide.
     """
+    if not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
+        raise ValueError(f"expected a whole number of at least 1 as grad_accum_steps, got {grad_accum_steps}")
     graphdef = _graphdef(config)
 
     def loss_fn(params: Params, windows: Integer[Array, "b W"], key: PRNGKeyArray) -> Float[Array, ""]:
@@ -171,6 +174,7 @@ def make_train_step(
     def train_step(
         state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray
     ) -> tuple[TrainState, dict[str, jax.Array]]:
+        _check_windows(config, windows, mesh, grad_accum_steps)
         with _traced_over(mesh):
             loss, grads = accumulated(state.params, windows, jax.random.fold_in(key, state.step))
             grad_norm = optax.tree.norm(grads)
@@ -190,6 +194,21 @@ def make_train_step(
     shapes = abstract_train_state(config, optimizer, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     return compile_step(out_shardings=(shardings, replicated(mesh)))
+
+
+def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_parts: int) -> None:
+    """What can be seen of a batch while jit traces: its shape and its type."""
+    num_shares = 1 if mesh is None else mesh.shape[DATA_AXIS] * mesh.shape[FSDP_AXIS]
+    if windows.ndim != 2 or not jnp.issubdtype(windows.dtype, jnp.integer) or windows.shape[1] < 2:
+        raise ValueError(
+            f"expected windows of token ids, whole numbers of shape [batch, {config.seq_len + 1}], got "
+            f"{windows.dtype}{list(windows.shape)}"
+        )
+    if windows.shape[0] % (num_shares * num_parts):
+        raise ValueError(
+            f"expected a batch that {num_shares} devices, the data and fsdp axes, divide in {num_parts} parts each, "
+            f"got {windows.shape[0]} windows: change the batch size or grad_accum_steps"
+        )
 
 
 @cache
