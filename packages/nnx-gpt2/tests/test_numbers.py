@@ -1,7 +1,20 @@
+import dataclasses
+
 import jax
 import pytest
+from flax import nnx
 
-from nnx_gpt2 import flops_per_token, gpt2, gpt2_large, gpt2_medium, gpt2_xl, num_params, peak_flops_per_s
+from nnx_gpt2 import (
+    GPT2,
+    flops_per_token,
+    gpt2,
+    gpt2_large,
+    gpt2_medium,
+    gpt2_xl,
+    num_params,
+    peak_flops_per_s,
+    split_params,
+)
 
 
 @pytest.mark.parametrize(
@@ -10,6 +23,13 @@ from nnx_gpt2 import flops_per_token, gpt2, gpt2_large, gpt2_medium, gpt2_xl, nu
 )
 def test_parameter_counts_are_the_published_ones(config, published):
     assert num_params(config) == published
+
+
+def test_a_feed_forward_layer_of_another_width_is_counted(tiny):
+    config = dataclasses.replace(tiny, mlp_dim=40)
+    params = jax.tree.leaves(split_params(GPT2(config, rngs=nnx.Rngs(0))))
+    padding = (config.padded_vocab_size - config.vocab_size) * config.embed_dim
+    assert num_params(config) == sum(leaf.size for leaf in params) - padding
 
 
 def test_flops_per_token():

@@ -177,7 +177,7 @@ def test_tensors_that_do_not_fit_are_named(copy, change, message):
         ({"tie_word_embeddings": False}, "expected tie_word_embeddings True"),
         ({"scale_attn_by_inverse_layer_idx": True}, "expected scale_attn_by_inverse_layer_idx False"),
         ({"add_cross_attention": True}, "expected add_cross_attention False"),
-        ({"n_inner": "x"}, "model.mlp_dim must be at least 1, a whole number, got 'x'"),
+        ({"n_inner": "x"}, "model.mlp_dim must be at least 1, got 'x'"),
         ({"layer_norm_epsilon": None}, "model.norm_epsilon must be between 0 and 1, got None"),
         ({"n_layer": None}, "expected a whole number as n_layer"),
         ({"n_head": 5}, "model.embed_dim must be a multiple of model.num_heads, got 48 and 5"),

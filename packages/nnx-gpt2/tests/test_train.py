@@ -64,22 +64,6 @@ def test_randomness_follows_the_step_not_the_history(tiny):
     assert float(a["loss"]) == float(b["loss"])
 
 
-@pytest.mark.parametrize(
-    ("batch", "grad_accum_steps", "message"),
-    [
-        (np.zeros((8, 17)), 1, "expected windows of token ids, whole numbers of shape .batch, 17., got float32"),
-        (np.zeros(17, np.uint16), 1, "expected windows of token ids"),
-        (np.zeros((8, 17), np.uint16), 3, "expected a batch that 1 devices, the data and fsdp axes, divide in 3 parts"),
-        (np.zeros((8, 17), np.uint16), 0, "expected a whole number of at least 1 as grad_accum_steps, got 0"),
-    ],
-)
-def test_batches_that_are_none_are_refused(tiny, batch, grad_accum_steps, message):
-    optimizer = create_optimizer(OPTIMIZER, 200)
-    state = create_train_state(tiny, optimizer, jax.random.key(0))
-    with pytest.raises(ValueError, match=message):
-        make_train_step(tiny, optimizer, grad_accum_steps=grad_accum_steps)(state, batch, jax.random.key(7))
-
-
 def test_the_state_is_donated(tiny):
     optimizer = create_optimizer(OPTIMIZER, 200)
     state = create_train_state(tiny, optimizer, jax.random.key(0))

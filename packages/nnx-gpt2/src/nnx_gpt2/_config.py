@@ -77,7 +77,7 @@ class GPT2Config:
             if value is None and name == "mlp_dim":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"model.{name} must be at least 1, a whole number, got {value!r}")
+                raise ValueError(f"model.{name} must be at least 1, got {value!r}")
         if self.embed_dim % self.num_heads:
             raise ValueError(
                 f"model.embed_dim must be a multiple of model.num_heads, got {self.embed_dim} and {self.num_heads}"

@@ -115,8 +115,6 @@ def save_pretrained(
     folder, config = Path(path), model.config
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"expected a folder to save the model in, got the file {folder}: name another")
-    if end_of_text is not None and not 0 <= end_of_text < config.vocab_size:
-        raise ValueError(f"expected an end_of_text in [0, {config.vocab_size}), got {end_of_text}")
     folder.mkdir(parents=True, exist_ok=True)
     params = split_params(model)
     itemsize = jnp.dtype(config.param_dtype).itemsize

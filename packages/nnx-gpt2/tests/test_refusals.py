@@ -1,0 +1,58 @@
+"""Arguments of a wrong type or shape, in a process without beartype, which would be first to refuse them."""
+
+import subprocess
+import sys
+
+CODE = """
+import jax, numpy as np
+from flax import nnx
+from nnx_gpt2 import *
+config = GPT2Config(vocab_size=65, seq_len=16, num_layers=1, num_heads=1, embed_dim=8)
+model = GPT2(config, rngs=nnx.Rngs(0))
+rule = create_optimizer(OptimizerConfig(), 10)
+ids = np.zeros((8, 17), np.uint16)
+
+def step(windows, **options):
+    make_train_step(config, rule, **options)(create_train_state(config, rule, jax.random.key(0)), windows, jax.random.key(0))
+
+for call in (
+    lambda: generate(model, [1, 2], 3, temperature=0.0),
+    lambda: generate(model, [[1.5]], 3, temperature=0.0),
+    lambda: generate(model, ['ab'], 3, temperature=0.0),
+    lambda: generate(model, [[1]], 2.5, temperature=0.0),
+    lambda: model(np.zeros(3, np.int32)),
+    lambda: model(np.zeros((1, 3))),
+    lambda: step(ids.astype(np.float32)),
+    lambda: step(ids[0]),
+    lambda: step(ids, grad_accum_steps=3),
+    lambda: step(ids, grad_accum_steps=0),
+    lambda: GPT2Config(num_layers=2.5),
+):
+    try:
+        call()
+        print('accepted')
+    except ValueError as error:
+        print(error)
+"""
+
+EXPECTED = [
+    "expected each prompt to be a sequence of whole numbers, token ids, got 1: for one prompt pass a list",
+    "expected each prompt to be a sequence of whole numbers, token ids, got [1.5]: for one prompt pass a list",
+    "expected each prompt to be a sequence of whole numbers, token ids, got ab: for one prompt pass a list",
+    "expected a whole number of at least 0 as max_new_tokens, got 2.5",
+    "expected token ids, whole numbers of shape [batch, positions], got int32[3]",
+    "expected token ids, whole numbers of shape [batch, positions], got float64[1, 3]",
+    "expected windows of token ids, whole numbers of shape [batch, 17], got float32[8, 17]",
+    "expected windows of token ids, whole numbers of shape [batch, 17], got uint16[17]",
+    "expected a batch that 1 devices, the data and fsdp axes, divide in 3 parts each, got 8 windows",
+    "expected a whole number of at least 1 as grad_accum_steps, got 0",
+    "model.num_layers must be at least 1, got 2.5",
+]
+
+
+def test_each_is_refused_in_a_sentence():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+    said = done.stdout.splitlines()
+    assert len(said) == len(EXPECTED), done.stderr
+    for line, expected in zip(said, EXPECTED, strict=True):
+        assert line.startswith(expected)
