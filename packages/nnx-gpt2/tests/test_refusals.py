@@ -13,7 +13,8 @@ rule = create_optimizer(OptimizerConfig(), 10)
 ids = np.zeros((8, 17), np.uint16)
 
 def step(windows, **options):
-    make_train_step(config, rule, **options)(create_train_state(config, rule, jax.random.key(0)), windows, jax.random.key(0))
+    state = create_train_state(config, rule, jax.random.key(0))
+    make_train_step(config, rule, **options)(state, windows, jax.random.key(0))
 
 for call in (
     lambda: generate(model, [1, 2], 3, temperature=0.0),
