@@ -12,8 +12,13 @@ from support import COMMAND
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory) -> dict[str, str]:
-    """The environment of commands: on CPUs, with a cache of its own."""
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    """The environment of commands: on CPUs, with caches of its own, among them one of what jax has compiled."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
 
 
 @pytest.fixture(scope="session")

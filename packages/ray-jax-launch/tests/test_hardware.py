@@ -61,7 +61,7 @@ def test_what_is_no_hardware_is_refused(text, message):
 
 def test_presets_say_what_ray_and_jax_need():
     assert scaling_config(gpu(2, 4)).resources_per_worker == {"CPU": 1, "GPU": 4}
-    assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu"}
+    assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": ""}
     slice_ = scaling_config(tpu("v6e", "4x4"))
     assert (slice_.use_tpu, slice_.accelerator_type, slice_.topology) == (True, "TPU-V6E", "4x4")
