@@ -51,6 +51,13 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
+def slow(session: nox.Session) -> None:
+    """Run the tests of nnx-gpt2 that take longer, which `tests` leaves out."""
+    sync(session, "--package", "nnx-gpt2")
+    session.run("pytest", "packages/nnx-gpt2/tests", "-m", "slow", *session.posargs, env=TEST_ENV)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting and spelling."""
     sync(session, "--only-group", "lint")

@@ -1,6 +1,7 @@
 import dataclasses
 
 import jax
+import pytest
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, create_optimizer, create_train_state, estimate_memory, make_mesh
 
@@ -17,6 +18,7 @@ def test_the_state_is_counted_to_the_byte():
     assert estimate.peak_bytes == estimate.state_bytes + estimate.temporary_bytes + estimate.code_bytes
 
 
+@pytest.mark.slow
 def test_remat_and_a_mesh_take_less():
     plain = estimate_memory(CONFIG, global_batch_size=16)
     remat = estimate_memory(dataclasses.replace(CONFIG, remat="full", scan_layers=True), global_batch_size=16)

@@ -242,6 +242,7 @@ def test_a_name_of_the_hub_without_its_extra_says_what_to_install():
     assert "to download it from the hub, install nnx-gpt2[hub]" in done.stdout
 
 
+@pytest.mark.slow
 def test_loading_and_saving_hold_one_tensor_beside_the_model(tmp_path):
     """In a process of its own, whose peak memory is then that of the model and little more."""
     config = GPT2Config(vocab_size=8192, seq_len=32, num_layers=10, num_heads=8, embed_dim=512)

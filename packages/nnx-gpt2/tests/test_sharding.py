@@ -66,6 +66,7 @@ def test_a_layout_trains_like_one_device(layout, single):
     np.testing.assert_allclose(evaluated, expected, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
