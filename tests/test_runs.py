@@ -11,14 +11,14 @@ from support import COMMAND
 
 from ray_jax_launch import latest_step
 
-MAX_STEPS = 200
+MAX_STEPS = 100
 OPTIONS = [
     "--preset=baby",
     "--model.num-layers=2",
     "--model.embed-dim=64",
     f"--train.max-steps={MAX_STEPS}",
     "--train.log-every=1",
-    "--train.eval-every=100",
+    "--train.eval-every=50",
     "--train.eval-batches=40",
     "--train.checkpoint-every=10",
     "--optimizer.warmup-steps=20",
@@ -62,7 +62,7 @@ def test_a_finished_run_is_a_folder(finished):
     assert config["versions"]["jax"]
     result = json.loads((run / "result.json").read_text())
     assert (result["steps"], result["restarts"], result["workers"]) == (MAX_STEPS, 0, 1)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["190", "200"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "90"]
     assert any((run / "tensorboard").iterdir())
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -70,7 +70,7 @@ def test_a_finished_run_is_a_folder(finished):
 def test_the_loss_falls(finished):
     storage, _ = finished
     validations = [record["val_loss"] for record in metrics(storage) if "val_loss" in record]
-    assert len(validations) == 1 + MAX_STEPS // 100
+    assert len(validations) == 1 + MAX_STEPS // 50
     assert validations[0] == pytest.approx(np.log(257), abs=0.2)
     assert validations[-1] < 3.1
     assert validations[-1] < validations[1] < validations[0]
@@ -101,7 +101,7 @@ def test_the_same_command_on_a_finished_run_says_so(finished, pretrain, corpus):
     storage, _ = finished
     again = pretrain("--data", corpus, "--storage-path", storage, "--hardware=cpu:1", *OPTIONS)
     assert again.returncode == 0
-    assert "is finished: 200 steps, validation loss" in again.stdout
+    assert f"is finished: {MAX_STEPS} steps, validation loss" in again.stdout
 
 
 def test_a_finished_run_can_be_sampled(finished, pretrain):
@@ -122,15 +122,6 @@ def test_a_finished_run_can_be_evaluated(finished, pretrain):
     # the last tenth of 300 000 bytes and an end-of-text token, less the last window's leftover
     assert found["num_tokens"] == (30_000 - 1) // 64 * 64
     assert found["val_loss"] == pytest.approx(metrics(storage)[-1]["val_loss"], abs=1e-5)
-
-
-def test_two_workers_train_like_one(finished, pretrain, corpus, tmp_path):
-    storage, _ = finished
-    done = pretrain("--data", corpus, "--storage-path", tmp_path, "--hardware=cpu:2", *OPTIONS)
-    assert done.returncode == 0, done.stderr
-    one, two = losses(metrics(storage)), losses(metrics(tmp_path))
-    np.testing.assert_allclose(two[:50], one[:50], rtol=0, atol=1e-4)
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["workers"] == 2
 
 
 def starts(storage):
@@ -156,11 +147,19 @@ def stopped_by(signal_number, args, environment, storage):
     return driver.returncode, err
 
 
-def test_an_interrupted_and_then_killed_run_comes_to_the_same_end(finished, pretrain, corpus, environment, tmp_path):
+def test_two_workers_train_like_one_until_they_are_interrupted(finished, corpus, environment, tmp_path):
     storage, _ = finished
-    args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:1", *OPTIONS]
+    args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:2", *OPTIONS]
     code, err = stopped_by(signal.SIGINT, args, environment, tmp_path)
     assert (code, err) == (130, "interrupted: the same command continues from the newest checkpoint\n")
+    two = losses(metrics(tmp_path))
+    assert len(two) >= 10
+    np.testing.assert_allclose(two, losses(metrics(storage))[: len(two)], rtol=0, atol=1e-4)
+
+
+def test_a_killed_run_comes_to_the_same_end(finished, pretrain, corpus, environment, tmp_path):
+    storage, _ = finished
+    args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:1", *OPTIONS]
     code, _ = stopped_by(signal.SIGKILL, args, environment, tmp_path)
     assert code == -signal.SIGKILL
 
@@ -169,5 +168,5 @@ def test_an_interrupted_and_then_killed_run_comes_to_the_same_end(finished, pret
     assert "continuing from step" in done.stdout
     assert exact(metrics(tmp_path)) == exact(metrics(storage))
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["restarts"] == 2
+    assert result["restarts"] == 1
     assert (tmp_path / "run" / "sample.txt").read_text() == (storage / "run" / "sample.txt").read_text()
