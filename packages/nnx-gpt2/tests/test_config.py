@@ -35,9 +35,11 @@ def test_bad_model_fields_are_named(fields, message):
     ("fields", "message"),
     [
         ({"name": "sgd"}, "optimizer.name must be adamw or muon, got 'sgd'"),
-        ({"learning_rate": float("nan")}, "optimizer.learning_rate must be positive, got nan"),
+        ({"learning_rate": float("nan")}, "optimizer.learning_rate must be positive and finite, got nan"),
         ({"min_learning_rate": 1.0}, "must lie between 0 and optimizer.learning_rate (0.0006), got 1.0"),
-        ({"warmup_steps": -1}, "optimizer.warmup_steps must not be negative, got -1"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps must be a whole number, not negative, got -1"),
+        ({"decay_steps": -1}, "optimizer.decay_steps must be a whole number, not negative, got -1"),
+        ({"clip_norm": float("inf")}, "optimizer.clip_norm must be finite and not negative, got inf"),
         ({"beta2": 1.0}, "optimizer.beta2 must be in [0, 1), got 1.0"),
     ],
 )

@@ -1,4 +1,5 @@
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,14 @@ def test_layers_are_stacked_and_unstacked(tiny, model):
     stacked = split_params(GPT2(dataclasses.replace(tiny, scan_layers=True), rngs=nnx.Rngs(0)))
     jax.tree.map(np.testing.assert_array_equal, stack_layers(params), stacked)
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
+    for convert, wrong, message in (
+        (stack_layers, stacked, "of separate layers, got the others: convert them by unstack_layers"),
+        (unstack_layers, params, "of stacked layers, got the others: convert them by stack_layers"),
+        (partial(merge, tiny), stacked, "of separate layers, got the others"),
+        (partial(merge, dataclasses.replace(tiny, num_layers=3)), params, "of 3 layers, as the config says, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(wrong)
 
 
 def test_a_position_sees_its_own_segment_alone(model, tokens):

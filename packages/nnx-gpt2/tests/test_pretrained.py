@@ -153,9 +153,14 @@ def untie(tensors):
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
 
 
+def repeat(tensors):
+    tensors["wpe.weight"] = tensors["transformer.wpe.weight"] + 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (repeat, "got wpe.weight twice"),
         (drop, "h.1.mlp.c_fc.bias is missing"),
         (add, "h.0.attn.q_norm.weight does not belong to it"),
         (reshape, "h.0.attn.c_attn.weight is [144, 48], not [48, 144]"),
@@ -229,6 +234,10 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="expected a folder to save the model in, got the file"):
         GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"expected a folder to save the model in, got .*below a file: name another"):
+        GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "file" / "model")
+    with pytest.raises(ValueError, match="expected at least 1 as max_shard_bytes, got 0"):
+        GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "model", max_shard_bytes=0)
 
 
 def test_a_name_of_the_hub_without_its_extra_says_what_to_install():

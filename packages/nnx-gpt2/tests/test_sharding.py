@@ -123,8 +123,9 @@ def test_a_stacked_parameter_is_split_as_its_layers_are():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 3}, "expected fsdp and tensor whose product divides the 8 devices, got 3 and 1"),
-        ({"tensor": 0}, "expected fsdp and tensor whose product divides the 8 devices, got 1 and 0"),
+        ({"fsdp": 3}, "expected fsdp and tensor, at least 1, whose product divides the 8 devices, got 3 and 1"),
+        ({"tensor": 0}, "expected fsdp and tensor, at least 1, whose product divides the 8 devices, got 1 and 0"),
+        ({"devices": []}, "expected fsdp and tensor, at least 1, whose product divides the 0 devices, got 1 and 1"),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_devices_is_refused(sizes, message):

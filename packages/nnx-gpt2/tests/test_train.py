@@ -106,6 +106,27 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tiny
     assert not np.array_equal(state.params["wpe"]["embedding"], moved_from["wpe"]["embedding"])
 
 
+def test_a_type_that_ends_with_the_vocabulary_is_taken(tiny):
+    config = dataclasses.replace(tiny, vocab_size=256)
+    rule = create_optimizer(OPTIMIZER, 200)
+    state = create_train_state(config, rule, jax.random.key(0))
+    _, metrics = make_train_step(config, rule)(state, windows(config).astype(np.uint8), jax.random.key(7))
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.parametrize("token", [65, 65535])
+def test_a_batch_that_holds_what_is_no_token_is_skipped(tiny, token):
+    rule = create_optimizer(OPTIMIZER, 200)
+    state = create_train_state(tiny, rule, jax.random.key(0))
+    before = jax.tree.map(np.asarray, state.params)
+    batch = windows(tiny).astype(np.uint16)
+    batch[3, -1] = token
+    state, metrics = make_train_step(tiny, rule)(state, batch, jax.random.key(7))
+    assert np.isnan(float(metrics["loss"]))
+    assert int(state.num_skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, before, state.params)
+
+
 def test_documents_are_masked_where_their_end_is_known(tiny):
     rule = create_optimizer(OPTIMIZER, 200)
     batch = windows(tiny)

@@ -1,6 +1,7 @@
 """What a GPT-2 and its optimizer are, in plain numbers. Imports no jax."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -195,17 +196,20 @@ class OptimizerConfig:
         """Check every field once."""
         _check_choice("optimizer", "name", self.name, get_args(OptimizerName))
         _check_choice("optimizer", "schedule", self.schedule, get_args(ScheduleName))
-        if not self.learning_rate > 0:
-            raise ValueError(f"optimizer.learning_rate must be positive, got {self.learning_rate}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"optimizer.learning_rate must be positive and finite, got {self.learning_rate}")
         if not 0 <= self.min_learning_rate <= self.learning_rate:
             raise ValueError(
                 "optimizer.min_learning_rate must lie between 0 and optimizer.learning_rate "
                 f"({self.learning_rate}), got {self.min_learning_rate}"
             )
-        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
+        for name in ("warmup_steps", "decay_steps"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"optimizer.{name} must not be negative, got {value}")
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ValueError(f"optimizer.{name} must be a whole number, not negative, got {value}")
+        for name in ("weight_decay", "clip_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name} must be finite and not negative, got {getattr(self, name)}")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:

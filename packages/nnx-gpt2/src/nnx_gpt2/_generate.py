@@ -70,7 +70,7 @@ def generate(
             arXiv:1904.09751, section 3.1), after `temperature` and `top_k`; None draws among all.
         end_of_text: stop a text after this token.
         use_cache: keep each layer's keys and values. Without it every token computes the whole context anew: the
-            same tokens, slowly.
+            same tokens, slowly (in bfloat16 up to its rounding, which may decide between two likely ones).
 
     Returns:
         Each prompt and what follows it.

@@ -23,10 +23,11 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
     Step `i` of a warmup of `w` steps has `(i + 1) / (w + 1)` of the peak, so that no step is wasted at zero.
     `cosine` is that of Loshchilov and Hutter, 2017 (arXiv:1608.03983), without restarts, down to the minimum
     at `max_steps`; `wsd` stays at the peak and falls in a straight line over the last `decay_steps` (Hu et
-    al., 2024, arXiv:2404.06395); `constant` stays at the peak.
+    al., 2024, arXiv:2404.06395); `constant` stays at the peak. A run shorter than its warmup, as one that is only
+    tried out, ends within it.
 
     Raises:
-        ValueError: warmup and decay are longer than the run.
+        ValueError: warmup and decay of `wsd` are longer than the run.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     first = peak / (warmup + 1)

@@ -115,7 +115,12 @@ def save_pretrained(
     folder, config = Path(path), model.config
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"expected a folder to save the model in, got the file {folder}: name another")
-    folder.mkdir(parents=True, exist_ok=True)
+    if max_shard_bytes < 1:
+        raise ValueError(f"expected at least 1 as max_shard_bytes, got {max_shard_bytes}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except NotADirectoryError as error:
+        raise ValueError(f"expected a folder to save the model in, got {folder}, below a file: name another") from error
     params = split_params(model)
     itemsize = jnp.dtype(config.param_dtype).itemsize
     shards: list[dict[str, _Tensor]] = [{}]
@@ -284,7 +289,11 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Store
             file = stack.enter_context(safe_open(path, framework="numpy"))
         except SafetensorError as error:
             raise ValueError(f"expected safetensors in {path}, got something else ({error}): get it again") from error
-        tensors |= {name.removeprefix(_PREFIX): _Stored(file, name) for name in file.keys()}  # noqa: SIM118 - no dict
+        for name in file.keys():  # noqa: SIM118 - no dict
+            ours = name.removeprefix(_PREFIX)
+            if ours in tensors:
+                raise ValueError(f"expected each tensor once in {folder}, got {ours} twice: download the model again")
+            tensors[ours] = _Stored(file, name)
     return {name: stored for name, stored in tensors.items() if not name.endswith(_BUFFERS)}
 
 

@@ -42,9 +42,10 @@ def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None =
         ValueError: the axes do not divide the devices, or `tensor` reaches beyond one process.
     """
     num_devices = jax.device_count() if devices is None else len(devices)
-    if fsdp < 1 or tensor < 1 or num_devices % (fsdp * tensor):
+    if fsdp < 1 or tensor < 1 or not num_devices or num_devices % (fsdp * tensor):
         raise ValueError(
-            f"expected fsdp and tensor whose product divides the {num_devices} devices, got {fsdp} and {tensor}"
+            f"expected fsdp and tensor, at least 1, whose product divides the {num_devices} devices, got {fsdp} "
+            f"and {tensor}"
         )
     if devices is None and jax.local_device_count() % tensor:
         raise ValueError(

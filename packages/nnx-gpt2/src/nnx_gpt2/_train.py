@@ -50,7 +50,12 @@ def _graphdef(config: GPT2Config) -> nnx.GraphDef:
 
 
 def merge(config: GPT2Config, params: Params) -> GPT2:
-    """The model with the parameters of a `TrainState`. Copies nothing."""
+    """The model with the parameters of a `TrainState`. Copies nothing.
+
+    Raises:
+        ValueError: the parameters are of another layout or number of layers than `config`'s.
+    """
+    _check_layers(params, config.scan_layers, config.num_layers)
     return nnx.merge(_graphdef(config), params)
 
 
@@ -60,15 +65,35 @@ def split_params(model: GPT2) -> Params:
 
 
 def stack_layers(params: Params) -> Params:
-    """The parameters as `scan_layers=True` has them, from those of `scan_layers=False`."""
+    """The parameters as `scan_layers=True` has them, from those of `scan_layers=False`.
+
+    Raises:
+        ValueError: they are stacked already.
+    """
+    _check_layers(params, is_stacked=False)
     blocks = params["h"]
     return {**params, "h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *[blocks[i] for i in range(len(blocks))])}
 
 
 def unstack_layers(params: Params) -> Params:
-    """The parameters as `scan_layers=False` has them, from those of `scan_layers=True`."""
+    """The parameters as `scan_layers=False` has them, from those of `scan_layers=True`.
+
+    Raises:
+        ValueError: they are not stacked.
+    """
+    _check_layers(params, is_stacked=True)
     num_layers = len(params["h"]["ln_1"]["scale"])
     return {**params, "h": {i: jax.tree.map(lambda x, i=i: x[i], params["h"]) for i in range(num_layers)}}
+
+
+def _check_layers(params: Params, is_stacked: bool, num_layers: int | None = None) -> None:
+    blocks = params.get("h", {})
+    if is_stacked != ("ln_1" in blocks):
+        wanted, remedy = ("stacked", "stack_layers") if is_stacked else ("separate", "unstack_layers")
+        raise ValueError(f"expected the parameters of {wanted} layers, got the others: convert them by {remedy}")
+    found = len(blocks["ln_1"]["scale"]) if is_stacked else len(blocks)
+    if num_layers is not None and found != num_layers:
+        raise ValueError(f"expected the parameters of {num_layers} layers, as the config says, got {found}")
 
 
 def create_train_state(
@@ -135,7 +160,8 @@ def make_train_step(
     randomness is `fold_in(key, state.step)`, so the same `key` serves the whole run and a resumed run
     draws what the unbroken one would have. Metrics, left on the device: `loss` (nats per token) and
     `grad_norm` (before clipping), float32; `num_skipped`, int32. Where the loss or the gradient is not
-    finite, parameters and optimizer stay what they were, and the step is counted as skipped.
+    finite, parameters and optimizer stay what they were, and the step is counted as skipped. A batch
+    with ids out of the vocabulary has no finite loss.
 
     Args:
         config: the model's shape.
@@ -177,6 +203,10 @@ def make_train_step(
         _check_windows(config, windows, mesh, grad_accum_steps)
         with _traced_over(mesh):
             loss, grads = accumulated(state.params, windows, jax.random.fold_in(key, state.step))
+            # On the device nothing can be raised: what is no token has no loss, so that the update is skipped.
+            ids = windows.astype(jnp.int32)
+            is_token = ((ids >= 0) & (ids < config.vocab_size)).all()
+            loss = jnp.where(is_token, loss, jnp.nan)
             grad_norm = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)

@@ -40,6 +40,9 @@ def connect(hardware: Hardware | None = None) -> None:
             ) from error
         return
     workers = hardware.num_workers if hardware is not None else 1
+    # The watcher is a process of its own, seconds of start-up. It looks for nodes that are about to be taken away:
+    # this cluster's one node is this machine.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, workers + _DATA_CPUS),
