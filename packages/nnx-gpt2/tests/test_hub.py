@@ -7,6 +7,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,10 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         _, *parts = self.path.split("?")[0].split("/")
         if parts[:4] == ["api", "models", "org", "tiny"]:
-            info = {"_id": "0" * 24, "id": "org/tiny", "sha": REVISION, "siblings": [{"rfilename": n} for n in FILES]}
-            self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+            answer: Any = {"_id": "0" * 24, "id": "org/tiny", "sha": REVISION, "siblings": []}
+            if parts[4] == "tree":
+                answer = [{"type": "file", "oid": "b" * 40, "path": n, "size": len(FILES[n])} for n in FILES]
+            self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
         elif parts[:3] == ["org", "tiny", "resolve"] and parts[4] in FILES:
             self.requested.add(parts[4])
             self.answer(200, FILES[parts[4]], {"ETag": f'"{parts[4]}"', "X-Repo-Commit": REVISION})
@@ -67,7 +70,7 @@ def load(name, endpoint, cache):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache)}
     return subprocess.run(
-        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, name], env=environment, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
 
 
