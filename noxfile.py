@@ -51,10 +51,11 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
-def slow(session: nox.Session) -> None:
-    """Run the tests of nnx-gpt2 that take longer, which `tests` leaves out."""
-    sync(session, "--package", "nnx-gpt2")
-    session.run("pytest", "packages/nnx-gpt2/tests", "-m", "slow", *session.posargs, env=TEST_ENV)
+@nox.parametrize("member", ["nnx-gpt2", "ray-jax-launch"], ids=["nnx-gpt2", "ray-jax-launch"])
+def slow(session: nox.Session, member: str) -> None:
+    """Run the tests that take longer, which `tests` leaves out."""
+    sync(session, "--package", member)
+    session.run("pytest", f"{MEMBERS[member]}/tests", "-m", "slow", *session.posargs, env=TEST_ENV)
 
 
 @nox.session

@@ -33,6 +33,7 @@ def test_links_between_files_lead_somewhere():
     for path in [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "deploy" / "README.md",
         *ROOT.glob("packages/*/README.md"),
         *ROOT.glob("apps/*/README.md"),
     ]:

@@ -60,6 +60,16 @@ def test_only_the_newest_are_kept(tmp_path, tree):
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [20, 30]
 
 
+def test_the_best_are_kept_beside_the_newest(tmp_path, tree):
+    scores = {10: 3.0, 20: 1.0, 30: 2.0, 40: 5.0, 50: 4.0, 60: None}
+    with Checkpoints(tmp_path, num_to_keep=2, num_best_to_keep=2) as checkpoints:
+        for step, score in scores.items():
+            checkpoints.save(step, {"params": tree}, metadata={}, score=score)
+            checkpoints.wait()
+        assert checkpoints.latest_step() == 60
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [20, 30, 50, 60]
+
+
 def test_a_checkpoint_under_way_is_not_listed(tmp_path):
     assert latest_step(tmp_path / "nowhere") is None
     (tmp_path / "10").mkdir()

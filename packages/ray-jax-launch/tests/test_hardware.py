@@ -1,7 +1,9 @@
 import re
 
 import pytest
+from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY
 from ray.train import ScalingConfig
+from ray.util.tpu import get_tpu_worker_resources
 
 from ray_jax_launch import (
     LaunchError,
@@ -20,6 +22,11 @@ from ray_jax_launch import (
     [
         ("cpu:1", 1, 1),
         ("cpu:2", 2, 1),
+        ("cpu:1-4", 4, 1),
+        ("cpu:2x4", 2, 4),
+        ("gpu:2-4x8", 4, 8),
+        ("tpu:v6e:4x4:2", 8, 4),
+        ("tpu:v6e:4x4:1-3", 12, 4),
         ("gpu:8", 8, 1),
         ("gpu:4x8", 4, 8),
         ("tpu:v6e:4x4", 4, 4),
@@ -37,7 +44,8 @@ def test_hardware_is_read_and_written_alike(text, num_workers, devices_per_worke
     assert str(hardware) == text
     scaling = scaling_config(hardware)
     assert isinstance(scaling, ScalingConfig)
-    assert scaling.num_workers == num_workers
+    assert scaling.max_workers == num_workers
+    assert scaling.min_workers == hardware.min_workers
 
 
 @pytest.mark.parametrize(
@@ -49,7 +57,10 @@ def test_hardware_is_read_and_written_alike(text, num_workers, devices_per_worke
         ("gpu:2x", "expected hardware as auto, cpu:WORKERS"),
         ("cpu:0", "expected at least 1 for the number of CPU workers, got 0"),
         ("gpu:1x0", "expected at least 1 for the number of GPUs per worker, got 0"),
-        ("tpu:v9:4x4", "expected a TPU type among v4, v5e, v5litepod, v5p, v6e, got 'v9'"),
+        ("cpu:4-1", "expected a range of CPU workers from fewer to more, got 4-1"),
+        ("cpu:0-4", "expected at least 1 for the number of CPU workers, got 0"),
+        ("tpu:v6e:4x4:0", "expected at least 1 for the number of TPU slices, got 0"),
+        ("tpu:v9:4x4", "expected a TPU type among v2, v3, v4, v5e, v5litepod, v5p, v6e, v7x, got 'v9'"),
         ("tpu:v6e:16", "expected a TPU topology such as 4x4 or 2x2x2, got '16'"),
         ("tpu:v4:1x3x3", "expected a topology of whole hosts of 4 chips, got 1x3x3 with 9 chips"),
     ],
@@ -59,9 +70,29 @@ def test_what_is_no_hardware_is_refused(text, message):
         parse_hardware(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("cpu:2", [2]), ("gpu:1-3x8", [1, 2, 3]), ("tpu:v6e:4x4:1-2", [4, 8]), ("tpu:v6e:2x4:2", [2])],
+)
+def test_groups_grow_by_workers_or_by_whole_slices(text, counts):
+    assert list(parse_hardware(text).worker_counts) == counts
+
+
+@pytest.mark.parametrize("generation", sorted(VALID_TPU_TOPOLOGY))
+def test_every_topology_that_ray_knows_has_its_workers_and_chips(generation):
+    for topology in VALID_TPU_TOPOLOGY[generation]:
+        hardware = tpu(generation, topology)
+        assert hardware.accelerator_type is not None
+        num_workers, resources = get_tpu_worker_resources(topology, hardware.accelerator_type)
+        assert (hardware.num_workers, hardware.devices_per_worker) == (num_workers, resources["TPU"]), topology
+        assert parse_hardware(str(hardware)) == hardware
+        assert scaling_config(hardware).resources_per_worker == resources
+
+
 def test_presets_say_what_ray_and_jax_need():
     assert scaling_config(gpu(2, 4)).resources_per_worker == {"CPU": 1, "GPU": 4}
     assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert worker_environment(cpu(2, 4))["JAX_NUM_CPU_DEVICES"] == "4"
     assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": ""}
     slice_ = scaling_config(tpu("v6e", "4x4"))
     assert (slice_.use_tpu, slice_.accelerator_type, slice_.topology) == (True, "TPU-V6E", "4x4")

@@ -14,7 +14,7 @@ from rich.console import Console
 from pretrain._config import PretrainConfig
 from pretrain._presets import PRESETS
 
-_FAILED, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
+_FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 
 _TRAIN_DESCRIPTION = """Pretrain GPT-2. With no argument: the quickstart, minutes on any machine.
 
@@ -28,7 +28,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the application with these arguments, or those of the process.
 
     Returns:
-        The exit code: 0, 1 where training failed, 2 for bad input, 130 after an interrupt.
+        The exit code: 0, 1 where training failed, 2 for bad input, 130 after an interrupt, 141 where the output's
+        reader went away.
     """
     arguments = [*(sys.argv[1:] if args is None else args)]
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what fails there is said here, in a sentence
@@ -47,24 +48,33 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("interrupted: the same command continues from the newest checkpoint")
         return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output, such as `head`, has seen enough. What is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
 
 
 def _is_refusal(error: ValueError) -> bool:
     from owt_data import DataError
     from pretrain._errors import UsageError
-    from ray_jax_launch import LaunchError
+    from ray_jax_launch import DamagedCheckpointError, LaunchError
 
-    return isinstance(error, (DataError, LaunchError, UsageError))
+    return isinstance(error, (DamagedCheckpointError, DataError, LaunchError, UsageError))
 
 
-def _train(arguments: list[str]) -> int:
-    config = tyro.cli(
+def read_config(arguments: list[str]) -> PretrainConfig:
+    """The configuration that these options of `train` name. Exits where they are none, as command lines do."""
+    return tyro.cli(
         PretrainConfig,
         prog="pretrain",
         description=_TRAIN_DESCRIPTION,
         args=arguments,
         default=PRESETS[_named_preset(arguments)](),
     )
+
+
+def _train(arguments: list[str]) -> int:
+    config = read_config(arguments)
     vocab_size_given = any(argument.replace("_", "-").startswith("--model.vocab-size") for argument in arguments)
     from pretrain._train import train
     from ray_jax_launch import TrainingFailed

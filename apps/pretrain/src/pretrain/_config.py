@@ -112,7 +112,8 @@ class PretrainConfig:
     .parquet file, a glob of files of one kind, s3://... or gs://... of token files, or a Hugging Face dataset."""
 
     hardware: str = "auto"
-    """auto, cpu:WORKERS, gpu:WORKERS, gpu:WORKERSxGPUS or tpu:TYPE:TOPOLOGY."""
+    """auto, cpu:WORKERS, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or tpu:TYPE:TOPOLOGY:SLICES; a range
+    of WORKERS or SLICES, such as 1-4, is elastic."""
 
     storage_path: str = "runs"
     """Folder that holds runs; shared by all nodes where there are several."""

@@ -70,7 +70,8 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
     key = jax.random.key(config.seed)
 
     with (
-        Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep) as checkpoints,
+        # Making the windows has verified the checkpoints: see `train_windows`.
+        Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep, verify=False) as checkpoints,
         RunLog(folder) as log,
         ThreadPoolExecutor(1) as threads,
     ):

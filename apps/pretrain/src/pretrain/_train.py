@@ -17,7 +17,7 @@ from pretrain._progress import ProgressDisplay
 from pretrain._report import write_report
 from pretrain._run import RunFolder, check_layout, check_same_data, check_same_settings, claim, describe, write_json
 from pretrain._worker import train_windows, train_worker
-from ray_jax_launch import Hardware, LaunchError, latest_step, parse_hardware
+from ray_jax_launch import Hardware, LaunchError, intact_step, parse_hardware
 
 
 def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = False) -> None:
@@ -93,18 +93,19 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
             f"expected a mesh.tensor that divides the devices of a worker, {hardware.devices_per_worker} on "
             f"{hardware}, got {mesh.tensor}: change it or --hardware"
         )
-    if hardware.num_devices % (mesh.fsdp * mesh.tensor):
-        raise LaunchError(
-            f"expected mesh.fsdp and mesh.tensor whose product divides the {hardware.num_devices} devices of "
-            f"{hardware}, got {mesh.fsdp} and {mesh.tensor}: change them or --hardware"
-        )
-    num_shares = hardware.num_devices // mesh.tensor
-    if batch_size % (num_shares * parts):
-        accumulated = f" in {parts} parts each" if parts > 1 else ""
-        raise LaunchError(
-            f"expected a train.global_batch_size that the {num_shares} devices of {hardware} that share it divide"
-            f"{accumulated}, got {batch_size}: change it, train.grad_accum_steps or --hardware"
-        )
+    for num_devices in (count * hardware.devices_per_worker for count in hardware.worker_counts):
+        if num_devices % (mesh.fsdp * mesh.tensor):
+            raise LaunchError(
+                f"expected mesh.fsdp and mesh.tensor whose product divides the {num_devices} devices of "
+                f"{hardware}, got {mesh.fsdp} and {mesh.tensor}: change them or --hardware"
+            )
+        num_shares = num_devices // mesh.tensor
+        if batch_size % (num_shares * parts):
+            accumulated = f" in {parts} parts each" if parts > 1 else ""
+            raise LaunchError(
+                f"expected a train.global_batch_size that the {num_shares} devices of {hardware} that share it divide"
+                f"{accumulated}, got {batch_size}: change it, train.grad_accum_steps or --hardware"
+            )
 
 
 def _fit_vocabulary(config: PretrainConfig, data: TokenData, given: bool) -> PretrainConfig:
@@ -125,7 +126,7 @@ def _introduce(
     config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console
 ) -> None:
     model = config.model
-    start = latest_step(folder.checkpoints)
+    start = intact_step(folder.checkpoints, set_aside=True)
     doing = "training" if start is None else f"continuing from step {start}:"
     console.print(
         f"{doing} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"

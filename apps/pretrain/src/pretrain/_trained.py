@@ -8,7 +8,7 @@ from typing import Any
 from nnx_gpt2 import GPT2, GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, merge
 from pretrain._errors import UsageError
 from pretrain._run import RunFolder, check_layout
-from ray_jax_launch import Checkpoints, latest_step
+from ray_jax_launch import Checkpoints, intact_step
 
 DEFAULT_STORAGE = Path("runs")
 
@@ -43,7 +43,7 @@ def load_trained(name: str) -> TrainedModel:
     folder = next((candidate for candidate in candidates if candidate.config.exists()), None)
     if folder is None:
         raise UsageError(f"expected the folder of a run, or the name of one in {DEFAULT_STORAGE}, got {name}")
-    step = latest_step(folder.checkpoints)
+    step = intact_step(folder.checkpoints)
     if step is None:
         raise UsageError(f"expected a checkpoint in {folder.path}, which has none yet: train it further")
     description = json.loads(folder.config.read_text())

@@ -8,9 +8,9 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ray_jax_launch._errors import LaunchError, TrainingFailed
+from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, TrainingFailed
 from ray_jax_launch._hardware import Hardware, cpu, gpu, parse_hardware, tpu
-from ray_jax_launch._steps import latest_step
+from ray_jax_launch._steps import intact_step, latest_step
 
 # Under `uv run`, Ray would pack up the working folder and start every worker through `uv run` again. It reads
 # this when it is first imported, so it is set before anything here imports it.
@@ -41,6 +41,7 @@ __version__ = version("ray-jax-launch")
 
 __all__ = [
     "Checkpoints",
+    "DamagedCheckpointError",
     "DistributedConfig",
     "Hardware",
     "LaunchError",
@@ -53,6 +54,7 @@ __all__ = [
     "connect",
     "cpu",
     "gpu",
+    "intact_step",
     "latest_step",
     "launch",
     "parse_hardware",

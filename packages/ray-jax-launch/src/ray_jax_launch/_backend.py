@@ -11,8 +11,6 @@ from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._hardware import Hardware
 
-_SHUTDOWN_TIMEOUT_S = 30
-
 
 @dataclass
 class DistributedConfig(JaxConfig):
@@ -22,6 +20,15 @@ class DistributedConfig(JaxConfig):
     `CUDA_VISIBLE_DEVICES` to `range(GPUs per worker)`, so that several workers on a node would all take
     GPU 0. This one keeps the devices that Ray assigned to each worker.
     """
+
+    initialization_timeout_s: int = 300
+    """How long a worker waits for the others to join."""
+
+    heartbeat_timeout_s: int = 100
+    """How long a silent worker is taken to be alive. (Ray sees a process that died before this does.)"""
+
+    shutdown_timeout_s: int = 30
+    """How long workers wait for each other at the end."""
 
     @property
     def backend_cls(self) -> Any:
@@ -37,20 +44,29 @@ class _DistributedBackend(Backend):
         address, port = worker_group.execute_single(0, get_address_and_port)
         ray.get(
             [
-                worker_group.execute_single_async(rank, _initialize, f"{address}:{port}", num_workers, rank)
+                worker_group.execute_single_async(
+                    rank, _initialize, f"{address}:{port}", num_workers, rank, backend_config
+                )
                 for rank in range(num_workers)
             ]
         )
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         if len(worker_group) > 1:
-            ray.wait(worker_group.execute_async(_shutdown), timeout=_SHUTDOWN_TIMEOUT_S)
+            ray.wait(worker_group.execute_async(_shutdown), timeout=backend_config.shutdown_timeout_s)
 
 
-def _initialize(coordinator: str, num_processes: int, process_id: int) -> None:
+def _initialize(coordinator: str, num_processes: int, process_id: int, timeouts: DistributedConfig) -> None:
     import jax  # on TPUs a driver that imports jax would lock the chips: workers alone do
 
-    jax.distributed.initialize(coordinator, num_processes, process_id)
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        initialization_timeout=timeouts.initialization_timeout_s,
+        heartbeat_timeout_seconds=timeouts.heartbeat_timeout_s,
+        shutdown_timeout_seconds=timeouts.shutdown_timeout_s,
+    )
 
 
 def _shutdown() -> None:
@@ -67,9 +83,15 @@ def backend_config(hardware: Hardware) -> JaxConfig:
 def worker_environment(hardware: Hardware) -> dict[str, str]:
     """Environment variables for the workers, which must be there before they import jax."""
     if hardware.kind == "cpu":
+        devices = hardware.devices_per_worker
         # XLA's CPU backend allocates a step's temporary arrays anew each time: in pages of 4 KiB, touching them
         # takes a tenth to a fifth of a step. With this, glibc asks for huge pages; other C libraries ignore it.
-        return {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")}
+        return {
+            "JAX_PLATFORMS": "cpu",
+            "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+            # jax makes one device of a process's CPUs unless told otherwise.
+            **({"JAX_NUM_CPU_DEVICES": str(devices)} if devices > 1 else {}),
+        }
     if hardware.kind == "tpu":
         return {"JAX_PLATFORMS": "tpu"}
     # jax brings CUDA's libraries with it; a path to others would make it load those first.

@@ -70,16 +70,25 @@ def auto() -> Hardware:
 
 
 def check_resources(hardware: Hardware) -> None:
-    """Compare what is asked for with what the connected cluster has in all.
+    """Compare what is asked for, at the least, with what the connected cluster has, in all and on each node.
 
     Raises:
         LaunchError: it has too little; the message has both numbers.
     """
     resource = hardware.kind.upper()
-    available = int(ray.cluster_resources().get(resource, 0))
-    needed = hardware.num_devices
-    if available < needed:
+    per_worker = 1 if hardware.kind == "cpu" else hardware.devices_per_worker
+    held = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    needed = hardware.min_workers * per_worker
+    if sum(held) < needed:
         raise LaunchError(
-            f"expected {needed} {resource}s in the Ray cluster, as {hardware} needs, found {available}: ask for fewer, "
-            "or set RAY_ADDRESS to a cluster that has them"
+            f"expected {needed} {resource}s in the Ray cluster, as {hardware} needs, found {sum(held)}: ask for "
+            "fewer, or set RAY_ADDRESS to a cluster that has them"
+        )
+    # A worker lives on one node, whose devices another worker's do not complete.
+    places = sum(count // per_worker for count in held)
+    if places < hardware.min_workers:
+        raise LaunchError(
+            f"expected room for {hardware.min_workers} workers of {per_worker} {resource}s each, as {hardware} needs, "
+            f"found room for {places} on nodes of {', '.join(map(str, sorted(held, reverse=True)))} {resource}s: ask "
+            "for workers that fit the nodes"
         )

@@ -5,6 +5,10 @@ class LaunchError(ValueError):
     """What was asked for cannot be run. The message says what was expected, what came, and what to do."""
 
 
+class DamagedCheckpointError(ValueError):
+    """No checkpoint of a run can be restored: all of them are damaged."""
+
+
 class TrainingFailed(RuntimeError):
     """A worker failed more often than it may.
 

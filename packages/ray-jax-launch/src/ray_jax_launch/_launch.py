@@ -26,20 +26,21 @@ _MAX_CONTROLLER_FAILURES = 3
 
 def scaling_config(hardware: Hardware) -> ScalingConfig:
     """Ray Train's form of the hardware."""
+    num_workers = (hardware.min_workers, hardware.num_workers) if hardware.is_elastic else hardware.num_workers
     if hardware.kind == "gpu":
         return ScalingConfig(
-            num_workers=hardware.num_workers,
+            num_workers=num_workers,
             use_gpu=True,
             resources_per_worker={"CPU": 1, "GPU": hardware.devices_per_worker},
         )
     if hardware.kind == "tpu":
         return ScalingConfig(
-            num_workers=hardware.num_workers,
+            num_workers=num_workers,
             use_tpu=True,
             accelerator_type=hardware.accelerator_type,
             topology=hardware.topology,
         )
-    return ScalingConfig(num_workers=hardware.num_workers, resources_per_worker={"CPU": 1})
+    return ScalingConfig(num_workers=num_workers, resources_per_worker={"CPU": 1})
 
 
 def launch(

@@ -1,0 +1,103 @@
+"""Checkpoints whose files are no longer those that were written."""
+
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ray_jax_launch import Checkpoints, DamagedCheckpointError, intact_step
+
+TREE = {"w": jnp.arange(1000.0)}
+
+
+def flip_a_byte(checkpoint):
+    file = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return f"{file.relative_to(checkpoint)} does not have the checksum it was written with"
+
+
+def cut_short(checkpoint):
+    file = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-1])
+    return f"{file.relative_to(checkpoint)} has {size - 1} bytes, not {size}"
+
+
+def remove_a_file(checkpoint):
+    file = next(path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != "checksums.json")
+    file.unlink()
+    return f"{file.relative_to(checkpoint)} is missing"
+
+
+def spoil_the_checksums(checkpoint):
+    (checkpoint / "checksums.json").write_text("{")
+    return "checksums.json cannot be read"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Checkpoints 10, 20 and 30, of other values each."""
+    with Checkpoints(tmp_path, num_to_keep=3) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, {"params": jax.tree.map(lambda x, n=step: x + n, TREE)}, metadata={"step": step})
+            checkpoints.wait()
+    return tmp_path
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, remove_a_file, spoil_the_checksums])
+def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_names_both(folder, caplog, damage):
+    problem = damage(folder / "30")
+    with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(folder, num_to_keep=3) as checkpoints:
+        assert checkpoints.latest_step() == 20
+        restored = checkpoints.restore(20, {"params": TREE})["params"]["w"]
+        np.testing.assert_array_equal(restored, TREE["w"] + 20)
+        assert checkpoints.metadata(20) == {"step": 20}
+        # The number is free again.
+        checkpoints.save(30, {"params": TREE}, metadata={})
+        checkpoints.wait()
+        np.testing.assert_array_equal(checkpoints.restore(30, {"params": TREE})["params"]["w"], TREE["w"])
+    expected = f"checkpoint 30 in {folder} is damaged ({problem}): going back to checkpoint 20"
+    assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == [expected]
+    assert (folder / "30.damaged").is_dir()
+    assert intact_step(folder) == 30
+
+
+def test_reading_only_leaves_the_damaged_one_where_it_is(folder, caplog):
+    flip_a_byte(folder / "30")
+    flip_a_byte(folder / "20")
+    with caplog.at_level(logging.WARNING, "ray_jax_launch"):
+        assert intact_step(folder) == 10
+    assert [record.message.partition(" in ")[0] for record in caplog.records] == ["checkpoint 30", "checkpoint 20"]
+    assert all(record.message.endswith("going back to checkpoint 10") for record in caplog.records)
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        np.testing.assert_array_equal(checkpoints.restore(10, {"params": TREE})["params"]["w"], TREE["w"] + 10)
+    assert {path.name for path in folder.iterdir()} == {"10", "20", "30"}
+
+
+def test_where_all_are_damaged_nothing_begins_anew_in_silence(folder):
+    for step in (10, 20, 30):
+        remove_a_file(folder / str(step))
+    with pytest.raises(DamagedCheckpointError, match=r"but all are damaged \(30: .* is missing; 20: .*; 10: .*\)"):
+        Checkpoints(folder)
+    assert {path.name for path in folder.iterdir()} == {"10", "20", "30"}
+
+
+def test_a_checkpoint_without_checksums_is_taken(folder):
+    """As a process leaves it that is killed between the checkpoint and its checksums."""
+    (folder / "30" / "checksums.json").unlink()
+    assert intact_step(folder) == 30
+
+
+def test_every_file_has_a_checksum(folder):
+    files = json.loads((folder / "30" / "checksums.json").read_text())["files"]
+    found = {str(path.relative_to(folder / "30")) for path in (folder / "30").rglob("*") if path.is_file()}
+    assert set(files) == found - {"checksums.json"}
+
+
+def test_an_empty_folder_has_none(tmp_path):
+    assert intact_step(tmp_path / "nowhere") is None

@@ -1,0 +1,181 @@
+"""Clusters of several nodes, whose workers and nodes are killed while a loop computes.
+
+Each takes a minute or two. The times from a kill to the next step are logged (`--log-cli-level=INFO`).
+"""
+
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import ray
+import ray.cloudpickle
+from ray.cluster_utils import Cluster
+from ray.train import Result
+
+from ray_jax_launch import cpu, launch
+
+pytestmark = pytest.mark.slow
+
+log = logging.getLogger(__name__)
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+NUM_STEPS, SAVE_EVERY = 400, 10
+RECOVERY_LIMIT_S = 60
+
+
+def sum_each_step(config):
+    """Every step adds up a number of each process, over all of them; rank 0 notes it. Continues from checkpoints."""
+    import json
+    import os
+    import time
+    from pathlib import Path
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import ray
+    from jax.experimental import multihost_utils
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from ray_jax_launch import Checkpoints
+
+    folder, rank = Path(config["folder"]), jax.process_index()
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    ones = jax.make_array_from_process_local_data(
+        NamedSharding(mesh, PartitionSpec("data")), np.ones(jax.local_device_count(), np.float32)
+    )
+    add = jax.jit(lambda total, ones: total + ones.sum() / ones.size, out_shardings=whole)
+    node = ray.get_runtime_context().get_node_id()
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        start, total = checkpoints.latest_step() or 0, jax.device_put(jnp.float32(0), whole)
+        if start:
+            total = checkpoints.restore(start, {"state": {"total": total}})["state"]["total"]
+        for step in range(start + 1, config["num_steps"] + 1):
+            total = add(total, ones)
+            record = {
+                "step": step, "total": float(total), "processes": jax.process_count(), "rank": rank,
+                "pid": os.getpid(), "node": node, "time": time.time(),
+            }  # fmt: skip
+            with (folder / f"rank-{rank}.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            time.sleep(0.1)
+            if step % config["save_every"] == 0:
+                checkpoints.save(step, {"state": {"total": total}}, metadata={})
+                checkpoints.wait()
+                if multihost_utils.broadcast_one_to_all(np.bool((folder / "stop").exists())):
+                    break
+    return {"total": float(total), "processes": jax.process_count()}
+
+
+@pytest.fixture
+def nodes():
+    """A cluster whose head has no CPUs, and nodes of one CPU each that are added to it."""
+    flags = os.environ.pop("XLA_FLAGS", None)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    if flags is not None:
+        os.environ["XLA_FLAGS"] = flags
+
+
+class Run:
+    """A launch in a thread, so that the test can interfere."""
+
+    def __init__(self, folder, hardware, num_steps=NUM_STEPS):
+        self.folder = folder
+        self.result: Result | None = None
+        self.error: BaseException | None = None
+        config = {"folder": str(folder), "num_steps": num_steps, "save_every": SAVE_EVERY}
+        self.thread = threading.Thread(target=self.run, args=(config, hardware))
+        self.thread.start()
+
+    def run(self, config, hardware):
+        try:
+            self.result = launch(sum_each_step, config, hardware=hardware, run_dir=self.folder, max_failures=3)
+        except BaseException as error:
+            self.error = error
+
+    def records(self, rank=0):
+        path = self.folder / f"rank-{rank}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, condition, timeout=180):
+        """Wait until a record of rank 0 meets the condition, and return the first that does."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self.thread.is_alive():
+            for record in self.records():
+                if condition(record):
+                    return record
+            time.sleep(0.05)
+        raise AssertionError(f"not met; last: {self.records()[-1:]}, {self.error!r}")
+
+    def finish(self, timeout=240):
+        self.thread.join(timeout)
+        assert not self.thread.is_alive()
+        assert self.error is None
+        assert self.result is not None
+        assert self.result.return_value is not None
+        return self.result.return_value
+
+
+def recovery(run, began, what):
+    """The next step after something was killed, and how long it took to come."""
+    record = run.wait_for(lambda record: record["time"] > began + 0.5)
+    seconds = record["time"] - began
+    log.info("%s: %.1f s to step %d on %d processes", what, seconds, record["step"], record["processes"])
+    assert seconds < RECOVERY_LIMIT_S
+    return record
+
+
+def test_every_rank_sees_the_processes_of_four_nodes(nodes, tmp_path):
+    for _ in range(4):
+        nodes.add_node(num_cpus=1)
+    run = Run(tmp_path, cpu(4), num_steps=20)
+    assert run.finish() == {"total": 20.0, "processes": 4}
+    for rank in range(4):
+        assert {record["processes"] for record in run.records(rank)} == {4}
+    assert len({run.records(rank)[0]["node"] for rank in range(4)}) == 4
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "random rank", "node"])
+def test_a_run_goes_on_after(nodes, tmp_path, victim):
+    added = [nodes.add_node(num_cpus=1) for _ in range(3)]  # one to spare, for the node that is lost
+    run = Run(tmp_path, cpu(2))
+    run.wait_for(lambda record: record["step"] == 3 * SAVE_EVERY + 5)
+    rank = 0 if victim == "rank 0" else random.randrange(2)
+    last = run.records(rank)[-1]
+    began = time.time()
+    if victim == "node":
+        nodes.remove_node(next(node for node in added if node.node_id == last["node"]), allow_graceful=False)
+    else:
+        os.kill(last["pid"], signal.SIGKILL)
+    assert recovery(run, began, victim)["step"] >= 3 * SAVE_EVERY + 1
+    assert run.finish() == {"total": float(NUM_STEPS), "processes": 2}
+
+
+def test_an_elastic_run_shrinks_and_grows(nodes, tmp_path):
+    first, second = (nodes.add_node(num_cpus=1) for _ in range(2))
+    run = Run(tmp_path, cpu(2, min_workers=1), num_steps=3000)
+    run.wait_for(lambda record: record["processes"] == 2 and record["step"] >= SAVE_EVERY + 5)
+    began = time.time()
+    nodes.remove_node(second, allow_graceful=False)
+    assert recovery(run, began, "a node of an elastic run")["processes"] == 1
+    assert first.node_id == run.records()[-1]["node"]
+    began = time.time()
+    nodes.add_node(num_cpus=1)
+    grown = run.wait_for(lambda record: record["time"] > began and record["processes"] == 2)
+    log.info("a node came back: %.1f s to step %d on 2 processes", grown["time"] - began, grown["step"])
+    (tmp_path / "stop").touch()
+    assert run.finish()["processes"] == 2
+    totals = {record["step"]: record["total"] for record in run.records()}
+    assert all(step == total for step, total in totals.items())

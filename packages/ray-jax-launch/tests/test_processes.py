@@ -1,0 +1,123 @@
+"""Checkpoints of several processes, and of processes that are killed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ray_jax_launch import Checkpoints, intact_step, latest_step
+
+SHARDED = """
+import sys
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ray_jax_launch import Checkpoints
+
+action, folder, num_processes, rank, port = sys.argv[1:]
+if int(num_processes) > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(num_processes), int(rank))
+assert jax.process_count() == int(num_processes)
+mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+rng = np.random.default_rng(0)
+values = {"w": rng.standard_normal((8, 3), np.float32), "v": rng.standard_normal((3, 16)).astype(ml_dtypes.bfloat16)}
+split = {"w": PartitionSpec("data"), "v": PartitionSpec(None, "data")}
+
+def place(name, value):
+    sharding = NamedSharding(mesh, split[name])
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+tree = {name: place(name, value) for name, value in values.items()}
+with Checkpoints(Path(folder)) as checkpoints:
+    if action == "save":
+        checkpoints.save(5, {"params": tree}, metadata={"by": int(num_processes)})
+        checkpoints.wait()
+    else:
+        assert checkpoints.latest_step() == 5
+        restored = checkpoints.restore(5, {"params": tree})["params"]
+        for name, value in values.items():
+            assert restored[name].sharding == tree[name].sharding
+            for shard in restored[name].addressable_shards:
+                assert np.asarray(shard.data).tobytes() == value[shard.index].tobytes()
+print("done")
+"""
+
+ENDLESS = """
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from ray_jax_launch import Checkpoints
+
+with Checkpoints(Path(sys.argv[1])) as checkpoints:
+    step = checkpoints.latest_step() or 0
+    while True:
+        step += 1
+        checkpoints.save(step, {"params": {"w": jnp.full(2_000_000, float(step))}}, metadata={})
+        checkpoints.wait()
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def one_device_each():
+    return {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+
+
+def run_processes(action, folder, num_processes):
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARDED, action, str(folder), str(num_processes), str(rank), str(port)],
+            env=one_device_each(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(num_processes)
+    ]  # fmt: skip
+    for process in processes:
+        out, err = process.communicate(timeout=180)
+        assert (process.returncode, out) == (0, "done\n"), err
+
+
+@pytest.mark.parametrize("num_readers", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_two_processes_saved_comes_back_bit_for_bit_on_other_numbers_of_them(tmp_path, num_readers):
+    run_processes("save", tmp_path, 2)
+    run_processes("restore", tmp_path, num_readers)
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_read(tmp_path, num_kills):
+    rng = np.random.default_rng()
+    for _ in range(num_kills):
+        before = intact_step(tmp_path) or 0
+        process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], env=one_device_each())
+        deadline = time.monotonic() + 120
+        while (latest_step(tmp_path) or 0) < before + 2:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(rng.uniform(0, 0.5))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        steps = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+        assert steps[-1] >= before + 2
+        with Checkpoints(tmp_path, read_only=True) as checkpoints:
+            for step in steps:
+                restored = checkpoints.restore(step, {"params": {"w": jnp.zeros(2_000_000)}})["params"]["w"]
+                assert jax.device_get(restored == step).all()
+    assert not list(tmp_path.glob("*.damaged*"))
