@@ -1,7 +1,6 @@
 """Checkpoints of several processes, and of processes that are killed."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -89,9 +88,14 @@ def run_processes(action, folder, num_processes):
         )
         for rank in range(num_processes)
     ]  # fmt: skip
-    for process in processes:
-        out, err = process.communicate(timeout=180)
-        assert (process.returncode, out) == (0, "done\n"), err
+    try:
+        said = [process.communicate(timeout=180) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, err) in zip(processes, said, strict=True):
+        assert process.returncode == 0, err
+        assert out.endswith("done\n")
 
 
 @pytest.mark.parametrize("num_readers", [1, pytest.param(4, marks=pytest.mark.slow)])
@@ -106,14 +110,16 @@ def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_r
     for _ in range(num_kills):
         before = intact_step(tmp_path) or 0
         process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], env=one_device_each())
-        deadline = time.monotonic() + 120
-        while (latest_step(tmp_path) or 0) < before + 2:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(rng.uniform(0, 0.5))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        try:
+            deadline = time.monotonic() + 120
+            while (latest_step(tmp_path) or 0) < before + 2:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            time.sleep(rng.uniform(0, 0.5))
+        finally:
+            process.kill()
+            process.wait()
         steps = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
         assert steps[-1] >= before + 2
         with Checkpoints(tmp_path, read_only=True) as checkpoints:
