@@ -1,14 +1,23 @@
-"""Whole runs through Ray, as a user starts them: finished, repeated, killed, and on more workers."""
+"""Whole runs through Ray, as a user starts them: killed, continued, finished, and on more workers.
 
+What they compute is held against a loop in this process, which knows nothing of Ray, checkpoints and crashes.
+"""
+
+import dataclasses
 import json
 import signal
 import subprocess
 import time
 
+import jax
 import numpy as np
 import pytest
+from rich.console import Console
 from support import COMMAND
 
+from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
+from pretrain._cli import read_config
+from pretrain._data import load_tokens
 from ray_jax_launch import latest_step
 
 MAX_STEPS = 100
@@ -24,7 +33,7 @@ OPTIONS = [
     "--optimizer.warmup-steps=20",
     "--name=run",
 ]
-EXACT = ("step", "loss", "val_loss", "learning_rate", "grad_norm")
+EXACT = ("step", "loss", "grad_norm")
 
 
 def metrics(storage):
@@ -32,20 +41,71 @@ def metrics(storage):
 
 
 def exact(records):
-    return [{key: record[key] for key in EXACT if key in record} for record in records]
+    return [{key: record[key] for key in EXACT} for record in records if "loss" in record]
 
 
 def losses(records):
     return np.array([record["loss"] for record in records if "loss" in record])
 
 
+def starts(storage):
+    path = storage / "run" / "starts.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def stopped_by(signal_number, args, environment, storage):
+    """Start the command, send it a signal once it has made a checkpoint, and return its exit code and last words."""
+    driver = subprocess.Popen(
+        [*COMMAND, *args], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 180
+    while not starts(storage) or latest_step(storage / "run" / "checkpoints") is None:
+        assert driver.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    driver.send_signal(signal_number)
+    _, err = driver.communicate(timeout=60)
+    assert len(metrics(storage)) < MAX_STEPS
+    assert not (storage / "run" / "result.json").exists()
+    return driver.returncode, err
+
+
 @pytest.fixture(scope="module")
-def finished(pretrain, corpus, tmp_path_factory):
-    """The storage of a run on one worker that nothing disturbed, and what the command printed."""
+def plain(corpus, environment):
+    """Loss and gradient norm of every step of a plain loop over the same windows."""
+    config = read_config(["--data", str(corpus), *OPTIONS])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
+        data = load_tokens(config, Console(quiet=True))
+    model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
+    optimizer, mesh, key = create_optimizer(config.optimizer, MAX_STEPS), make_mesh(), jax.random.key(config.seed)
+    state = create_train_state(model, optimizer, jax.random.fold_in(key, MAX_STEPS), mesh)
+    train_step = make_train_step(model, optimizer, mesh)
+    records = []
+    for step in range(MAX_STEPS):
+        ids = np.arange(config.train.global_batch_size) + step * config.train.global_batch_size
+        windows = data.train.windows(ids, seq_len=model.seq_len, order=config.train.order, seed=config.seed)
+        state, found = train_step(state, put_batch(windows, mesh), key)
+        records.append({"step": step + 1, "loss": float(found["loss"]), "grad_norm": float(found["grad_norm"])})
+    return records
+
+
+@pytest.fixture(scope="module")
+def finished(pretrain, corpus, environment, tmp_path_factory):
+    """The storage of a run on one worker that was killed once and continued, and what the second command printed."""
     storage = tmp_path_factory.mktemp("finished")
-    done = pretrain("--data", corpus, "--storage-path", storage, "--hardware=cpu:1", *OPTIONS)
+    args = ["--data", str(corpus), "--storage-path", str(storage), "--hardware=cpu:1", *OPTIONS]
+    code, _ = stopped_by(signal.SIGKILL, args, environment, storage)
+    assert code == -signal.SIGKILL
+    done = pretrain(*args)
     assert done.returncode == 0, done.stderr
     return storage, done.stdout
+
+
+def test_a_killed_run_ends_with_the_numbers_of_a_plain_loop_to_the_last_bit(finished, plain):
+    storage, printed = finished
+    assert "continuing from step" in printed
+    assert exact(metrics(storage)) == plain
 
 
 def test_a_finished_run_is_a_folder(finished):
@@ -61,7 +121,7 @@ def test_a_finished_run_is_a_folder(finished):
     assert config["hardware"] == "cpu:1"
     assert config["versions"]["jax"]
     result = json.loads((run / "result.json").read_text())
-    assert (result["steps"], result["restarts"], result["workers"]) == (MAX_STEPS, 0, 1)
+    assert (result["steps"], result["restarts"], result["workers"]) == (MAX_STEPS, 1, 1)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "90"]
     assert any((run / "tensorboard").iterdir())
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -80,7 +140,10 @@ def test_metrics_have_the_documented_keys(finished):
     storage, _ = finished
     records = metrics(storage)
     assert [record["step"] for record in records] == list(range(MAX_STEPS + 1))
-    for record in records[2:]:
+    # The first step of each of the two starts compiles, and is not timed.
+    timed = [record for record in records if "step_s" in record]
+    assert len(timed) == MAX_STEPS - 2
+    for record in timed:
         assert set(record) - {"val_loss"} == {
             "step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "data_wait_s",
         }  # fmt: skip
@@ -124,49 +187,10 @@ def test_a_finished_run_can_be_evaluated(finished, pretrain):
     assert found["val_loss"] == pytest.approx(metrics(storage)[-1]["val_loss"], abs=1e-5)
 
 
-def starts(storage):
-    path = storage / "run" / "starts.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def stopped_by(signal_number, args, environment, storage):
-    """Start the command, send it a signal once it has made a checkpoint, and return its exit code and last words."""
-    earlier = len(starts(storage))
-    driver = subprocess.Popen(
-        [*COMMAND, *args], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 180
-    while len(starts(storage)) == earlier or (latest_step(storage / "run" / "checkpoints") or 0) <= starts(storage)[-1]:
-        assert driver.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    driver.send_signal(signal_number)
-    _, err = driver.communicate(timeout=60)
-    assert len(metrics(storage)) < MAX_STEPS
-    assert not (storage / "run" / "result.json").exists()
-    return driver.returncode, err
-
-
-def test_two_workers_train_like_one_until_they_are_interrupted(finished, corpus, environment, tmp_path):
-    storage, _ = finished
+def test_two_workers_train_like_one_until_they_are_interrupted(plain, corpus, environment, tmp_path):
     args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:2", *OPTIONS]
     code, err = stopped_by(signal.SIGINT, args, environment, tmp_path)
     assert (code, err) == (130, "interrupted: the same command continues from the newest checkpoint\n")
     two = losses(metrics(tmp_path))
     assert len(two) >= 10
-    np.testing.assert_allclose(two, losses(metrics(storage))[: len(two)], rtol=0, atol=1e-4)
-
-
-def test_a_killed_run_comes_to_the_same_end(finished, pretrain, corpus, environment, tmp_path):
-    storage, _ = finished
-    args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:1", *OPTIONS]
-    code, _ = stopped_by(signal.SIGKILL, args, environment, tmp_path)
-    assert code == -signal.SIGKILL
-
-    done = pretrain(*args)
-    assert done.returncode == 0, done.stderr
-    assert "continuing from step" in done.stdout
-    assert exact(metrics(tmp_path)) == exact(metrics(storage))
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["restarts"] == 1
-    assert (tmp_path / "run" / "sample.txt").read_text() == (storage / "run" / "sample.txt").read_text()
+    np.testing.assert_allclose(two, losses(plain)[: len(two)], rtol=0, atol=1e-4)
