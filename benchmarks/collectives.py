@@ -41,9 +41,8 @@ array for an all-gather, reduce-scatter or all-to-all, twice that for an all-red
   keeps it for the backward pass), its gradients reduce-scattered, the pieces all-reduced over data. Over tensor 4
   all-reduces of the activations a layer, 2 for the embedding and the head, 3 of one number per token for the loss.
 - *wte*: the scattered MB of the token embedding and its gradient, and the textbook's, which adds the gradients
-  of the lookup and of the tied head before it sends them. The program sends each by itself, and gathers twice. Where
-  both axes split the batch, the head's gradient goes over data whole, before fsdp scatters it, and the lookup's over
-  all devices at once: an all-reduce that no reduce-scatter over fsdp can replace."""
+  of the lookup and of the tied head before it sends them. The program sends each by itself:
+  that is nearly the whole excess of `data` and `fsdp` over the textbook."""
 
 
 class Instruction(NamedTuple):
