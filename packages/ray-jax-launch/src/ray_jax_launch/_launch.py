@@ -13,6 +13,7 @@ from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.v2.api.config import LoggingConfig
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.train.v2.jax import JaxTrainer
+from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._backend import backend_config, worker_environment
 from ray_jax_launch._cluster import check_resources, connect
@@ -51,6 +52,7 @@ def launch(
     run_dir: Path,
     datasets: Mapping[str, RankedDataset] | None = None,
     max_failures: int = 3,
+    backend: JaxConfig | None = None,
 ) -> Result:
     """Run `train_loop(config)` on every worker under Ray Train and wait for its end.
 
@@ -68,6 +70,8 @@ def launch(
         datasets: for each name that `ray.train.get_dataset_shard` knows in the loop, what makes a
             rank's dataset. It is called again each time the group starts.
         max_failures: how many failures of the group to recover from.
+        backend: how the workers join, such as a `DistributedConfig` with other time-outs; by default
+            `backend_config(hardware)`.
 
     Raises:
         LaunchError: the cluster has too little, or does not answer.
@@ -79,7 +83,7 @@ def launch(
     trainer = JaxTrainer(
         functools.partial(_run_loop, train_loop),
         train_loop_config=config,
-        jax_config=backend_config(hardware),
+        jax_config=backend_config(hardware) if backend is None else backend,
         scaling_config=scaling_config(hardware),
         # Ray 2.60 declares a dict of these, and then uses it as one.
         dataset_config=RankedDataConfig(),  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Clusters of several nodes, whose workers and nodes are killed while a loop computes.
+"""Clusters of several nodes, real processes on this machine; their workers and nodes are killed while a loop computes.
 
 Each takes a minute or two. The times from a kill to the next step are logged (`--log-cli-level=INFO`).
 """
@@ -18,7 +18,7 @@ import ray.cloudpickle
 from ray.cluster_utils import Cluster
 from ray.train import Result
 
-from ray_jax_launch import cpu, launch
+from ray_jax_launch import LaunchError, cpu, gpu, launch
 
 pytestmark = pytest.mark.slow
 
@@ -179,3 +179,35 @@ def test_an_elastic_run_shrinks_and_grows(nodes, tmp_path):
     assert run.finish()["processes"] == 2
     totals = {record["step"]: record["total"] for record in run.records()}
     assert all(step == total for step, total in totals.items())
+
+
+def note_visible_device(config):
+    """Which GPU this worker may see. There is none to compute with."""
+    import os
+    from pathlib import Path
+
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    (Path(config["folder"]) / f"gpu-{rank}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+
+
+def test_workers_of_one_gpu_each_share_a_node_and_no_gpu(nodes, tmp_path):
+    nodes.add_node(num_cpus=4, num_gpus=4)
+    launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(4), run_dir=tmp_path)
+    assert sorted(path.read_text() for path in tmp_path.glob("gpu-*")) == ["0", "1", "2", "3"]
+
+
+def test_a_worker_of_four_gpus_sees_all_of_them(nodes, tmp_path):
+    nodes.add_node(num_cpus=1, num_gpus=4)
+    launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(1, 4), run_dir=tmp_path)
+    assert (tmp_path / "gpu-0").read_text() == "0,1,2,3"
+
+
+def test_workers_that_fit_no_node_are_refused_at_once(nodes, tmp_path):
+    for _ in range(2):
+        nodes.add_node(num_cpus=2, num_gpus=4)
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match=r"expected room for 1 workers of 8 GPUs each, as gpu:1x8 needs, found room"):
+        launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(1, 8), run_dir=tmp_path)
+    assert time.monotonic() - began < 5
