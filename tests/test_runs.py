@@ -5,6 +5,7 @@ What they compute is held against a loop in this process, which knows nothing of
 
 import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -185,6 +186,19 @@ def test_a_finished_run_can_be_evaluated(finished, pretrain):
     # the last tenth of 300 000 bytes and an end-of-text token, less the last window's leftover
     assert found["num_tokens"] == (30_000 - 1) // 64 * 64
     assert found["val_loss"] == pytest.approx(metrics(storage)[-1]["val_loss"], abs=1e-5)
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(finished, pretrain, tmp_path):
+    storage, _ = finished
+    run = shutil.copytree(storage / "run", tmp_path / "run")
+    newest = run / "checkpoints" / str(MAX_STEPS)
+    file = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+    done = pretrain("eval", run)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == MAX_STEPS - 10
+    assert f"checkpoint {MAX_STEPS} in {run / 'checkpoints'} is damaged" in done.stderr
+    assert f"going back to checkpoint {MAX_STEPS - 10}" in done.stderr
 
 
 def test_two_workers_train_like_one_until_they_are_interrupted(plain, corpus, environment, tmp_path):

@@ -1,12 +1,10 @@
 """How the workers' jax processes find each other."""
 
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend
 from ray.train.v2.jax.config import JaxConfig
@@ -54,17 +52,8 @@ class _DistributedBackend(Backend):
         )
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        if len(worker_group) == 1:
-            return
-        pending, deadline = worker_group.execute_async(_shutdown), time.monotonic() + backend_config.shutdown_timeout_s
-        while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-            try:
-                ray.get(done)
-            except RayError:
-                return  # a worker is gone, for which the others would wait until the time is up
-            if not done:
-                return
+        if len(worker_group) > 1:
+            ray.wait(worker_group.execute_async(_shutdown), timeout=backend_config.shutdown_timeout_s)
 
 
 def _initialize(coordinator: str, num_processes: int, process_id: int, timeouts: DistributedConfig) -> None:
