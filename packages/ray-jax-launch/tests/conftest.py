@@ -1,5 +1,6 @@
-"""Every test that computes here sees two CPU devices; workers see one."""
+"""Every test that computes here sees two CPU devices; workers see one. Object storage is a server of this machine."""
 
+import logging
 import os
 
 import pytest
@@ -9,7 +10,37 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 
 @pytest.fixture(scope="session")
-def cluster():
+def s3():
+    """The URI of an empty bucket on an S3 server of this machine, which this process's children know as well."""
+    from moto.server import ThreadedMotoServer
+    from pyarrow.fs import S3FileSystem
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    os.environ.update(
+        AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
+        AWS_ACCESS_KEY_ID="test",
+        AWS_SECRET_ACCESS_KEY="test",
+        AWS_REGION="us-east-1",
+        AWS_EC2_METADATA_DISABLED="true",
+    )
+    S3FileSystem(endpoint_override=f"127.0.0.1:{port}", scheme="http", allow_bucket_creation=True).create_dir("bucket")
+    yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request, tmp_path):
+    """A place for checkpoints: a folder, and a URI."""
+    if request.param == "folder":
+        return tmp_path
+    return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+
+
+@pytest.fixture(scope="session")
+def cluster(s3):
     """A Ray cluster on this machine, of four logical CPUs."""
     from ray_jax_launch import connect, cpu
 

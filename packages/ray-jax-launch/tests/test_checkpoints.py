@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ray_jax_launch import Checkpoints, latest_step
+from ray_jax_launch._steps import _kept_in
 
 
 @pytest.fixture
@@ -13,15 +14,16 @@ def tree():
     return {
         "h": {0: {"w": jax.device_put(jnp.arange(8.0).reshape(4, 2), NamedSharding(mesh, PartitionSpec("data")))}},
         "count": jnp.int32(3),
+        "host": np.arange(5),
     }
 
 
-def test_what_was_saved_comes_back_bit_for_bit(tmp_path, tree):
-    with Checkpoints(tmp_path) as checkpoints:
+def test_what_was_saved_comes_back_bit_for_bit(place, tree):
+    with Checkpoints(place) as checkpoints:
         assert checkpoints.latest_step() is None
         checkpoints.save(7, {"params": tree, "extra": {"x": jnp.ones(2, jnp.bfloat16)}}, metadata={"seed": 1})
         checkpoints.wait()
-    with Checkpoints(tmp_path) as checkpoints:
+    with Checkpoints(place) as checkpoints:
         assert checkpoints.latest_step() == 7
         assert checkpoints.metadata(7) == {"seed": 1}
         restored = checkpoints.restore(7, {"params": tree})
@@ -30,10 +32,10 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path, tree):
     assert restored["params"]["h"][0]["w"].sharding == tree["h"][0]["w"].sharding
 
 
-def test_another_layout_can_be_restored_into(tmp_path, tree):
+def test_another_layout_can_be_restored_into(place, tree):
     on_one = SingleDeviceSharding(jax.devices()[1])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_one), tree)
-    with Checkpoints(tmp_path) as checkpoints:
+    with Checkpoints(place) as checkpoints:
         checkpoints.save(1, {"params": tree}, metadata={})
         checkpoints.wait()
         restored = checkpoints.restore(1, {"params": like})["params"]
@@ -41,10 +43,10 @@ def test_another_layout_can_be_restored_into(tmp_path, tree):
     jax.tree.map(np.testing.assert_array_equal, restored, tree)
 
 
-def test_a_buffer_may_be_reused_once_save_returns(tmp_path):
+def test_a_buffer_may_be_reused_once_save_returns(place):
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     x = jnp.arange(4_000_000.0)
-    with Checkpoints(tmp_path) as checkpoints:
+    with Checkpoints(place) as checkpoints:
         checkpoints.save(1, {"params": {"x": x}}, metadata={})
         x = jax.block_until_ready(overwrite(x))
         checkpoints.wait()
@@ -52,22 +54,22 @@ def test_a_buffer_may_be_reused_once_save_returns(tmp_path):
     np.testing.assert_array_equal(restored, np.arange(4_000_000.0))
 
 
-def test_only_the_newest_are_kept(tmp_path, tree):
-    with Checkpoints(tmp_path, num_to_keep=2) as checkpoints:
+def test_only_the_newest_are_kept(place, tree):
+    with Checkpoints(place, num_to_keep=2) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, {"params": tree}, metadata={})
             checkpoints.wait()
-    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [20, 30]
+    assert sorted(_kept_in(place).steps()) == [20, 30]
 
 
-def test_the_best_are_kept_beside_the_newest(tmp_path, tree):
+def test_the_best_are_kept_beside_the_newest(place, tree):
     scores = {10: 3.0, 20: 1.0, 30: 2.0, 40: 5.0, 50: 4.0, 60: None}
-    with Checkpoints(tmp_path, num_to_keep=2, num_best_to_keep=2) as checkpoints:
+    with Checkpoints(place, num_to_keep=2, num_best_to_keep=2) as checkpoints:
         for step, score in scores.items():
             checkpoints.save(step, {"params": tree}, metadata={}, score=score)
             checkpoints.wait()
         assert checkpoints.latest_step() == 60
-    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [20, 30, 50, 60]
+    assert sorted(_kept_in(place).steps()) == [20, 30, 50, 60]
 
 
 def test_a_checkpoint_under_way_is_not_listed(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints whose files are no longer those that were written."""
+"""Checkpoints in a folder whose files are no longer those that were written."""
 
 import json
 import logging

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from ray_jax_launch import Checkpoints, intact_step, latest_step
+from ray_jax_launch._steps import _kept_in
 
 SHARDED = """
 import sys
-from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -38,7 +38,7 @@ def place(name, value):
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 tree = {name: place(name, value) for name, value in values.items()}
-with Checkpoints(Path(folder)) as checkpoints:
+with Checkpoints(folder) as checkpoints:
     if action == "save":
         checkpoints.save(5, {"params": tree}, metadata={"by": int(num_processes)})
         checkpoints.wait()
@@ -54,13 +54,12 @@ print("done")
 
 ENDLESS = """
 import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 
 from ray_jax_launch import Checkpoints
 
-with Checkpoints(Path(sys.argv[1])) as checkpoints:
+with Checkpoints(sys.argv[1]) as checkpoints:
     step = checkpoints.latest_step() or 0
     while True:
         step += 1
@@ -99,20 +98,20 @@ def run_processes(action, folder, num_processes):
 
 
 @pytest.mark.parametrize("num_readers", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_two_processes_saved_comes_back_bit_for_bit_on_other_numbers_of_them(tmp_path, num_readers):
-    run_processes("save", tmp_path, 2)
-    run_processes("restore", tmp_path, num_readers)
+def test_what_two_processes_saved_comes_back_bit_for_bit_on_other_numbers_of_them(place, num_readers):
+    run_processes("save", place, 2)
+    run_processes("restore", place, num_readers)
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_read(tmp_path, num_kills):
+@pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_read(place, num_kills):
     rng = np.random.default_rng()
     for _ in range(num_kills):
-        before = intact_step(tmp_path) or 0
-        process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], env=one_device_each())
+        before = intact_step(place) or 0
+        process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(place)], env=one_device_each())
         try:
             deadline = time.monotonic() + 120
-            while (latest_step(tmp_path) or 0) < before + 2:
+            while (latest_step(place) or 0) < before + 2:
                 assert process.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
@@ -120,10 +119,10 @@ def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_r
         finally:
             process.kill()
             process.wait()
-        steps = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+        steps = sorted(_kept_in(place).steps())
         assert steps[-1] >= before + 2
-        with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        with Checkpoints(place, read_only=True) as checkpoints:
             for step in steps:
                 restored = checkpoints.restore(step, {"params": {"w": jnp.zeros(2_000_000)}})["params"]["w"]
                 assert jax.device_get(restored == step).all()
-    assert not list(tmp_path.glob("*.damaged*"))
+        assert intact_step(place) == steps[-1]  # none was set aside either

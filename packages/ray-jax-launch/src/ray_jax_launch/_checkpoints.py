@@ -1,6 +1,5 @@
-"""Checkpoints that survive: numbered folders, each there only once it is whole."""
+"""Checkpoints that survive: numbered, each there only once it is whole."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -8,27 +7,26 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from ray_jax_launch._errors import DamagedCheckpointError
-from ray_jax_launch._steps import intact_step, latest_step, write_checksums
-
-_METADATA = "metadata"
-_SCORE = "score"
-_TRASH = ".trash"
+from ray_jax_launch._orbax import FolderCheckpoints, ObjectCheckpoints
+from ray_jax_launch._steps import intact_step, latest_step
+from ray_jax_launch._storage import StoragePath, is_uri
 
 
 class Checkpoints:
     """The checkpoints of a run, written and read by all of its processes together.
 
-    Every process writes its own shards, in the background. A checkpoint is written under a temporary
-    name and renamed when all of it is there; then checksums of its files are put beside them. Each call is
-    made by every process, at the same point.
+    Every process writes its own shards, in the background. A checkpoint is listed once all of it is there, with
+    checksums of its files: in a folder, Orbax writes under a temporary name and renames; in object storage, an object
+    that lists the others is written last. Each call is made by every process, at the same point.
 
     Args:
-        folder: where to; on storage that all processes share. Made if missing.
+        folder: where to: a folder on storage that all processes share, made if missing; or a URI such as
+            `s3://bucket/run/checkpoints`, opened as Ray opens its own (by `pyarrow.fs`). For the latter, every
+            process has its shards on its local disk (see `TMPDIR`) until they are uploaded, and reads the whole
+            checkpoint to there when it restores.
         num_to_keep: how many of the newest to keep.
         num_best_to_keep: how many of those with the lowest scores to keep beside them (see `save`).
         read_only: change nothing in the folder, not even what a crash left there.
@@ -37,6 +35,7 @@ class Checkpoints:
 
     Raises:
         DamagedCheckpointError: there are checkpoints, and all of them are damaged.
+        LaunchError: the object storage cannot be reached.
 
     >>> import tempfile, jax.numpy as jnp
     >>> with Checkpoints(Path(tempfile.mkdtemp())) as checkpoints:
@@ -48,32 +47,22 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: StoragePath,
         *,
         num_to_keep: int = 2,
         num_best_to_keep: int = 0,
         read_only: bool = False,
         verify: bool = True,
     ) -> None:
-        self._folder = folder.absolute()
-        self._unsigned: int | None = None
-        self._read_only = read_only
+        self._folder = folder if is_uri(folder) else Path(folder).absolute()
         if verify and not read_only:
             _verify(self._folder)
-        best = BestN(get_metric_fn=_get_score, n=num_best_to_keep, reverse=True, keep_checkpoints_without_metrics=False)
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
-                best_fn=_get_score if num_best_to_keep else None,
-                preservation_policy=None
-                if read_only
-                else AnyPreservationPolicy([LatestN(num_to_keep), *([best] if num_best_to_keep else [])]),
-                create=not read_only,
-                read_only=read_only,
-                cleanup_tmp_directories=not read_only,
-                # To delete is to rename first: a process that is killed meanwhile leaves no half checkpoint listed.
-                todelete_subdir=None if read_only else _TRASH,
-            ),
+        kind = ObjectCheckpoints if is_uri(folder) else FolderCheckpoints
+        self._kept = kind(
+            self._folder,  # pyright: ignore[reportArgumentType]
+            num_to_keep=num_to_keep,
+            num_best_to_keep=num_best_to_keep,
+            read_only=read_only,
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -82,12 +71,11 @@ class Checkpoints:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._manager.close()
-        self._empty_trash()
-
-    def _empty_trash(self) -> None:
-        if not self._read_only and jax.process_index() == 0:
-            shutil.rmtree(self._folder / _TRASH, ignore_errors=True)
+        try:
+            if exc_type is None:
+                self._kept.wait()
+        finally:
+            self._kept.close()
 
     def latest_step(self) -> int | None:
         """Number of the newest checkpoint, or None where there is none. The same on every process."""
@@ -96,29 +84,19 @@ class Checkpoints:
     def save(
         self, step: int, items: Mapping[str, Any], *, metadata: Mapping[str, Any], score: float | None = None
     ) -> None:
-        """Begin to write a checkpoint; `wait` tells when it is there.
+        """Begin to write a checkpoint; `wait` tells when it is there. So does the end of the `with` block.
 
         Args:
             step: its number.
-            items: named trees of arrays, restored together or one by one.
+            items: named trees of arrays, restored together or one by one. They may change once this returns.
             metadata: anything that JSON can hold.
             score: what the best are chosen by, such as a validation loss: lower is better.
         """
-        trees = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(**trees, **{_METADATA: ocp.args.JsonSave(dict(metadata))}),
-            metrics=None if score is None else {_SCORE: score},
-        )
-        self._unsigned = step
+        self._kept.save(step, items, dict(metadata), score)
 
     def wait(self) -> None:
-        """Return once the checkpoint that was begun is on disk under its number."""
-        self._manager.wait_until_finished()
-        if self._unsigned is not None and jax.process_index() == 0:
-            write_checksums(self._folder / str(self._unsigned))
-        self._unsigned = None
-        self._empty_trash()
+        """Return once the checkpoint that was begun is durable and listed."""
+        self._kept.wait()
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """Read items of a checkpoint.
@@ -127,21 +105,18 @@ class Checkpoints:
             step: its number.
             like: for each item wanted, a tree of arrays or `jax.ShapeDtypeStruct`s whose shapes, types
                 and shardings the result has. The shardings need not be those it was saved from.
+
+        Raises:
+            DamagedCheckpointError: it was damaged since it was last read (object storage only).
         """
-        trees = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**trees))
-        return {name: restored[name] for name in like}
+        return self._kept.restore(step, like)
 
     def metadata(self, step: int) -> dict[str, Any]:
         """What was saved as a checkpoint's metadata."""
-        return self._manager.restore(step, args=ocp.args.Composite(**{_METADATA: ocp.args.JsonRestore()}))[_METADATA]
+        return self._kept.metadata(step)
 
 
-def _get_score(metrics: Mapping[str, float]) -> float:
-    return metrics[_SCORE]
-
-
-def _verify(folder: Path) -> None:
+def _verify(folder: StoragePath) -> None:
     """The first process reads and sets aside; all of them learn whether something is left."""
     error = None
     if jax.process_index() == 0:
