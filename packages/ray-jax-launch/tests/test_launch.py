@@ -58,7 +58,13 @@ def test_workers_compute_together_each_on_its_ranks_data_and_again_after_one_is_
     marker = tmp_path / "marker"
     config = {"factor": 2, "marker": str(marker)}
     result = launch(
-        sum_over_ranks, config, hardware=cpu(2), run_dir=tmp_path, datasets={"rows": rows_of_rank}, max_failures=1
+        sum_over_ranks,
+        config,
+        hardware=cpu(2),
+        storage_path=tmp_path,
+        name="run",
+        datasets={"rows": rows_of_rank},
+        max_failures=1,
     )
     assert marker.exists()
     assert result.return_value == {
@@ -81,7 +87,7 @@ def fail_on_rank_1(config):
 
 def test_a_failure_names_the_rank_and_shows_its_traceback(tmp_path):
     with pytest.raises(TrainingFailed, match=re.escape("worker 1 of cpu:2 failed")) as failed:
-        launch(fail_on_rank_1, {}, hardware=cpu(2), run_dir=tmp_path, max_failures=0)
+        launch(fail_on_rank_1, {}, hardware=cpu(2), storage_path=tmp_path, name="run", max_failures=0)
     assert failed.value.rank == 1
     assert "KeyError: 'no such thing'" in failed.value.details
     assert "in fail_on_rank_1" in failed.value.details
@@ -89,7 +95,7 @@ def test_a_failure_names_the_rank_and_shows_its_traceback(tmp_path):
 
 def test_more_than_the_cluster_has_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(LaunchError, match="expected 3 GPUs in the Ray cluster, as gpu:3 needs, found 0"):
-        launch(fail_on_rank_1, {}, hardware=gpu(3), run_dir=tmp_path)
+        launch(fail_on_rank_1, {}, hardware=gpu(3), storage_path=tmp_path, name="run")
     with pytest.raises(LaunchError, match=r"expected 16 TPUs .* as tpu:v6e:4x4 needs, found 0"):
         check_resources(parse_hardware("tpu:v6e:4x4"))
     assert list(tmp_path.iterdir()) == []

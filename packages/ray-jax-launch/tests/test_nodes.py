@@ -16,9 +16,8 @@ import pytest
 import ray
 import ray.cloudpickle
 from ray.cluster_utils import Cluster
-from ray.train import Result
 
-from ray_jax_launch import LaunchError, cpu, gpu, launch
+from ray_jax_launch import LaunchError, Result, cpu, gpu, launch
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +100,9 @@ class Run:
 
     def run(self, config, hardware):
         try:
-            self.result = launch(sum_each_step, config, hardware=hardware, run_dir=self.folder, max_failures=3)
+            self.result = launch(
+                sum_each_step, config, hardware=hardware, storage_path=self.folder, name="run", max_failures=3
+            )
         except BaseException as error:
             self.error = error
 
@@ -198,13 +199,13 @@ def note_visible_device(config):
 
 def test_workers_of_one_gpu_each_share_a_node_and_no_gpu(nodes, tmp_path):
     nodes.add_node(num_cpus=4, num_gpus=4)
-    launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(4), run_dir=tmp_path)
+    launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(4), storage_path=tmp_path, name="run")
     assert sorted(path.read_text() for path in tmp_path.glob("gpu-*")) == ["0", "1", "2", "3"]
 
 
 def test_a_worker_of_four_gpus_sees_all_of_them(nodes, tmp_path):
     nodes.add_node(num_cpus=1, num_gpus=4)
-    launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(1, 4), run_dir=tmp_path)
+    launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(1, 4), storage_path=tmp_path, name="run")
     assert (tmp_path / "gpu-0").read_text() == "0,1,2,3"
 
 
@@ -213,5 +214,5 @@ def test_workers_that_fit_no_node_are_refused_at_once(nodes, tmp_path):
         nodes.add_node(num_cpus=2, num_gpus=4)
     began = time.monotonic()
     with pytest.raises(LaunchError, match=r"expected room for 1 workers of 8 GPUs each, as gpu:1x8 needs, found room"):
-        launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(1, 8), run_dir=tmp_path)
+        launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(1, 8), storage_path=tmp_path, name="run")
     assert time.monotonic() - began < 5

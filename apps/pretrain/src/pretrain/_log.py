@@ -15,6 +15,7 @@ from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
 from pretrain._config import PretrainConfig
 from pretrain._metrics import Record, append_metrics, cut_metrics
 from pretrain._run import RunFolder
+from ray_jax_launch import log_metrics
 
 # A run in which this many steps in a row made no update is ended.
 MAX_STEPS_SKIPPED = 50
@@ -51,6 +52,7 @@ class RunLog:
         if self._tensorboard is None:
             return
         append_metrics(self._folder.metrics, record)
+        log_metrics(record)
         for name, value in record.items():
             if name != "step":
                 self._tensorboard.add_scalar(name, value, record["step"])

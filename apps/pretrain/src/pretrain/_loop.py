@@ -2,7 +2,7 @@
 
 At a step that is saved or validated the order is: update, save, evaluate, wait until the save is on disk,
 write the metrics, report (where validated). A resume does everything after the save again, whether or not a
-crash cut it off.
+crash cut it off. A loop that is asked to stop saves and returns, so that its end is like a crash right after a save.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from pretrain._config import PretrainConfig
 from pretrain._log import RunLog, StepTimer
 from pretrain._run import RunFolder
 from pretrain._validation import Validation
-from ray_jax_launch import Checkpoints
+from ray_jax_launch import Checkpoints, stop_requested
 
 SAMPLE_TOKENS = 400
 SAMPLE_TEMPERATURE = 0.8
@@ -76,17 +76,20 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
         ThreadPoolExecutor(1) as threads,
     ):
 
+        def save_state(state: TrainState, record: dict[str, Any]) -> None:
+            checkpoints.save(
+                record["step"],
+                {"params": state.params, "opt_state": state.opt_state},
+                metadata={
+                    "record": record,
+                    "data": data_identity(config, data),
+                    "num_skipped": int(state.num_skipped),
+                },
+            )
+
         def finish(state: TrainState, record: dict[str, Any], *, save: bool, evaluate: bool) -> None:
             if save:
-                checkpoints.save(
-                    record["step"],
-                    {"params": state.params, "opt_state": state.opt_state},
-                    metadata={
-                        "record": record,
-                        "data": data_identity(config, data),
-                        "num_skipped": int(state.num_skipped),
-                    },
-                )
+                save_state(state, record)
             if evaluate:
                 record = record | {"val_loss": validation.loss(state.params)}
             checkpoints.wait()
@@ -112,7 +115,9 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
             state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
             record = {"step": 0}
         log.begin(start)
-        finish(state, record, save=False, evaluate=start == 0 or _due(start, train.eval_every, max_steps))
+        evaluate = start == 0 or _due(start, train.eval_every, max_steps)
+        if evaluate or _due(start, train.checkpoint_every, max_steps) or _due(start, train.log_every, max_steps):
+            finish(state, record, save=False, evaluate=evaluate)
 
         timer = StepTimer(config, mesh, num_skipped=int(state.num_skipped))
         pending: tuple[int, dict[str, jax.Array]] | None = None
@@ -130,6 +135,10 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
             save = _due(step, train.checkpoint_every, max_steps)
             evaluate = _due(step, train.eval_every, max_steps)
             pending = (step, metrics) if _due(step, train.log_every, max_steps) else None
+            if stop_requested(step):
+                # What else is due at this step is done by the run that continues.
+                save_state(state, timer.record(step, metrics))
+                return ""
             if save or evaluate:
                 finish(state, timer.record(step, metrics), save=save, evaluate=evaluate)
                 timer.restart(step)

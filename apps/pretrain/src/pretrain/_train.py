@@ -67,13 +67,15 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         if stored is None:
             write_json(folder.config, describe(config, identity, str(hardware)))
         _introduce(config, data, hardware, folder, console)
-        with ProgressDisplay(folder, config.train.max_steps, console):
+        with ProgressDisplay(config.train.max_steps, console) as progress:
             result = ray_jax_launch.launch(
                 train_worker,
                 {"config": config, "data": data, "folder": folder},
                 hardware=hardware,
-                run_dir=folder.path,
+                storage_path=folder.path.parent,
+                name=folder.path.name,
                 datasets={"train": functools.partial(train_windows, config, data, folder)},
+                on_metrics=lambda rank, record: progress.show(record),
                 max_failures=config.train.max_failures,
             )
         folder.sample.write_text(str(result.return_value))

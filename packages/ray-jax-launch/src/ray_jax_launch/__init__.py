@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from ray_jax_launch._checkpoints import Checkpoints
     from ray_jax_launch._cluster import auto, check_resources, connect
     from ray_jax_launch._data import RankedDataConfig, RankedDataset
-    from ray_jax_launch._launch import launch, scaling_config
+    from ray_jax_launch._launch import Result, launch, scaling_config
+    from ray_jax_launch._session import log_metrics, stop_requested
 
 _MODULE_OF = {
     "DistributedConfig": "_backend",
@@ -33,7 +34,10 @@ _MODULE_OF = {
     "connect": "_cluster",
     "RankedDataConfig": "_data",
     "RankedDataset": "_data",
+    "Result": "_launch",
     "launch": "_launch",
+    "log_metrics": "_session",
+    "stop_requested": "_session",
     "scaling_config": "_launch",
 }
 
@@ -47,6 +51,7 @@ __all__ = [
     "LaunchError",
     "RankedDataConfig",
     "RankedDataset",
+    "Result",
     "TrainingFailed",
     "auto",
     "backend_config",
@@ -57,8 +62,10 @@ __all__ = [
     "intact_step",
     "latest_step",
     "launch",
+    "log_metrics",
     "parse_hardware",
     "scaling_config",
+    "stop_requested",
     "tpu",
     "worker_environment",
 ]

@@ -11,8 +11,9 @@ from jax.experimental import multihost_utils
 
 from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._orbax import FolderCheckpoints, ObjectCheckpoints
+from ray_jax_launch._session import current_session
 from ray_jax_launch._steps import intact_step, latest_step
-from ray_jax_launch._storage import StoragePath, is_uri
+from ray_jax_launch._storage import StoragePath, is_uri, join
 
 
 class Checkpoints:
@@ -26,7 +27,8 @@ class Checkpoints:
         folder: where to: a folder on storage that all processes share, made if missing; or a URI such as
             `s3://bucket/run/checkpoints`, opened as Ray opens its own (by `pyarrow.fs`). For the latter, every
             process has its shards on its local disk (see `TMPDIR`) until they are uploaded, and reads the whole
-            checkpoint to there when it restores.
+            checkpoint to there when it restores. In a loop that `launch` runs it may be left out: `checkpoints` in
+            the run's own folder.
         num_to_keep: how many of the newest to keep.
         num_best_to_keep: how many of those with the lowest scores to keep beside them (see `save`).
         read_only: change nothing in the folder, not even what a crash left there.
@@ -47,13 +49,15 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: StoragePath,
+        folder: StoragePath | None = None,
         *,
         num_to_keep: int = 2,
         num_best_to_keep: int = 0,
         read_only: bool = False,
         verify: bool = True,
     ) -> None:
+        if folder is None:
+            folder = join(current_session().run_path, "checkpoints")
         self._folder = folder if is_uri(folder) else Path(folder).absolute()
         if verify and not read_only:
             _verify(self._folder)

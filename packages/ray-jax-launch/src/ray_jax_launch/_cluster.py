@@ -2,8 +2,11 @@
 
 import logging
 import os
+import socket
+from urllib.parse import urlsplit
 
 import ray
+from ray._private import worker
 
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
@@ -11,6 +14,7 @@ from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
 # CPUs that Ray Data gets beside the workers' own. Train reserves its CPUs first, and with none left
 # over Data would wait for ever.
 _DATA_CPUS = 2
+_CONNECT_TIMEOUT_S = 5
 
 
 def connect(hardware: Hardware | None = None) -> None:
@@ -30,25 +34,46 @@ def connect(hardware: Hardware | None = None) -> None:
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = os.environ.get("RAY_ADDRESS")
-    if address:
+    if address and address != "local":
         try:
+            _check_answers(address)
             ray.init(address=address, **quiet)
-        except ConnectionError as error:
+        except (OSError, ValueError) as error:
             raise LaunchError(
-                f"expected a Ray cluster at {address} (RAY_ADDRESS), but it does not answer: start it, or unset "
-                "RAY_ADDRESS to run on this machine alone"
+                f"expected a Ray cluster at {address} (RAY_ADDRESS), but it does not answer ({error}): start it, or "
+                "unset RAY_ADDRESS to run on this machine alone"
             ) from error
         return
     workers = hardware.num_workers if hardware is not None else 1
     # The watcher is a process of its own, seconds of start-up. It looks for nodes that are about to be taken away:
     # this cluster's one node is this machine.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, workers + _DATA_CPUS),
-        include_dashboard=False,
-        **quiet,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, workers + _DATA_CPUS),
+            include_dashboard=False,
+            **quiet,
+        )
+    except Exception as error:  # Ray has no class of its own for this
+        raise LaunchError(f"expected Ray to start on this machine, but it did not: {error}") from error
+
+
+def _check_answers(address: str) -> None:
+    """Knock where the cluster should be: Ray itself would wait for minutes.
+
+    Raises:
+        OSError: nobody opens.
+    """
+    if address != "auto":
+        where = urlsplit(address if "://" in address else f"ray://{address}")
+        socket.create_connection((where.hostname or "", where.port or 6379), timeout=_CONNECT_TIMEOUT_S).close()
+
+
+def log_folder() -> str:
+    """Where Ray keeps its full logs, on each node of the connected cluster."""
+    node = worker.global_worker.node
+    return "" if node is None else node.get_logs_dir_path()
 
 
 def auto() -> Hardware:

@@ -15,9 +15,11 @@ class TrainingFailed(RuntimeError):
     Attributes:
         rank: the first worker that failed, or None where the launch itself did.
         details: that worker's traceback.
+        log_folder: Ray's full logs, on each node.
     """
 
-    def __init__(self, message: str, *, rank: int | None, details: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, rank: int | None, details: str, log_folder: str) -> None:
+        super().__init__(f"{message} (full logs: {log_folder})")
         self.rank = rank
         self.details = details
+        self.log_folder = log_folder

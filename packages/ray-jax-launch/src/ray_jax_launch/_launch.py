@@ -2,27 +2,57 @@
 
 import contextlib
 import functools
+import logging
+import signal
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
-from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.config import LoggingConfig
-from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 from ray.train.v2.jax import JaxTrainer
 from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._backend import backend_config, worker_environment
-from ray_jax_launch._cluster import check_resources, connect
+from ray_jax_launch._board import BoardHandle, Metrics, ReportToBoard, start_board
+from ray_jax_launch._cluster import check_resources, connect, log_folder
 from ray_jax_launch._data import RankedDataConfig, RankedDataset
 from ray_jax_launch._errors import TrainingFailed
 from ray_jax_launch._hardware import Hardware
+from ray_jax_launch._session import Session, begin, end
+from ray_jax_launch._storage import StoragePath, is_uri, join, open_uri
 
 # Starts that fail before any worker runs, for instance because a node went away. Ray would retry for ever.
 _MAX_CONTROLLER_FAILURES = 3
+_COLLECT_EVERY_S = 0.5
+
+_logger = logging.getLogger("ray_jax_launch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """How a launch ended."""
+
+    return_value: Any
+    """What the loop returned on rank 0."""
+
+    metrics: Metrics
+    """Of each metric, the last value that rank 0 logged (`log_metrics`) or reported (`ray.train.report`)."""
+
+    path: StoragePath
+    """Where the run is kept: the name in the storage path."""
+
+    log_folder: str
+    """Ray's full logs, on each node: what workers print, and Ray Train's own."""
 
 
 def scaling_config(hardware: Hardware) -> ScalingConfig:
@@ -49,39 +79,54 @@ def launch(
     config: dict[str, Any],
     *,
     hardware: Hardware,
-    run_dir: Path,
+    storage_path: StoragePath,
+    name: str,
     datasets: Mapping[str, RankedDataset] | None = None,
+    on_metrics: Callable[[int, Metrics], None] | None = None,
     max_failures: int = 3,
+    preemption_grace_s: float = 0.0,
     backend: JaxConfig | None = None,
 ) -> Result:
     """Run `train_loop(config)` on every worker under Ray Train and wait for its end.
 
     When a worker fails, the whole group is started again in new processes, at most `max_failures`
-    times; the loop is expected to go on from its newest checkpoint (see `Checkpoints`).
+    times; the loop is expected to go on from its newest checkpoint (see `Checkpoints`). A group that lost a node
+    after a warning is started again however often that happens.
 
     Args:
-        train_loop: runs in each worker, where `ray.train`'s functions are at hand and, with several
-            workers, `jax.distributed` is initialised. What rank 0 returns is the result's
-            `return_value`.
+        train_loop: runs in each worker, where `ray.train`'s functions, `Checkpoints`, `log_metrics` and
+            `stop_requested` are at hand and, with several workers, `jax.distributed` is initialised. What rank 0
+            returns is the result's `return_value`.
         config: handed to the loop. Must not make workers import jax when it is unpickled.
         hardware: see `parse_hardware`.
-        run_dir: folder of the run, on storage that all nodes share. Ray keeps its own state in
-            `.ray` there.
+        storage_path: a folder that all nodes share, or a URI of object storage.
+        name: of the run, which is kept under it in the storage path. Ray keeps its own state in `.ray` there.
         datasets: for each name that `ray.train.get_dataset_shard` knows in the loop, what makes a
             rank's dataset. It is called again each time the group starts.
+        on_metrics: called in this process, in a thread of its own, with the rank and the metrics of each
+            `log_metrics`, in each rank's order.
         max_failures: how many failures of the group to recover from.
+        preemption_grace_s: seconds that workers on other nodes may go on after a node was taken away, to save.
         backend: how the workers join, such as a `DistributedConfig` with other time-outs; by default
             `backend_config(hardware)`.
 
     Raises:
-        LaunchError: the cluster has too little, or does not answer.
+        LaunchError: the cluster has too little, or does not answer; or the storage cannot be reached.
         TrainingFailed: a worker failed once more than `max_failures`.
-        KeyboardInterrupt: Ctrl-C; the workers have been stopped.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM. A loop that listens (`stop_requested`) has saved and returned; a
+            second Ctrl-C does not wait for it. The workers have been stopped.
     """
+    run_path = join(storage_path, name)
+    if is_uri(run_path):
+        open_uri(str(run_path), create=True)
+    else:
+        run_path = Path(run_path).absolute()
     connect(hardware)
     check_resources(hardware)
-    trainer = JaxTrainer(
-        functools.partial(_run_loop, train_loop),
+    board = start_board()
+    interrupt = _Interrupt(board)
+    trainer = _Trainer(
+        functools.partial(_run_loop, train_loop, Session(board, run_path, name)),
         train_loop_config=config,
         jax_config=backend_config(hardware) if backend is None else backend,
         scaling_config=scaling_config(hardware),
@@ -95,30 +140,117 @@ def launch(
             # written atomically and stops the start when it names a checkpoint that is gone. The
             # checkpoints in the run's folder are the one record of how far it came.
             name=datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ"),
-            storage_path=str(run_dir.absolute() / ".ray"),
-            failure_config=FailureConfig(max_failures=max_failures, controller_failure_limit=_MAX_CONTROLLER_FAILURES),
+            storage_path=str(join(run_path, ".ray")),
+            failure_config=FailureConfig(
+                max_failures=max_failures,
+                controller_failure_limit=_MAX_CONTROLLER_FAILURES,
+                preemption_grace_s=preemption_grace_s,
+            ),
             worker_runtime_env={"env_vars": worker_environment(hardware)},
             logging_config=LoggingConfig(log_level="ERROR"),
+            callbacks=[ReportToBoard(board)],
         ),
     )
+    trainer.on_start = interrupt.handle
     try:
-        return trainer.fit()
+        with _collecting(board, on_metrics):
+            result = trainer.fit()
+        if ray.get(board.obeyed.remote()):
+            raise KeyboardInterrupt
+        return Result(
+            return_value=result.return_value,
+            metrics=ray.get(board.latest.remote()),
+            path=run_path,
+            log_folder=log_folder(),
+        )
     except SystemExit as error:
-        # So ends Ray's own handler of Ctrl-C, once it has stopped the workers.
-        raise KeyboardInterrupt from error
+        raise KeyboardInterrupt from error  # see _Interrupt
     except WorkerGroupError as error:
         rank, failure = min(error.worker_failures.items())
         details = "".join(getattr(failure, "__notes__", [])) or str(failure)
-        raise TrainingFailed(f"worker {rank} of {hardware} failed", rank=rank, details=details.strip()) from error
+        raise TrainingFailed(f"worker {rank} of {hardware} failed", rank, details.strip(), log_folder()) from error
+    except PreemptionError as error:
+        raise TrainingFailed(f"{hardware} lost nodes", None, str(error), log_folder()) from error
     except TrainingFailedError as error:
-        raise TrainingFailed(f"{hardware} could not be started", rank=None, details=str(error)) from error
+        raise TrainingFailed(f"{hardware} could not be started", None, str(error), log_folder()) from error
+    finally:
+        interrupt.restore()
+        ray.kill(board)
 
 
-def _run_loop(train_loop: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Any:
+class _Trainer(JaxTrainer):
+    """Ray's trainer, with another answer to signals: its own takes the workers down at once."""
+
+    on_start: Callable[[ActorHandle], None]
+
+    def _register_sigint_handler(self, controller: ActorHandle) -> None:
+        self.on_start(controller)
+
+
+class _Interrupt:
+    """Ctrl-C and SIGTERM: the first asks a loop that listens to save and return, the second takes it down."""
+
+    def __init__(self, board: BoardHandle) -> None:
+        self._board = board
+        self._controller: ActorHandle | None = None
+        self._former: dict[int, Any] = {}
+        self._asked = False
+
+    def handle(self, controller: ActorHandle) -> None:
+        """Answer the signals from now on. For the main thread, the only one where this can be done."""
+        self._controller = controller
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._former[number] = signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        """Leave the signals to those who had them before."""
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._asked:
+            self._asked = True
+            if ray.get(self._board.interrupt.remote()):
+                _logger.warning("interrupted: the workers save what they have; press Ctrl-C again to stop at once")
+                return
+        assert self._controller is not None, "signals are handled once there is one"
+        with contextlib.suppress(RayActorError):  # so it says good-bye
+            ray.get(self._controller.abort.remote())
+        raise SystemExit(1)
+
+
+@contextlib.contextmanager
+def _collecting(board: BoardHandle, on_metrics: Callable[[int, Metrics], None] | None) -> Iterator[None]:
+    """Hand on what workers log while the block runs."""
+    if on_metrics is None:
+        yield
+        return
+    stop = threading.Event()
+
+    def collect() -> None:
+        stopping = False
+        while not stopping:
+            stopping = stop.wait(_COLLECT_EVERY_S)
+            for rank, metrics in ray.get(board.collect.remote()):
+                on_metrics(rank, metrics)
+
+    thread = threading.Thread(target=collect, name="collect-metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _run_loop(train_loop: Callable[[dict[str, Any]], Any], session: Session, config: dict[str, Any]) -> Any:
     """Run the loop in a worker. An exception takes its traceback along, which is lost on the way otherwise."""
+    begin(session)
     with contextlib.ExitStack() as stack:
         stack.push(_note_traceback)
-        return train_loop(config)
+        returned = train_loop(config)
+    end()
+    return returned
 
 
 def _note_traceback(

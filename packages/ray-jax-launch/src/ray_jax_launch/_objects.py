@@ -1,7 +1,7 @@
 """Checkpoints in object storage, which has no renaming: one is there once the object that lists its parts is.
 
-    <uri>/<step>/process-0.tar, process-1.tar, ...   what each process wrote; unpacked together, an Orbax checkpoint
-    <uri>/<step>/checkpoint.json                     written last: sizes and checksums of those, metadata, score
+<uri>/<step>/process-0.tar, process-1.tar, ...   what each process wrote; unpacked together, an Orbax checkpoint
+<uri>/<step>/checkpoint.json                     written last: sizes and checksums of those, metadata, score
 """
 
 import json
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._storage import open_uri
@@ -53,6 +53,7 @@ class Objects:
 
     def find_damage(self, step: int) -> str | None:
         """What is wrong with a checkpoint's parts, or None. Reads all of them."""
+        name = _LISTING
         try:
             for name, expected in self.listing(step).parts.items():
                 with self._filesystem.open_input_stream(f"{self._root}/{step}/{name}") as stream:
@@ -93,7 +94,7 @@ class Objects:
         self._filesystem.create_dir(f"{self._root}/{step}")
         with self._filesystem.open_output_stream(f"{self._root}/{step}/{part_name(rank)}") as stream:
             target = _Summing(stream)
-            with tarfile.open(fileobj=target, mode="w|", bufsize=_BLOCK_BYTES) as tar:
+            with tarfile.open(fileobj=cast("IO[bytes]", target), mode="w|", bufsize=_BLOCK_BYTES) as tar:
                 for path in sorted(folder.iterdir()):
                     tar.add(path, path.name)
         return target.size, target.checksum
@@ -108,7 +109,7 @@ class Objects:
             with self._filesystem.open_input_stream(f"{self._root}/{step}/{name}") as stream:
                 source = _Summing(stream)
                 try:
-                    with tarfile.open(fileobj=source, mode="r|", bufsize=_BLOCK_BYTES) as tar:
+                    with tarfile.open(fileobj=cast("IO[bytes]", source), mode="r|", bufsize=_BLOCK_BYTES) as tar:
                         tar.extractall(folder, filter="data")
                 except tarfile.TarError as error:
                     raise DamagedCheckpointError(f"{name} is no tar file: {error}") from error

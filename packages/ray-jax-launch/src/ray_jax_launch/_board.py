@@ -1,0 +1,124 @@
+"""The actor between the driver and the workers of a launch, which nobody waits for."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+from ray.train import Checkpoint, UserCallback
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+Metrics = dict[str, Any]
+BoardHandle = Any
+"""Handle of a `Board` actor, whose `.remote` methods Ray adds where type checkers do not see them."""
+
+StopReason = Literal["interrupt", "preemption"]
+
+# Metrics that a driver has not fetched yet. Where none fetches, the oldest go.
+_MAX_UNREAD = 10_000
+
+
+@dataclass
+class _Group:
+    """The workers of one start."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: StopReason | None = None
+    listening: set[int] = field(default_factory=set)
+    answers: dict[int, int] = field(default_factory=dict)
+    all_answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Board:
+    """Metrics on their way to the driver, and the wish to stop on its way to the workers."""
+
+    def __init__(self) -> None:
+        self._unread: deque[tuple[int, Metrics]] = deque(maxlen=_MAX_UNREAD)
+        self._latest: Metrics = {}
+        self._groups: dict[str, _Group] = {}
+        self._interrupted = False
+        self._obeyed = False
+
+    async def post(self, rank: int, metrics: Metrics) -> None:
+        """Take in what a worker logged."""
+        self._unread.append((rank, metrics))
+        if rank == 0:
+            self._latest |= metrics
+
+    async def report(self, metrics: Metrics) -> None:
+        """Take in what rank 0 reported to Ray Train."""
+        self._latest |= metrics
+
+    async def collect(self) -> list[tuple[int, Metrics]]:
+        """What was logged since this was last called, with the ranks."""
+        collected = list(self._unread)
+        self._unread.clear()
+        return collected
+
+    async def latest(self) -> Metrics:
+        """Of each metric, the last value that rank 0 reported or logged."""
+        return self._latest
+
+    async def interrupt(self) -> bool:
+        """Ask the workers to stop. Returns whether they listen."""
+        self._interrupted = True
+        for group in self._groups.values():
+            _ask(group, "interrupt")
+        return any(group.listening for group in self._groups.values())
+
+    async def preempt(self, group: str) -> None:
+        """Ask the workers of a group to stop, as a node of theirs will be taken away."""
+        _ask(self._groups[group], "preemption")
+
+    async def wait_for_stop(self, group: str, rank: int) -> StopReason:
+        """Return once this group is asked to stop."""
+        if group not in self._groups:
+            self._groups = {group: _Group()}  # earlier ones are gone
+        entry = self._groups[group]
+        entry.listening.add(rank)
+        if self._interrupted:
+            _ask(entry, "interrupt")
+        await entry.stop.wait()
+        assert entry.reason is not None, "set with the event"
+        return entry.reason
+
+    async def agree(self, group: str, size: int, rank: int, step: int) -> int:
+        """Return the latest of the steps that all workers of the group name."""
+        entry = self._groups[group]
+        entry.answers[rank] = step
+        if len(entry.answers) == size:
+            entry.all_answered.set()
+        await entry.all_answered.wait()
+        return max(entry.answers.values())
+
+    async def obey(self) -> None:
+        """Note that the loop ended because it was asked to."""
+        self._obeyed = True
+
+    async def obeyed(self) -> bool:
+        """Whether the loop ended because it was asked to."""
+        return self._obeyed
+
+
+def _ask(group: _Group, reason: StopReason) -> None:
+    if group.reason is None:
+        group.reason = reason
+        group.stop.set()
+
+
+def start_board() -> BoardHandle:
+    """Start the actor on this node. It lives as long as its handle."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(Board).options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=here).remote()
+
+
+class ReportToBoard(UserCallback):
+    """Runs in Ray Train's controller, which drops metrics that come without a checkpoint."""
+
+    def __init__(self, board: BoardHandle) -> None:
+        self._board = board
+
+    def after_report(self, run_context: Any, metrics: list[Metrics], checkpoint: Checkpoint | None) -> None:
+        """Pass on what rank 0 reported."""
+        self._board.report.remote(metrics[0])

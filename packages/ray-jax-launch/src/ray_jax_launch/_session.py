@@ -1,0 +1,147 @@
+"""What a training loop can ask and tell while it runs in a worker."""
+
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import ray
+import ray.train
+from ray.train.v2._internal.execution.context import get_train_context
+from ray.util.metrics import Gauge
+
+from ray_jax_launch._board import BoardHandle, StopReason
+from ray_jax_launch._storage import StoragePath
+
+_PREEMPTION_POLL_S = 1.0
+
+
+@dataclass
+class Session:
+    """A launch as one of its workers sees it."""
+
+    board: BoardHandle
+    run_path: StoragePath
+    run_name: str
+    gauges: dict[str, Gauge] = field(default_factory=dict)
+    listener: "_Listener | None" = None
+
+
+_session: Session | None = None
+
+
+def begin(session: Session) -> None:
+    """Make a session the current one of this process."""
+    global _session
+    _session = session
+
+
+def current_session() -> Session:
+    """The session of this worker.
+
+    Raises:
+        RuntimeError: this is no worker of `launch`.
+    """
+    if _session is None:
+        raise RuntimeError("expected to be called in a training loop that `ray_jax_launch.launch` runs")
+    return _session
+
+
+def log_metrics(metrics: Mapping[str, float]) -> None:
+    """Send metrics to the driver, without waiting: for `launch(on_metrics=)` and `Result.metrics`.
+
+    They also become gauges of Ray's, `ray_jax_<name>` with the tags `run` and `rank`, which its dashboard and
+    Prometheus show. Unlike `ray.train.report` this is no barrier: each rank calls it when it likes.
+
+    Args:
+        metrics: numbers by name, such as step, loss, tokens_per_s. Python's own numbers: reading one from a jax array
+            waits for the device.
+    """
+    session = current_session()
+    rank = ray.train.get_context().get_world_rank()
+    tags = {"run": session.run_name, "rank": str(rank)}
+    for name, value in metrics.items():
+        if name not in session.gauges:
+            session.gauges[name] = Gauge(
+                f"jax_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", f"{name} of a training loop", tag_keys=("run", "rank")
+            )
+        session.gauges[name].set(value, tags)
+    session.board.post.remote(rank, dict(metrics))
+
+
+def stop_requested(step: int) -> bool:
+    """Whether to save and return now: the user pressed Ctrl-C, or a node will soon be taken away.
+
+    True at the same step on every rank. Costs microseconds until then. After an interrupt, `launch` raises
+    KeyboardInterrupt once the loop has returned; after the warning that a node goes, the group starts again without it.
+
+    Args:
+        step: the loop's step, which only grows. Every rank calls this at the same steps.
+    """
+    session = current_session()
+    if session.listener is None:
+        session.listener = _Listener(session.board)
+    return session.listener.stop_requested(step)
+
+
+class _Listener:
+    """Finds a step to stop at that no rank has gone beyond.
+
+    The answer to the question where this rank is comes from a thread, never from the loop, which may be waiting in a
+    collective for a rank that learned of the wish a step earlier.
+    """
+
+    def __init__(self, board: BoardHandle) -> None:
+        context = ray.train.get_context()
+        self._board, self._rank, self._size = board, context.get_world_rank(), context.get_world_size()
+        # Each start of the workers has a placement group of its own.
+        placement_group = ray.util.get_current_placement_group()
+        self._group = "" if placement_group is None else placement_group.id.hex()
+        # A worker's context is found by its thread.
+        self._preemption = get_train_context().preemption_context
+        self._lock = threading.Lock()
+        self._step = -1
+        self._asked = False
+        self._decided = threading.Event()
+        self._stop_step: Any = 0  # an int, as the board answers
+        self.reason: StopReason | None = None
+        self.obeyed = False
+        threading.Thread(target=self._listen, name="stop-listener", daemon=True).start()
+
+    def stop_requested(self, step: int) -> bool:
+        with self._lock:
+            self._step = step
+            asked = self._asked
+        if not asked:
+            return False
+        self._decided.wait()
+        self.obeyed = step >= self._stop_step
+        return self.obeyed
+
+    def _listen(self) -> None:
+        asked = self._board.wait_for_stop.remote(self._group, self._rank)
+        told = False
+        while not ray.wait([asked], timeout=_PREEMPTION_POLL_S)[0]:
+            if self._preemption.preemption_info is not None and not told:
+                told = True
+                self._board.preempt.remote(self._group)
+        self.reason = ray.get(asked)
+        with self._lock:
+            self._asked = True
+            next_step = self._step + 1  # where the loop will wait for the decision, if it comes that far
+        self._stop_step = ray.get(self._board.agree.remote(self._group, self._size, self._rank, next_step))
+        self._decided.set()
+
+
+def end() -> None:
+    """Called when the loop has returned. After the warning that a node goes it waits to be taken down.
+
+    A loop that returns has finished, as Ray Train sees it, but this one is to go on elsewhere.
+    """
+    listener = current_session().listener
+    if listener is None or not listener.obeyed:
+        return
+    ray.get(listener._board.obey.remote())
+    while listener.reason == "preemption":
+        time.sleep(1)
