@@ -59,6 +59,13 @@ def slow(session: nox.Session, member: str) -> None:
 
 
 @nox.session
+def gauges(session: nox.Session) -> None:
+    """Test that Ray's own metrics show what a loop logs, which takes Ray's dashboard agent."""
+    sync(session, "--package", "ray-jax-launch", "--group", "gauges")
+    session.run("pytest", f"{MEMBERS['ray-jax-launch']}/tests", "-m", "gauges", *session.posargs, env=TEST_ENV)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting and spelling."""
     sync(session, "--only-group", "lint")

@@ -1,16 +1,30 @@
 """Real launches on a real cluster: each takes Ray some tens of seconds to start and stop."""
 
+import logging
 import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray.cloudpickle
 import ray.data
 
-from ray_jax_launch import LaunchError, TrainingFailed, auto, check_resources, connect, cpu, gpu, launch, parse_hardware
+from ray_jax_launch import (
+    LaunchError,
+    TrainingFailed,
+    auto,
+    check_resources,
+    connect,
+    cpu,
+    gpu,
+    latest_step,
+    launch,
+    parse_hardware,
+)
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -18,33 +32,48 @@ pytestmark = pytest.mark.usefixtures("cluster")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def sum_over_ranks(config):
-    """Adds up, over all processes, what each read from its own dataset. In its first life rank 1 is killed."""
+def scramble(config):
+    """Multiplies and adds, whole numbers that wrap around, on arrays that the ranks share; checkpoints into the run.
+
+    In its first life rank 1 is killed, after step 5 of 8.
+    """
     import jax
     import jax.numpy as jnp
-    import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
     from ray import train
+
+    from ray_jax_launch import Checkpoints, log_metrics, stop_requested
 
     shard = train.get_dataset_shard("rows")
     assert shard is not None
     rows = [int(row["id"]) for row in shard.iter_rows()]
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    local = np.array([sum(rows)], np.float32)
-    parts = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), local)
-    total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(parts)
-    train.report({"total": float(total)})
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    step = jax.jit(lambda x: x * 1664525 + 1013904223 + x.sum(dtype=jnp.uint32), out_shardings=sharding)
+    x = jax.jit(lambda: jnp.arange(8, dtype=jnp.uint32), out_shardings=sharding)()
     marker = Path(config["marker"])
-    if jax.process_index() == 1 and not marker.exists():
-        marker.write_text("died")
-        os.kill(os.getpid(), signal.SIGKILL)  # from outside any Python handler
+    with Checkpoints() as checkpoints:
+        start = checkpoints.latest_step() or 0
+        if start:
+            x = checkpoints.restore(start, {"state": {"x": x}})["state"]["x"]
+        for number in range(start + 1, 9):
+            x = step(x)
+            log_metrics({"step": number, "start": start, "rank": jax.process_index()})
+            assert not stop_requested(number)
+            if number % 2 == 0:
+                checkpoints.save(number, {"state": {"x": x}}, metadata={})
+                checkpoints.wait()
+            if number == 5 and jax.process_index() == 1 and not marker.exists():
+                marker.write_text("died")
+                os.kill(os.getpid(), signal.SIGKILL)  # from outside any Python handler
+    train.report({"reported": 7})
     return {
         "processes": jax.process_count(),
         "local_devices": jax.local_device_count(),
         "platform": jax.default_backend(),
         "rank": jax.process_index(),
         "rows": rows,
-        "total": float(total),
+        "x": jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(x).tolist(),
         "factor": config["factor"],
     }
 
@@ -54,18 +83,22 @@ def rows_of_rank(rank, world_size):
     return ray.data.range(3 * (rank + 1))
 
 
-def test_workers_compute_together_each_on_its_ranks_data_and_again_after_one_is_killed(tmp_path):
+def test_a_run_in_object_storage_whose_worker_is_killed_ends_like_one_that_was_not(s3, tmp_path):
     marker = tmp_path / "marker"
-    config = {"factor": 2, "marker": str(marker)}
+    logged = []
     result = launch(
-        sum_over_ranks,
-        config,
+        scramble,
+        {"factor": 2, "marker": str(marker)},
         hardware=cpu(2),
-        storage_path=tmp_path,
-        name="run",
+        storage_path=s3,
+        name=tmp_path.name,
         datasets={"rows": rows_of_rank},
+        on_metrics=lambda rank, metrics: logged.append((rank, metrics["start"], metrics["step"])),
         max_failures=1,
     )
+    x = np.arange(8, dtype=np.uint32)
+    for _ in range(8):
+        x = x * np.uint32(1664525) + np.uint32(1013904223) + x.sum(dtype=np.uint32)
     assert marker.exists()
     assert result.return_value == {
         "processes": 2,
@@ -73,9 +106,66 @@ def test_workers_compute_together_each_on_its_ranks_data_and_again_after_one_is_
         "platform": "cpu",
         "rank": 0,
         "rows": [0, 1, 2],
-        "total": 3.0 + 15.0,
+        "x": x.tolist(),
         "factor": 2,
     }
+    # Each rank's metrics came in their order: steps 1 to 5, and after the restart from checkpoint 4 on.
+    assert [entry for entry in logged if entry[0] == 0] == [
+        *((0, 0, step) for step in range(1, 6)), *((0, 4, step) for step in range(5, 9))
+    ]  # fmt: skip
+    assert result.metrics == {"step": 8, "start": 4, "rank": 0, "reported": 7}
+    assert result.path == f"{s3}/{tmp_path.name}"
+    assert latest_step(f"{result.path}/checkpoints") == 8
+    assert Path(result.log_folder).is_dir()
+
+
+def save_when_asked(config):
+    """Endless, unless it is asked to stop."""
+    import jax
+    import jax.numpy as jnp
+
+    from ray_jax_launch import Checkpoints, log_metrics, stop_requested
+
+    with Checkpoints() as checkpoints:
+        step = checkpoints.latest_step() or 0
+        while True:
+            step += 1
+            time.sleep(0.02)
+            log_metrics({"step": step})
+            if config["listens"] and stop_requested(step):
+                checkpoints.save(step, {"state": {"step": jnp.int32(step)}}, metadata={})
+                return jax.process_index()
+
+
+@pytest.mark.parametrize("listens", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_ctrl_c_lets_a_loop_that_listens_save_and_ends_any_other(tmp_path, listens, caplog):
+    seen = []
+
+    def interrupt_at_20(rank, metrics):
+        seen.append(metrics["step"])
+        if metrics["step"] == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.WARNING, "ray_jax_launch"):
+        launch(
+            save_when_asked,
+            {"listens": listens},
+            hardware=cpu(1),
+            storage_path=tmp_path,
+            name="run",
+            on_metrics=interrupt_at_20,
+        )
+    assert signal.getsignal(signal.SIGINT) == before
+    saved = latest_step(tmp_path / "run" / "checkpoints")
+    if listens:
+        assert saved == seen[-1]
+        assert saved >= 20
+        assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == [
+            "interrupted: the workers save what they have; press Ctrl-C again to stop at once"
+        ]
+    else:
+        assert saved is None
 
 
 def fail_on_rank_1(config):
@@ -90,7 +180,8 @@ def test_a_failure_names_the_rank_and_shows_its_traceback(tmp_path):
         launch(fail_on_rank_1, {}, hardware=cpu(2), storage_path=tmp_path, name="run", max_failures=0)
     assert failed.value.rank == 1
     assert "KeyError: 'no such thing'" in failed.value.details
-    assert "in fail_on_rank_1" in failed.value.details
+    assert failed.value.details.count("in fail_on_rank_1") == 1
+    assert f"full logs: {failed.value.log_folder}" in str(failed.value)
 
 
 def test_more_than_the_cluster_has_is_refused_before_anything_starts(tmp_path):

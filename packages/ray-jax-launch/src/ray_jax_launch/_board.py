@@ -1,4 +1,4 @@
-"""The actor between the driver and the workers of a launch, which nobody waits for."""
+"""The actor between the driver and the workers of a launch, which nobody waits for. Its process imports little."""
 
 import asyncio
 from collections import deque
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
-from ray.train import Checkpoint, UserCallback
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 Metrics = dict[str, Any]
@@ -111,14 +110,3 @@ def start_board() -> BoardHandle:
     """Start the actor on this node. It lives as long as its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(Board).options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=here).remote()
-
-
-class ReportToBoard(UserCallback):
-    """Runs in Ray Train's controller, which drops metrics that come without a checkpoint."""
-
-    def __init__(self, board: BoardHandle) -> None:
-        self._board = board
-
-    def after_report(self, run_context: Any, metrics: list[Metrics], checkpoint: Checkpoint | None) -> None:
-        """Pass on what rank 0 reported."""
-        self._board.report.remote(metrics[0])

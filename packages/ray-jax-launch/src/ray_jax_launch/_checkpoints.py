@@ -11,7 +11,6 @@ from jax.experimental import multihost_utils
 
 from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._orbax import FolderCheckpoints, ObjectCheckpoints
-from ray_jax_launch._session import current_session
 from ray_jax_launch._steps import intact_step, latest_step
 from ray_jax_launch._storage import StoragePath, is_uri, join
 
@@ -57,6 +56,8 @@ class Checkpoints:
         verify: bool = True,
     ) -> None:
         if folder is None:
+            from ray_jax_launch._session import current_session  # imports Ray Train, which takes seconds
+
             folder = join(current_session().run_path, "checkpoints")
         self._folder = folder if is_uri(folder) else Path(folder).absolute()
         if verify and not read_only:

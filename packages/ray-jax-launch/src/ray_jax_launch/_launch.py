@@ -16,14 +16,14 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.v2.api.config import LoggingConfig
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 from ray.train.v2.jax import JaxTrainer
 from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._backend import backend_config, worker_environment
-from ray_jax_launch._board import BoardHandle, Metrics, ReportToBoard, start_board
+from ray_jax_launch._board import BoardHandle, Metrics, start_board
 from ray_jax_launch._cluster import check_resources, connect, log_folder
 from ray_jax_launch._data import RankedDataConfig, RankedDataset
 from ray_jax_launch._errors import TrainingFailed
@@ -148,7 +148,7 @@ def launch(
             ),
             worker_runtime_env={"env_vars": worker_environment(hardware)},
             logging_config=LoggingConfig(log_level="ERROR"),
-            callbacks=[ReportToBoard(board)],
+            callbacks=[_ReportToBoard(board)],
         ),
     )
     trainer.on_start = interrupt.handle
@@ -176,6 +176,17 @@ def launch(
     finally:
         interrupt.restore()
         ray.kill(board)
+
+
+class _ReportToBoard(UserCallback):
+    """Runs in Ray Train's controller, which drops metrics that come without a checkpoint."""
+
+    def __init__(self, board: BoardHandle) -> None:
+        self._board = board
+
+    def after_report(self, run_context: Any, metrics: list[Metrics], checkpoint: Checkpoint | None) -> None:
+        """Pass on what rank 0 reported."""
+        self._board.report.remote(metrics[0])
 
 
 class _Trainer(JaxTrainer):
