@@ -109,8 +109,8 @@ def lock(session: nox.Session) -> None:
     """Regenerate deploy/requirements.txt and fail if it was out of date."""
     before = REQUIREMENTS.read_text() if REQUIREMENTS.exists() else ""
     session.run(
-        "uv", "export", "--quiet", "--package", "pretrain", "--no-dev", "--no-emit-workspace", "--no-header",
-        "--no-annotate", "--output-file", str(REQUIREMENTS),
+        "uv", "export", "--quiet", "--package", "pretrain", "--extra", "cluster", "--no-dev", "--no-emit-workspace",
+        "--no-header", "--no-annotate", "--output-file", str(REQUIREMENTS),
         external=True,
     )  # fmt: skip
     if REQUIREMENTS.read_text() != before:

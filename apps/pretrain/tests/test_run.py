@@ -12,25 +12,25 @@ from pretrain._run import RunFolder, check_same_data, check_same_settings, claim
 
 def test_a_folder_is_held_against_a_second_command(tmp_path):
     with (
-        claim(tmp_path / "run") as folder,
+        claim(str(tmp_path / "run")) as folder,
         pytest.raises(UsageError, match="another command is training in"),
-        claim(tmp_path / "run"),
+        claim(str(tmp_path / "run")),
     ):
         pass
-    with claim(tmp_path / "run"):
+    with claim(str(tmp_path / "run")):
         assert folder.path.exists()
 
 
 def test_a_refusal_leaves_no_folder_behind(tmp_path):
-    with pytest.raises(ValueError, match="too few"), claim(tmp_path / "run"):
+    with pytest.raises(ValueError, match="too few"), claim(str(tmp_path / "run")):
         raise ValueError("too few")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_refusal_leaves_an_earlier_run_alone(tmp_path):
-    with claim(tmp_path / "run") as folder:
+    with claim(str(tmp_path / "run")) as folder:
         write_json(folder.config, {"a": 1})
-    with pytest.raises(ValueError, match="conflict"), claim(tmp_path / "run"):
+    with pytest.raises(ValueError, match="conflict"), claim(str(tmp_path / "run")):
         raise ValueError("conflict")
     assert json.loads(folder.config.read_text()) == {"a": 1}
 
@@ -39,7 +39,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(UsageError, match=r"expected a storage path that can be written, .*: Not a directory"),
-        claim(tmp_path / "file" / "run"),
+        claim(str(tmp_path / "file" / "run")),
     ):
         pass
 
@@ -79,7 +79,7 @@ def test_the_report_sums_up_the_run(tmp_path):
         '{"step": 0, "val_loss": 5.0}\n{"step": 9, "loss": 2.0}\n{"step": 10, "loss": 1.5, "val_loss": 1.7}\n'
     )
     folder.starts.write_text('{"step": 0, "workers": 1}\n{"step": 5, "workers": 2}\n')
-    result = write_report(folder, wall_s=12.34)
+    result = write_report(folder, "mine", wall_s=12.34)
     assert result == {
         "steps": 10,
         "metrics": {"val_loss": 1.7, "loss": 1.5},

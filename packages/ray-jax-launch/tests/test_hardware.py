@@ -1,13 +1,15 @@
 import re
 
 import pytest
-from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY
+from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, infer_tpu_pod_type_from_topology
 from ray.train import ScalingConfig
 from ray.util.tpu import get_tpu_worker_resources
 
 from ray_jax_launch import (
     LaunchError,
+    auto,
     backend_config,
+    check_resources,
     cpu,
     gpu,
     parse_hardware,
@@ -87,6 +89,25 @@ def test_every_topology_that_ray_knows_has_its_workers_and_chips(generation):
         assert (hardware.num_workers, hardware.devices_per_worker) == (num_workers, resources["TPU"]), topology
         assert parse_hardware(str(hardware)) == hardware
         assert scaling_config(hardware).resources_per_worker == resources
+
+
+@pytest.mark.parametrize("generation", sorted(VALID_TPU_TOPOLOGY))
+def test_every_slice_that_ray_knows_is_found_by_its_nodes_and_refused_when_a_host_is_missing(generation, monkeypatch):
+    for topology in VALID_TPU_TOPOLOGY[generation]:
+        hardware = tpu(generation, topology)
+        assert hardware.accelerator_type is not None
+        pod_type = infer_tpu_pod_type_from_topology(topology, hardware.accelerator_type)
+        node = {
+            "Alive": True,
+            "Resources": {"CPU": 1.0, "TPU": float(hardware.devices_per_worker)},
+            "Labels": {"ray.io/tpu-topology": topology, "ray.io/tpu-pod-type": pod_type},
+        }
+        monkeypatch.setattr("ray.nodes", lambda node=node, count=hardware.num_workers: [node] * count)
+        assert auto() == hardware
+        check_resources(hardware)
+        monkeypatch.setattr("ray.nodes", lambda node=node, count=hardware.num_workers: [node] * (count - 1))
+        with pytest.raises(LaunchError, match=rf"expected {hardware.num_devices} TPUs .* as {hardware} needs, found"):
+            check_resources(hardware)
 
 
 def test_presets_say_what_ray_and_jax_need():

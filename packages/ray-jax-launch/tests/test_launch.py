@@ -159,6 +159,7 @@ def test_ctrl_c_lets_a_loop_that_listens_save_and_ends_any_other(tmp_path, liste
     assert signal.getsignal(signal.SIGINT) == before
     saved = latest_step(tmp_path / "run" / "checkpoints")
     if listens:
+        assert saved is not None
         assert saved == seen[-1]
         assert saved >= 20
         assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == [

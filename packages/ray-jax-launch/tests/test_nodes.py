@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,9 +16,11 @@ import time
 import pytest
 import ray
 import ray.cloudpickle
+from ray._private.accelerators.tpu import infer_tpu_pod_type_from_topology
 from ray.cluster_utils import Cluster
+from ray.train.v2.jax.config import JaxConfig
 
-from ray_jax_launch import LaunchError, Result, cpu, gpu, launch
+from ray_jax_launch import LaunchError, Result, auto, cpu, gpu, latest_step, launch, parse_hardware
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +46,7 @@ def sum_each_step(config):
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    from ray_jax_launch import Checkpoints
+    from ray_jax_launch import Checkpoints, stop_requested
 
     folder, rank = Path(config["folder"]), jax.process_index()
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
@@ -66,9 +69,12 @@ def sum_each_step(config):
             with (folder / f"rank-{rank}.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
             time.sleep(0.1)
-            if step % config["save_every"] == 0:
+            stop = stop_requested(step)
+            if stop or step % config["save_every"] == 0:
                 checkpoints.save(step, {"state": {"total": total}}, metadata={})
                 checkpoints.wait()
+                if stop:
+                    return None
                 if multihost_utils.broadcast_one_to_all(np.bool((folder / "stop").exists())):
                     break
     return {"total": float(total), "processes": jax.process_count()}
@@ -90,18 +96,23 @@ def nodes():
 class Run:
     """A launch in a thread, so that the test can interfere."""
 
-    def __init__(self, folder, hardware, num_steps=NUM_STEPS):
+    def __init__(self, folder, hardware, num_steps=NUM_STEPS, save_every=SAVE_EVERY, max_failures=3):
         self.folder = folder
         self.result: Result | None = None
         self.error: BaseException | None = None
-        config = {"folder": str(folder), "num_steps": num_steps, "save_every": SAVE_EVERY}
-        self.thread = threading.Thread(target=self.run, args=(config, hardware))
+        config = {"folder": str(folder), "num_steps": num_steps, "save_every": save_every}
+        self.thread = threading.Thread(target=self.run, args=(config, hardware, max_failures))
         self.thread.start()
 
-    def run(self, config, hardware):
+    def run(self, config, hardware, max_failures):
         try:
             self.result = launch(
-                sum_each_step, config, hardware=hardware, storage_path=self.folder, name="run", max_failures=3
+                sum_each_step,
+                config,
+                hardware=hardware,
+                storage_path=self.folder,
+                name="run",
+                max_failures=max_failures,
             )
         except BaseException as error:
             self.error = error
@@ -184,6 +195,88 @@ def test_an_elastic_run_shrinks_and_grows(nodes, tmp_path):
     assert run.finish()["processes"] == 2
     totals = {record["step"]: record["total"] for record in run.records()}
     assert all(step == total for step, total in totals.items())
+
+
+def test_a_node_that_is_to_go_is_left_with_what_was_done_saved(nodes, tmp_path):
+    """As a cloud takes a spot machine back: a warning, and half a minute later it is gone. Saves at no other time."""
+    added = [nodes.add_node(num_cpus=1) for _ in range(3)]
+    run = Run(tmp_path, cpu(2), num_steps=600, save_every=10_000, max_failures=0)
+    run.wait_for(lambda record: record["step"] == 30)
+    killed = {run.records(0)[-1]["pid"], run.records(1)[-1]["pid"]}
+    node = next(node for node in added if node.node_id == run.records(1)[-1]["node"])
+    began = time.time()
+    subprocess.run(
+        [
+            sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", nodes.address,
+            "--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "taken back",
+            "--deadline-remaining-seconds", "30",
+        ],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while (saved := latest_step(tmp_path / "checkpoints")) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    log.info("saved step %d %.1f s after the warning", saved, time.time() - began)
+    time.sleep(max(0.0, began + 30 - time.time()))
+    nodes.remove_node(node, allow_graceful=False)
+    first = recovery(run, killed, began, "a node that was announced to go (30 s)", limit_s=30 + RECOVERY_LIMIT_S)
+    assert first["step"] == saved + 1
+    assert run.finish() == {"total": 600.0, "processes": 2}
+
+
+def note_host(config):
+    """Which host of which TPU slice this worker is on. There is no TPU to compute with."""
+    import json
+    import os
+    from pathlib import Path
+
+    import ray
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    node = ray.get_runtime_context().get_node_id()
+    labels = next(entry["Labels"] for entry in ray.nodes() if entry["NodeID"] == node)
+    host = [labels["ray.io/tpu-slice-name"], labels["ray.io/tpu-worker-id"], os.environ["JAX_PLATFORMS"]]
+    (Path(config["folder"]) / f"host-{rank}").write_text(json.dumps(host))
+
+
+@pytest.mark.parametrize("text", ["tpu:v6e:4x4", "tpu:v4:2x2x2:2", "tpu:v5e:2x4"])
+def test_the_hosts_of_tpu_slices_each_have_a_worker(nodes, tmp_path, text):
+    hardware = parse_hardware(text)
+    assert hardware.topology is not None
+    assert hardware.accelerator_type is not None
+    pod_type = infer_tpu_pod_type_from_topology(hardware.topology, hardware.accelerator_type)
+    for number in range(hardware.num_workers):
+        slice_, host = divmod(number, hardware.workers_per_slice)
+        nodes.add_node(
+            num_cpus=1,
+            resources={
+                "TPU": hardware.devices_per_worker,
+                f"accelerator_type:{hardware.accelerator_type}": 1,
+                **({f"TPU-{pod_type}-head": 1} if host == 0 else {}),
+            },
+            labels={
+                "ray.io/tpu-slice-name": f"slice-{slice_}",
+                "ray.io/tpu-worker-id": str(host),
+                "ray.io/tpu-topology": hardware.topology,
+                "ray.io/tpu-pod-type": pod_type,
+                "ray.io/accelerator-type": hardware.accelerator_type,
+            },
+            # What GKE sets, and Ray reads when it takes a slice as a whole.
+            env_vars={"TPU_NAME": f"slice-{slice_}", "TPU_WORKER_ID": str(host)},
+        )
+    # Ray's plain JaxConfig joins nothing: jax would look for the chips.
+    launch(
+        note_host, {"folder": str(tmp_path)}, hardware=hardware, storage_path=tmp_path, name="run", backend=JaxConfig()
+    )
+    hosts = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("host-*"))]
+    slices = hardware.num_workers // hardware.workers_per_slice
+    assert sorted(hosts) == [
+        [f"slice-{slice_}", str(host), "tpu"] for slice_ in range(slices) for host in range(hardware.workers_per_slice)
+    ]
+    if slices == 1:
+        assert auto() == hardware
 
 
 def note_visible_device(config):

@@ -9,7 +9,7 @@ import pytest
 from pyarrow.fs import FileSelector
 
 from ray_jax_launch import Checkpoints, DamagedCheckpointError, LaunchError, intact_step, latest_step
-from ray_jax_launch._storage import join, open_uri
+from ray_jax_launch._storage import join_path, open_uri
 
 TREE = {"w": jnp.arange(1000.0)}
 
@@ -17,7 +17,7 @@ TREE = {"w": jnp.arange(1000.0)}
 @pytest.fixture
 def uri(s3, tmp_path):
     """Checkpoints 10, 20 and 30, of other values each."""
-    uri = join(s3, tmp_path.name, "checkpoints")
+    uri = join_path(s3, tmp_path.name, "checkpoints")
     with Checkpoints(uri, num_to_keep=3) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, {"params": {"w": TREE["w"] + step}}, metadata={"step": step})
@@ -126,4 +126,4 @@ def test_storage_out_of_reach_is_said(s3, uri):
 
 
 def test_names_are_joined_before_the_options_of_a_uri():
-    assert join("s3://bucket/runs/?scheme=http", "a", "b") == "s3://bucket/runs/a/b?scheme=http"
+    assert join_path("s3://bucket/runs/?scheme=http", "a", "b") == "s3://bucket/runs/a/b?scheme=http"

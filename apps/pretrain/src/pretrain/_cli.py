@@ -116,7 +116,7 @@ def _sample_command(
     """Let a trained model write.
 
     Args:
-        run: The run's folder, or its name in ./runs.
+        run: The run's folder or URI, or its name in ./runs.
         prompt: What the text begins with.
         max_new_tokens: How many tokens to add.
         temperature: Higher is bolder; 0 takes the likeliest token each time.
@@ -158,7 +158,7 @@ def _eval_command(
     """Evaluate a trained model over all of its validation tokens and print the loss as JSON.
 
     Args:
-        run: The run's folder, or its name in ./runs.
+        run: The run's folder or URI, or its name in ./runs.
         data: Token files to evaluate on instead of the run's own.
         batch_size: Windows per step.
     """
@@ -178,7 +178,7 @@ def _export_command(run: tyro.conf.Positional[str], out: tyro.conf.Positional[Pa
     """Write a trained model in Hugging Face's layout, for transformers, vLLM and others.
 
     Args:
-        run: The run's folder, or its name in ./runs.
+        run: The run's folder or URI, or its name in ./runs.
         out: A folder for config.json and model.safetensors, new or empty.
     """
     from pretrain._export import export

@@ -116,7 +116,7 @@ class PretrainConfig:
     of WORKERS or SLICES, such as 1-4, is elastic."""
 
     storage_path: str = "runs"
-    """Folder that holds runs; shared by all nodes where there are several."""
+    """Folder that holds runs, shared by all nodes where there are several; or s3://... or gs://..."""
 
     name: str | None = None
     """The run's name, a folder in the storage path. Default: the preset's and the data's."""

@@ -25,8 +25,8 @@ class RunLog:
     """The run folder's metrics, written by rank 0. On other ranks it does nothing."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
         self._writes = jax.process_index() == 0
+        self._folder = folder.elsewhere() if self._writes else folder
         self._tensorboard: SummaryWriter | None = None
 
     def __enter__(self) -> "RunLog":
@@ -37,6 +37,7 @@ class RunLog:
     ) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
+            self._folder.push()
 
     def begin(self, start: int) -> None:
         """Start at a step: what was recorded from there on will be recorded anew."""
@@ -56,6 +57,11 @@ class RunLog:
         for name, value in record.items():
             if name != "step":
                 self._tensorboard.add_scalar(name, value, record["step"])
+
+    def push(self) -> None:
+        """Make what was recorded durable, where the run is in object storage."""
+        if self._writes:
+            self._folder.push()
 
 
 class StepTimer:

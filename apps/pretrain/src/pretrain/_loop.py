@@ -94,6 +94,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
                 record = record | {"val_loss": validation.loss(state.params)}
             checkpoints.wait()
             log.write(record)
+            log.push()
             if evaluate:
                 ray.train.report(record)
 

@@ -9,11 +9,12 @@ from pretrain._metrics import read_metrics
 from pretrain._run import RunFolder, write_json
 
 
-def write_report(folder: RunFolder, *, wall_s: float) -> dict[str, Any]:
+def write_report(folder: RunFolder, name: str, *, wall_s: float) -> dict[str, Any]:
     """Sum up a run that has ended.
 
     Args:
         folder: the run's.
+        name: the run's.
         wall_s: seconds that the last command took, from its start.
 
     Returns:
@@ -31,12 +32,12 @@ def write_report(folder: RunFolder, *, wall_s: float) -> dict[str, Any]:
         "restarts": len(starts) - 1,
         "workers": starts[-1]["workers"],
     }
-    _draw_losses(folder)
+    _draw_losses(folder, name)
     write_json(folder.result, result)
     return result
 
 
-def _draw_losses(folder: RunFolder) -> None:
+def _draw_losses(folder: RunFolder, name: str) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for key, label in (("loss", "training"), ("val_loss", "validation")):
@@ -44,7 +45,7 @@ def _draw_losses(folder: RunFolder) -> None:
         axes.plot(*zip(*points, strict=True), label=label, marker="o" if key == "val_loss" else None, markersize=4)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title(folder.path.name)
+    axes.set_title(name)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(folder.loss_picture, dpi=120)

@@ -17,7 +17,7 @@ from pretrain._progress import ProgressDisplay
 from pretrain._report import write_report
 from pretrain._run import RunFolder, check_layout, check_same_data, check_same_settings, claim, describe, write_json
 from pretrain._worker import train_windows, train_worker
-from ray_jax_launch import Hardware, LaunchError, intact_step, parse_hardware
+from ray_jax_launch import Hardware, LaunchError, intact_step, is_uri, join_path, parse_hardware
 
 
 def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = False) -> None:
@@ -33,19 +33,18 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         TrainingFailed: workers failed too often.
     """
     began = time.monotonic()
-    if "://" in config.storage_path:
-        raise UsageError(f"expected a folder as --storage-path, got {config.storage_path}: name a shared folder")
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
     if hardware is not None:
         check_batch(config, hardware)
     name = config.name or f"{config.preset}-{data_label(config.data)}"
-    with claim(Path(config.storage_path).expanduser().absolute() / name) as folder:
+    storage_path = config.storage_path if is_uri(config.storage_path) else Path(config.storage_path).expanduser()
+    with claim(str(join_path(storage_path, name))) as folder:
         stored = json.loads(folder.config.read_text()) if folder.config.exists() else None
         if stored is not None:
-            check_layout(stored, folder.path)
+            check_layout(stored, folder)
             if not vocab_size_given:
                 config = _with_vocab_size(config, stored["config"]["model"]["vocab_size"])
-            check_same_settings(stored, config, folder.path)
+            check_same_settings(stored, config, folder)
         data = load_tokens(config, console)
         config = _fit_vocabulary(config, data, vocab_size_given)
         identity = {
@@ -54,7 +53,7 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
             "fingerprint": data.fingerprint,
         }
         if stored is not None:
-            check_same_data(stored, data.fingerprint, folder.path)
+            check_same_data(stored, data.fingerprint, folder)
         if folder.result.exists():
             _say_finished(folder, console)
             return
@@ -66,20 +65,23 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         ray_jax_launch.check_resources(hardware)
         if stored is None:
             write_json(folder.config, describe(config, identity, str(hardware)))
+            folder.push()
         _introduce(config, data, hardware, folder, console)
         with ProgressDisplay(config.train.max_steps, console) as progress:
             result = ray_jax_launch.launch(
                 train_worker,
                 {"config": config, "data": data, "folder": folder},
                 hardware=hardware,
-                storage_path=folder.path.parent,
-                name=folder.path.name,
+                storage_path=storage_path,
+                name=name,
                 datasets={"train": functools.partial(train_windows, config, data, folder)},
                 on_metrics=lambda rank, record: progress.show(record),
                 max_failures=config.train.max_failures,
             )
+        folder.pull()
         folder.sample.write_text(str(result.return_value))
-        write_report(folder, wall_s=time.monotonic() - began)
+        write_report(folder, name, wall_s=time.monotonic() - began)
+        folder.push()
         _say_done(folder, console)
 
 
@@ -133,7 +135,7 @@ def _introduce(
     console.print(
         f"{doing} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"
         f"{len(data.train):,} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})\n"
-        f"run folder: {folder.path}",
+        f"run folder: {folder}",
         highlight=False,
         soft_wrap=True,
         markup=False,
@@ -148,8 +150,8 @@ def _say_done(folder: RunFolder, console: Console) -> None:
     console.print(
         f"done: {result['steps']} steps in {result['wall_s']:.0f} s, "
         f"validation loss {result['metrics']['val_loss']:.4f}\n"
-        f"run folder: {folder.path}\n"
-        f"more text: uv run apps/pretrain sample {folder.path}",
+        f"run folder: {folder}\n"
+        f"more text: uv run apps/pretrain sample {folder}",
         highlight=False,
         soft_wrap=True,
         markup=False,
@@ -159,7 +161,7 @@ def _say_done(folder: RunFolder, console: Console) -> None:
 def _say_finished(folder: RunFolder, console: Console) -> None:
     result = json.loads(folder.result.read_text())
     console.print(
-        f"the run in {folder.path} is finished: {result['steps']} steps, validation loss "
+        f"the run in {folder} is finished: {result['steps']} steps, validation loss "
         f"{result['metrics']['val_loss']:.4f}; choose another --name for a new one",
         highlight=False,
         soft_wrap=True,

@@ -7,8 +7,8 @@ from typing import Any
 
 from nnx_gpt2 import GPT2, GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, merge
 from pretrain._errors import UsageError
-from pretrain._run import RunFolder, check_layout
-from ray_jax_launch import Checkpoints, intact_step
+from pretrain._run import RunFolder, check_layout, locate
+from ray_jax_launch import Checkpoints, intact_step, is_uri
 
 DEFAULT_STORAGE = Path("runs")
 
@@ -34,20 +34,22 @@ def load_trained(name: str) -> TrainedModel:
     """Load the newest checkpoint of a run.
 
     Args:
-        name: the run's folder, or its name in `runs`.
+        name: the run's folder or URI, or its name in `runs`.
 
     Raises:
         UsageError: there is no such run, or it has no checkpoint yet.
     """
-    candidates = [RunFolder(Path(name).expanduser().absolute()), RunFolder((DEFAULT_STORAGE / name).absolute())]
+    candidates = [locate(name)] if is_uri(name) else [locate(name), locate(str(DEFAULT_STORAGE / name))]
+    for candidate in candidates:
+        candidate.pull()
     folder = next((candidate for candidate in candidates if candidate.config.exists()), None)
     if folder is None:
-        raise UsageError(f"expected the folder of a run, or the name of one in {DEFAULT_STORAGE}, got {name}")
+        raise UsageError(f"expected the folder or URI of a run, or the name of one in {DEFAULT_STORAGE}, got {name}")
     step = intact_step(folder.checkpoints)
     if step is None:
-        raise UsageError(f"expected a checkpoint in {folder.path}, which has none yet: train it further")
+        raise UsageError(f"expected a checkpoint in {folder}, which has none yet: train it further")
     description = json.loads(folder.config.read_text())
-    check_layout(description, folder.path)
+    check_layout(description, folder)
     config = GPT2Config(**description["config"]["model"])
     optimizer = create_optimizer(
         OptimizerConfig(**description["config"]["optimizer"]), description["config"]["train"]["max_steps"]

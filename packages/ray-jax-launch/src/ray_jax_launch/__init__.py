@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, TrainingFailed
 from ray_jax_launch._hardware import Hardware, cpu, gpu, parse_hardware, tpu
 from ray_jax_launch._steps import intact_step, latest_step
+from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
 
 # Under `uv run`, Ray would pack up the working folder and start every worker through `uv run` again. It reads
 # this when it is first imported, so it is set before anything here imports it.
@@ -52,6 +53,7 @@ __all__ = [
     "RankedDataConfig",
     "RankedDataset",
     "Result",
+    "StoragePath",
     "TrainingFailed",
     "auto",
     "backend_config",
@@ -60,9 +62,12 @@ __all__ = [
     "cpu",
     "gpu",
     "intact_step",
+    "is_uri",
+    "join_path",
     "latest_step",
     "launch",
     "log_metrics",
+    "open_uri",
     "parse_hardware",
     "scaling_config",
     "stop_requested",

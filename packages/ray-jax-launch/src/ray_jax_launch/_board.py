@@ -92,11 +92,11 @@ class Board:
         return max(entry.answers.values())
 
     async def obey(self) -> None:
-        """Note that the loop ended because it was asked to."""
+        """Note that the loop ended because of an interrupt."""
         self._obeyed = True
 
     async def obeyed(self) -> bool:
-        """Whether the loop ended because it was asked to."""
+        """Whether the loop ended because of an interrupt."""
         return self._obeyed
 
 

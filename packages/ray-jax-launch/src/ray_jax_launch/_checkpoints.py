@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._orbax import FolderCheckpoints, ObjectCheckpoints
 from ray_jax_launch._steps import intact_step, latest_step
-from ray_jax_launch._storage import StoragePath, is_uri, join
+from ray_jax_launch._storage import StoragePath, is_uri, join_path
 
 
 class Checkpoints:
@@ -58,7 +58,7 @@ class Checkpoints:
         if folder is None:
             from ray_jax_launch._session import current_session  # imports Ray Train, which takes seconds
 
-            folder = join(current_session().run_path, "checkpoints")
+            folder = join_path(current_session().run_path, "checkpoints")
         self._folder = folder if is_uri(folder) else Path(folder).absolute()
         if verify and not read_only:
             _verify(self._folder)

@@ -29,7 +29,7 @@ from ray_jax_launch._data import RankedDataConfig, RankedDataset
 from ray_jax_launch._errors import TrainingFailed
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._session import Session, begin, end
-from ray_jax_launch._storage import StoragePath, is_uri, join, open_uri
+from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
 
 # Starts that fail before any worker runs, for instance because a node went away. Ray would retry for ever.
 _MAX_CONTROLLER_FAILURES = 3
@@ -116,7 +116,7 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or SIGTERM. A loop that listens (`stop_requested`) has saved and returned; a
             second Ctrl-C does not wait for it. The workers have been stopped.
     """
-    run_path = join(storage_path, name)
+    run_path = join_path(storage_path, name)
     if is_uri(run_path):
         open_uri(str(run_path), create=True)
     else:
@@ -140,7 +140,7 @@ def launch(
             # written atomically and stops the start when it names a checkpoint that is gone. The
             # checkpoints in the run's folder are the one record of how far it came.
             name=datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ"),
-            storage_path=str(join(run_path, ".ray")),
+            storage_path=str(join_path(run_path, ".ray")),
             failure_config=FailureConfig(
                 max_failures=max_failures,
                 controller_failure_limit=_MAX_CONTROLLER_FAILURES,

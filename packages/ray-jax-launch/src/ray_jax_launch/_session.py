@@ -143,6 +143,7 @@ def end() -> None:
     listener = current_session().listener
     if listener is None or not listener.obeyed:
         return
-    ray.get(listener._board.obey.remote())
+    if listener.reason == "interrupt":
+        ray.get(current_session().board.obey.remote())
     while listener.reason == "preemption":
         time.sleep(1)

@@ -12,7 +12,7 @@ StoragePath = Path | str
 """A folder, or a URI such as `s3://bucket/runs`."""
 
 
-def join(place: StoragePath, *names: str) -> StoragePath:
+def join_path(place: StoragePath, *names: str) -> StoragePath:
     """A name below a place, of the same kind. The options of a URI, after `?`, stay at its end."""
     if not is_uri(place):
         return Path(place, *names)

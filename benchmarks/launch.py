@@ -1,0 +1,122 @@
+"""What `launch` costs a training loop: steps of 20 ms under it against the same steps bare, in turns in the same run.
+
+    uv run benchmarks/launch.py --rounds 3
+
+Under the wrapper every step asks whether to stop, and every tenth logs metrics to the driver; the bare loop does
+neither. Both run in a process of one CPU device with the same environment. Writes benchmarks/results/launch.md and
+launch.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+STEPS, LOG_EVERY, STEP_S = 400, 10, 0.020
+
+
+def time_steps(config: dict[str, Any], after_step: Callable[[int, Any], None] = lambda step, x: None) -> list[float]:
+    """Seconds of each step."""
+    import jax
+    import jax.numpy as jnp
+
+    repeats = config["repeats"]
+    step = jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda i, x: jnp.tanh(x @ x) * 0.1, x))
+    x = jax.block_until_ready(step(jnp.eye(256)))
+    times = []
+    for number in range(config["steps"]):
+        began = time.perf_counter()
+        x = jax.block_until_ready(step(x))
+        after_step(number, x)
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def wrapped_loop(config: dict[str, Any]) -> list[float]:
+    """The loop that `launch` runs."""
+    from ray_jax_launch import log_metrics, stop_requested
+
+    def after_step(number: int, x: Any) -> None:
+        if number % LOG_EVERY == 0:
+            log_metrics({"step": number, "loss": float(x[0, 0])})
+        assert not stop_requested(number)
+
+    return time_steps(config, after_step)
+
+
+def bare(config: dict[str, Any]) -> list[float]:
+    """The loop in a process of its own."""
+    from ray_jax_launch import cpu, worker_environment
+
+    command = [sys.executable, __file__, "--bare", json.dumps(config)]
+    environment = os.environ | worker_environment(cpu(1))
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+
+
+def wrapped(config: dict[str, Any]) -> list[float]:
+    """The loop under `launch`."""
+    from ray_jax_launch import cpu, launch
+
+    with tempfile.TemporaryDirectory() as storage:
+        received = []
+        result = launch(
+            wrapped_loop, config, hardware=cpu(1), storage_path=storage, name="run",
+            on_metrics=lambda rank, metrics: received.append(metrics),
+        )  # fmt: skip
+    assert len(received) == config["steps"] // LOG_EVERY
+    return result.return_value
+
+
+def main() -> None:
+    """Run the rounds and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--bare", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.bare is not None:
+        print(json.dumps(time_steps(options.bare)))
+        return
+    probe = statistics.median(bare({"repeats": 40, "steps": 50}))
+    config = {"repeats": max(1, round(40 * STEP_S / probe)), "steps": STEPS}
+    rounds = []
+    for number in range(options.rounds):
+        medians = {name: statistics.median(run(config)) for name, run in (("bare", bare), ("wrapped", wrapped))}
+        rounds.append(medians)
+        print(f"round {number + 1}: {medians}", flush=True)
+    bare_s, wrapped_s = (statistics.median(part[name] for part in rounds) for name in ("bare", "wrapped"))
+    result = {
+        "bare_step_s": bare_s,
+        "wrapped_step_s": wrapped_s,
+        "ratio": bare_s / wrapped_s,
+        "ratio_by_round": [part["bare"] / part["wrapped"] for part in rounds],
+        "config": f"one CPU worker, {STEPS} steps, {options.rounds} rounds",
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "ray")}},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "launch.json").write_text(json.dumps(result, indent=2) + "\n")
+    by_round = ", ".join(f"{ratio:.3f}" for ratio in result["ratio_by_round"])
+    (options.out / "launch.md").write_text(
+        "# A loop under `launch` against the same loop bare\n\n"
+        f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
+        "| bare step | under `launch` | ratio of medians | by round |\n|---|---|---|---|\n"
+        f"| {bare_s * 1e3:.2f} ms | {wrapped_s * 1e3:.2f} ms | {bare_s / wrapped_s:.3f} | {by_round} |\n"
+    )
+    print((options.out / "launch.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
