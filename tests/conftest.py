@@ -1,13 +1,40 @@
 """What the tests of the whole share: the application as a command, and a small corpus."""
 
+import logging
 import os
 import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from moto.server import ThreadedMotoServer
+from pyarrow.fs import S3FileSystem
 from support import COMMAND
+
+
+@pytest.fixture(scope="session")
+def s3(environment) -> Iterator[str]:
+    """The URI of an empty bucket on an S3 server of this machine, known to this process and to commands."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    access = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    environment.update(access)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in access.items():
+            patch.setenv(name, value)
+        storage = S3FileSystem(endpoint_override=f"127.0.0.1:{port}", scheme="http", allow_bucket_creation=True)
+        storage.create_dir("bucket")
+        yield "s3://bucket"
+    server.stop()
 
 
 @pytest.fixture(scope="session")

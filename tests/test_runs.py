@@ -19,6 +19,8 @@ from support import COMMAND
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
 from pretrain._cli import read_config
 from pretrain._data import load_tokens
+from pretrain._metrics import read_metrics
+from pretrain._run import locate
 from ray_jax_launch import latest_step
 
 MAX_STEPS = 100
@@ -49,25 +51,19 @@ def losses(records):
     return np.array([record["loss"] for record in records if "loss" in record])
 
 
-def starts(storage):
-    path = storage / "run" / "starts.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def stopped_by(signal_number, args, environment, storage):
-    """Start the command, send it a signal once it has made a checkpoint, and return its exit code and last words."""
+def stopped_by(signal_number, args, environment, newest):
+    """Start the command, send it a signal once there is a checkpoint, and return its exit code and last words."""
     driver = subprocess.Popen(
         [*COMMAND, *args], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 180
-    while not starts(storage) or latest_step(storage / "run" / "checkpoints") is None:
+    while newest() is None:
         assert driver.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
     driver.send_signal(signal_number)
     _, err = driver.communicate(timeout=60)
-    assert len(metrics(storage)) < MAX_STEPS
-    assert not (storage / "run" / "result.json").exists()
+    assert newest() < MAX_STEPS
     return driver.returncode, err
 
 
@@ -96,8 +92,9 @@ def finished(pretrain, corpus, environment, tmp_path_factory):
     """The storage of a run on one worker that was killed once and continued, and what the second command printed."""
     storage = tmp_path_factory.mktemp("finished")
     args = ["--data", str(corpus), "--storage-path", str(storage), "--hardware=cpu:1", *OPTIONS]
-    code, _ = stopped_by(signal.SIGKILL, args, environment, storage)
+    code, _ = stopped_by(signal.SIGKILL, args, environment, lambda: latest_step(storage / "run" / "checkpoints"))
     assert code == -signal.SIGKILL
+    assert not (storage / "run" / "result.json").exists()
     done = pretrain(*args)
     assert done.returncode == 0, done.stderr
     return storage, done.stdout
@@ -201,10 +198,25 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(finished, pret
     assert f"going back to checkpoint {MAX_STEPS - 10}" in done.stderr
 
 
-def test_two_workers_train_like_one_until_they_are_interrupted(plain, corpus, environment, tmp_path):
-    args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:2", *OPTIONS]
-    code, err = stopped_by(signal.SIGINT, args, environment, tmp_path)
-    assert (code, err) == (130, "interrupted: the same command continues from the newest checkpoint\n")
-    two = losses(metrics(tmp_path))
-    assert len(two) >= 10
+def test_two_workers_train_like_one_until_they_are_interrupted_and_keep_it_in_object_storage(
+    plain, corpus, environment, s3, pretrain
+):
+    run = f"{s3}/runs/run"
+    args = ["--data", str(corpus), "--storage-path", f"{s3}/runs", "--hardware=cpu:2", *OPTIONS]
+    code, err = stopped_by(signal.SIGINT, args, environment, lambda: latest_step(f"{run}/checkpoints"))
+    assert code == 130, err
+    assert err.splitlines()[-2:] == [
+        "interrupted: the workers save what they have; press Ctrl-C again to stop at once",
+        "interrupted: the same command continues from the newest checkpoint",
+    ]
+    folder = locate(run)
+    folder.pull()
+    two = losses(read_metrics(folder.metrics))
+    assert 10 <= len(two) < MAX_STEPS
     np.testing.assert_allclose(two, losses(plain)[: len(two)], rtol=0, atol=1e-4)
+    # What was done was saved, wherever it was.
+    step = latest_step(f"{run}/checkpoints")
+    assert step in (len(two), len(two) + 1)
+    done = pretrain("eval", run)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == step
