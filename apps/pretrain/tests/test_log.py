@@ -60,12 +60,14 @@ def test_a_resumed_run_counts_from_what_was_skipped_before():
 def test_the_log_starts_where_the_run_does(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 0}\n{"step": 10}\n{"step": 20}\n')
-    with RunLog(folder) as log:
+    sent = []
+    with RunLog(folder, send=sent.append) as log:
         log.begin(10)
         log.write({"step": 10, "loss": 2.0})
     assert [json.loads(line) for line in folder.metrics.read_text().splitlines()] == [
         {"step": 0},
         {"step": 10, "loss": 2.0},
     ]
+    assert sent == [{"step": 10, "loss": 2.0}]
     assert json.loads(folder.starts.read_text())["step"] == 10
     assert any(folder.tensorboard.iterdir())

@@ -64,16 +64,19 @@ def test_options(args, message, capsys, workplace):
         (["--data", "book.txt", "--hardware", "cpu:3"], "that the 3 devices of cpu:3 that share it divide, got 16"),
         (["--data", "book.txt", "--hardware", "tpu"], "expected hardware as auto, cpu:WORKERS"),
         (["--data", "book.txt", "--storage-path", "book.txt"], "expected a storage path that can be written"),
-        (["--data", "book.txt", "--storage-path", "s3://bucket"], "expected a folder as --storage-path"),
+        (
+            ["--data", "book.txt", "--storage-path", "nowhere://x"],
+            "expected a folder, s3://bucket/path or gs://bucket/path that",
+        ),
         (["--data", "book.txt", "--model.vocab-size", "100"], "expected a model.vocab_size of at least 257"),
-        (["sample", "nowhere"], "expected the folder of a run, or the name of one in runs, got nowhere"),
+        (["sample", "nowhere"], "expected the folder or URI of a run, or the name of one in runs, got nowhere"),
         (
             ["sample", "nowhere", "--top-k", "0"],
             "expected --temperature of at least 0 and --top-k of at least 1, got 0.8",
         ),
         (["sample", "nowhere", "--temperature", "nan"], "expected --temperature of at least 0 and --top-k"),
         (["sample", "nowhere", "--max-new-tokens", "-5"], "expected --max-new-tokens of at least 0"),
-        (["eval", "nowhere"], "expected the folder of a run, or the name of one in runs, got nowhere"),
+        (["eval", "nowhere"], "expected the folder or URI of a run, or the name of one in runs, got nowhere"),
     ],
 )
 def test_sentences(args, message, capsys, workplace):

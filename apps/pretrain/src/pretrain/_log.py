@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -15,16 +15,21 @@ from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
 from pretrain._config import PretrainConfig
 from pretrain._metrics import Record, append_metrics, cut_metrics
 from pretrain._run import RunFolder
-from ray_jax_launch import log_metrics
 
 # A run in which this many steps in a row made no update is ended.
 MAX_STEPS_SKIPPED = 50
 
 
 class RunLog:
-    """The run folder's metrics, written by rank 0. On other ranks it does nothing."""
+    """The run folder's metrics, written by rank 0. On other ranks it does nothing.
 
-    def __init__(self, folder: RunFolder) -> None:
+    Args:
+        folder: the run's.
+        send: where each record goes besides.
+    """
+
+    def __init__(self, folder: RunFolder, send: Callable[[Record], None]) -> None:
+        self._send = send
         self._writes = jax.process_index() == 0
         self._folder = folder.elsewhere() if self._writes else folder
         self._tensorboard: SummaryWriter | None = None
@@ -38,6 +43,7 @@ class RunLog:
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._folder.push()
+            self._folder.forget_copy()
 
     def begin(self, start: int) -> None:
         """Start at a step: what was recorded from there on will be recorded anew."""
@@ -53,7 +59,7 @@ class RunLog:
         if self._tensorboard is None:
             return
         append_metrics(self._folder.metrics, record)
-        log_metrics(record)
+        self._send(record)
         for name, value in record.items():
             if name != "step":
                 self._tensorboard.add_scalar(name, value, record["step"])

@@ -32,7 +32,7 @@ from pretrain._config import PretrainConfig
 from pretrain._log import RunLog, StepTimer
 from pretrain._run import RunFolder
 from pretrain._validation import Validation
-from ray_jax_launch import Checkpoints, stop_requested
+from ray_jax_launch import Checkpoints, log_metrics, stop_requested
 
 SAMPLE_TOKENS = 400
 SAMPLE_TEMPERATURE = 0.8
@@ -72,7 +72,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
     with (
         # Making the windows has verified the checkpoints: see `train_windows`.
         Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep, verify=False) as checkpoints,
-        RunLog(folder) as log,
+        RunLog(folder, send=log_metrics) as log,
         ThreadPoolExecutor(1) as threads,
     ):
 
@@ -92,9 +92,10 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
                 save_state(state, record)
             if evaluate:
                 record = record | {"val_loss": validation.loss(state.params)}
+            # A run that goes on from this checkpoint finds in it this step's record, and those before it in the log.
+            log.push()
             checkpoints.wait()
             log.write(record)
-            log.push()
             if evaluate:
                 ray.train.report(record)
 
@@ -137,7 +138,8 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
             evaluate = _due(step, train.eval_every, max_steps)
             pending = (step, metrics) if _due(step, train.log_every, max_steps) else None
             if stop_requested(step):
-                # What else is due at this step is done by the run that continues.
+                # What else is due at this step is done by the run that continues. Leaving the log and the checkpoints
+                # makes them durable, in this order.
                 save_state(state, timer.record(step, metrics))
                 return ""
             if save or evaluate:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,6 +122,11 @@ class RunFolder:
         for path in self._files():
             with filesystem.open_output_stream(f"{root}/{path.relative_to(self.path)}") as target:
                 target.write(path.read_bytes())
+
+    def forget_copy(self) -> None:
+        """Delete this machine's copy of a run in object storage."""
+        if self.uri is not None:
+            shutil.rmtree(self.path)
 
     def _files(self) -> list[Path]:
         return [path for path in self.path.rglob("*") if path.is_file() and not path.name.startswith(".")]
