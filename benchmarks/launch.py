@@ -3,7 +3,9 @@
     uv run benchmarks/launch.py --rounds 3
 
 Under the wrapper every step asks whether to stop, and every tenth logs metrics to the driver; the bare loop does
-neither. Both run in a process of one CPU device with the same environment. Writes benchmarks/results/launch.md and
+neither. Both run in a process of one CPU device with the same environment; once the step takes all of the machine's
+CPUs, which it then shares with Ray's own processes, and once a single one, as the host of an accelerator. The first
+steps are left out: meanwhile the cluster's own processes are still starting. Writes benchmarks/results/launch.md and
 launch.json.
 """
 
@@ -23,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-STEPS, LOG_EVERY, STEP_S = 400, 10, 0.020
+STEPS, WARMUP_STEPS, LOG_EVERY, STEP_S = 1000, 400, 10, 0.020
+XLA_FLAGS = {"all CPUs": "", "one CPU": "--xla_cpu_multi_thread_eigen=false"}
 
 
 def time_steps(config: dict[str, Any], after_step: Callable[[int, Any], None] = lambda step, x: None) -> list[float]:
@@ -55,15 +58,6 @@ def wrapped_loop(config: dict[str, Any]) -> list[float]:
     return time_steps(config, after_step)
 
 
-def bare(config: dict[str, Any]) -> list[float]:
-    """The loop in a process of its own."""
-    from ray_jax_launch import cpu, worker_environment
-
-    command = [sys.executable, __file__, "--bare", json.dumps(config)]
-    environment = os.environ | worker_environment(cpu(1))
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
-
-
 def wrapped(config: dict[str, Any]) -> list[float]:
     """The loop under `launch`."""
     from ray_jax_launch import cpu, launch
@@ -78,42 +72,58 @@ def wrapped(config: dict[str, Any]) -> list[float]:
     return result.return_value
 
 
+def in_process(name: str, threads: str, config: dict[str, Any]) -> float:
+    """Median seconds of a step, in a process of its own and, for the wrapped loop, a cluster of its own."""
+    from ray_jax_launch import cpu, worker_environment
+
+    environment = os.environ | worker_environment(cpu(1)) | {"XLA_FLAGS": XLA_FLAGS[threads]}
+    command = [sys.executable, __file__, "--only", name, "--config", json.dumps(config)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return statistics.median(json.loads(done.stdout)[config["warmup_steps"] :])
+
+
 def main() -> None:
     """Run the rounds and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--bare", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("bare", "wrapped"), help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.bare is not None:
-        print(json.dumps(time_steps(options.bare)))
+    if options.only:
+        print(json.dumps((time_steps if options.only == "bare" else wrapped)(options.config)))
         return
-    probe = statistics.median(bare({"repeats": 40, "steps": 50}))
-    config = {"repeats": max(1, round(40 * STEP_S / probe)), "steps": STEPS}
-    rounds = []
+    cases = {threads: {"rounds": []} for threads in XLA_FLAGS}
+    for threads, case in cases.items():
+        probe = in_process("bare", threads, {"repeats": 40, "steps": 200, "warmup_steps": 100})
+        case["repeats"] = max(1, round(40 * STEP_S / probe))
     for number in range(options.rounds):
-        medians = {name: statistics.median(run(config)) for name, run in (("bare", bare), ("wrapped", wrapped))}
-        rounds.append(medians)
-        print(f"round {number + 1}: {medians}", flush=True)
-    bare_s, wrapped_s = (statistics.median(part[name] for part in rounds) for name in ("bare", "wrapped"))
+        for threads, case in cases.items():
+            config = {"repeats": case["repeats"], "steps": STEPS, "warmup_steps": WARMUP_STEPS}
+            case["rounds"].append({name: in_process(name, threads, config) for name in ("bare", "wrapped")})
+            print(f"round {number + 1}, {threads}: {case['rounds'][-1]}", flush=True)
+    for case in cases.values():
+        bare_s, wrapped_s = (statistics.median(part[name] for part in case["rounds"]) for name in ("bare", "wrapped"))
+        case |= {"bare_step_s": bare_s, "wrapped_step_s": wrapped_s, "ratio": bare_s / wrapped_s}
     result = {
-        "bare_step_s": bare_s,
-        "wrapped_step_s": wrapped_s,
-        "ratio": bare_s / wrapped_s,
-        "ratio_by_round": [part["bare"] / part["wrapped"] for part in rounds],
-        "config": f"one CPU worker, {STEPS} steps, {options.rounds} rounds",
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "cases": cases,
+        "config": f"one CPU worker, {STEPS} steps, the first {WARMUP_STEPS} left out, {options.rounds} rounds",
+        "hardware": f"{os.cpu_count()} CPUs, {platform.machine()}",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "ray")}},
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "launch.json").write_text(json.dumps(result, indent=2) + "\n")
-    by_round = ", ".join(f"{ratio:.3f}" for ratio in result["ratio_by_round"])
+    rows = "".join(
+        f"| {threads} | {case['bare_step_s'] * 1e3:.2f} ms | {case['wrapped_step_s'] * 1e3:.2f} ms | {case['ratio']:.3f} "
+        f"| {', '.join(format(part['bare'] / part['wrapped'], '.3f') for part in case['rounds'])} |\n"
+        for threads, case in cases.items()
+    )
     (options.out / "launch.md").write_text(
         "# A loop under `launch` against the same loop bare\n\n"
         f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
-        "| bare step | under `launch` | ratio of medians | by round |\n|---|---|---|---|\n"
-        f"| {bare_s * 1e3:.2f} ms | {wrapped_s * 1e3:.2f} ms | {bare_s / wrapped_s:.3f} | {by_round} |\n"
+        "| the step computes on | bare step | under `launch` | ratio of medians | by round |\n|---|---|---|---|---|\n"
+        + rows
     )
     print((options.out / "launch.md").read_text())
 
