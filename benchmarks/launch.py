@@ -114,11 +114,11 @@ def main() -> None:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "launch.json").write_text(json.dumps(result, indent=2) + "\n")
-    rows = "".join(
-        f"| {threads} | {case['bare_step_s'] * 1e3:.2f} ms | {case['wrapped_step_s'] * 1e3:.2f} ms | {case['ratio']:.3f} "
-        f"| {', '.join(format(part['bare'] / part['wrapped'], '.3f') for part in case['rounds'])} |\n"
-        for threads, case in cases.items()
-    )
+    rows = ""
+    for threads, case in cases.items():
+        by_round = ", ".join(f"{part['bare'] / part['wrapped']:.3f}" for part in case["rounds"])
+        times = " | ".join(f"{case[f'{name}_step_s'] * 1e3:.2f} ms" for name in ("bare", "wrapped"))
+        rows += f"| {threads} | {times} | {case['ratio']:.3f} | {by_round} |\n"
     (options.out / "launch.md").write_text(
         "# A loop under `launch` against the same loop bare\n\n"
         f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import os
 import signal
 import threading
 import traceback
@@ -33,6 +34,10 @@ from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
 
 # Starts that fail before any worker runs, for instance because a node went away. Ray would retry for ever.
 _MAX_CONTROLLER_FAILURES = 3
+# An elastic group starts where it saw room for its workers. When that was a node which had just gone, the start fails,
+# and the next one sees what there is: this is to happen soon, and as often as nodes go.
+_MAX_ELASTIC_CONTROLLER_FAILURES = 100
+_START_TIMEOUT, _ELASTIC_START_TIMEOUT_S = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", 15
 _COLLECT_EVERY_S = 0.5
 
 _logger = logging.getLogger("ray_jax_launch")
@@ -143,7 +148,9 @@ def launch(
             storage_path=str(join_path(run_path, ".ray")),
             failure_config=FailureConfig(
                 max_failures=max_failures,
-                controller_failure_limit=_MAX_CONTROLLER_FAILURES,
+                controller_failure_limit=_MAX_ELASTIC_CONTROLLER_FAILURES
+                if hardware.is_elastic
+                else _MAX_CONTROLLER_FAILURES,
                 preemption_grace_s=preemption_grace_s,
             ),
             worker_runtime_env={"env_vars": worker_environment(hardware)},
@@ -153,7 +160,7 @@ def launch(
     )
     trainer.on_start = interrupt.handle
     try:
-        with _collecting(board, on_metrics):
+        with _collecting(board, on_metrics), _start_timeout(hardware):
             result = trainer.fit()
         if ray.get(board.obeyed.remote()):
             raise KeyboardInterrupt
@@ -252,6 +259,19 @@ def _collecting(board: BoardHandle, on_metrics: Callable[[int, Metrics], None] |
     finally:
         stop.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def _start_timeout(hardware: Hardware) -> Iterator[None]:
+    """Have Ray Train, which reads this from the environment, wait for an elastic group no longer than it is worth."""
+    if not hardware.is_elastic or _START_TIMEOUT in os.environ:
+        yield
+        return
+    os.environ[_START_TIMEOUT] = str(_ELASTIC_START_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        del os.environ[_START_TIMEOUT]
 
 
 def _run_loop(train_loop: Callable[[dict[str, Any]], Any], session: Session, config: dict[str, Any]) -> Any:
