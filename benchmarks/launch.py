@@ -93,7 +93,7 @@ def main() -> None:
     if options.only:
         print(json.dumps((time_steps if options.only == "bare" else wrapped)(options.config)))
         return
-    cases = {threads: {"rounds": []} for threads in XLA_FLAGS}
+    cases: dict[str, dict[str, Any]] = {threads: {"rounds": []} for threads in XLA_FLAGS}
     for threads, case in cases.items():
         probe = in_process("bare", threads, {"repeats": 40, "steps": 200, "warmup_steps": 100})
         case["repeats"] = max(1, round(40 * STEP_S / probe))

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ray_jax_launch import Checkpoints, latest_step
-from ray_jax_launch._steps import _kept_in
+from ray_jax_launch._steps import list_steps
 
 
 @pytest.fixture
@@ -59,17 +59,17 @@ def test_only_the_newest_are_kept(place, tree):
         for step in (10, 20, 30):
             checkpoints.save(step, {"params": tree}, metadata={})
             checkpoints.wait()
-    assert sorted(_kept_in(place).steps()) == [20, 30]
+    assert sorted(list_steps(place)) == [20, 30]
 
 
 def test_the_best_are_kept_beside_the_newest(place, tree):
-    scores = {10: 3.0, 20: 1.0, 30: 2.0, 40: 5.0, 50: 4.0, 60: None}
+    scores = {10: 3.0, 20: 1.0, 30: 2.0, 40: 5.0, 50: float("nan"), 60: None}
     with Checkpoints(place, num_to_keep=2, num_best_to_keep=2) as checkpoints:
         for step, score in scores.items():
             checkpoints.save(step, {"params": tree}, metadata={}, score=score)
             checkpoints.wait()
         assert checkpoints.latest_step() == 60
-    assert sorted(_kept_in(place).steps()) == [20, 30, 50, 60]
+    assert sorted(list_steps(place)) == [20, 30, 50, 60]
 
 
 def test_a_checkpoint_under_way_is_not_listed(tmp_path):
@@ -98,3 +98,25 @@ def test_reading_changes_nothing(tmp_path, tree):
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         checkpoints.restore(10, {"params": tree})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20.orbax-checkpoint-tmp"]
+
+
+def test_what_cannot_be_saved_or_restored_is_said(place, tree):
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(0, {"params": tree}, metadata={})
+        checkpoints.wait()
+        checkpoints.save(10, {"params": tree}, metadata={})
+        checkpoints.wait()
+        for step in (10, 5, -1):
+            with pytest.raises(ValueError, match=f"expected a step after .*, got {step}"):
+                checkpoints.save(step, {"params": tree}, metadata={})
+        with pytest.raises(ValueError, match=r"expected a whole number from 0 on as a checkpoint's step, got 10\.5"):
+            checkpoints.save(10.5, {"params": tree}, metadata={})  # pyright: ignore[reportArgumentType]
+        for read in (lambda step: checkpoints.restore(step, {"params": tree}), checkpoints.metadata):
+            with pytest.raises(ValueError, match=r"expected one of the checkpoints \[0, 10\] in .*, got 7"):
+                read(7)
+    with pytest.raises(ValueError, match=r"open for writing, but these in .* are closed"):
+        checkpoints.save(20, {"params": tree}, metadata={})
+    with Checkpoints(place, read_only=True) as checkpoints, pytest.raises(ValueError, match="are opened read-only"):
+        checkpoints.save(20, {"params": tree}, metadata={})
+    with pytest.raises(ValueError, match="expected to keep at least 1 checkpoint, and 0 or more of the best, got 0"):
+        Checkpoints(place, num_to_keep=0)

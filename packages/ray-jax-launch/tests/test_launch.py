@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -181,7 +182,7 @@ def test_a_failure_names_the_rank_and_shows_its_traceback(tmp_path):
         launch(fail_on_rank_1, {}, hardware=cpu(2), storage_path=tmp_path, name="run", max_failures=0)
     assert failed.value.rank == 1
     assert "KeyError: 'no such thing'" in failed.value.details
-    assert failed.value.details.count("in fail_on_rank_1") == 1
+    assert "".join(traceback.format_exception(failed.value)).count("in fail_on_rank_1") == 1
     assert f"full logs: {failed.value.log_folder}" in str(failed.value)
 
 
@@ -190,7 +191,28 @@ def test_more_than_the_cluster_has_is_refused_before_anything_starts(tmp_path):
         launch(fail_on_rank_1, {}, hardware=gpu(3), storage_path=tmp_path, name="run")
     with pytest.raises(LaunchError, match=r"expected 16 TPUs .* as tpu:v6e:4x4 needs, found 0"):
         check_resources(parse_hardware("tpu:v6e:4x4"))
-    assert list(tmp_path.iterdir()) == []
+    assert [*tmp_path.rglob("*")] == [tmp_path / "run"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"train_loop": None}, "expected a function as train_loop, got None"),
+        ({"hardware": "cpu:1"}, "expected hardware that cpu, gpu, tpu, auto or parse_hardware made, got 'cpu:1'"),
+        ({"name": ".."}, "expected a run's name of letters"),
+        ({"name": "a/b"}, "expected a run's name of letters"),
+        ({"name": ""}, "expected a run's name of letters"),
+        ({"max_failures": -1}, "expected a number of failures to recover from, 0 or more, got -1"),
+        ({"storage_path": __file__}, "expected a storage path that can be written"),
+        ({"storage_path": "nowhere://x"}, "expected a folder, s3://bucket/path or gs://bucket/path"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_anything_starts(tmp_path, changed, message):
+    given = {
+        "train_loop": fail_on_rank_1, "config": {}, "hardware": cpu(1), "storage_path": tmp_path, "name": "run"
+    } | changed  # fmt: skip
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        launch(**given)
 
 
 def test_without_accelerators_auto_is_one_cpu_worker():

@@ -114,11 +114,6 @@ def test_parts_without_a_listing_are_no_checkpoint_and_are_swept_out(uri):
         assert "40/process-1.tar" not in names(uri)
 
 
-def test_a_number_is_given_once(uri):
-    with Checkpoints(uri) as checkpoints, pytest.raises(ValueError, match="expected the number of a new checkpoint"):
-        checkpoints.save(30, {"params": TREE}, metadata={})
-
-
 @pytest.mark.parametrize("uri", ["s3://no-such-bucket/x", "nowhere://x"])
 def test_storage_out_of_reach_is_said(s3, uri):
     with pytest.raises(LaunchError, match=r"expected .*bucket/path.* that can be reached, got"):

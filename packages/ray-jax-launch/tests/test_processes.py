@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ray_jax_launch import Checkpoints, intact_step, latest_step
-from ray_jax_launch._steps import _kept_in
+from ray_jax_launch._steps import list_steps
 
 SHARDED = """
 import sys
@@ -119,7 +119,7 @@ def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_r
         finally:
             process.kill()
             process.wait()
-        steps = sorted(_kept_in(place).steps())
+        steps = sorted(list_steps(place))
         assert steps[-1] >= before + 2
         with Checkpoints(place, read_only=True) as checkpoints:
             for step in steps:

@@ -1,5 +1,6 @@
 """Checkpoints that survive: numbered, each there only once it is whole."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,7 @@ from jax.experimental import multihost_utils
 
 from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._orbax import FolderCheckpoints, ObjectCheckpoints
-from ray_jax_launch._steps import intact_step, latest_step
+from ray_jax_launch._steps import intact_step, latest_step, list_steps
 from ray_jax_launch._storage import StoragePath, is_uri, join_path
 
 
@@ -55,6 +56,11 @@ class Checkpoints:
         read_only: bool = False,
         verify: bool = True,
     ) -> None:
+        if num_to_keep < 1 or num_best_to_keep < 0:
+            raise ValueError(
+                f"expected to keep at least 1 checkpoint, and 0 or more of the best, got {num_to_keep} and "
+                f"{num_best_to_keep}"
+            )
         if folder is None:
             from ray_jax_launch._session import current_session  # imports Ray Train, which takes seconds
 
@@ -62,6 +68,7 @@ class Checkpoints:
         self._folder = folder if is_uri(folder) else Path(folder).absolute()
         if verify and not read_only:
             _verify(self._folder)
+        self._read_only, self._closed = read_only, False
         kind = ObjectCheckpoints if is_uri(folder) else FolderCheckpoints
         self._kept = kind(
             self._folder,  # pyright: ignore[reportArgumentType]
@@ -80,6 +87,7 @@ class Checkpoints:
             if exc_type is None:
                 self._kept.wait()
         finally:
+            self._closed = True
             self._kept.close()
 
     def latest_step(self) -> int | None:
@@ -95,9 +103,26 @@ class Checkpoints:
             step: its number.
             items: named trees of arrays, restored together or one by one. They may change once this returns.
             metadata: anything that JSON can hold.
-            score: what the best are chosen by, such as a validation loss: lower is better.
+            score: what the best are chosen by, such as a validation loss: lower is better. One that is not finite
+                counts as none.
+
+        Raises:
+            ValueError: the step is not later than the newest checkpoint's; or this was opened read-only, or is closed.
         """
-        self._kept.save(step, items, dict(metadata), score)
+        if self._closed or self._read_only:
+            raise ValueError(
+                f"expected checkpoints that are open for writing, but these in {self._folder} are "
+                f"{'closed' if self._closed else 'opened read-only'}: make a new Checkpoints"
+            )
+        newest = self.latest_step()
+        if newest is not None and step <= newest:
+            raise ValueError(
+                f"expected a step after {newest}, the newest checkpoint in {self._folder}, got {step}: continue from "
+                "that one, or begin anew in another folder"
+            )
+        if step < 0 or step != int(step):
+            raise ValueError(f"expected a whole number from 0 on as a checkpoint's step, got {step}")
+        self._kept.save(int(step), items, dict(metadata), score if score is not None and math.isfinite(score) else None)
 
     def wait(self) -> None:
         """Return once the checkpoint that was begun is durable and listed."""
@@ -112,13 +137,25 @@ class Checkpoints:
                 and shardings the result has. The shardings need not be those it was saved from.
 
         Raises:
+            ValueError: there is no checkpoint of this number.
             DamagedCheckpointError: it was damaged since it was last read (object storage only).
         """
+        self._check_exists(step)
         return self._kept.restore(step, like)
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """What was saved as a checkpoint's metadata."""
+        """What was saved as a checkpoint's metadata.
+
+        Raises:
+            ValueError: there is no checkpoint of this number.
+        """
+        self._check_exists(step)
         return self._kept.metadata(step)
+
+    def _check_exists(self, step: int) -> None:
+        steps = list_steps(self._folder)
+        if step not in steps:
+            raise ValueError(f"expected one of the checkpoints {sorted(steps)} in {self._folder}, got {step}")
 
 
 def _verify(folder: StoragePath) -> None:

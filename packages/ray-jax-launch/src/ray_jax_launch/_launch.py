@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import signal
 import threading
 import traceback
@@ -27,7 +28,7 @@ from ray_jax_launch._backend import backend_config, worker_environment
 from ray_jax_launch._board import BoardHandle, Metrics, start_board
 from ray_jax_launch._cluster import check_resources, connect, log_folder
 from ray_jax_launch._data import RankedDataConfig, RankedDataset
-from ray_jax_launch._errors import TrainingFailed
+from ray_jax_launch._errors import LaunchError, TrainingFailed
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._session import Session, begin, end
 from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
@@ -116,16 +117,14 @@ def launch(
             `backend_config(hardware)`.
 
     Raises:
-        LaunchError: the cluster has too little, or does not answer; or the storage cannot be reached.
+        LaunchError: an argument cannot be; the cluster has too little, or does not answer; or the storage cannot be
+            reached.
         TrainingFailed: a worker failed once more than `max_failures`.
         KeyboardInterrupt: Ctrl-C, or SIGTERM. A loop that listens (`stop_requested`) has saved and returned; a
             second Ctrl-C does not wait for it. The workers have been stopped.
     """
-    run_path = join_path(storage_path, name)
-    if is_uri(run_path):
-        open_uri(str(run_path), create=True)
-    else:
-        run_path = Path(run_path).absolute()
+    _check_arguments(train_loop, hardware, name, max_failures)
+    run_path = _make_run_path(storage_path, name)
     connect(hardware)
     check_resources(hardware)
     board = start_board()
@@ -175,7 +174,9 @@ def launch(
     except WorkerGroupError as error:
         rank, failure = min(error.worker_failures.items())
         details = "".join(getattr(failure, "__notes__", [])) or str(failure)
-        raise TrainingFailed(f"worker {rank} of {hardware} failed", rank, details.strip(), log_folder()) from error
+        failed = TrainingFailed(f"worker {rank} of {hardware} failed", rank, details.strip(), log_folder())
+        failed.add_note(failed.details)
+        raise failed from None  # Ray's error repeats the traceback
     except PreemptionError as error:
         raise TrainingFailed(f"{hardware} lost nodes", None, str(error), log_folder()) from error
     except TrainingFailedError as error:
@@ -183,6 +184,35 @@ def launch(
     finally:
         interrupt.restore()
         ray.kill(board)
+
+
+def _check_arguments(train_loop: Any, hardware: Any, name: Any, max_failures: Any) -> None:
+    if not callable(train_loop):
+        raise LaunchError(f"expected a function as train_loop, got {train_loop!r}")
+    if not isinstance(hardware, Hardware):
+        raise LaunchError(f"expected hardware that cpu, gpu, tpu, auto or parse_hardware made, got {hardware!r}")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w .=+-]*", name):
+        raise LaunchError(
+            f"expected a run's name of letters, digits and _ - . = +, got {name!r}: it becomes a folder, choose another"
+        )
+    if not isinstance(max_failures, int) or max_failures < 0:
+        raise LaunchError(f"expected a number of failures to recover from, 0 or more, got {max_failures!r}")
+
+
+def _make_run_path(storage_path: StoragePath, name: str) -> StoragePath:
+    run_path = join_path(storage_path, name)
+    if is_uri(run_path):
+        open_uri(str(run_path), create=True)
+        return run_path
+    run_path = Path(run_path).absolute()
+    try:
+        run_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"expected a storage path that can be written, but {run_path} cannot be made: {error.strerror}: choose "
+            "another"
+        ) from error
+    return run_path
 
 
 class _ReportToBoard(UserCallback):

@@ -118,8 +118,6 @@ class ObjectCheckpoints:
 
     def save(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
         self.wait()
-        if step in self._objects.steps():
-            raise ValueError(f"expected the number of a new checkpoint, got {step}, which there is already")
         staging = Path(tempfile.mkdtemp(prefix="checkpoint-"))
         # Once this returns, the arrays have been copied: their buffers may be used again.
         self._checkpointer.save(staging / "items", args=ocp.args.PyTreeSave(dict(items)))

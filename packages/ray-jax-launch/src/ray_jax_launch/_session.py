@@ -56,19 +56,31 @@ def log_metrics(metrics: Mapping[str, float]) -> None:
     Prometheus show. Unlike `ray.train.report` this is no barrier: each rank calls it when it likes.
 
     Args:
-        metrics: numbers by name, such as step, loss, tokens_per_s. Python's own numbers: reading one from a jax array
-            waits for the device.
+        metrics: numbers by name, such as step, loss, tokens_per_s. Reading one from a jax array waits for the device.
+
+    Raises:
+        TypeError: a value is no number.
     """
     session = current_session()
     rank = ray.train.get_context().get_world_rank()
     tags = {"run": session.run_name, "rank": str(rank)}
-    for name, value in metrics.items():
+    numbers = {name: _number(name, value) for name, value in metrics.items()}
+    for name, value in numbers.items():
         if name not in session.gauges:
             session.gauges[name] = Gauge(
                 f"jax_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", f"{name} of a training loop", tag_keys=("run", "rank")
             )
         session.gauges[name].set(value, tags)
-    session.board.post.remote(rank, dict(metrics))
+    session.board.post.remote(rank, numbers)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, int):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"expected a number as the metric {name}, got {value!r}") from error
 
 
 def stop_requested(step: int) -> bool:

@@ -25,7 +25,12 @@ def latest_step(folder: StoragePath) -> int | None:
 
     One under way is not listed. Nothing is read: see `intact_step`.
     """
-    return max(_kept_in(folder).steps(), default=None)
+    return max(list_steps(folder), default=None)
+
+
+def list_steps(folder: StoragePath) -> list[int]:
+    """Numbers of all whole checkpoints in a folder or below a URI, in no order."""
+    return _kept_in(folder).steps()
 
 
 def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
@@ -106,7 +111,7 @@ class _Folders:
     def steps(self) -> list[int]:
         if not self._folder.is_dir():
             return []
-        return [int(path.name) for path in self._folder.iterdir() if path.name.isdigit()]
+        return [int(path.name) for path in self._folder.iterdir() if path.name.isdigit() and path.is_dir()]
 
     def find_damage(self, step: int) -> str | None:
         checkpoint = self._folder / str(step)
