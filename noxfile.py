@@ -55,14 +55,15 @@ def integration(session: nox.Session) -> None:
 def slow(session: nox.Session, member: str) -> None:
     """Run the tests that take longer, which `tests` leaves out."""
     sync(session, "--package", member)
-    session.run("pytest", f"{MEMBERS[member]}/tests", "-m", "slow", *session.posargs, env=TEST_ENV)
+    alone = ["-n0"] if member == "ray-jax-launch" else []  # its limits of time are for a machine of one's own
+    session.run("pytest", f"{MEMBERS[member]}/tests", "-m", "slow", *alone, *session.posargs, env=TEST_ENV)
 
 
 @nox.session
 def gauges(session: nox.Session) -> None:
     """Test that Ray's own metrics show what a loop logs, which takes Ray's dashboard agent."""
     sync(session, "--package", "ray-jax-launch", "--group", "gauges")
-    session.run("pytest", f"{MEMBERS['ray-jax-launch']}/tests", "-m", "gauges", *session.posargs, env=TEST_ENV)
+    session.run("pytest", f"{MEMBERS['ray-jax-launch']}/tests", "-m", "gauges", "-n0", *session.posargs, env=TEST_ENV)
 
 
 @nox.session

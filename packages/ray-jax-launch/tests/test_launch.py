@@ -138,7 +138,8 @@ def save_when_asked(config):
                 return jax.process_index()
 
 
-@pytest.mark.parametrize("listens", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("listens", [True, False])
 def test_ctrl_c_lets_a_loop_that_listens_save_and_ends_any_other(tmp_path, listens, caplog):
     seen = []
 

@@ -97,13 +97,24 @@ def run_processes(action, folder, num_processes):
         assert out.endswith("done\n")
 
 
-@pytest.mark.parametrize("num_readers", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("place", "num_readers"),
+    [
+        ("s3", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("s3", 4), ("folder", 1), ("folder", 4))),
+    ],
+    indirect=["place"],
+)
 def test_what_two_processes_saved_comes_back_bit_for_bit_on_other_numbers_of_them(place, num_readers):
     run_processes("save", place, 2)
     run_processes("restore", place, num_readers)
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("place", "num_kills"),
+    [("folder", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("folder", 10), ("s3", 10)))],
+    indirect=["place"],
+)
 def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_read(place, num_kills):
     rng = np.random.default_rng()
     for _ in range(num_kills):

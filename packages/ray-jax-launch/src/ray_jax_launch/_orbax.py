@@ -112,6 +112,9 @@ class ObjectCheckpoints:
                 type_handler_registry=handlers,
             ),
             multiprocessing_options=options,
+            # By default a folder is made in the background, and the news of it goes to all processes: one would begin
+            # to write when another's folder is there.
+            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         )
         self._thread = ThreadPoolExecutor(1, "checkpoint-upload")
         self._pending: tuple[int, Listing, Future[tuple[int, int]]] | None = None
