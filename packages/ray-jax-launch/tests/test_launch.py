@@ -200,9 +200,9 @@ def test_more_than_the_cluster_has_is_refused_before_anything_starts(tmp_path):
     [
         ({"train_loop": None}, "expected a function as train_loop, got None"),
         ({"hardware": "cpu:1"}, "expected hardware that cpu, gpu, tpu, auto or parse_hardware made, got 'cpu:1'"),
-        ({"name": ".."}, "expected a run's name of letters"),
-        ({"name": "a/b"}, "expected a run's name of letters"),
-        ({"name": ""}, "expected a run's name of letters"),
+        ({"name": ".."}, "expected a run's name that can be a folder's"),
+        ({"name": "a/b"}, "expected a run's name that can be a folder's"),
+        ({"name": ""}, "expected a run's name that can be a folder's"),
         ({"max_failures": -1}, "expected a number of failures to recover from, 0 or more, got -1"),
         ({"storage_path": __file__}, "expected a storage path that can be written"),
         ({"storage_path": "nowhere://x"}, "expected a folder, s3://bucket/path or gs://bucket/path"),

@@ -191,10 +191,8 @@ def _check_arguments(train_loop: Any, hardware: Any, name: Any, max_failures: An
         raise LaunchError(f"expected a function as train_loop, got {train_loop!r}")
     if not isinstance(hardware, Hardware):
         raise LaunchError(f"expected hardware that cpu, gpu, tpu, auto or parse_hardware made, got {hardware!r}")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w .=+-]*", name):
-        raise LaunchError(
-            f"expected a run's name of letters, digits and _ - . = +, got {name!r}: it becomes a folder, choose another"
-        )
+    if not isinstance(name, str) or not re.fullmatch(r"[^./?\s][^/?\n]*", name):
+        raise LaunchError(f"expected a run's name that can be a folder's, without / and ? in it, got {name!r}")
     if not isinstance(max_failures, int) or max_failures < 0:
         raise LaunchError(f"expected a number of failures to recover from, 0 or more, got {max_failures!r}")
 

@@ -86,8 +86,9 @@ def _number(name: str, value: Any) -> float:
 def stop_requested(step: int) -> bool:
     """Whether to save and return now: the user pressed Ctrl-C, or a node will soon be taken away.
 
-    True at the same step on every rank. Costs microseconds until then. After an interrupt, `launch` raises
-    KeyboardInterrupt once the loop has returned; after the warning that a node goes, the group starts again without it.
+    True at the same step on every rank. Until then a call takes a lock and sends nothing. After an interrupt, `launch`
+    raises KeyboardInterrupt once the loop has returned; after the warning that a node goes, the group starts again
+    without it.
 
     Args:
         step: the loop's step, which only grows. Every rank calls this at the same steps.
