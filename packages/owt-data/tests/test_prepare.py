@@ -181,7 +181,11 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
         ),
         ("lists.jsonl", '[1, 2]\n"x"\n', "expected json rows in .*lists.jsonl, but "),
         ("plain.jsonl.gz", '{"text": "x"}\n', "expected json rows in .*plain.jsonl.gz, but Not a gzipped file"),
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9], "expected json rows in .*, but Compressed file"),
+        (
+            "cut.jsonl.gz",
+            gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9],
+            "expected json rows in .*, but Compressed file",
+        ),
         ("cut.parquet", parquet(["x"] * 99, corrupt=True), "expected parquet rows in .*, but Corrupt snappy"),
         ("torn.jsonl", '{"text": "x"\n{"text": "y"}\n', "expected json rows in"),
         ("fake.parquet", "no parquet", "expected parquet rows in"),

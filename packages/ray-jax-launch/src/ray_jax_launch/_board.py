@@ -34,6 +34,7 @@ class Board:
 
     def __init__(self) -> None:
         self._unread: deque[tuple[int, Metrics]] = deque(maxlen=_MAX_UNREAD)
+        self._failures: list[str] = []
         self._latest: Metrics = {}
         self._groups: dict[str, _Group] = {}
         self._interrupted = False
@@ -49,10 +50,15 @@ class Board:
         """Take in what rank 0 reported to Ray Train."""
         self._latest |= metrics
 
-    async def collect(self) -> list[tuple[int, Metrics]]:
-        """What was logged since this was last called, with the ranks."""
-        collected = list(self._unread)
+    async def fail(self, failure: str) -> None:
+        """Take in why the group failed."""
+        self._failures.append(failure)
+
+    async def collect(self) -> tuple[list[tuple[int, Metrics]], list[str]]:
+        """What was logged since this was last called, with the ranks, and the failures meanwhile."""
+        collected = list(self._unread), list(self._failures)
         self._unread.clear()
+        self._failures.clear()
         return collected
 
     async def latest(self) -> Metrics:

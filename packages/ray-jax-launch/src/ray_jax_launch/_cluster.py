@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import ray
 from ray._private import worker
+from ray.exceptions import AuthenticationError
 
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
@@ -38,7 +39,13 @@ def connect(hardware: Hardware | None = None) -> None:
         try:
             _check_answers(address)
             ray.init(address=address, **quiet)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AuthenticationError) as error:
+            # Ray tells of a refused token in the text of an error's cause alone.
+            if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error.__cause__):
+                raise LaunchError(
+                    f"expected entry to the Ray cluster at {address} (RAY_ADDRESS), but it wants the token it was "
+                    "started with: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token has another"
+                ) from None
             raise LaunchError(
                 f"expected a Ray cluster at {address} (RAY_ADDRESS), but it does not answer ({error}): start it, or "
                 "unset RAY_ADDRESS to run on this machine alone"

@@ -7,18 +7,19 @@ import os
 import re
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType, TracebackType
+from pickle import PicklingError
+from types import FrameType
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.config import LoggingConfig
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 from ray.train.v2.jax import JaxTrainer
@@ -29,6 +30,7 @@ from ray_jax_launch._board import BoardHandle, Metrics, start_board
 from ray_jax_launch._cluster import check_resources, connect, log_folder
 from ray_jax_launch._data import RankedDataConfig, RankedDataset
 from ray_jax_launch._errors import LaunchError, TrainingFailed
+from ray_jax_launch._failures import TellBoard, first_failure, note_traceback
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._session import Session, begin, end
 from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
@@ -40,6 +42,8 @@ _MAX_CONTROLLER_FAILURES = 3
 _MAX_ELASTIC_CONTROLLER_FAILURES = 100
 _START_TIMEOUT, _ELASTIC_START_TIMEOUT_S = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", 15
 _COLLECT_EVERY_S = 0.5
+
+OnMetrics = Callable[[int, Metrics], None]
 
 _logger = logging.getLogger("ray_jax_launch")
 
@@ -88,7 +92,7 @@ def launch(
     storage_path: StoragePath,
     name: str,
     datasets: Mapping[str, RankedDataset] | None = None,
-    on_metrics: Callable[[int, Metrics], None] | None = None,
+    on_metrics: OnMetrics | None = None,
     max_failures: int = 3,
     preemption_grace_s: float = 0.0,
     backend: JaxConfig | None = None,
@@ -123,10 +127,10 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or SIGTERM. A loop that listens (`stop_requested`) has saved and returned; a
             second Ctrl-C does not wait for it. The workers have been stopped.
     """
-    _check_arguments(train_loop, hardware, name, max_failures)
-    run_path = _make_run_path(storage_path, name)
-    connect(hardware)
-    check_resources(hardware)
+    _check_arguments(train_loop, config, hardware, name, max_failures)
+    with _run_folder(storage_path, name) as run_path:
+        connect(hardware)
+        check_resources(hardware)
     board = start_board()
     interrupt = _Interrupt(board)
     trainer = _Trainer(
@@ -154,12 +158,12 @@ def launch(
             ),
             worker_runtime_env={"env_vars": worker_environment(hardware)},
             logging_config=LoggingConfig(log_level="ERROR"),
-            callbacks=[_ReportToBoard(board)],
+            callbacks=[TellBoard(board)],
         ),
     )
     trainer.on_start = interrupt.handle
     try:
-        with _collecting(board, on_metrics), _start_timeout(hardware):
+        with _collecting(board, on_metrics, max_failures), _start_timeout(hardware):
             result = trainer.fit()
         if ray.get(board.obeyed.remote()):
             raise KeyboardInterrupt
@@ -172,9 +176,8 @@ def launch(
     except SystemExit as error:
         raise KeyboardInterrupt from error  # see _Interrupt
     except WorkerGroupError as error:
-        rank, failure = min(error.worker_failures.items())
-        details = "".join(getattr(failure, "__notes__", [])) or str(failure)
-        failed = TrainingFailed(f"worker {rank} of {hardware} failed", rank, details.strip(), log_folder())
+        rank, details = first_failure(error.worker_failures)
+        failed = TrainingFailed(f"worker {rank} of {hardware} failed", rank, details, log_folder())
         failed.add_note(failed.details)
         raise failed from None  # Ray's error repeats the traceback
     except PreemptionError as error:
@@ -186,23 +189,36 @@ def launch(
         ray.kill(board)
 
 
-def _check_arguments(train_loop: Any, hardware: Any, name: Any, max_failures: Any) -> None:
+def _check_arguments(train_loop: Any, config: Any, hardware: Any, name: Any, max_failures: Any) -> None:
     if not callable(train_loop):
         raise LaunchError(f"expected a function as train_loop, got {train_loop!r}")
+    if not isinstance(config, dict):
+        raise LaunchError(f"expected a dict as config, which the loop is called with, got {config!r}")
     if not isinstance(hardware, Hardware):
         raise LaunchError(f"expected hardware that cpu, gpu, tpu, auto or parse_hardware made, got {hardware!r}")
     if not isinstance(name, str) or not re.fullmatch(r"[^./?\s][^/?\n]*", name):
         raise LaunchError(f"expected a run's name that can be a folder's, without / and ? in it, got {name!r}")
     if not isinstance(max_failures, int) or max_failures < 0:
         raise LaunchError(f"expected a number of failures to recover from, 0 or more, got {max_failures!r}")
+    for what, value in [("train_loop", train_loop), *((f"config[{key!r}]", config[key]) for key in config)]:
+        try:
+            cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
+        except (PicklingError, TypeError, ValueError, AttributeError) as error:  # as what is pickled sees fit
+            raise LaunchError(
+                f"expected what can be sent to the workers, but {what} cannot be pickled ({error}): make it in the loop"
+            ) from None
 
 
-def _make_run_path(storage_path: StoragePath, name: str) -> StoragePath:
+@contextlib.contextmanager
+def _run_folder(storage_path: StoragePath, name: str) -> Iterator[StoragePath]:
+    """Make the run's folder. If the block fails, it goes again."""
     run_path = join_path(storage_path, name)
     if is_uri(run_path):
         open_uri(str(run_path), create=True)
-        return run_path
+        yield run_path
+        return
     run_path = Path(run_path).absolute()
+    made = not run_path.exists()
     try:
         run_path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -210,18 +226,13 @@ def _make_run_path(storage_path: StoragePath, name: str) -> StoragePath:
             f"expected a storage path that can be written, but {run_path} cannot be made: {error.strerror}: choose "
             "another"
         ) from error
-    return run_path
-
-
-class _ReportToBoard(UserCallback):
-    """Runs in Ray Train's controller, which drops metrics that come without a checkpoint."""
-
-    def __init__(self, board: BoardHandle) -> None:
-        self._board = board
-
-    def after_report(self, run_context: Any, metrics: list[Metrics], checkpoint: Checkpoint | None) -> None:
-        """Pass on what rank 0 reported."""
-        self._board.report.remote(metrics[0])
+    try:
+        yield run_path
+    except LaunchError:
+        if made:
+            with contextlib.suppress(OSError):  # where another has put something into it
+                run_path.rmdir()
+        raise
 
 
 class _Trainer(JaxTrainer):
@@ -266,19 +277,30 @@ class _Interrupt:
 
 
 @contextlib.contextmanager
-def _collecting(board: BoardHandle, on_metrics: Callable[[int, Metrics], None] | None) -> Iterator[None]:
-    """Hand on what workers log while the block runs."""
-    if on_metrics is None:
-        yield
-        return
+def _collecting(
+    board: BoardHandle, on_metrics: Callable[[int, Metrics], None] | None, max_failures: int
+) -> Iterator[None]:
+    """Hand on what workers log, and say why they failed, while the block runs."""
     stop = threading.Event()
+    hand_on = on_metrics or _ignore
 
     def collect() -> None:
+        num_failures = 0
         stopping = False
         while not stopping:
             stopping = stop.wait(_COLLECT_EVERY_S)
-            for rank, metrics in ray.get(board.collect.remote()):
-                on_metrics(rank, metrics)
+            logged, failures = ray.get(board.collect.remote())
+            for rank, metrics in logged:
+                try:
+                    hand_on(rank, metrics)
+                except Exception:  # the run is worth more than what shows it
+                    _logger.exception("on_metrics failed; it gets the next metrics all the same")
+            for failure in failures:
+                num_failures += 1
+                if num_failures <= max_failures:  # one more ends the launch, with all there is to say
+                    _logger.warning(
+                        "%s; the workers start again (failure %d of at most %d)", failure, num_failures, max_failures
+                    )
 
     thread = threading.Thread(target=collect, name="collect-metrics", daemon=True)
     thread.start()
@@ -306,17 +328,14 @@ def _run_loop(train_loop: Callable[[dict[str, Any]], Any], session: Session, con
     """Run the loop in a worker. An exception takes its traceback along, which is lost on the way otherwise."""
     begin(session)
     with contextlib.ExitStack() as stack:
-        stack.push(_note_traceback)
+        stack.push(note_traceback)
         returned = train_loop(config)
     end()
     return returned
 
 
-def _note_traceback(
-    exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-) -> None:
-    if exc is not None:
-        exc.add_note("".join(traceback.format_exception(exc)))
+def _ignore(rank: int, metrics: Metrics) -> None:
+    pass
 
 
 def _constant(value: Any) -> Callable[[], Any]:
