@@ -1,18 +1,19 @@
-"""What `launch` costs a training loop: steps of 20 ms under it against the same steps bare, in turns in the same run.
+"""What `launch` costs a training loop: steps of 20 ms under it against the same steps bare, in turns of seconds.
 
-    uv run benchmarks/launch.py --rounds 3
+    uv run benchmarks/launch.py --turns 30
 
 Under the wrapper every step asks whether to stop, and every tenth logs metrics to the driver; the bare loop does
-neither. Both run in a process of one jax device with the same environment; once the loop may use a single CPU, as the
-host of an accelerator would, and once all of the machine's, which it then shares with Ray's own processes. The first
-seconds are left out, where processes of Ray's still start beside the loop. Writes benchmarks/results/launch.md and
-launch.json.
+neither. Both are processes of one jax device with the same environment; once they may use a single CPU, as the host of
+an accelerator would, and once all of the machine's, which the loop under the wrapper then shares with Ray's processes.
+While one takes its turn the other is halted, with all of Ray. The first minute, where processes of Ray's still start
+beside the loop, is left out. Writes benchmarks/results/launch.md and launch.json.
 """
 
 import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,31 +26,33 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-STEPS, LOG_EVERY, STEP_S = 1000, 10, 0.020
-WARMUP_STEPS = 2000
+LOG_EVERY, STEP_S = 10, 0.020
+WARMUP_S, TURN_S, SETTLE_S = 60, 4, 1
 LOOPS = ("bare", "wrapped")
 CASES = {"one CPU": 1, "all CPUs": os.cpu_count() or 1}
 
 
-def time_steps(config: dict[str, Any], after_step: Callable[[int, Any], None] = lambda step, x: None) -> list[float]:
-    """Seconds of each step, after the warm-up."""
+def time_steps(config: dict[str, Any], after_step: Callable[[int, Any], None] = lambda step, x: None) -> int:
+    """Note when each step ended and how long it took, until there is a file `stop`. Returns the number of steps."""
     os.sched_setaffinity(0, range(config["cpus"]))  # before jax makes its threads
     import jax
     import jax.numpy as jnp
 
-    repeats = config["repeats"]
+    folder, repeats = Path(config["folder"]), config["repeats"]
     step = jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda i, x: jnp.tanh(x @ x) * 0.1, x))
     x = jax.block_until_ready(step(jnp.eye(256)))
-    times = []
-    for number in range(config["warmup_steps"] + config["steps"]):
-        began = time.perf_counter()
-        x = jax.block_until_ready(step(x))
-        after_step(number, x)
-        times.append(time.perf_counter() - began)
-    return times[config["warmup_steps"] :]
+    number = 0
+    with (folder / config["loop"]).open("w", buffering=1) as times:
+        while number < config["max_steps"] and (number % 50 or not (folder / "stop").exists()):
+            began = time.perf_counter()
+            x = jax.block_until_ready(step(x))
+            after_step(number, x)
+            times.write(f"{time.time()} {time.perf_counter() - began}\n")
+            number += 1
+    return number
 
 
-def wrapped_loop(config: dict[str, Any]) -> list[float]:
+def wrapped_loop(config: dict[str, Any]) -> int:
     """The loop that `launch` runs."""
     from ray_jax_launch import log_metrics, stop_requested
 
@@ -61,56 +64,106 @@ def wrapped_loop(config: dict[str, Any]) -> list[float]:
     return time_steps(config, after_step)
 
 
-def wrapped(config: dict[str, Any]) -> list[float]:
+def wrapped(config: dict[str, Any]) -> None:
     """The loop under `launch`."""
     from ray_jax_launch import cpu, launch
 
-    with tempfile.TemporaryDirectory() as storage:
-        received = []
-        result = launch(
-            wrapped_loop, config, hardware=cpu(1), storage_path=storage, name="run",
-            on_metrics=lambda rank, metrics: received.append(metrics),
-        )  # fmt: skip
-    assert len(received) == (config["warmup_steps"] + config["steps"]) // LOG_EVERY
-    return result.return_value
+    received = []
+    result = launch(
+        wrapped_loop, config, hardware=cpu(1), storage_path=config["folder"], name="run",
+        on_metrics=lambda rank, metrics: received.append(metrics),
+    )  # fmt: skip
+    assert len(received) == -(-result.return_value // LOG_EVERY)
 
 
-def in_process(name: str, config: dict[str, Any]) -> float:
-    """Median seconds of a step, in a process of its own and, for the wrapped loop, a cluster of its own."""
+def start(config: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start a loop; the wrapped one with a cluster of its own."""
     from ray_jax_launch import cpu, worker_environment
 
-    environment = os.environ | worker_environment(cpu(1))
-    command = [sys.executable, __file__, "--only", name, "--config", json.dumps(config)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return statistics.median(json.loads(done.stdout))
+    return subprocess.Popen(
+        [sys.executable, __file__, "--loop", json.dumps(config)], env=os.environ | worker_environment(cpu(1))
+    )
+
+
+def read_times(folder: Path, loop: str) -> list[tuple[float, float]]:
+    """When each step ended, and how long it took, in seconds."""
+    lines = (folder / loop).read_text().splitlines()
+    return [(float(ended), float(seconds)) for ended, seconds in (line.split() for line in lines)]
+
+
+def send(number: int, pid: int) -> None:
+    """Send a signal to a process and all that it started."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            send(number, int(child))
+    os.kill(pid, number)
+
+
+def take_turns(cpus: int, repeats: int, num_turns: int) -> dict[str, list[float]]:
+    """Median seconds of a step, by loop and turn."""
+    turns: list[tuple[str, float]] = []
+    with tempfile.TemporaryDirectory() as storage:
+        folder = Path(storage)
+        config = {"cpus": cpus, "repeats": repeats, "folder": storage, "max_steps": sys.maxsize}
+        loops = {loop: start({**config, "loop": loop}) for loop in LOOPS}
+        send(signal.SIGSTOP, loops["bare"].pid)
+        while not (folder / "wrapped").exists():
+            assert loops["wrapped"].poll() is None
+            time.sleep(1)
+        time.sleep(WARMUP_S)
+        for number in range(2 * num_turns):
+            loop, other = LOOPS[number % 2], LOOPS[(number + 1) % 2]
+            send(signal.SIGSTOP, loops[other].pid)
+            send(signal.SIGCONT, loops[loop].pid)
+            turns.append((loop, time.time()))
+            time.sleep(TURN_S)
+        (folder / "stop").touch()
+        for process in loops.values():
+            send(signal.SIGCONT, process.pid)
+            assert process.wait() == 0
+        times = {loop: read_times(folder, loop) for loop in LOOPS}
+    medians: dict[str, list[float]] = {loop: [] for loop in LOOPS}
+    for loop, began in turns:
+        medians[loop].append(
+            statistics.median(seconds for ended, seconds in times[loop] if SETTLE_S < ended - began < TURN_S)
+        )
+    return medians
+
+
+def find_repeats(cpus: int) -> int:
+    """How often a step repeats its work, to take `STEP_S`."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"cpus": cpus, "repeats": 40, "folder": folder, "max_steps": 300, "loop": "bare"}
+        assert start(config).wait() == 0
+        probe_s = statistics.median(seconds for _, seconds in read_times(Path(folder), "bare")[100:])
+    return max(1, round(40 * STEP_S / probe_s))
 
 
 def main() -> None:
-    """Run the rounds and write the results."""
+    """Let the loops take turns, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--only", choices=LOOPS, help=argparse.SUPPRESS)
-    parser.add_argument("--config", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--loop", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.only:
-        print(json.dumps((time_steps if options.only == "bare" else wrapped)(options.config)))
+    if options.loop:
+        {"bare": time_steps, "wrapped": wrapped}[options.loop["loop"]](options.loop)
         return
     cases: dict[str, dict[str, Any]] = {}
     for name, cpus in CASES.items():
-        probe = {"cpus": cpus, "repeats": 40, "steps": 200, "warmup_steps": 100}
-        repeats = max(1, round(40 * STEP_S / in_process("bare", probe)))
-        cases[name] = {"config": {**probe, "repeats": repeats, "steps": STEPS, "warmup_steps": WARMUP_STEPS}}
-    for number in range(options.rounds):
-        for name, case in cases.items():
-            case.setdefault("rounds", []).append({loop: in_process(loop, case["config"]) for loop in LOOPS})
-            print(f"round {number + 1}, {name}: {case['rounds'][-1]}", flush=True)
-    for case in cases.values():
-        bare_s, wrapped_s = (statistics.median(part[loop] for part in case["rounds"]) for loop in LOOPS)
-        case |= {"bare_step_s": bare_s, "wrapped_step_s": wrapped_s, "ratio": bare_s / wrapped_s}
+        medians = take_turns(cpus, find_repeats(cpus), options.turns)
+        ratios = [bare / under for bare, under in zip(medians["bare"], medians["wrapped"], strict=True)]
+        cases[name] = {
+            "bare_step_s": statistics.median(medians["bare"]),
+            "wrapped_step_s": statistics.median(medians["wrapped"]),
+            "ratio": statistics.median(ratios),
+            "ratio_quartiles": statistics.quantiles(ratios)[::2],
+            "turns": medians,
+        }
+        print(name, {key: value for key, value in cases[name].items() if key != "turns"}, flush=True)
     result = {
         "cases": cases,
-        "config": f"one CPU worker, {STEPS} steps after {WARMUP_STEPS} that are left out, {options.rounds} rounds",
+        "config": f"one CPU worker, {options.turns} turns of {TURN_S} s each",
         "hardware": f"{os.cpu_count()} CPUs, {platform.machine()}",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "ray")}},
@@ -119,14 +172,14 @@ def main() -> None:
     (options.out / "launch.json").write_text(json.dumps(result, indent=2) + "\n")
     rows = ""
     for name, case in cases.items():
-        by_round = ", ".join(f"{part['bare'] / part['wrapped']:.3f}" for part in case["rounds"])
         times = " | ".join(f"{case[f'{loop}_step_s'] * 1e3:.2f} ms" for loop in LOOPS)
-        rows += f"| {name} | {times} | {case['ratio']:.3f} | {by_round} |\n"
+        low, high = case["ratio_quartiles"]
+        rows += f"| {name} | {times} | {case['ratio']:.3f} | {low:.3f} to {high:.3f} |\n"
     (options.out / "launch.md").write_text(
         "# A loop under `launch` against the same loop bare\n\n"
         f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
-        "| the loop may use | bare step | under `launch` | ratio of medians | by round |\n|---|---|---|---|---|\n"
-        + rows
+        "| the loop may use | bare step | under `launch` | median ratio of a turn and the next | its quartiles |\n"
+        "|---|---|---|---|---|\n" + rows
     )
     print((options.out / "launch.md").read_text())
 

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -84,19 +85,29 @@ def rows_of_rank(rank, world_size):
     return ray.data.range(3 * (rank + 1))
 
 
-def test_a_run_in_object_storage_whose_worker_is_killed_ends_like_one_that_was_not(s3, tmp_path):
+def test_a_run_in_object_storage_whose_worker_is_killed_ends_like_one_that_was_not(s3, tmp_path, caplog):
     marker = tmp_path / "marker"
     logged = []
-    result = launch(
-        scramble,
-        {"factor": 2, "marker": str(marker)},
-        hardware=cpu(2),
-        storage_path=s3,
-        name=tmp_path.name,
-        datasets={"rows": rows_of_rank},
-        on_metrics=lambda rank, metrics: logged.append((rank, metrics["start"], metrics["step"])),
-        max_failures=1,
-    )
+
+    def note_and_fail(rank, metrics):
+        logged.append((rank, metrics["start"], metrics["step"]))
+        if metrics["step"] == 1:
+            raise OSError("the disk is full")
+
+    with caplog.at_level(logging.WARNING, "ray_jax_launch"):
+        result = launch(
+            scramble,
+            {"factor": 2, "marker": str(marker)},
+            hardware=cpu(2),
+            storage_path=s3,
+            name=tmp_path.name,
+            datasets={"rows": rows_of_rank},
+            on_metrics=note_and_fail,
+            max_failures=1,
+        )
+    *failed_to_note, failure = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
+    assert set(failed_to_note) == {"on_metrics failed; it gets the next metrics all the same"}
+    assert re.fullmatch(r"worker [01] failed: .*; starting again \(failure 1 of at most 1\)", failure)
     x = np.arange(8, dtype=np.uint32)
     for _ in range(8):
         x = x * np.uint32(1664525) + np.uint32(1013904223) + x.sum(dtype=np.uint32)
@@ -192,13 +203,15 @@ def test_more_than_the_cluster_has_is_refused_before_anything_starts(tmp_path):
         launch(fail_on_rank_1, {}, hardware=gpu(3), storage_path=tmp_path, name="run")
     with pytest.raises(LaunchError, match=r"expected 16 TPUs .* as tpu:v6e:4x4 needs, found 0"):
         check_resources(parse_hardware("tpu:v6e:4x4"))
-    assert [*tmp_path.rglob("*")] == [tmp_path / "run"]
+    assert [*tmp_path.rglob("*")] == []
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"train_loop": None}, "expected a function as train_loop, got None"),
+        ({"config": None}, "expected a dict as config, which the loop is called with, got None"),
+        ({"config": {"lock": threading.Lock()}}, "expected what can be sent to the workers, but config['lock'] cannot"),
         ({"hardware": "cpu:1"}, "expected hardware that cpu, gpu, tpu, auto or parse_hardware made, got 'cpu:1'"),
         ({"name": ".."}, "expected a run's name that can be a folder's"),
         ({"name": "a/b"}, "expected a run's name that can be a folder's"),

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -308,3 +309,30 @@ def test_workers_that_fit_no_node_are_refused_at_once(nodes, tmp_path):
     with pytest.raises(LaunchError, match=r"expected room for 1 workers of 8 GPUs each, as gpu:1x8 needs, found room"):
         launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(1, 8), storage_path=tmp_path, name="run")
     assert time.monotonic() - began < 5
+
+
+def test_a_cluster_that_wants_a_token_says_how_to_give_it(tmp_path):
+    environment = os.environ | {"HOME": str(tmp_path), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
+    subprocess.run([*ray_command, "get-auth-token", "--generate"], check=True, env=environment, capture_output=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = [*ray_command, "start", "--head", "--block", f"--port={port}", "--include-dashboard=false"]
+    with (tmp_path / "log").open("w") as log:
+        head = subprocess.Popen(start, env=environment, stdout=log, stderr=log)
+    try:
+        while "Ray runtime started" not in (tmp_path / "log").read_text():
+            assert head.poll() is None
+            time.sleep(0.5)
+        for mode, said in [({}, "set RAY_AUTH_MODE=token"), ({"RAY_AUTH_MODE": "token"}, "connected")]:
+            done = subprocess.run(
+                [sys.executable, "-c", "from ray_jax_launch import connect; connect(); print('connected')"],
+                env=environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"} | mode,
+                capture_output=True,
+                text=True,
+            )
+            assert said in f"{done.stdout} {done.stderr}".splitlines()[-1]
+    finally:
+        head.terminate()
+        head.wait()

@@ -1,6 +1,8 @@
 """Checkpoints that survive: numbered, each there only once it is whole."""
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,9 @@ from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._orbax import FolderCheckpoints, ObjectCheckpoints
 from ray_jax_launch._steps import intact_step, latest_step, list_steps
 from ray_jax_launch._storage import StoragePath, is_uri, join_path
+
+# Orbax keeps these beside the items.
+_RESERVED = ("metadata", "metrics")
 
 
 class Checkpoints:
@@ -107,7 +112,9 @@ class Checkpoints:
                 counts as none.
 
         Raises:
-            ValueError: the step is not later than the newest checkpoint's; or this was opened read-only, or is closed.
+            ValueError: the step is not later than the newest checkpoint's; an item cannot be named so; or this was
+                opened read-only, or is closed.
+            TypeError: the metadata hold what JSON does not.
         """
         if self._closed or self._read_only:
             raise ValueError(
@@ -122,6 +129,12 @@ class Checkpoints:
             )
         if step < 0 or step != int(step):
             raise ValueError(f"expected a whole number from 0 on as a checkpoint's step, got {step}")
+        for name in items:
+            if name in _RESERVED or not re.fullmatch(r"[^./][^/]*", name):
+                raise ValueError(
+                    f"expected names of items that can be a file's, other than {' and '.join(_RESERVED)}, got {name!r}"
+                )
+        json.dumps(dict(metadata))
         self._kept.save(int(step), items, dict(metadata), score if score is not None and math.isfinite(score) else None)
 
     def wait(self) -> None:

@@ -161,8 +161,9 @@ def launch(
             callbacks=[TellBoard(board)],
         ),
     )
-    trainer.on_start = interrupt.handle
+    trainer.on_start = interrupt.attach
     try:
+        interrupt.handle()
         with _collecting(board, on_metrics, max_failures), _start_timeout(hardware):
             result = trainer.fit()
         if ray.get(board.obeyed.remote()):
@@ -253,11 +254,15 @@ class _Interrupt:
         self._former: dict[int, Any] = {}
         self._asked = False
 
-    def handle(self, controller: ActorHandle) -> None:
-        """Answer the signals from now on. For the main thread, the only one where this can be done."""
+    def handle(self) -> None:
+        """Answer the signals from now on, if this is the main thread, the only one where this can be done."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._former[number] = signal.signal(number, self._on_signal)
+
+    def attach(self, controller: ActorHandle) -> None:
+        """Know whom to end."""
         self._controller = controller
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._former[number] = signal.signal(number, self._on_signal)
 
     def restore(self) -> None:
         """Leave the signals to those who had them before."""
@@ -270,9 +275,9 @@ class _Interrupt:
             if ray.get(self._board.interrupt.remote()):
                 _logger.warning("interrupted: the workers save what they have; press Ctrl-C again to stop at once")
                 return
-        assert self._controller is not None, "signals are handled once there is one"
-        with contextlib.suppress(RayActorError):  # so it says good-bye
-            ray.get(self._controller.abort.remote())
+        if self._controller is not None:
+            with contextlib.suppress(RayActorError):  # so it says good-bye
+                ray.get(self._controller.abort.remote())
         raise SystemExit(1)
 
 
