@@ -3,8 +3,9 @@
     uv run benchmarks/launch.py --turns 30
 
 Under the wrapper every step asks whether to stop, and every tenth logs metrics to the driver; the bare loop does
-neither. Both are processes of one jax device with the same environment; once they may use a single CPU, as the host of
-an accelerator would, and once all of the machine's, which the loop under the wrapper then shares with Ray's processes.
+neither. Both are processes of one jax device with the same environment. In one case the step waits, as the host of an
+accelerator does while that computes; in the others it computes itself, on a single CPU or on all of the machine's, which
+the loop under the wrapper then shares with Ray's processes.
 While one takes its turn the other is halted, with all of Ray. The first minute, where processes of Ray's still start
 beside the loop, is left out. Writes benchmarks/results/launch.md and launch.json.
 """
@@ -29,12 +30,13 @@ ROOT = Path(__file__).parent.parent
 LOG_EVERY, STEP_S = 10, 0.020
 WARMUP_S, TURN_S, SETTLE_S = 60, 4, 1
 LOOPS = ("bare", "wrapped")
-CASES = {"one CPU": 1, "all CPUs": os.cpu_count() or 1}
+CASES = {"waits": 0, "computes on one CPU": 1, "computes on all CPUs": os.cpu_count() or 1}
 
 
 def time_steps(config: dict[str, Any], after_step: Callable[[int, Any], None] = lambda step, x: None) -> int:
     """Note when each step ended and how long it took, until there is a file `stop`. Returns the number of steps."""
-    os.sched_setaffinity(0, range(config["cpus"]))  # before jax makes its threads
+    if config["cpus"]:
+        os.sched_setaffinity(0, range(config["cpus"]))  # before jax makes its threads
     import jax
     import jax.numpy as jnp
 
@@ -46,6 +48,8 @@ def time_steps(config: dict[str, Any], after_step: Callable[[int, Any], None] = 
         while number < config["max_steps"] and (number % 50 or not (folder / "stop").exists()):
             began = time.perf_counter()
             x = jax.block_until_ready(step(x))
+            if not config["cpus"]:
+                time.sleep(STEP_S)
             after_step(number, x)
             times.write(f"{time.time()} {time.perf_counter() - began}\n")
             number += 1
@@ -105,11 +109,13 @@ def take_turns(cpus: int, repeats: int, num_turns: int) -> dict[str, list[float]
     with tempfile.TemporaryDirectory() as storage:
         folder = Path(storage)
         config = {"cpus": cpus, "repeats": repeats, "folder": storage, "max_steps": sys.maxsize}
-        loops = {loop: start({**config, "loop": loop}) for loop in LOOPS}
-        send(signal.SIGSTOP, loops["bare"].pid)
-        while not (folder / "wrapped").exists():
-            assert loops["wrapped"].poll() is None
-            time.sleep(1)
+        loops = {}
+        for loop in LOOPS:
+            loops[loop] = start({**config, "loop": loop})
+            while not (folder / loop).exists():
+                assert loops[loop].poll() is None
+                time.sleep(1)
+            send(signal.SIGSTOP, loops["bare"].pid)
         time.sleep(WARMUP_S)
         for number in range(2 * num_turns):
             loop, other = LOOPS[number % 2], LOOPS[(number + 1) % 2]
@@ -151,7 +157,7 @@ def main() -> None:
         return
     cases: dict[str, dict[str, Any]] = {}
     for name, cpus in CASES.items():
-        medians = take_turns(cpus, find_repeats(cpus), options.turns)
+        medians = take_turns(cpus, find_repeats(cpus) if cpus else 1, options.turns)
         ratios = [bare / under for bare, under in zip(medians["bare"], medians["wrapped"], strict=True)]
         cases[name] = {
             "bare_step_s": statistics.median(medians["bare"]),
@@ -178,7 +184,7 @@ def main() -> None:
     (options.out / "launch.md").write_text(
         "# A loop under `launch` against the same loop bare\n\n"
         f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
-        "| the loop may use | bare step | under `launch` | median ratio of a turn and the next | its quartiles |\n"
+        "| the step | bare step | under `launch` | median ratio of a turn and the next | its quartiles |\n"
         "|---|---|---|---|---|\n" + rows
     )
     print((options.out / "launch.md").read_text())
