@@ -4,8 +4,8 @@
 
 Under the wrapper every step asks whether to stop, and every tenth logs metrics to the driver; the bare loop does
 neither. Both are processes of one jax device with the same environment. In one case the step waits, as the host of an
-accelerator does while that computes; in the others it computes itself, on a single CPU or on all of the machine's, which
-the loop under the wrapper then shares with Ray's processes.
+accelerator does while that computes; in the others it computes itself, on a single CPU or on all of the machine's,
+which the loop under the wrapper then shares with Ray's processes.
 While one takes its turn the other is halted, with all of Ray. The first minute, where processes of Ray's still start
 beside the loop, is left out. Writes benchmarks/results/launch.md and launch.json.
 """

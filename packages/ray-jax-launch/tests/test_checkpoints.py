@@ -111,6 +111,11 @@ def test_what_cannot_be_saved_or_restored_is_said(place, tree):
                 checkpoints.save(step, {"params": tree}, metadata={})
         with pytest.raises(ValueError, match=r"expected a whole number from 0 on as a checkpoint's step, got 10\.5"):
             checkpoints.save(10.5, {"params": tree}, metadata={})  # pyright: ignore[reportArgumentType]
+        for name in ("metadata", "metrics", "a/b", ".x", ""):
+            with pytest.raises(ValueError, match=f"expected names of items that can be a file's, .*, got '{name}'"):
+                checkpoints.save(20, {name: tree}, metadata={})
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            checkpoints.save(20, {"params": tree}, metadata={"x": jnp.ones(1)})
         for read in (lambda step: checkpoints.restore(step, {"params": tree}), checkpoints.metadata):
             with pytest.raises(ValueError, match=r"expected one of the checkpoints \[0, 10\] in .*, got 7"):
                 read(7)

@@ -19,9 +19,16 @@ def note_traceback(
 
 
 def first_failure(failures: Mapping[int, Exception]) -> tuple[int, str]:
-    """The first rank that failed, and its traceback; of a worker that died, what Ray knows of it."""
-    rank, failure = min(failures.items())
-    return rank, ("".join(getattr(failure, "__notes__", [])) or str(failure)).strip()
+    """The rank to blame for a failure of the group, and its traceback; of a worker that died, what Ray knows of it.
+
+    Where one died, others may have raised because of it: out of a collective, for instance.
+    """
+    rank = min(failures, key=lambda rank: (_has_raised(failures[rank]), rank))
+    return rank, ("".join(getattr(failures[rank], "__notes__", [])) or str(failures[rank])).strip()
+
+
+def _has_raised(failure: Exception) -> bool:
+    return hasattr(failure, "__notes__")
 
 
 class TellBoard(UserCallback):
@@ -37,4 +44,6 @@ class TellBoard(UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Pass on who failed, and why in a line."""
         rank, details = first_failure(worker_exceptions)
-        self._board.fail.remote(f"worker {rank} failed: {details.splitlines()[-1]}")
+        raised = _has_raised(worker_exceptions[rank])
+        why = f"failed: {details.splitlines()[-1]}" if raised else "died, or no longer answers"
+        self._board.fail.remote(f"worker {rank} {why}")
