@@ -332,7 +332,7 @@ def test_a_cluster_that_wants_a_token_says_how_to_give_it(tmp_path):
                 capture_output=True,
                 text=True,
             )
-            assert said in f"{done.stdout} {done.stderr}".splitlines()[-1]
+            assert said in (done.stdout + done.stderr).splitlines()[-1]
     finally:
         head.terminate()
         head.wait()
