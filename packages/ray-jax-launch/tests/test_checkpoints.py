@@ -111,9 +111,12 @@ def test_what_cannot_be_saved_or_restored_is_said(place, tree):
                 checkpoints.save(step, {"params": tree}, metadata={})
         with pytest.raises(ValueError, match=r"expected a whole number from 0 on as a checkpoint's step, got 10\.5"):
             checkpoints.save(10.5, {"params": tree}, metadata={})  # pyright: ignore[reportArgumentType]
-        for name in ("metadata", "metrics", "a/b", ".x", ""):
-            with pytest.raises(ValueError, match=f"expected names of items that can be a file's, .*, got '{name}'"):
+        for name in ("metadata", "metrics", "a/b", ".x", "", "checksums.json", "a\0", "_CHECKPOINT_METADATA"):
+            with pytest.raises(
+                ValueError, match=r"expected names of items in letters, digits, - and _, .*, got"
+            ) as said:
                 checkpoints.save(20, {name: tree}, metadata={})
+            assert str(said.value).endswith(repr(name))
         with pytest.raises(TypeError, match="not JSON serializable"):
             checkpoints.save(20, {"params": tree}, metadata={"x": jnp.ones(1)})
         for read in (lambda step: checkpoints.restore(step, {"params": tree}), checkpoints.metadata):

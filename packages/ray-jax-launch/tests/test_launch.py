@@ -160,7 +160,10 @@ def test_ctrl_c_lets_a_loop_that_listens_save_and_ends_any_other(tmp_path, liste
             os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.WARNING, "ray_jax_launch"):
+    with (
+        pytest.raises(KeyboardInterrupt, match="to continue" if listens else "^$"),
+        caplog.at_level(logging.WARNING, "ray_jax_launch"),
+    ):
         launch(
             save_when_asked,
             {"listens": listens},
@@ -210,6 +213,9 @@ def test_more_than_the_cluster_has_is_refused_before_anything_starts(tmp_path):
     ("changed", "message"),
     [
         ({"train_loop": None}, "expected a function as train_loop, got None"),
+        ({"datasets": {"a": 3}}, "expected a function as datasets['a'], got 3"),
+        ({"on_metrics": 3}, "expected a function as on_metrics, got 3"),
+        ({"storage_path": ""}, "expected a folder or a URI as storage_path, got ''"),
         ({"config": None}, "expected a dict as config, which the loop is called with, got None"),
         ({"config": {"lock": threading.Lock()}}, "expected what can be sent to the workers, but config['lock'] cannot"),
         ({"hardware": "cpu:1"}, "expected hardware that cpu, gpu, tpu, auto or parse_hardware made, got 'cpu:1'"),

@@ -17,6 +17,7 @@ import time
 import pytest
 import ray
 import ray.cloudpickle
+import ray.data
 from ray._private.accelerators.tpu import infer_tpu_pod_type_from_topology
 from ray.cluster_utils import Cluster
 from ray.train.v2.jax.config import JaxConfig
@@ -309,6 +310,25 @@ def test_workers_that_fit_no_node_are_refused_at_once(nodes, tmp_path):
     with pytest.raises(LaunchError, match=r"expected room for 1 workers of 8 GPUs each, as gpu:1x8 needs, found room"):
         launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(1, 8), storage_path=tmp_path, name="run")
     assert time.monotonic() - began < 5
+
+
+def count_rows(config):
+    import jax
+    from ray import train
+
+    shard = train.get_dataset_shard("rows")
+    assert shard is not None
+    return jax.process_count(), sum(1 for _ in shard.iter_rows())
+
+
+def test_an_elastic_group_leaves_a_cpu_to_the_data_it_reads(nodes, tmp_path):
+    nodes.add_node(num_cpus=1)
+    given = {"hardware": cpu(2, min_workers=1), "storage_path": tmp_path, "name": "run"}
+    rows = {"rows": lambda rank, world_size: ray.data.range(5)}
+    with pytest.raises(LaunchError, match=r"expected 2 CPUs .* 1 for the workers of cpu:1-2 and 1 .* found 1"):
+        launch(count_rows, {}, datasets=rows, **given)
+    nodes.add_node(num_cpus=1)
+    assert launch(count_rows, {}, datasets=rows, **given).return_value == (1, 5)
 
 
 def test_a_cluster_that_wants_a_token_says_how_to_give_it(tmp_path):

@@ -38,8 +38,16 @@ def place(name, value):
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 tree = {name: place(name, value) for name, value in values.items()}
+tree["put"] = jax.device_put(jax.numpy.ones(2) * 3, NamedSharding(mesh, PartitionSpec()))
+values["put"] = np.array([3, 3], np.float32)
 with Checkpoints(folder) as checkpoints:
     if action == "save":
+        try:
+            checkpoints.save(5, {"params": {"own": jax.numpy.ones(2)}}, metadata={})
+        except ValueError as error:
+            assert "one of this process alone at ['own']" in str(error)
+        else:
+            raise AssertionError
         checkpoints.save(5, {"params": tree}, metadata={"by": int(num_processes)})
         checkpoints.wait()
     else:

@@ -62,7 +62,7 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         if hardware is None:
             hardware = ray_jax_launch.auto()
             check_batch(config, hardware)
-        ray_jax_launch.check_resources(hardware)
+        ray_jax_launch.check_resources(hardware, with_data=True)
         if stored is None:
             write_json(folder.config, describe(config, identity, str(hardware)))
             folder.push()

@@ -106,14 +106,15 @@ class Checkpoints:
 
         Args:
             step: its number.
-            items: named trees of arrays, restored together or one by one. They may change once this returns.
+            items: named trees of arrays, restored together or one by one. They may change once this returns. Where
+                there are several processes, the arrays are global ones, whose shards are on all of them.
             metadata: anything that JSON can hold.
             score: what the best are chosen by, such as a validation loss: lower is better. One that is not finite
                 counts as none.
 
         Raises:
-            ValueError: the step is not later than the newest checkpoint's; an item cannot be named so; or this was
-                opened read-only, or is closed.
+            ValueError: the step is not later than the newest checkpoint's; an item cannot be named so; an
+                array is of this process alone; or this was opened read-only, or is closed.
             TypeError: the metadata hold what JSON does not.
         """
         if self._closed or self._read_only:
@@ -130,10 +131,12 @@ class Checkpoints:
         if step < 0 or step != int(step):
             raise ValueError(f"expected a whole number from 0 on as a checkpoint's step, got {step}")
         for name in items:
-            if name in _RESERVED or not re.fullmatch(r"[^./][^/]*", name):
+            if name in _RESERVED or not re.fullmatch(r"[a-zA-Z][\w-]{0,99}", str(name), re.ASCII):
                 raise ValueError(
-                    f"expected names of items that can be a file's, other than {' and '.join(_RESERVED)}, got {name!r}"
+                    "expected names of items in letters, digits, - and _, other than "
+                    f"{' and '.join(_RESERVED)}, got {name!r}"
                 )
+        items = {name: jax.tree_util.tree_map_with_path(_check_savable, tree) for name, tree in items.items()}
         json.dumps(dict(metadata))
         self._kept.save(int(step), items, dict(metadata), score if score is not None and math.isfinite(score) else None)
 
@@ -183,3 +186,19 @@ def _verify(folder: StoragePath) -> None:
         error = DamagedCheckpointError(f"expected an undamaged checkpoint in {folder}: process 0 found none")
     if error is not None:
         raise error
+
+
+def _check_savable(path: tuple[Any, ...], x: Any) -> Any:
+    """The leaf, in a form that Orbax can save where there are several processes."""
+    if jax.process_count() == 1 or not isinstance(x, jax.Array):
+        return x
+    if x.is_fully_addressable:
+        raise ValueError(
+            f"expected arrays that all processes share, got one of this process alone at {jax.tree_util.keystr(path)}: "
+            "make it by a jitted function with out_shardings, or by jax.make_array_from_process_local_data"
+        )
+    try:
+        _ = x.addressable_shards
+    except ValueError:  # jax 0.10.2, when device_put made it of an array that was on several devices already
+        return jax.jit(lambda x: x)(x)
+    return x

@@ -12,9 +12,9 @@ from ray.exceptions import AuthenticationError
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
 
-# CPUs that Ray Data gets beside the workers' own. Train reserves its CPUs first, and with none left
-# over Data would wait for ever.
-_DATA_CPUS = 2
+# CPUs that Ray Data gets beside the workers' own: at the least, and in a cluster started here. Train reserves its CPUs
+# first, and with none left over Data would wait for ever.
+DATA_CPUS, _LOCAL_DATA_CPUS = 1, 2
 _CONNECT_TIMEOUT_S = 5
 
 
@@ -58,7 +58,7 @@ def connect(hardware: Hardware | None = None) -> None:
     try:
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, workers + _DATA_CPUS),
+            num_cpus=max(os.cpu_count() or 1, workers + _LOCAL_DATA_CPUS),
             include_dashboard=False,
             **quiet,
         )
@@ -101,8 +101,12 @@ def auto() -> Hardware:
     return cpu(1)
 
 
-def check_resources(hardware: Hardware) -> None:
+def check_resources(hardware: Hardware, *, with_data: bool = False) -> None:
     """Compare what is asked for, at the least, with what the connected cluster has, in all and on each node.
+
+    Args:
+        hardware: what will be launched.
+        with_data: whether Ray Data is to feed it, which needs a CPU beside the workers'.
 
     Raises:
         LaunchError: it has too little; the message has both numbers.
@@ -123,4 +127,11 @@ def check_resources(hardware: Hardware) -> None:
             f"expected room for {hardware.min_workers} workers of {per_worker} {resource}s each, as {hardware} needs, "
             f"found room for {places} on nodes of {', '.join(map(str, sorted(held, reverse=True)))} {resource}s: ask "
             "for workers that fit the nodes"
+        )
+    cpus = sum(int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"])
+    worker_cpus = 0 if hardware.kind == "tpu" else hardware.min_workers
+    if with_data and cpus < worker_cpus + DATA_CPUS:
+        raise LaunchError(
+            f"expected {worker_cpus + DATA_CPUS} CPUs in the Ray cluster, {worker_cpus} for the workers of {hardware} "
+            f"and {DATA_CPUS} for the tasks of Ray Data, found {cpus}: ask for fewer workers, or add a node of CPUs"
         )

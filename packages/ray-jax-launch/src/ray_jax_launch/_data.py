@@ -1,10 +1,15 @@
 """Datasets that depend on a worker's rank."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import ray.data
+from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ResourceRequestPriority
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import DefaultAutoscalingCoordinator
 from ray.train import DataConfig
+
+_RENEW_EVERY_S = 20
 
 RankedDataset = Callable[[int, int], ray.data.Dataset]
 """Called as `(rank, world_size)`: makes the dataset of one worker."""
@@ -30,3 +35,34 @@ def _in_order(dataset: ray.data.Dataset) -> ray.data.DataIterator:
     """Iterate in the dataset's own order, whichever of its blocks is ready first."""
     dataset.context.execution_options.preserve_order = True
     return dataset.iterator()
+
+
+class DataReservation:
+    """Keeps CPUs of the cluster from the workers of an elastic group, which would take all there are.
+
+    The group is sized by what Ray's coordinator of autoscaling leaves it, and requests of equal priority are served in
+    the order in which they came. Not thread-safe.
+
+    Args:
+        name: one of no other launch.
+        num_cpus: how many to keep.
+    """
+
+    def __init__(self, name: str, num_cpus: int) -> None:
+        self._coordinator = DefaultAutoscalingCoordinator(f"data-of-{name}")
+        self._num_cpus = num_cpus
+        self._renewed_s = float("-inf")
+
+    def renew(self) -> None:
+        """Keep the CPUs for another minute. May be called more often."""
+        if time.monotonic() - self._renewed_s > _RENEW_EVERY_S:
+            self._renewed_s = time.monotonic()
+            self._coordinator.request_resources(
+                [{"CPU": 1}] * self._num_cpus,
+                expire_after_s=3 * _RENEW_EVERY_S,
+                priority=ResourceRequestPriority.HIGH,
+            )
+
+    def cancel(self) -> None:
+        """Keep them no longer."""
+        self._coordinator.cancel_request()

@@ -133,7 +133,7 @@ def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices
     ray_type = _TPU_TYPES.get(accelerator_type.lower())
     if ray_type is None:
         raise LaunchError(f"expected a TPU type among {', '.join(_TPU_TYPES)}, got {accelerator_type!r}")
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", str(topology)):
         raise LaunchError(f"expected a TPU topology such as 4x4 or 2x2x2, got {topology!r}")
     min_slices = _check_range(num_slices, min_slices, "TPU slices")
     chips = 1
@@ -160,7 +160,9 @@ def parse_hardware(text: str) -> Hardware:
     Raises:
         LaunchError: it is none of these.
     """
-    kind, _, rest = text.partition(":")
+    if text == "auto":
+        raise LaunchError("expected hardware that is known beforehand, got 'auto': call auto(), which asks the cluster")
+    kind, _, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
     if kind in ("cpu", "gpu") and (match := re.fullmatch(r"(?:(\d+)-)?(\d+)(?:x(\d+))?", rest, re.ASCII)):
         make = cpu if kind == "cpu" else gpu
         return make(int(match[2]), int(match[3] or 1), min_workers=int(match[1]) if match[1] else None)
@@ -170,12 +172,13 @@ def parse_hardware(text: str) -> Hardware:
 
 
 def _at_least_one(number: int, what: str) -> None:
-    if number < 1:
-        raise LaunchError(f"expected at least 1 for the number of {what}, got {number}")
+    if not isinstance(number, int) or number < 1:
+        raise LaunchError(f"expected a whole number of at least 1 for the number of {what}, got {number!r}")
 
 
 def _check_range(number: int, smallest: int | None, what: str) -> int:
     smallest = number if smallest is None else smallest
+    _at_least_one(number, what)
     _at_least_one(smallest, what)
     if smallest > number:
         raise LaunchError(f"expected a range of {what} from fewer to more, got {smallest}-{number}")

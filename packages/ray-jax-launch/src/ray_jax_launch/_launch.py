@@ -27,8 +27,8 @@ from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._backend import backend_config, worker_environment
 from ray_jax_launch._board import BoardHandle, Metrics, start_board
-from ray_jax_launch._cluster import check_resources, connect, log_folder
-from ray_jax_launch._data import RankedDataConfig, RankedDataset
+from ray_jax_launch._cluster import DATA_CPUS, check_resources, connect, log_folder
+from ray_jax_launch._data import DataReservation, RankedDataConfig, RankedDataset
 from ray_jax_launch._errors import LaunchError, TrainingFailed
 from ray_jax_launch._failures import TellBoard, first_failure, note_traceback
 from ray_jax_launch._hardware import Hardware
@@ -127,10 +127,10 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or SIGTERM. A loop that listens (`stop_requested`) has saved and returned; a
             second Ctrl-C does not wait for it. The workers have been stopped.
     """
-    _check_arguments(train_loop, config, hardware, name, max_failures)
+    _check_arguments(train_loop, config, hardware, storage_path, name, datasets, on_metrics, max_failures)
     with _run_folder(storage_path, name) as run_path:
         connect(hardware)
-        check_resources(hardware)
+        check_resources(hardware, with_data=bool(datasets))
     board = start_board()
     interrupt = _Interrupt(board)
     trainer = _Trainer(
@@ -164,18 +164,22 @@ def launch(
     trainer.on_start = interrupt.attach
     try:
         interrupt.handle()
-        with _collecting(board, on_metrics, max_failures), _start_timeout(hardware):
+        with (
+            _reserving(hardware, str(run_path), DATA_CPUS if datasets else 0) as renew,
+            _collecting(board, on_metrics, max_failures, renew),
+            _start_timeout(hardware),
+        ):
             result = trainer.fit()
         if ray.get(board.obeyed.remote()):
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("stopped: launch it again, with the same storage_path and name, to continue")
         return Result(
             return_value=result.return_value,
             metrics=ray.get(board.latest.remote()),
             path=run_path,
             log_folder=log_folder(),
         )
-    except SystemExit as error:
-        raise KeyboardInterrupt from error  # see _Interrupt
+    except SystemExit:
+        raise KeyboardInterrupt from None  # see _Interrupt
     except WorkerGroupError as error:
         rank, details = first_failure(error.worker_failures)
         failed = TrainingFailed(f"worker {rank} of {hardware} failed", rank, details, log_folder())
@@ -190,13 +194,22 @@ def launch(
         ray.kill(board)
 
 
-def _check_arguments(train_loop: Any, config: Any, hardware: Any, name: Any, max_failures: Any) -> None:
-    if not callable(train_loop):
-        raise LaunchError(f"expected a function as train_loop, got {train_loop!r}")
+def _check_arguments(
+    train_loop: Any, config: Any, hardware: Any, storage_path: Any, name: Any, datasets: Any, on_metrics: Any,
+    max_failures: Any,
+) -> None:  # fmt: skip
+    functions = {"train_loop": train_loop, **{f"datasets[{key!r}]": make for key, make in (datasets or {}).items()}}
+    if on_metrics is not None:
+        functions["on_metrics"] = on_metrics
+    for what, function in functions.items():
+        if not callable(function):
+            raise LaunchError(f"expected a function as {what}, got {function!r}")
     if not isinstance(config, dict):
         raise LaunchError(f"expected a dict as config, which the loop is called with, got {config!r}")
     if not isinstance(hardware, Hardware):
         raise LaunchError(f"expected hardware that cpu, gpu, tpu, auto or parse_hardware made, got {hardware!r}")
+    if not isinstance(storage_path, str | Path) or not str(storage_path):
+        raise LaunchError(f"expected a folder or a URI as storage_path, got {storage_path!r}")
     if not isinstance(name, str) or not re.fullmatch(r"[^./?\s][^/?\n]*", name):
         raise LaunchError(f"expected a run's name that can be a folder's, without / and ? in it, got {name!r}")
     if not isinstance(max_failures, int) or max_failures < 0:
@@ -275,6 +288,7 @@ class _Interrupt:
             if ray.get(self._board.interrupt.remote()):
                 _logger.warning("interrupted: the workers save what they have; press Ctrl-C again to stop at once")
                 return
+        _logger.warning("interrupted: stopping the workers, which do not save")
         if self._controller is not None:
             with contextlib.suppress(RayActorError):  # so it says good-bye
                 ray.get(self._controller.abort.remote())
@@ -283,17 +297,18 @@ class _Interrupt:
 
 @contextlib.contextmanager
 def _collecting(
-    board: BoardHandle, on_metrics: Callable[[int, Metrics], None] | None, max_failures: int
+    board: BoardHandle, on_metrics: OnMetrics | None, max_failures: int, renew: Callable[[], None]
 ) -> Iterator[None]:
-    """Hand on what workers log, and say why they failed, while the block runs."""
+    """Hand on what workers log, say why they failed, and renew what is reserved, while the block runs."""
     stop = threading.Event()
-    hand_on = on_metrics or _ignore
+    hand_on = on_metrics or _do_nothing
 
     def collect() -> None:
         num_failures = 0
         stopping = False
         while not stopping:
             stopping = stop.wait(_COLLECT_EVERY_S)
+            renew()
             logged, failures = ray.get(board.collect.remote())
             for rank, metrics in logged:
                 try:
@@ -314,6 +329,20 @@ def _collecting(
     finally:
         stop.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def _reserving(hardware: Hardware, name: str, num_cpus: int) -> Iterator[Callable[[], None]]:
+    """Keep CPUs from an elastic group while the block runs. Yields what is to be called every few seconds."""
+    if not hardware.is_elastic or not num_cpus:
+        yield _do_nothing
+        return
+    reservation = DataReservation(name, num_cpus)
+    reservation.renew()
+    try:
+        yield reservation.renew
+    finally:
+        reservation.cancel()
 
 
 @contextlib.contextmanager
@@ -339,7 +368,7 @@ def _run_loop(train_loop: Callable[[dict[str, Any]], Any], session: Session, con
     return returned
 
 
-def _ignore(rank: int, metrics: Metrics) -> None:
+def _do_nothing(*args: Any) -> None:
     pass
 
 
