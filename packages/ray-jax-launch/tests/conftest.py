@@ -39,9 +39,9 @@ def place(request, tmp_path):
     return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(s3):
-    """A Ray cluster on this machine, of four logical CPUs."""
+    """A Ray cluster on this machine, of four logical CPUs. Other modules make their own."""
     from ray_jax_launch import connect, cpu
 
     # The workers inherit the environment of the cluster; theirs is to have one device each.

@@ -333,6 +333,7 @@ def test_an_elastic_group_leaves_a_cpu_to_the_data_it_reads(nodes, tmp_path):
 
 def test_a_cluster_that_wants_a_token_says_how_to_give_it(tmp_path):
     environment = os.environ | {"HOME": str(tmp_path), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    environment.pop("RAY_AUTH_MODE", None)  # Ray sets it in a process that started a cluster
     ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
     subprocess.run([*ray_command, "get-auth-token", "--generate"], check=True, env=environment, capture_output=True)
     with socket.socket() as probe:
