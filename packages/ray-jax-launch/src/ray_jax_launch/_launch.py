@@ -114,7 +114,7 @@ def launch(
         datasets: for each name that `ray.train.get_dataset_shard` knows in the loop, what makes a
             rank's dataset. It is called again each time the group starts.
         on_metrics: called in this process, in a thread of its own, with the rank and the metrics of each
-            `log_metrics`, in each rank's order.
+            `log_metrics`, in each rank's order. What it raises is logged, and the run goes on.
         max_failures: how many failures of the group to recover from.
         preemption_grace_s: seconds that workers on other nodes may go on after a node was taken away, to save.
         backend: how the workers join, such as a `DistributedConfig` with other time-outs; by default
