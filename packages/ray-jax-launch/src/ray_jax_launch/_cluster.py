@@ -52,9 +52,6 @@ def connect(hardware: Hardware | None = None) -> None:
             ) from error
         return
     workers = hardware.num_workers if hardware is not None else 1
-    # The watcher is a process of its own, seconds of start-up. It looks for nodes that are about to be taken away:
-    # this cluster's one node is this machine.
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     try:
         ray.init(
             address="local",
@@ -75,6 +72,12 @@ def _check_answers(address: str) -> None:
     if address != "auto":
         where = urlsplit(address if "://" in address else f"ray://{address}")
         socket.create_connection((where.hostname or "", where.port or 6379), timeout=_CONNECT_TIMEOUT_S).close()
+
+
+def is_started_here() -> bool:
+    """Whether this process started the connected cluster, which then is this machine alone."""
+    node = worker.global_worker.node
+    return node is not None and node.head
 
 
 def log_folder() -> str:

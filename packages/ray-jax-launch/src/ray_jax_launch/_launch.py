@@ -27,7 +27,7 @@ from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._backend import backend_config, worker_environment
 from ray_jax_launch._board import BoardHandle, Metrics, start_board
-from ray_jax_launch._cluster import DATA_CPUS, check_resources, connect, log_folder
+from ray_jax_launch._cluster import DATA_CPUS, check_resources, connect, is_started_here, log_folder
 from ray_jax_launch._data import DataReservation, RankedDataConfig, RankedDataset
 from ray_jax_launch._errors import LaunchError, TrainingFailed
 from ray_jax_launch._failures import TellBoard, first_failure, note_traceback
@@ -40,7 +40,7 @@ _MAX_CONTROLLER_FAILURES = 3
 # An elastic group starts where it saw room for its workers. When that was a node which had just gone, the start fails,
 # and the next one sees what there is: this is to happen soon, and as often as nodes go.
 _MAX_ELASTIC_CONTROLLER_FAILURES = 100
-_START_TIMEOUT, _ELASTIC_START_TIMEOUT_S = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", 15
+_ELASTIC_START_TIMEOUT_S = 15
 _COLLECT_EVERY_S = 0.5
 
 OnMetrics = Callable[[int, Metrics], None]
@@ -167,7 +167,7 @@ def launch(
         with (
             _reserving(hardware, str(run_path), DATA_CPUS if datasets else 0) as renew,
             _collecting(board, on_metrics, max_failures, renew),
-            _start_timeout(hardware),
+            _train_settings(hardware),
         ):
             result = trainer.fit()
         if ray.get(board.obeyed.remote()):
@@ -346,16 +346,21 @@ def _reserving(hardware: Hardware, name: str, num_cpus: int) -> Iterator[Callabl
 
 
 @contextlib.contextmanager
-def _start_timeout(hardware: Hardware) -> Iterator[None]:
-    """Have Ray Train, which reads this from the environment, wait for an elastic group no longer than it is worth."""
-    if not hardware.is_elastic or _START_TIMEOUT in os.environ:
-        yield
-        return
-    os.environ[_START_TIMEOUT] = str(_ELASTIC_START_TIMEOUT_S)
+def _train_settings(hardware: Hardware) -> Iterator[None]:
+    """Have Ray Train, which reads these from the environment, do what it has no arguments for. The user's own win."""
+    settings: dict[str, str] = {}
+    if hardware.is_elastic:
+        settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ELASTIC_START_TIMEOUT_S)
+    if is_started_here():
+        # It looks for nodes that are about to be taken away, in a process of its own that takes seconds to start.
+        settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    settings = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        del os.environ[_START_TIMEOUT]
+        for name in settings:
+            del os.environ[name]
 
 
 def _run_loop(train_loop: Callable[[dict[str, Any]], Any], session: Session, config: dict[str, Any]) -> Any:
