@@ -41,6 +41,7 @@ def scramble(config):
     """
     import jax
     import jax.numpy as jnp
+    from jax.experimental import multihost_utils
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
     from ray import train
 
@@ -65,6 +66,8 @@ def scramble(config):
             if number % 2 == 0:
                 checkpoints.save(number, {"state": {"x": x}}, metadata={})
                 checkpoints.wait()
+            if number == 5 and not marker.exists():
+                multihost_utils.sync_global_devices("both have logged the step")
             if number == 5 and jax.process_index() == 1 and not marker.exists():
                 marker.write_text("died")
                 os.kill(os.getpid(), signal.SIGKILL)  # from outside any Python handler
@@ -121,12 +124,10 @@ def test_a_run_in_object_storage_whose_worker_is_killed_ends_like_one_that_was_n
         "x": x.tolist(),
         "factor": 2,
     }
-    # Each rank's metrics came in their order: steps 1 to 4, the fifth if rank 0 came so far before rank 1 took the step
-    # down with it, and after the restart from checkpoint 4 on.
-    after = [(0, 4, step) for step in range(5, 9)]
-    before = [entry for entry in logged if entry[0] == 0 and entry not in after]
-    assert before in ([(0, 0, step) for step in range(1, last + 1)] for last in (4, 5))
-    assert [entry for entry in logged if entry[0] == 0] == before + after
+    # Each rank's metrics came in their order: steps 1 to 5, and after the restart from checkpoint 4 on.
+    assert [entry for entry in logged if entry[0] == 0] == [
+        *((0, 0, step) for step in range(1, 6)), *((0, 4, step) for step in range(5, 9))
+    ]  # fmt: skip
     assert result.metrics == {"step": 8, "start": 4, "rank": 0, "reported": 7}
     assert result.path == f"{s3}/{tmp_path.name}"
     assert latest_step(f"{result.path}/checkpoints") == 8

@@ -136,7 +136,7 @@ class Checkpoints:
                     "expected names of items in letters, digits, - and _, other than "
                     f"{' and '.join(_RESERVED)}, got {name!r}"
                 )
-        items = {name: jax.tree_util.tree_map_with_path(_check_savable, tree) for name, tree in items.items()}
+        items = {name: jax.tree_util.tree_map_with_path(_savable, tree) for name, tree in items.items()}
         json.dumps(dict(metadata))
         self._kept.save(int(step), items, dict(metadata), score if score is not None and math.isfinite(score) else None)
 
@@ -188,7 +188,7 @@ def _verify(folder: StoragePath) -> None:
         raise error
 
 
-def _check_savable(path: tuple[Any, ...], x: Any) -> Any:
+def _savable(path: tuple[Any, ...], x: Any) -> Any:
     """The leaf, in a form that Orbax can save where there are several processes."""
     if jax.process_count() == 1 or not isinstance(x, jax.Array):
         return x
@@ -199,6 +199,6 @@ def _check_savable(path: tuple[Any, ...], x: Any) -> Any:
         )
     try:
         _ = x.addressable_shards
-    except ValueError:  # jax 0.10.2, when device_put made it of an array that was on several devices already
+    except ValueError:  # jax 0.10.2, of what device_put replicated over the processes
         return jax.jit(lambda x: x)(x)
     return x

@@ -313,7 +313,7 @@ def _collecting(
             for rank, metrics in logged:
                 try:
                     hand_on(rank, metrics)
-                except Exception:  # the run is worth more than what shows it
+                except Exception:  # the user's function may raise anything; the run is worth more than what shows it
                     _logger.exception("on_metrics failed; it gets the next metrics all the same")
             for failure in failures:
                 num_failures += 1
