@@ -18,7 +18,8 @@ class DistributedConfig(JaxConfig):
 
     Ray 2.60's own backend (`ray/train/v2/jax/config.py`) leaves CPU workers unjoined, and on GPUs sets
     `CUDA_VISIBLE_DEVICES` to `range(GPUs per worker)`, so that several workers on a node would all take
-    GPU 0. This one keeps the devices that Ray assigned to each worker.
+    GPU 0 (noticed in the review of ray-project/ray#58322, which added it). This one keeps the devices that Ray
+    assigned to each worker.
     """
 
     initialization_timeout_s: int = 300
