@@ -99,7 +99,8 @@ def main() -> None:
         "# The loop under Ray against the bare step\n\n"
         f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
         "| bare step | loop | ratio of medians | by round |\n|---|---|---|---|\n"
-        f"| {bare * 1e3:.1f} ms | {loop * 1e3:.1f} ms | {bare / loop:.3f} | {by_round} |\n"
+        f"| {bare * 1e3:.1f} ms | {loop * 1e3:.1f} ms | {bare / loop:.3f} | {by_round} |\n\n"
+        "The step computes on all CPUs, and shares them with Ray's processes: `launch.md` tells that part apart.\n"
     )
     print((options.out / "loop.md").read_text())
 
