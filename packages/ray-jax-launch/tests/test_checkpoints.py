@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,38 @@ def test_another_layout_can_be_restored_into(place, tree):
     jax.tree.map(np.testing.assert_array_equal, restored, tree)
 
 
+def test_keys_and_numbers_and_nothing_come_back_as_they_were(place):
+    keys = jax.random.split(jax.random.key(3), 4)
+    numbers = {"steps": np.int64(3), "rate": np.float32(0.5), "done": np.bool_(True), "count": 2, "none": None}
+    state = {"keys": keys, **numbers}
+    items = {"state": state, "opt_state": ((), {}), "average": None}
+    abstract_key = jax.eval_shape(lambda: keys)
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(1, items, metadata={})
+        checkpoints.wait()
+        restored = checkpoints.restore(1, {**items, "state": state | {"keys": abstract_key}})
+    assert restored["state"]["keys"].dtype == keys.dtype
+    np.testing.assert_array_equal(jax.random.key_data(restored["state"]["keys"]), jax.random.key_data(keys))
+    rest = {name: value for name, value in restored["state"].items() if name != "keys"}
+    assert rest == numbers
+    assert (restored["opt_state"], restored["average"]) == (((), {}), None)
+
+
+def test_only_what_was_saved_can_be_restored(place):
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(1, {"params": {"h": [{"w": jnp.ones((3, 2)), "b": jnp.ones(2)}]}}, metadata={})
+        checkpoints.wait()
+        for like, message in [
+            ({"opt_state": {"mu": jnp.ones(2)}}, "expected an item among params, which were saved, got 'opt_state'"),
+            ({"params": {"h": [{"w": jnp.ones((3, 2))}]}}, "h.0.b was saved, and is not asked for"),
+            ({"params": {"h": [{"w": jnp.ones((3, 2)), "b": jnp.ones(2), "c": 1}]}}, "h.0.c is asked for, and was not"),
+            ({"params": {"h": [{"w": jnp.ones((2, 3)), "b": jnp.ones(2)}]}}, "was saved in, (3, 2), got (2, 3)"),
+            ({"params": jnp.ones(2)}, "expected a tree of arrays as the item params, got a single"),
+        ]:
+            with pytest.raises(ValueError, match=re.escape(message)):
+                checkpoints.restore(1, like)
+
+
 def test_a_buffer_may_be_reused_once_save_returns(place):
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     x = jnp.arange(4_000_000.0)
@@ -63,7 +97,7 @@ def test_only_the_newest_are_kept(place, tree):
 
 
 def test_the_best_are_kept_beside_the_newest(place, tree):
-    scores = {10: 3.0, 20: 1.0, 30: 2.0, 40: 5.0, 50: float("nan"), 60: None}
+    scores = {10: jnp.float32(3.0), 20: 1.0, 30: np.float32(2.0), 40: 5.0, 50: float("nan"), 60: None}
     with Checkpoints(place, num_to_keep=2, num_best_to_keep=2) as checkpoints:
         for step, score in scores.items():
             checkpoints.save(step, {"params": tree}, metadata={}, score=score)
@@ -117,6 +151,15 @@ def test_what_cannot_be_saved_or_restored_is_said(place, tree):
             ) as said:
                 checkpoints.save(20, {name: tree}, metadata={})
             assert str(said.value).endswith(repr(name))
+        for items, message in [
+            ({"params": {"h": "text"}}, "expected arrays and numbers to save, got 'text' at params['h']"),
+            ({"params": {"h": np.array(["text"])}}, "expected arrays and numbers to save, got array(['text']"),
+            ({"params": {"h": jnp.zeros((0, 3))}}, "something in them, got one of shape (0, 3) at params['h']"),
+            ({"params": jnp.ones(2)}, "expected a tree of arrays as the item params, got a single ArrayImpl"),
+            ({"params": {}}, "expected an array or a number to save, got none in the items ['params']"),
+        ]:
+            with pytest.raises(ValueError, match=re.escape(message)):
+                checkpoints.save(20, items, metadata={})
         with pytest.raises(TypeError, match="not JSON serializable"):
             checkpoints.save(20, {"params": tree}, metadata={"x": jnp.ones(1)})
         for read in (lambda step: checkpoints.restore(step, {"params": tree}), checkpoints.metadata):

@@ -29,7 +29,7 @@ def cut_short(checkpoint):
 
 
 def remove_a_file(checkpoint):
-    file = next(path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != "checksums.json")
+    file = next(path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.parent != checkpoint)
     file.unlink()
     return f"{file.relative_to(checkpoint)} is missing"
 
@@ -88,15 +88,29 @@ def test_where_all_are_damaged_nothing_begins_anew_in_silence(folder):
 
 
 def test_a_checkpoint_without_checksums_is_taken(folder):
-    """As a process leaves it that is killed between the checkpoint and its checksums."""
+    """As version 0.1 wrote them."""
     (folder / "30" / "checksums.json").unlink()
     assert intact_step(folder) == 30
 
 
-def test_every_file_has_a_checksum(folder):
-    files = json.loads((folder / "30" / "checksums.json").read_text())["files"]
-    found = {str(path.relative_to(folder / "30")) for path in (folder / "30").rglob("*") if path.is_file()}
-    assert set(files) == found - {"checksums.json"}
+def test_every_file_has_a_checksum_though_nobody_waited(tmp_path):
+    with Checkpoints(tmp_path, num_to_keep=3) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, {"params": TREE, "opt_state": TREE}, metadata={"step": step})
+    for step in (10, 20, 30):
+        checkpoint = tmp_path / str(step)
+        files = json.loads((checkpoint / "checksums.json").read_text())["files"]
+        found = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
+        assert found - set(files) == {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
+        assert len(files) > 10
+
+
+def test_what_has_no_checksum_is_not_needed(folder):
+    for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        (folder / "30" / name).unlink()
+    with Checkpoints(folder) as checkpoints:
+        np.testing.assert_array_equal(checkpoints.restore(30, {"params": TREE})["params"]["w"], TREE["w"] + 30)
+        assert checkpoints.metadata(30) == {"step": 30}
 
 
 def test_an_empty_folder_has_none(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import ray.cloudpickle
 import ray.data
 
@@ -27,6 +28,7 @@ from ray_jax_launch import (
     launch,
     parse_hardware,
 )
+from ray_jax_launch._board import start_board
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -132,6 +134,18 @@ def test_a_run_in_object_storage_whose_worker_is_killed_ends_like_one_that_was_n
     assert result.path == f"{s3}/{tmp_path.name}"
     assert latest_step(f"{result.path}/checkpoints") == 8
     assert Path(result.log_folder).is_dir()
+
+
+def test_what_a_worker_logs_quickly_keeps_its_order():
+    board = start_board()
+    for number in range(1000):
+        board.post.remote("a worker", number, 0, {"step": number})
+    logged = []
+    while len(logged) < 1000:
+        logged += ray.get(board.collect.remote())[0]
+    assert logged == [(0, {"step": number}) for number in range(1000)]
+    assert ray.get(board.latest.remote()) == {"step": 999}
+    ray.kill(board)
 
 
 def save_when_asked(config):

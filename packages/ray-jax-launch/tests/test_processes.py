@@ -40,19 +40,24 @@ def place(name, value):
 tree = {name: place(name, value) for name, value in values.items()}
 tree["put"] = jax.device_put(jax.numpy.ones(2) * 3, NamedSharding(mesh, PartitionSpec()))
 values["put"] = np.array([3, 3], np.float32)
-with Checkpoints(folder) as checkpoints:
+make_key = jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(mesh, PartitionSpec()))
+score = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(tree["w"])
+with Checkpoints(folder, num_best_to_keep=1) as checkpoints:
     if action == "save":
         try:
             checkpoints.save(5, {"params": {"own": jax.numpy.ones(2)}}, metadata={})
         except ValueError as error:
-            assert "one of this process alone at ['own']" in str(error)
+            assert "one of this process alone at params['own']" in str(error)
         else:
             raise AssertionError
-        checkpoints.save(5, {"params": tree}, metadata={"by": int(num_processes)})
+        items = {"params": tree, "rng": {"key": make_key()}}
+        checkpoints.save(5, items, metadata={"by": int(num_processes)}, score=score)
         checkpoints.wait()
     else:
         assert checkpoints.latest_step() == 5
-        restored = checkpoints.restore(5, {"params": tree})["params"]
+        items = checkpoints.restore(5, {"params": tree, "rng": {"key": make_key()}})
+        restored = items["params"]
+        np.testing.assert_array_equal(jax.random.key_data(items["rng"]["key"]), jax.random.key_data(make_key()))
         for name, value in values.items():
             assert restored[name].sharding == tree[name].sharding
             for shard in restored[name].addressable_shards:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,22 +30,39 @@ class _Group:
     all_answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass
+class _InOrder:
+    """What a worker posts, in its order: calls of an actor that can wait in one overtake each other."""
+
+    num_taken: int = 0
+    early: dict[int, Metrics] = field(default_factory=dict)
+
+    def take(self, number: int, metrics: Metrics) -> Iterator[Metrics]:
+        """Note the metrics, and yield all that are next in the order."""
+        self.early[number] = metrics
+        while self.num_taken in self.early:
+            yield self.early.pop(self.num_taken)
+            self.num_taken += 1
+
+
 class Board:
     """Metrics on their way to the driver, and the wish to stop on its way to the workers."""
 
     def __init__(self) -> None:
         self._unread: deque[tuple[int, Metrics]] = deque(maxlen=_MAX_UNREAD)
+        self._posts: dict[str, _InOrder] = {}
         self._failures: list[str] = []
         self._latest: Metrics = {}
         self._groups: dict[str, _Group] = {}
         self._interrupted = False
         self._obeyed = False
 
-    async def post(self, rank: int, metrics: Metrics) -> None:
-        """Take in what a worker logged."""
-        self._unread.append((rank, metrics))
-        if rank == 0:
-            self._latest |= metrics
+    async def post(self, worker: str, number: int, rank: int, metrics: Metrics) -> None:
+        """Take in what a worker logged as its `number`-th metrics, from 0."""
+        for logged in self._posts.setdefault(worker, _InOrder()).take(number, metrics):
+            self._unread.append((rank, logged))
+            if rank == 0:
+                self._latest |= logged
 
     async def report(self, metrics: Metrics) -> None:
         """Take in what rank 0 reported to Ray Train."""

@@ -16,6 +16,7 @@ from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._orbax import FolderCheckpoints, ObjectCheckpoints
 from ray_jax_launch._steps import intact_step, latest_step, list_steps
 from ray_jax_launch._storage import StoragePath, is_uri, join_path
+from ray_jax_launch._trees import as_wanted, to_save
 
 # Orbax keeps these beside the items.
 _RESERVED = ("metadata", "metrics")
@@ -106,15 +107,16 @@ class Checkpoints:
 
         Args:
             step: its number.
-            items: named trees of arrays, restored together or one by one. They may change once this returns. Where
-                there are several processes, the arrays are global ones, whose shards are on all of them.
+            items: named trees of arrays and numbers, restored together or one by one. They may change once this
+                returns. Where there are several processes, the arrays are global ones, whose shards are on all of them.
             metadata: anything that JSON can hold.
             score: what the best are chosen by, such as a validation loss: lower is better. One that is not finite
                 counts as none.
 
         Raises:
-            ValueError: the step is not later than the newest checkpoint's; an item cannot be named so; an
-                array is of this process alone; or this was opened read-only, or is closed.
+            ValueError: the step is not later than the newest checkpoint's; an item cannot be named so, or is no
+                tree; a leaf is no number, is empty, or is of this process alone; or this was opened read-only, or is
+                closed.
             TypeError: the metadata hold what JSON does not.
         """
         if self._closed or self._read_only:
@@ -136,9 +138,11 @@ class Checkpoints:
                     "expected names of items in letters, digits, - and _, other than "
                     f"{' and '.join(_RESERVED)}, got {name!r}"
                 )
-        items = {name: jax.tree_util.tree_map_with_path(_savable, tree) for name, tree in items.items()}
+        trees = to_save(items)
         json.dumps(dict(metadata))
-        self._kept.save(int(step), items, dict(metadata), score if score is not None and math.isfinite(score) else None)
+        # A number of jax's or NumPy's would not become JSON.
+        score = None if score is None or not math.isfinite(score) else float(score)
+        self._kept.save(int(step), trees, dict(metadata), score)
 
     def wait(self) -> None:
         """Return once the checkpoint that was begun is durable and listed."""
@@ -149,15 +153,16 @@ class Checkpoints:
 
         Args:
             step: its number.
-            like: for each item wanted, a tree of arrays or `jax.ShapeDtypeStruct`s whose shapes, types
-                and shardings the result has. The shardings need not be those it was saved from.
+            like: for each item wanted, a tree of arrays or `jax.ShapeDtypeStruct`s whose types and shardings the
+                result has. These need not be those it was saved from; its leaves and their shapes must.
 
         Raises:
-            ValueError: there is no checkpoint of this number.
+            ValueError: there is no checkpoint of this number, or no such item, leaf or shape in it.
             DamagedCheckpointError: it was damaged since it was last read (object storage only).
         """
         self._check_exists(step)
-        return self._kept.restore(step, like)
+        restored = self._kept.restore(step, like)
+        return {name: as_wanted(tree, restored[name]) if name in restored else tree for name, tree in like.items()}
 
     def metadata(self, step: int) -> dict[str, Any]:
         """What was saved as a checkpoint's metadata.
@@ -186,19 +191,3 @@ def _verify(folder: StoragePath) -> None:
         error = DamagedCheckpointError(f"expected an undamaged checkpoint in {folder}: process 0 found none")
     if error is not None:
         raise error
-
-
-def _savable(path: tuple[Any, ...], x: Any) -> Any:
-    """The leaf, in a form that Orbax can save where there are several processes."""
-    if jax.process_count() == 1 or not isinstance(x, jax.Array):
-        return x
-    if x.is_fully_addressable:
-        raise ValueError(
-            f"expected arrays that all processes share, got one of this process alone at {jax.tree_util.keystr(path)}: "
-            "make it by a jitted function with out_shardings, or by jax.make_array_from_process_local_data"
-        )
-    try:
-        _ = x.addressable_shards
-    except ValueError:  # jax 0.10.2, of what device_put replicated over the processes
-        return jax.jit(lambda x: x)(x)
-    return x

@@ -119,8 +119,9 @@ class Objects:
 
     def commit(self, step: int, listing: Listing) -> None:
         """Make a checkpoint out of the parts that were written."""
+        content = json.dumps(asdict(listing)).encode()
         with self._filesystem.open_output_stream(f"{self._root}/{step}/{_LISTING}") as stream:
-            stream.write(json.dumps(asdict(listing)).encode())
+            stream.write(content)
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint: first what lists it, so that no half one is ever listed."""

@@ -17,9 +17,13 @@ from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler, ScalarHan
 
 from ray_jax_launch._objects import Listing, Objects, part_name
 from ray_jax_launch._steps import write_checksums
+from ray_jax_launch._trees import to_restore
 
 _METADATA = "metadata"
 _SCORE = "score"
+# What Orbax keeps beside the items, and what it calls a folder that is not yet whole.
+_NO_ITEMS = (_METADATA, "metrics")
+_TEMPORARY = ".orbax-checkpoint-tmp"
 _TRASH = ".trash"
 
 
@@ -29,7 +33,7 @@ class FolderCheckpoints:
     def __init__(self, folder: Path, *, num_to_keep: int, num_best_to_keep: int, read_only: bool) -> None:
         self._folder = folder
         self._read_only = read_only
-        self._unsigned: int | None = None
+        self._step = 0
         best = BestN(get_metric_fn=_get_score, n=num_best_to_keep, reverse=True, keep_checkpoints_without_metrics=False)
         self._manager = ocp.CheckpointManager(
             folder,
@@ -43,29 +47,39 @@ class FolderCheckpoints:
                 cleanup_tmp_directories=not read_only,
                 # To delete is to rename first: a process that is killed meanwhile leaves no half checkpoint listed.
                 todelete_subdir=None if read_only else _TRASH,
+                # Called by the first process once all have written, before the renaming.
+                async_options=ocp.options.AsyncOptions(post_finalization_callback=self._sign),
             ),
         )
 
     def save(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
+        self.wait()
+        self._step = step
         trees = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         self._manager.save(
             step,
             args=ocp.args.Composite(**trees, **{_METADATA: ocp.args.JsonSave(metadata)}),
             metrics=None if score is None else {_SCORE: score},
         )
-        self._unsigned = step
+
+    def _sign(self) -> None:
+        (written,) = self._folder.glob(f"{self._step}{_TEMPORARY}*")
+        write_checksums(written)
 
     def wait(self) -> None:
         self._manager.wait_until_finished()
-        if self._unsigned is not None and jax.process_index() == 0:
-            write_checksums(self._folder / str(self._unsigned))
-        self._unsigned = None
         self._empty_trash()
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        trees = {name: ocp.args.StandardRestore(tree) for name, tree in like.items()}
+        folders = [
+            path for path in (self._folder / str(step)).iterdir() if path.is_dir() and path.name not in _NO_ITEMS
+        ]
+        wanted = to_restore(like, {path.name: _saved_tree(path) for path in folders})
+        if not wanted:
+            return {}
+        trees = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
         restored = self._manager.restore(step, args=ocp.args.Composite(**trees))
-        return {name: restored[name] for name in like}
+        return {name: restored[name] for name in wanted}
 
     def metadata(self, step: int) -> dict[str, Any]:
         return self._manager.restore(step, args=ocp.args.Composite(**{_METADATA: ocp.args.JsonRestore()}))[_METADATA]
@@ -158,13 +172,16 @@ class ObjectCheckpoints:
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="checkpoint-") as staging:
             self._objects.read_parts(step, Path(staging))
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, dict(like))
+            wanted = to_restore(like, _saved_tree(Path(staging) / "items"))
+            if not wanted:
+                return {}
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
             return self._checkpointer.restore(
                 Path(staging) / "items",
                 args=ocp.args.PyTreeRestore(
                     abstract,
                     restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-                    partial_restore=True,
+                    partial_restore=True,  # some items, each of them whole
                 ),
             )
 
@@ -175,6 +192,12 @@ class ObjectCheckpoints:
         with contextlib.ExitStack() as stack:
             stack.callback(self._checkpointer.close)
             stack.callback(self._thread.shutdown)
+
+
+def _saved_tree(folder: Path) -> Any:
+    """Orbax's metadata of the leaves of what it wrote to a folder."""
+    # Orbax declares a path class of its own, and takes any.
+    return ocp.PyTreeCheckpointHandler().metadata(folder).tree  # pyright: ignore[reportArgumentType]
 
 
 def _gather(size: int, checksum: int) -> list[tuple[int, int]]:

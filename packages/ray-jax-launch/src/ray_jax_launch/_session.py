@@ -1,5 +1,6 @@
 """What a training loop can ask and tell while it runs in a worker."""
 
+import itertools
 import re
 import threading
 import time
@@ -30,12 +31,14 @@ class Session:
 
 
 _session: Session | None = None
+# Of what this process posts; taken by any thread.
+_numbers = itertools.count()
 
 
 def begin(session: Session) -> None:
     """Make a session the current one of this process."""
-    global _session
-    _session = session
+    global _session, _numbers
+    _session, _numbers = session, itertools.count()
 
 
 def current_session() -> Session:
@@ -71,7 +74,7 @@ def log_metrics(metrics: Mapping[str, float]) -> None:
                 f"jax_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", f"{name} of a training loop", tag_keys=("run", "rank")
             )
         session.gauges[name].set(value, tags)
-    session.board.post.remote(rank, numbers)
+    session.board.post.remote(ray.get_runtime_context().get_worker_id(), next(_numbers), rank, numbers)
 
 
 def _number(name: str, value: Any) -> float:

@@ -15,6 +15,8 @@ from ray_jax_launch._objects import Objects
 from ray_jax_launch._storage import StoragePath, is_uri
 
 CHECKSUMS = "checksums.json"
+# Beside the items, Orbax writes these last, after the checksums, and restores without them.
+_UNCHECKED = (CHECKSUMS, "_CHECKPOINT_METADATA", "commit_success.txt")
 
 _logger = logging.getLogger("ray_jax_launch")
 _BLOCK_BYTES = 1 << 22
@@ -37,7 +39,7 @@ def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
     """Number of the newest checkpoint whose files have the sizes and checksums they were written with.
 
     Every file of the newest checkpoint is read; of older ones only if it is damaged. In a folder, a checkpoint
-    without checksums, from before they were written or of a process that was killed just then, counts as intact.
+    without checksums, as version 0.1 wrote them, counts as intact.
 
     Args:
         folder: where the checkpoints are; a URI is object storage.
@@ -77,11 +79,11 @@ def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
 
 
 def write_checksums(checkpoint: Path) -> None:
-    """Note the size and checksum (CRC-32) of every file of a checkpoint, in a file beside them."""
+    """Note the size and checksum (CRC-32) of every file of a checkpoint's items, in a file beside them."""
     files = {
         str(path.relative_to(checkpoint)): [path.stat().st_size, _crc32(path)]
         for path in sorted(checkpoint.rglob("*"))
-        if path.is_file() and path.name != CHECKSUMS
+        if path.is_file() and not (path.parent == checkpoint and path.name in _UNCHECKED)
     }
     temporary = checkpoint / f"{CHECKSUMS}.tmp"
     temporary.write_text(json.dumps({"algorithm": "crc32", "files": files}))
