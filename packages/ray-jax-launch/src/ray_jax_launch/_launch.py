@@ -188,7 +188,7 @@ def launch(
     except PreemptionError as error:
         raise TrainingFailed(f"{hardware} lost nodes", None, str(error), log_folder()) from error
     except TrainingFailedError as error:
-        raise TrainingFailed(f"{hardware} could not be started", None, str(error), log_folder()) from error
+        raise TrainingFailed(f"{hardware} could not be started, or lost a worker while it was", None, str(error), log_folder()) from error
     finally:
         interrupt.restore()
         ray.kill(board)
