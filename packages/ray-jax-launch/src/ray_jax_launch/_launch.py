@@ -188,7 +188,8 @@ def launch(
     except PreemptionError as error:
         raise TrainingFailed(f"{hardware} lost nodes", None, str(error), log_folder()) from error
     except TrainingFailedError as error:
-        raise TrainingFailed(f"{hardware} could not be started, or lost a worker while it was", None, str(error), log_folder()) from error
+        what = f"{hardware} could not be started, or lost a worker while it was"
+        raise TrainingFailed(what, None, str(error), log_folder()) from error
     finally:
         interrupt.restore()
         ray.kill(board)
