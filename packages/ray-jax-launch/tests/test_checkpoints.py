@@ -47,7 +47,14 @@ def test_another_layout_can_be_restored_into(place, tree):
 
 def test_keys_and_numbers_and_nothing_come_back_as_they_were(place):
     keys = jax.random.split(jax.random.key(3), 4)
-    numbers = {"steps": np.int64(3), "rate": np.float32(0.5), "done": np.bool_(True), "count": 2, "none": None}
+    numbers = {
+        "steps": np.int64(3),
+        "rate": np.float32(0.5),
+        "loss": np.float64(2),
+        "done": np.bool_(True),
+        "count": 2,
+        "none": None,
+    }
     state = {"keys": keys, **numbers}
     items = {"state": state, "opt_state": ((), {}), "average": None}
     abstract_key = jax.eval_shape(lambda: keys)

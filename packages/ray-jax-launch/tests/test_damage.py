@@ -88,7 +88,7 @@ def test_where_all_are_damaged_nothing_begins_anew_in_silence(folder):
 
 
 def test_a_checkpoint_without_checksums_is_taken(folder):
-    """As version 0.1 wrote them."""
+    """As versions before 0.3 could leave them."""
     (folder / "30" / "checksums.json").unlink()
     assert intact_step(folder) == 30
 

@@ -140,8 +140,8 @@ def test_what_a_worker_logs_quickly_keeps_its_order():
     board = start_board()
     for number in range(1000):
         board.post.remote("a worker", number, 0, {"step": number})
-    logged = []
-    while len(logged) < 1000:
+    logged, deadline = [], time.monotonic() + 60
+    while len(logged) < 1000 and time.monotonic() < deadline:
         logged += ray.get(board.collect.remote())[0]
     assert logged == [(0, {"step": number}) for number in range(1000)]
     assert ray.get(board.latest.remote()) == {"step": 999}

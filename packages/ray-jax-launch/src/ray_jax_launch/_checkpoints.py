@@ -13,13 +13,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ray_jax_launch._errors import DamagedCheckpointError
-from ray_jax_launch._orbax import FolderCheckpoints, ObjectCheckpoints
+from ray_jax_launch._orbax import RESERVED, FolderCheckpoints, ObjectCheckpoints
 from ray_jax_launch._steps import intact_step, latest_step, list_steps
 from ray_jax_launch._storage import StoragePath, is_uri, join_path
 from ray_jax_launch._trees import as_wanted, to_save
-
-# Orbax keeps these beside the items.
-_RESERVED = ("metadata", "metrics")
 
 
 class Checkpoints:
@@ -133,10 +130,10 @@ class Checkpoints:
         if step < 0 or step != int(step):
             raise ValueError(f"expected a whole number from 0 on as a checkpoint's step, got {step}")
         for name in items:
-            if name in _RESERVED or not re.fullmatch(r"[a-zA-Z][\w-]{0,99}", str(name), re.ASCII):
+            if name in RESERVED or not re.fullmatch(r"[a-zA-Z][\w-]{0,99}", str(name), re.ASCII):
                 raise ValueError(
                     "expected names of items in letters, digits, - and _, other than "
-                    f"{' and '.join(_RESERVED)}, got {name!r}"
+                    f"{' and '.join(RESERVED)}, got {name!r}"
                 )
         trees = to_save(items)
         json.dumps(dict(metadata))

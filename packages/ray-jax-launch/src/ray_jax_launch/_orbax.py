@@ -22,7 +22,7 @@ from ray_jax_launch._trees import to_restore
 _METADATA = "metadata"
 _SCORE = "score"
 # What Orbax keeps beside the items, and what it calls a folder that is not yet whole.
-_NO_ITEMS = (_METADATA, "metrics")
+RESERVED = (_METADATA, "metrics")
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _TRASH = ".trash"
 
@@ -54,7 +54,7 @@ class FolderCheckpoints:
 
     def save(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
         self.wait()
-        self._step = step
+        self._step = step  # of the one that is under way, which _sign looks for
         trees = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         self._manager.save(
             step,
@@ -71,9 +71,7 @@ class FolderCheckpoints:
         self._empty_trash()
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        folders = [
-            path for path in (self._folder / str(step)).iterdir() if path.is_dir() and path.name not in _NO_ITEMS
-        ]
+        folders = [path for path in (self._folder / str(step)).iterdir() if path.is_dir() and path.name not in RESERVED]
         wanted = to_restore(like, {path.name: _saved_tree(path) for path in folders})
         if not wanted:
             return {}

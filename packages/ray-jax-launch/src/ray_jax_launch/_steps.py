@@ -39,7 +39,7 @@ def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
     """Number of the newest checkpoint whose files have the sizes and checksums they were written with.
 
     Every file of the newest checkpoint is read; of older ones only if it is damaged. In a folder, a checkpoint
-    without checksums, as version 0.1 wrote them, counts as intact.
+    without checksums, as versions before 0.3 could leave them, counts as intact.
 
     Args:
         folder: where the checkpoints are; a URI is object storage.

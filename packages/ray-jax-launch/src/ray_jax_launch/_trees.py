@@ -110,7 +110,7 @@ def _data_of(x: Any) -> Any:
     """A leaf, or what it is made of: Orbax knows random keys on one kind of storage alone, and no NumPy scalars."""
     if _is_key(x):
         return jax.random.key_data(x) if isinstance(x, jax.Array) else _taken_apart(x)[0]
-    return np.asarray(x) if isinstance(x, np.generic) and not isinstance(x, float) else x
+    return np.asarray(x) if isinstance(x, np.generic) else x
 
 
 def _is_key(x: Any) -> bool:
