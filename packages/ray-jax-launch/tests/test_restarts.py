@@ -88,8 +88,10 @@ def test_a_taken_port_a_late_worker_a_read_error_and_a_death_after_the_end_fail_
     assert result.return_value == "all that matters"
     assert len((tmp_path / "starts").read_text().splitlines()) == 2
     taken_port, late, reading, end = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
-    assert taken_port.startswith("the workers could not start: ")
-    assert taken_port.endswith("; the workers start again (failure 1 of at most 3)")
+    assert taken_port == (
+        "the workers could not start: jax.distributed.initialize: a worker died; the workers start again (failure 1 of "
+        "at most 3)"
+    )
     assert late.startswith("the workers could not start: jax.distributed.initialize: ")
     assert "DEADLINE_EXCEEDED" in late
     assert reading == "worker 0 failed: OSError: stale file handle; the workers start again (failure 3 of at most 3)"
