@@ -17,7 +17,7 @@ import ray
 import ray.exceptions
 import tiktoken
 
-from owt_data._errors import DataError, InterruptedWorkError
+from owt_data._errors import DataError
 from owt_data._parts import Encoder
 from owt_data._tokenizers import load_tokenizer
 from owt_data._worker import encode_part
@@ -52,7 +52,7 @@ def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
             num_workers=2 * int(ray.cluster_resources().get("CPU", 1)),
         )
     except ray.exceptions.RayError as error:
-        raise InterruptedWorkError(f"the cluster could not tokenize a part: {error}") from error
+        raise DataError(f"the cluster could not tokenize a part: {error}") from error
     finally:
         if started:
             ray.shutdown()
