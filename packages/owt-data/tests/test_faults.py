@@ -159,7 +159,7 @@ def test_a_part_damaged_while_assembling_is_said_and_mended_by_the_next_start(
     assert_same(out, undisturbed)
 
 
-def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_refused(corpus, interrupted, undisturbed, gpt2):
+def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_refused(corpus, interrupted, undisturbed):
     other = corpus.with_name("other.jsonl")
     other.write_text('{"text": "x"}\n' * 100)
     kept = sorted(interrupted.with_name(".out.partial").rglob("*"))

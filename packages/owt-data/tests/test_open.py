@@ -143,7 +143,7 @@ def test_folders_are_read_one_after_the_other(prepared, tmp_path):
     assert open_tokens(mixed.names, tokenizer="bytes") == mixed
 
 
-def test_tokens_of_different_tokenizers_are_not_joined(prepared, tmp_path, gpt2):
+def test_tokens_of_different_tokenizers_are_not_joined(prepared, tmp_path, small_bpe):
     (tmp_path / "book.txt").write_text("abc" * 100)
     prepare(str(tmp_path / "book.txt"), tmp_path / "book", PrepareOptions(tokenizer="gpt2"))
     with pytest.raises(DataError, match=r"expected tokens of one tokenizer, got those of \['bytes', 'gpt2'\]"):

@@ -40,12 +40,13 @@ def plain_script(documents, tokenizer, folder):
         np.array(tokens, dtype=np.uint16).tofile(folder / name)
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_token_files_are_those_of_a_plain_script(name, articles, tmp_path, request):
-    tokenizer = request.getfixturevalue("gpt2") if name == "gpt2" else load_tokenizer(name)
+@pytest.mark.parametrize("kind", ["bytes", "small_bpe", pytest.param("gpt2", marks=pytest.mark.shared_data)])
+def test_token_files_are_those_of_a_plain_script(kind, articles, tmp_path, request):
+    tokenizer = load_tokenizer("bytes") if kind == "bytes" else request.getfixturevalue(kind)
+    name = "bytes" if kind == "bytes" else "gpt2"
     documents = datasets.Dataset.from_json(str(articles))
     plain_script(documents, tokenizer, tmp_path / "plain")
-    manifest = prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer=name))
+    manifest = prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer=name), num_processes=1)
     for file in ("train.bin", "val.bin"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
         data = (tmp_path / "plain" / file).read_bytes()

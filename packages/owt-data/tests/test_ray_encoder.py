@@ -14,7 +14,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr("owt_data._plan.MIN_PART_BYTES", 5000)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=pytest.mark.shared_data)])
 def test_tasks_write_the_same_files(tokenizer, articles, tmp_path, cluster, request):
     if tokenizer == "gpt2":
         request.getfixturevalue("gpt2")
@@ -44,5 +44,7 @@ def test_a_cluster_that_is_not_there_is_said(articles, tmp_path):
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: expected a Ray cluster at RAY_ADDRESS=127.0.0.1:9")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: RAY_ADDRESS must name a Ray cluster that answers, got 127.0.0.1:9 ("
+    )
     assert "Traceback" not in done.stderr
