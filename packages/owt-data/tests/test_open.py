@@ -195,5 +195,5 @@ def test_missing_files_are_refused(prepared):
 
 def test_a_manifest_that_is_none_is_refused(prepared):
     (prepared / "manifest.json").write_text('{"files": 3}')
-    with pytest.raises(DataError, match="expected a manifest of owt-data"):
+    with pytest.raises(DataError, match="must be a manifest of owt-data"):
         open_tokens(str(prepared), tokenizer="bytes")

@@ -69,7 +69,7 @@ class _Rows:
         self._options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
 
     def read(self, file: BinaryIO) -> Iterator[pa.Array]:
-        block = file.read(_BLOCK_BYTES).removeprefix(_BOM)
+        block = file.read(len(_BOM)).removeprefix(_BOM) + file.read(_BLOCK_BYTES)
         array = block.lstrip().startswith(b"[")
         while block:
             block += file.read() if array else file.readline()

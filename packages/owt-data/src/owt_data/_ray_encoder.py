@@ -49,8 +49,8 @@ def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
         # Of what a task raised, its last line has the sentence; the lines before are where.
         reason = str(error).strip().splitlines()[-1]
         raise DataError(
-            f"The Ray cluster must tokenize every part, got a failure: {reason}. Run the same command again, which goes "
-            "on from there."
+            f"The Ray cluster must tokenize every part, got a failure: {reason}. Run the same command again, which "
+            "goes on from there."
         ) from error
     finally:
         if started:
