@@ -1,4 +1,4 @@
-"""What may go wrong around a preparation while its documents are sound: nothing that is done may be discarded for it."""
+"""What may go wrong around a preparation whose documents are sound: no finished part may be discarded for it."""
 
 import json
 import os
@@ -14,8 +14,6 @@ from owt_data import DataError, PrepareOptions, prepare, verify
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
-
-pytestmark = pytest.mark.fault
 
 
 @pytest.fixture
@@ -94,6 +92,7 @@ def assert_same(corpus, out, options=OPTIONS):
     assert verify(out) == []
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense"])
 def test_a_ray_address_that_does_not_answer_costs_no_finished_part(address, corpus, tmp_path, record_property):
     record_property("fault", f"preparation resumed with RAY_ADDRESS={address}, where no cluster is")
@@ -107,13 +106,12 @@ def test_a_ray_address_that_does_not_answer_costs_no_finished_part(address, corp
     assert_goes_on(corpus, out, record_property)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_missing_tokenizer_files_cost_no_finished_part(
     num_processes, corpus, tmp_path, small_bpe, no_ranks, record_property
 ):
-    record_property(
-        "fault", f"tokenizer files neither there nor to be downloaded at the resume, {num_processes} processes"
-    )
+    record_property("fault", f"tokenizer files cannot be had at the resume, {num_processes} processes")
     record_property("lost", "nothing")
     out, options = tmp_path / "out", PrepareOptions(tokenizer="gpt2", val_fraction=0.1)
     interrupt(corpus, out, options)
@@ -124,6 +122,7 @@ def test_missing_tokenizer_files_cost_no_finished_part(
     assert_goes_on(corpus, out, record_property, options)
 
 
+@pytest.mark.fault
 def test_a_download_of_something_else_is_no_tokenizer(corpus, tmp_path, no_ranks, record_property):
     record_property("fault", "a login page is downloaded in place of the tokenizer's files")
     record_property("lost", "nothing")
@@ -143,6 +142,7 @@ tiktoken.load.read_file = lambda address: b"<html>log in</html>"  # what request
     assert not (tmp_path / ".out.partial").exists()
 
 
+@pytest.mark.fault
 def test_a_source_that_cannot_be_read_for_a_while_costs_no_finished_part(corpus, tmp_path, record_property):
     record_property("fault", "the source's storage fails while a resumed preparation reads it")
     record_property("lost", "nothing")
@@ -152,7 +152,7 @@ def test_a_source_that_cannot_be_read_for_a_while_costs_no_finished_part(corpus,
     hidden = tmp_path / "hidden.jsonl"
 
     def hide(progress):  # after the contents were compared, before the documents are read
-        if progress.stage == "tokenizing" and corpus.exists():
+        if progress.stage == "tokenizing" and not hidden.exists():
             corpus.rename(hidden)
             corpus.mkdir()  # which opens and cannot be read, as a file of a failing mount
 
@@ -164,6 +164,7 @@ def test_a_source_that_cannot_be_read_for_a_while_costs_no_finished_part(corpus,
     assert_goes_on(corpus, out, record_property)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("spoiled", ["empty", "cut", "zeros", "null", "missing"])
 def test_a_plan_spoiled_by_a_power_cut_restarts_the_preparation(spoiled, corpus, tmp_path, record_property, caplog):
     record_property("fault", f"plan.json {spoiled} after a power cut")
@@ -184,6 +185,7 @@ def test_a_plan_spoiled_by_a_power_cut_restarts_the_preparation(spoiled, corpus,
     assert_same(corpus, out)
 
 
+@pytest.mark.fault
 def test_parts_without_a_plan_are_not_taken_for_those_of_another_source(corpus, tmp_path, record_property):
     record_property("fault", "plan.json lost, and the source changed")
     record_property("lost", "the parts, which nothing vouches for")
@@ -195,6 +197,7 @@ def test_parts_without_a_plan_are_not_taken_for_those_of_another_source(corpus, 
     assert_same(corpus, out)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("tail", [b"\0" * 300, b'{"num_bytes": 5}\n', b"[]\n{}\n", b"\xff\n"])
 def test_records_spoiled_by_a_power_cut_cost_only_their_parts(tail, corpus, tmp_path, record_property):
     record_property("fault", f"the record of parts ends in {tail[:8]!r} after a power cut")
@@ -209,6 +212,7 @@ def test_records_spoiled_by_a_power_cut_cost_only_their_parts(tail, corpus, tmp_
     assert_same(corpus, out)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("spoiled", ["empty", "cut"])
 def test_a_manifest_spoiled_by_a_power_cut_is_said_in_a_sentence(spoiled, corpus, tmp_path, record_property):
     record_property("fault", f"manifest.json {spoiled} after a power cut")
@@ -247,6 +251,7 @@ def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(corpu
         assert synced[num_before] == folder, name
 
 
+@pytest.mark.fault
 def test_a_preparation_beside_another_costs_neither_its_parts(corpus, tmp_path, record_property):
     record_property("fault", "a second preparation into the same folder")
     record_property("lost", "nothing")
@@ -267,6 +272,7 @@ def test_a_preparation_beside_another_costs_neither_its_parts(corpus, tmp_path, 
     assert_goes_on(corpus, out, record_property)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("out", ["s3://bucket/folder", "gs://bucket/folder", "s3:/bucket/folder"])
 def test_a_folder_in_object_storage_is_rejected_and_nothing_is_written(
     out, corpus, tmp_path, record_property, monkeypatch
@@ -284,6 +290,7 @@ def test_a_folder_in_object_storage_is_rejected_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == [corpus]
 
 
+@pytest.mark.fault
 def test_a_source_in_object_storage_is_rejected(tmp_path, record_property):
     record_property("fault", "asked to prepare from s3://...")
     record_property("lost", "nothing")
