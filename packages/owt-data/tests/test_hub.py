@@ -179,7 +179,10 @@ def test_a_dataset_is_streamed_and_leaves_no_copy(hub, expected, tmp_path):
     assert copies == []
 
 
-def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hub, expected, tmp_path):
+@pytest.mark.fault
+def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hub, expected, tmp_path, record_property):
+    record_property("fault", "SIGKILL of a hub preparation, and the dataset moved to another revision")
+    record_property("lost", "the parts under way")
     journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
     hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
     process = start(hub, tmp_path)
@@ -193,8 +196,10 @@ def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hu
     hub.requests.clear()
     hub.sent.clear()
     hub.seconds_per_read = 0.0
+    began = time.monotonic()
     process = start(hub, tmp_path)
     _, err = process.communicate()
+    record_property("recovery_s", round(time.monotonic() - began, 1))
     assert process.returncode == 0, err
     assert {request[0] for request in hub.requests} == {"a"}
     first, *_, last = (f"plain_text/train-{number}.parquet" for number in range(NUM_FILES))
