@@ -26,8 +26,8 @@ PARTS = [*MEMBERS, INTEGRATION]
 REQUIREMENTS = ROOT / "deploy" / "requirements.txt"
 FAULTS = ROOT / "benchmarks" / "results" / "faults.md"
 
-# JAX uses the CPU, even where the machine has an accelerator. Ray's workers use the session's environment, not `uv run`.
-# Python stores compiled modules even where the machine forbids it: each of Ray's processes else compiles for 6 seconds.
+# JAX uses the CPU, even where there is an accelerator. Ray's workers use the session's environment, not `uv run`.
+# Python may store the modules that it compiles, or each of Ray's processes compiles its imports for several seconds.
 TEST_ENV: dict[str, str | None] = {
     "JAX_PLATFORMS": "cpu",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",

@@ -120,15 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         reports = read_reports(options.reports)
     except (OSError, ElementTree.ParseError) as error:
-        print(f"REPORT.xml must be a JUnit XML file, got {error}. Run `nox -s faults`.", file=sys.stderr)  # noqa: T201
+        print(f"REPORT.xml must be a JUnit XML file, got {error}. Run `nox -s faults`.", file=sys.stderr)
         return 2
     versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     table = format_table(reports, versions)
-    print(table)  # noqa: T201
+    print(table)
     for problem in reports.problems:
-        print(problem, file=sys.stderr)  # noqa: T201
+        print(problem, file=sys.stderr)
     if reports.problems or not reports.rows:
-        print(f"{len(reports.rows)} faults, {len(reports.problems)} problems", file=sys.stderr)  # noqa: T201
+        print(f"{len(reports.rows)} faults, {len(reports.problems)} problems", file=sys.stderr)
         return 1
     if options.out is not None:
         options.out.write_text(table, encoding="utf-8")

@@ -85,10 +85,13 @@ def test_the_table_has_a_row_for_each_fault(report, tmp_path, capsys):
     ("body", "problem"),
     [
         ("pass", "part: test_it must record the properties fault and lost, got []"),
-        ("record_property('fault', 'a')", "part: test_it must record the properties fault and lost, got [{'fault': 'a'}]"),
+        (
+            "record_property('fault', 'a')",
+            "part: test_it must record the properties fault and lost, got [{'fault': 'a'}]",
+        ),
         ("record_property('fault', 'a'); record_property('lost', 'b'); assert False", "part: test_it failed"),
     ],
-)  # fmt: skip
+)
 def test_a_test_that_fails_or_records_no_row_fails_the_table(body, problem, report, tmp_path, capsys):
     out = tmp_path / "faults.md"
     out.write_text("the former table")
@@ -112,7 +115,8 @@ def test_reports_without_a_fault_are_no_table(report, capsys):
 
 def test_a_report_that_is_missing_is_refused_in_a_sentence(tmp_path, capsys):
     assert main([str(tmp_path / "none.xml")]) == 2
-    assert re.fullmatch(r"REPORT.xml must be a JUnit XML file, got .*No such file.*\. Run `nox -s faults`\.\n", capsys.readouterr().err)
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"REPORT.xml must be a JUnit XML file, got .*No such file.*\. Run `nox -s faults`\.\n", error)
 
 
 def test_every_part_registers_the_markers():
