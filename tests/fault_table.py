@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in reports.problems:
         print(problem, file=sys.stderr)
     if reports.problems or not reports.rows:
-        print(f"{len(reports.rows)} faults, {len(reports.problems)} problems", file=sys.stderr)
+        print(f"{len(reports.rows)} faults; {len(reports.problems)} tests without a valid row", file=sys.stderr)
         return 1
     if options.out is not None:
         options.out.write_text(table, encoding="utf-8")

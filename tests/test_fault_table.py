@@ -99,7 +99,7 @@ def test_a_test_that_fails_or_records_no_row_fails_the_table(body, problem, repo
     assert main(["--out", str(out), str(report(incomplete))]) == 1
     captured = capsys.readouterr()
     assert "5 faults" in captured.out
-    assert captured.err.splitlines() == [problem, "5 faults, 1 problems"]
+    assert captured.err.splitlines() == [problem, "5 faults; 1 tests without a valid row"]
     assert out.read_text() == "the former table"
 
 
@@ -110,7 +110,7 @@ def test_a_test_that_cannot_be_imported_fails_the_table(report, capsys):
 
 def test_reports_without_a_fault_are_no_table(report, capsys):
     assert main([str(report("    def test_unmarked():\n        pass\n"))]) == 1
-    assert capsys.readouterr().err == "0 faults, 0 problems\n"
+    assert capsys.readouterr().err == "0 faults; 0 tests without a valid row\n"
 
 
 def test_a_report_that_is_missing_is_refused_in_a_sentence(tmp_path, capsys):

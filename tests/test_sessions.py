@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ def listed():
     return dict(re.findall(r"^[*-] (\S+) -> (.*)$", done.stdout, re.M))
 
 
+@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv on PATH, which makes the session's environment")
 def test_a_members_session_runs_that_member_alone(tmp_path):
     report = tmp_path / "report.json"
     done = nox("-s", "tests(nnx-gpt2)", "--report", str(report), "--", "--collect-only", "-q", "-n0", "-k", "loss")
