@@ -1,5 +1,6 @@
 """What nodes must share, and what a cluster must have, before a loop begins. Real nodes on this machine."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def cluster_of_nodes():
     """A cluster whose head has no CPUs."""
     flags = os.environ.pop("XLA_FLAGS", None)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     yield cluster
     ray.shutdown()
     cluster.shutdown()

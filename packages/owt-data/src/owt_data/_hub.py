@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
+import datasets.config
 import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub import HfApi
