@@ -70,7 +70,7 @@ def connect(hardware: Hardware | None = None) -> None:
         raise LaunchError(f"expected Ray to start on this machine, but it did not: {error}") from error
     node = worker.global_worker.node
     assert node is not None, "ray.init has started it"
-    processes: dict[str, list[Any]] = node.all_processes
+    processes: Any = node.all_processes  # lists by kind; Ray declares it as empty
     start_reaper(info.process.pid for infos in processes.values() for info in infos)
 
 
