@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,14 +15,19 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from ray_jax_launch._agreement import from_first_process
-from ray_jax_launch._errors import DeletedCheckpointError, LaunchError, UnsavedCheckpointError
+from ray_jax_launch._errors import (
+    DamagedCheckpointError,
+    DeletedCheckpointError,
+    LaunchError,
+    UnsavedCheckpointError,
+)
 from ray_jax_launch._orbax import RESERVED, make_writer
-from ray_jax_launch._steps import intact_step, kept_in
+from ray_jax_launch._steps import all_damaged, intact_step, kept_in
 from ray_jax_launch._storage import StoragePath, is_uri, join_path
 from ray_jax_launch._trees import as_wanted, to_save
 
-# How often `restore_latest` goes on to a newer checkpoint.
-_MAX_DELETED = 20
+# How long `restore_latest` goes on to newer checkpoints: so many times, and so many seconds.
+_MIN_ATTEMPTS, _PATIENCE_S = 5, 60.0
 # What Orbax, tensorstore and the file system raise when files vanish while they are read.
 _READ_ERRORS = (OSError, ValueError, LookupError, RuntimeError)
 
@@ -118,7 +124,7 @@ class Checkpoints:
             return self._list(), uuid.uuid4().hex
 
         listed, run_id = from_first_process(look)
-        self._scores: dict[int, float | None] = dict(map(tuple, listed))
+        self._scores: dict[int, float | None] = dict(listed)
         self._durable_step = self.latest_step()
         self._kept = kept_in(self._folder)
         self._writer = make_writer(self._folder, self._kept, run_id)
@@ -243,13 +249,14 @@ class Checkpoints:
         """
         self._check_exists(step)
         restored = self._reading(step, lambda: self._writer.restore(step, like))
-        return {name: as_wanted(tree, restored[name]) if name in restored else tree for name, tree in like.items()}
+        return _as_wanted(like, restored)
 
     def restore_latest(self, like: Mapping[str, Any]) -> Restored | None:
         """Read items of the newest undamaged checkpoint, beside a run that may be writing and deleting.
 
-        Opened read-only, this looks for new checkpoints, verifies the files of the items, and takes a newer
-        checkpoint where the run deletes the one that is read. (The last where one process reads.)
+        Opened read-only by one process, this looks for new checkpoints, copies the files of the items to the local
+        disk (see `TMPDIR`), compares their checksums, and takes a newer checkpoint where the run deletes the one that
+        is read. Otherwise it is `restore` of the newest checkpoint.
 
         Args:
             like: see `restore`.
@@ -262,17 +269,28 @@ class Checkpoints:
             DamagedCheckpointError: there are checkpoints, and all of them are damaged.
             LaunchError: the storage cannot be read; or checkpoints are deleted faster than they can be read.
         """
-        for _ in range(_MAX_DELETED):
-            step = self._newest_to_read(like)
-            if step is None:
+        if not self._read_only or jax.process_count() > 1:
+            step = self._newest()
+            return None if step is None else Restored(step, self.restore(step, like), self.metadata(step))
+        damaged: dict[int, str] = {}
+        deadline, num_attempts = time.monotonic() + _PATIENCE_S, 0
+        while num_attempts < _MIN_ATTEMPTS or time.monotonic() < deadline:
+            self._scores = dict(self._list())
+            left = self._scores.keys() - damaged.keys()
+            if not left and damaged:
+                raise all_damaged(self._folder, damaged)
+            if not left:
                 return None
+            step, num_attempts = max(left), num_attempts + 1
             try:
-                return Restored(step, self.restore(step, like), self.metadata(step))
+                return self._reading(step, lambda step=step: self._read_copy(step, like))
+            except DamagedCheckpointError as error:
+                _logger.warning("checkpoint %s in %s is damaged (%s)", step, self._folder, error)
+                damaged[step] = str(error)
             except DeletedCheckpointError:
-                if jax.process_count() > 1:
-                    raise  # the others may have read it
+                continue
         raise LaunchError(
-            f"a checkpoint in {self._folder} must last as long as it takes to read one, got {_MAX_DELETED} that were "
+            f"a checkpoint in {self._folder} must last as long as it takes to read one, got {num_attempts} that were "
             "deleted meanwhile. Save less often, or keep more of them"
         )
 
@@ -286,30 +304,31 @@ class Checkpoints:
         self._check_exists(step)
         return from_first_process(lambda: self._reading(step, lambda: self._kept.metadata(step)))
 
+    def _read_copy(self, step: int, like: Mapping[str, Any]) -> Restored:
+        metadata = self._kept.metadata(step)
+        return Restored(step, _as_wanted(like, self._writer.restore_copy(step, like)), metadata)
+
     def _list(self) -> list[tuple[int, float | None]]:
         kept = kept_in(self._folder)
         return [(step, kept.score(step) if self._num_best_to_keep else None) for step in kept.steps()]
 
-    def _refresh(self) -> None:
-        self._scores = dict(map(tuple, from_first_process(self._list)))
-
-    def _newest_to_read(self, like: Mapping[str, Any]) -> int | None:
+    def _newest(self) -> int | None:
         if not self._read_only:
             self.wait()
             return self.latest_step()
-        return from_first_process(lambda: intact_step(self._folder, items=list(like)))
+        return from_first_process(lambda: intact_step(self._folder))
 
     def _check_exists(self, step: int) -> None:
         if self._pending is not None and step == self._pending.step:
             self.wait()
         if step not in self._scores and self._read_only:
-            self._refresh()
+            self._scores = dict(from_first_process(self._list))
         if step not in self._scores:
             raise ValueError(f"expected one of the checkpoints {sorted(self._scores)} in {self._folder}, got {step}")
 
     def _reading(self, step: int, read: Callable[[], T]) -> T:
         """Read a checkpoint. Opened read-only, another process may delete it meanwhile."""
-        if not self._read_only:
+        if not self._read_only or jax.process_index() > 0:
             return read()
         mark = self._kept.mark(step)
         try:
@@ -318,7 +337,7 @@ class Checkpoints:
             if mark is None or self._kept.mark(step) != mark:
                 raise self._deleted(step) from error
             raise
-        # What is missing reads as zeros in some formats.
+        # Orbax may read zeros where files are missing.
         if mark is None or self._kept.mark(step) != mark:
             raise self._deleted(step)
         return result
@@ -347,3 +366,7 @@ class Checkpoints:
                 self._kept.delete(old)
             except (OSError, LaunchError) as error:
                 _logger.warning("checkpoint %s in %s cannot be deleted: %s", old, self._folder, error)
+
+
+def _as_wanted(like: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: as_wanted(tree, restored[name]) if name in restored else tree for name, tree in like.items()}

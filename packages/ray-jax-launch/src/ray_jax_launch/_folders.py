@@ -92,33 +92,37 @@ class Folders:
         except (*ABSENT, ValueError, TypeError, KeyError):
             return None
 
-    def find_damage(self, step: int, items: Collection[str] | None = None) -> str | None:
-        """What is wrong with a checkpoint's files, or None. Reads all files, or those of the named items.
+    def find_damage(self, step: int) -> str | None:
+        """What is wrong with a checkpoint's files, or None. Reads all of them.
 
         Raises:
             LaunchError: the storage fails, so that nobody can tell.
         """
         checkpoint = self._path(step)
         try:
-            content = retry(str(checkpoint / CHECKSUMS), (checkpoint / CHECKSUMS).read_bytes)
-        except ABSENT:
-            return None if self.mark(step) is not None else "it is missing"
-        try:
-            files = {name: (int(size), int(crc)) for name, (size, crc) in json.loads(content)["files"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return f"{CHECKSUMS} cannot be read"
-        for name, (size, checksum) in files.items():
-            if items is not None and Path(name).parts[0] not in {*items, METADATA}:
-                continue
-            try:
-                found_size, found_checksum = retry(str(checkpoint / name), partial(_read, checkpoint / name, size))
-            except ABSENT:
-                return f"{name} is missing"
-            if found_size != size:
-                return f"{name} has {found_size} bytes, not {size}"
-            if found_checksum != checksum:
-                return f"{name} does not have the checksum it was written with"
+            for name, expected in self._files(step).items():
+                self._read_file(checkpoint / name, name, expected)
+        except DamagedCheckpointError as error:
+            return str(error)
         return None
+
+    def copy_items(self, step: int, items: Collection[str], target: Path) -> set[str]:
+        """Copy some items of a checkpoint to another folder, and compare their checksums.
+
+        Returns:
+            The names of all items of the checkpoint.
+
+        Raises:
+            DamagedCheckpointError: a file is not what was written.
+        """
+        files = self._files(step) or {
+            str(path.relative_to(self._path(step))): None for path in self._path(step).rglob("*") if path.is_file()
+        }
+        for name, expected in files.items():
+            if Path(name).parts[0] in items:
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                self._read_file(self._path(step) / name, name, expected, copy=target / name)
+        return {Path(name).parts[0] for name in files if len(Path(name).parts) > 1} - {METADATA, METRICS}
 
     def find_missing(self, step: int) -> str | None:
         """The first file of a checkpoint that this host does not see with the size it was written with, or None."""
@@ -181,6 +185,29 @@ class Folders:
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
 
+    def _files(self, step: int) -> dict[str, tuple[int, int] | None]:
+        """Size and CRC-32 of each file by its name; none of them where a version before 0.3 has written it."""
+        path = self._path(step) / CHECKSUMS
+        try:
+            files = json.loads(retry(str(path), path.read_bytes))["files"]
+            return {name: (int(size), int(checksum)) for name, (size, checksum) in files.items()}
+        except ABSENT as error:
+            if self.mark(step) is None:
+                raise DamagedCheckpointError("it is missing") from error
+            return {}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(f"{CHECKSUMS} cannot be read") from error
+
+    def _read_file(self, path: Path, name: str, expected: tuple[int, int] | None, copy: Path | None = None) -> None:
+        try:
+            size, checksum = retry(str(path), partial(_read, path, expected and expected[0], copy=copy))
+        except ABSENT as error:
+            raise DamagedCheckpointError(f"{name} is missing") from error
+        if expected is not None and size != expected[0]:
+            raise DamagedCheckpointError(f"{name} has {size} bytes, not {expected[0]}")
+        if expected is not None and checksum != expected[1]:
+            raise DamagedCheckpointError(f"{name} does not have the checksum it was written with")
+
     def _read_json(self, step: int, name: str) -> Any:
         path = self._path(step) / name / name
         return json.loads(retry(str(path), path.read_bytes))
@@ -203,9 +230,13 @@ def write_checksums(checkpoint: Path) -> None:
     os.replace(temporary, checkpoint / CHECKSUMS)
 
 
-def _read(path: Path, expected_size: int | None = None, *, sync: bool = False) -> tuple[int, int]:
+def _read(
+    path: Path, expected_size: int | None = None, *, copy: Path | None = None, sync: bool = False
+) -> tuple[int, int]:
     """Size and CRC-32 of a file. Where the size is not the expected one, the content is not read."""
-    with path.open("rb", buffering=0) as file:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(path.open("rb", buffering=0))
+        target = None if copy is None else stack.enter_context(copy.open("wb"))
         size = os.fstat(file.fileno()).st_size
         if expected_size is not None and size != expected_size:
             return size, 0
@@ -213,6 +244,8 @@ def _read(path: Path, expected_size: int | None = None, *, sync: bool = False) -
         while block := file.read(_BLOCK_BYTES):
             size += len(block)
             checksum = zlib.crc32(block, checksum)
+            if target is not None:
+                target.write(block)
         if sync:
             os.fsync(file.fileno())
     return size, checksum

@@ -9,7 +9,7 @@ import json
 import shutil
 import tarfile
 import zlib
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -86,16 +86,15 @@ class Objects:
         except DamagedCheckpointError:
             return None
 
-    def find_damage(self, step: int, items: Collection[str] | None = None) -> str | None:
-        """What is wrong with a checkpoint's parts, or None. Reads all of them: each holds a share of every item.
+    def find_damage(self, step: int) -> str | None:
+        """What is wrong with a checkpoint's parts, or None. Reads all of them.
 
         Raises:
             LaunchError: the storage fails, so that nobody can tell.
         """
-        del items
         try:
             for name, expected in self.listing(step).parts.items():
-                retry(self._address(step, name), partial(self._check, step, name, expected))
+                self._read_part(step, name, partial(self._check, step, name, expected))
         except DamagedCheckpointError as error:
             return str(error)
         return None
@@ -147,7 +146,7 @@ class Objects:
             DamagedCheckpointError: a part is not what was written.
         """
         for name, expected in self.listing(step).parts.items():
-            retry(self._address(step, name), partial(self._download, step, name, expected, folder))
+            self._read_part(step, name, partial(self._download, step, name, expected, folder))
 
     def commit(self, step: int, listing: Listing) -> None:
         """Make a checkpoint out of the parts that were written."""
@@ -197,13 +196,13 @@ class Objects:
         return target.size, target.checksum
 
     def _check(self, step: int, name: str, expected: tuple[int, int]) -> None:
-        with self._open(step, name) as stream:
+        with self._filesystem.open_input_stream(f"{self._root}/{step}/{name}") as stream:
             source = _Summing(stream)
             source.read_rest()
             source.check(name, expected)
 
     def _download(self, step: int, name: str, expected: tuple[int, int], folder: Path) -> None:
-        with self._open(step, name) as stream:
+        with self._filesystem.open_input_stream(f"{self._root}/{step}/{name}") as stream:
             source = _Summing(stream)
             try:
                 with tarfile.open(fileobj=cast("IO[bytes]", source), mode="r|", bufsize=_BLOCK_BYTES) as tar:
@@ -214,9 +213,9 @@ class Objects:
             source.read_rest()  # what follows the archive's end counts as well
             source.check(name, expected)
 
-    def _open(self, step: int, name: str) -> Any:
+    def _read_part(self, step: int, name: str, read: Callable[[], None]) -> None:
         try:
-            return self._filesystem.open_input_stream(f"{self._root}/{step}/{name}")
+            retry(self._address(step, name), read)
         except FileNotFoundError as error:
             raise DamagedCheckpointError(f"{name} is missing") from error
 

@@ -42,6 +42,10 @@ class Writer(Protocol):
         """Read the items that `like` names."""
         ...
 
+    def restore_copy(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The same out of a local copy, whose checksums are compared, in one process."""
+        ...
+
     def close(self) -> None:
         """Free what this holds."""
         ...
@@ -92,6 +96,15 @@ class FolderWriter:
         return {
             name: self._reader.restore(checkpoint / name, args=_restore_args(tree)) for name, tree in wanted.items()
         }
+
+    def restore_copy(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+        # Where files vanish under it, Orbax leaves unfinished coroutines, and may read zeros.
+        with contextlib.closing(Staging(str(self._folder))) as staging:
+            items = self._kept.copy_items(step, like.keys(), staging.path)
+            trees = {name: _saved_tree(staging.path / name) if name in like else None for name in items}
+            wanted = to_restore(like, trees)
+            restore = self._reader.restore
+            return {name: restore(staging.path / name, args=_restore_args(tree)) for name, tree in wanted.items()}
 
     def _wait_until_visible(self, step: int) -> None:
         """Wait until this host sees the files that the first process sees."""
@@ -185,6 +198,8 @@ class ObjectWriter:
             self._kept.read_parts(step, folder)
             wanted = to_restore(like, _saved_tree(folder / "items"))
             return self._reader.restore(folder / "items", args=_restore_args(wanted)) if wanted else {}
+
+    restore_copy = restore
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from ray_jax_launch._errors import LaunchError
 
 # Seconds between the attempts: about 15 s in all. pyarrow's S3 client repeats a request for 6 s before it fails.
-DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+DELAYS_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
 # The answer that there is no such file. It is an answer, and not a failure.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # Errors that do not pass by themselves. pyarrow sets no number for what an object store answers.
@@ -20,6 +20,8 @@ _LASTING = frozenset(
     }
 )  # fmt: skip
 _LASTING_ANSWERS = ("ACCESS_DENIED", "NO_SUCH_BUCKET")
+# What S3 answers about an object that was deleted between the question for its size and that for its content.
+_ABSENT_ANSWER = "NO_SUCH_KEY"
 
 _logger = logging.getLogger("ray_jax_launch")
 T = TypeVar("T")
@@ -43,6 +45,8 @@ def retry(what: str, action: Callable[[], T]) -> T:
         except ABSENT:
             raise
         except OSError as error:
+            if _ABSENT_ANSWER in str(error):
+                raise FileNotFoundError(str(error)) from error
             delay_s = next(delays_s, None) if _may_pass(error) else None
             if delay_s is None:
                 raise LaunchError(

@@ -4,7 +4,7 @@ Imports no jax, so that drivers can ask without touching the devices.
 """
 
 import logging
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,8 +39,8 @@ class Kept(Protocol):
         """What the best checkpoints are chosen by."""
         ...
 
-    def find_damage(self, step: int, items: Collection[str] | None = None) -> str | None:
-        """What is wrong with a checkpoint, or with some of its items; None if nothing is."""
+    def find_damage(self, step: int) -> str | None:
+        """What is wrong with a checkpoint; None if nothing is."""
         ...
 
     def set_aside(self, step: int) -> None:
@@ -70,7 +70,7 @@ def list_steps(folder: StoragePath) -> list[int]:
     return kept_in(folder).steps()
 
 
-def intact_step(folder: StoragePath, *, set_aside: bool = False, items: Collection[str] | None = None) -> int | None:
+def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
     """Number of the newest checkpoint whose files have the sizes and checksums they were written with.
 
     Every file of the newest checkpoint is read; files of older ones only if the newest is damaged. A checkpoint that
@@ -82,7 +82,6 @@ def intact_step(folder: StoragePath, *, set_aside: bool = False, items: Collecti
         set_aside: quarantine damaged checkpoints: rename them, from 40 to 40.damaged, so that they are no longer
             listed and their numbers are free. (In object storage the object that lists it is renamed.) For one
             process, while none writes.
-        items: in a folder, read only the files of these items. The default reads all files.
 
     Returns:
         The number, or None where there is no checkpoint at all. Each damaged one is logged as a warning.
@@ -95,18 +94,14 @@ def intact_step(folder: StoragePath, *, set_aside: bool = False, items: Collecti
     damaged: dict[int, str] = {}
     step = None
     while left := sorted(set(kept.steps()) - damaged.keys(), reverse=True):
-        problem = kept.find_damage(left[0], items)
+        problem = kept.find_damage(left[0])
         if problem is None:
             step = left[0]
             break
         if left[0] in kept.steps():  # else the run that writes has deleted it
             damaged[left[0]] = problem
     if damaged and step is None:
-        listed = "; ".join(f"{number}: {problem}" for number, problem in damaged.items())
-        raise DamagedCheckpointError(
-            f"expected an undamaged checkpoint in {folder}, but all are damaged ({listed}): restore them from a copy, "
-            "or start a new run in another folder"
-        )
+        raise all_damaged(folder, damaged)
     for number, problem in damaged.items():
         _logger.warning(
             "checkpoint %s in %s is damaged (%s): going back to checkpoint %s", number, folder, problem, step
@@ -114,3 +109,12 @@ def intact_step(folder: StoragePath, *, set_aside: bool = False, items: Collecti
         if set_aside:
             kept.set_aside(number)
     return step
+
+
+def all_damaged(folder: StoragePath, damaged: Mapping[int, str]) -> DamagedCheckpointError:
+    """The error that says that every checkpoint is damaged, and how."""
+    listed = "; ".join(f"{step}: {problem}" for step, problem in damaged.items())
+    return DamagedCheckpointError(
+        f"expected an undamaged checkpoint in {folder}, but all are damaged ({listed}): restore them from a copy, "
+        "or start a new run in another folder"
+    )
