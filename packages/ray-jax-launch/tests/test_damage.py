@@ -102,9 +102,9 @@ def test_where_all_checkpoints_are_damaged_no_run_starts_from_the_beginning(fold
 def test_a_reader_says_that_all_checkpoints_are_damaged(folder):
     for step in (10, 20, 30):
         cut_short(folder / str(step))
-    with Checkpoints(folder, read_only=True) as checkpoints:
-        with pytest.raises(DamagedCheckpointError, match=r"but all are damaged \(30: .* bytes, not .*; 20: .*; 10: "):
-            checkpoints.restore_latest({"params": TREE})
+    expected = r"but all are damaged \(30: .* bytes, not .*; 20: .*; 10: "
+    with Checkpoints(folder, read_only=True) as checkpoints, pytest.raises(DamagedCheckpointError, match=expected):
+        checkpoints.restore_latest({"params": TREE})
 
 
 def test_a_checkpoint_without_checksums_is_taken(folder):
