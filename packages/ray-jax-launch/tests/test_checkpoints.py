@@ -1,4 +1,7 @@
 import re
+import tarfile
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ray_jax_launch import Checkpoints, latest_step
+from ray_jax_launch import Checkpoints, intact_step, latest_step, open_uri
 from ray_jax_launch._steps import list_steps
 
 
@@ -113,6 +116,84 @@ def test_the_best_are_kept_beside_the_newest(place, tree):
     assert sorted(list_steps(place)) == [20, 30, 50, 60]
 
 
+def test_a_save_ends_and_old_checkpoints_are_deleted_though_nobody_waits(place, tree):
+    with Checkpoints(place, num_to_keep=2) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, {"params": tree}, metadata={})
+        assert checkpoints.latest_step() == 20
+        deadline = time.monotonic() + 30
+        while checkpoints.durable_step() != 30 or sorted(list_steps(place)) != [20, 30]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if isinstance(place, Path):
+            while {path.name for path in place.iterdir()} != {"20", "30"}:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert checkpoints.latest_step() == 20  # the same on every process, whichever is first to know
+        checkpoints.wait()
+        assert checkpoints.latest_step() == 30
+
+
+def test_what_is_being_saved_can_be_restored(place, tree):
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(10, {"params": tree}, metadata={"seed": 2})
+        jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(10, {"params": tree})["params"], tree)
+        checkpoints.save(20, {"params": tree}, metadata={"seed": 3})
+        assert checkpoints.metadata(20) == {"seed": 3}
+
+
+def test_an_error_in_the_loop_keeps_what_was_saved_before_it(place, tree):
+    def loop():
+        with Checkpoints(place) as checkpoints:
+            checkpoints.save(10, {"params": tree}, metadata={})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert latest_step(place) == 10
+
+
+@pytest.fixture
+def place_of_0_3(place, tmp_path):
+    """A checkpoint that version 0.3.0 wrote, in a folder or in object storage."""
+    with tarfile.open(Path(__file__).with_name("checkpoints-0.3.tar.gz")) as tar:
+        for member in filter(tarfile.TarInfo.isfile, tar):
+            path, content = tmp_path / "unpacked" / member.name, tar.extractfile(member)
+            assert content is not None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.read())
+    if isinstance(place, Path):
+        return tmp_path / "unpacked" / "folder"
+    filesystem, root = open_uri(place)
+    for name in ("7/process-0.tar", "7/checkpoint.json"):
+        with filesystem.open_output_stream(f"{root}/{name}") as stream:
+            stream.write((tmp_path / "unpacked" / "objects" / name).read_bytes())
+    return place
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_checkpoints_of_version_0_3_can_be_restored(place_of_0_3, read_only):
+    items = {
+        "params": {"h": [{"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(2, jnp.bfloat16)}], "count": np.int64(3)},
+        "rng": {"key": jax.random.key(7)},
+    }
+    assert intact_step(place_of_0_3) == 7
+    with Checkpoints(place_of_0_3, num_to_keep=1, num_best_to_keep=1, read_only=read_only) as checkpoints:
+        found = checkpoints.restore_latest(
+            jax.tree.map(jnp.zeros_like, {"params": items["params"]}) | {"rng": items["rng"]}
+        )
+        assert found is not None
+        assert (found.step, found.metadata) == (7, {"seed": 1})
+        jax.tree.map(np.testing.assert_array_equal, found.items["params"], items["params"])
+        key = found.items["rng"]["key"]
+        np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(items["rng"]["key"]))
+        if not read_only:  # its score counts as well
+            for step, score in ((8, 3.0), (9, 4.0)):
+                checkpoints.save(step, {"params": items["params"]}, metadata={}, score=score)
+    if not read_only:
+        assert sorted(list_steps(place_of_0_3)) == [7, 9]
+
+
 def test_a_checkpoint_under_way_is_not_listed(tmp_path):
     assert latest_step(tmp_path / "nowhere") is None
     (tmp_path / "10").mkdir()
@@ -120,7 +201,10 @@ def test_a_checkpoint_under_way_is_not_listed(tmp_path):
     assert latest_step(tmp_path) == 10
 
 
-def test_what_a_crash_left_half_written_is_swept_out_and_written_again(tmp_path, tree):
+@pytest.mark.fault
+def test_what_a_kill_left_half_written_is_deleted_and_written_again(tmp_path, tree, record_property):
+    record_property("fault", "a process was killed while it wrote a checkpoint to a folder")
+    record_property("lost", "steps since the last checkpoint")
     half = tmp_path / "20.orbax-checkpoint-tmp"
     half.mkdir()
     (half / "torn").write_text("x")

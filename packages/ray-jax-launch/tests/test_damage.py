@@ -49,8 +49,11 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_short, remove_a_file, spoil_the_checksums])
-def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_names_both(folder, caplog, damage):
+def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_names_both(
+    folder, caplog, damage, record_property
+):
     problem = damage(folder / "30")
     with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(folder, num_to_keep=3) as checkpoints:
         assert checkpoints.latest_step() == 20
@@ -65,6 +68,8 @@ def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_nam
     assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == [expected]
     assert (folder / "30.damaged").is_dir()
     assert intact_step(folder) == 30
+    record_property("fault", f"newest checkpoint in a folder: {damage.__name__.replace('_', ' ')}")
+    record_property("lost", "steps since the checkpoint before it")
 
 
 def test_reading_only_leaves_the_damaged_one_where_it_is(folder, caplog):
@@ -76,15 +81,30 @@ def test_reading_only_leaves_the_damaged_one_where_it_is(folder, caplog):
     assert all(record.message.endswith("going back to checkpoint 10") for record in caplog.records)
     with Checkpoints(folder, read_only=True) as checkpoints:
         np.testing.assert_array_equal(checkpoints.restore(10, {"params": TREE})["params"]["w"], TREE["w"] + 10)
+        found = checkpoints.restore_latest({"params": TREE})
+        assert found is not None
+        assert (found.step, found.metadata) == (10, {"step": 10})
+        np.testing.assert_array_equal(found.items["params"]["w"], TREE["w"] + 10)
     assert {path.name for path in folder.iterdir()} == {"10", "20", "30"}
 
 
-def test_where_all_are_damaged_nothing_begins_anew_in_silence(folder):
+@pytest.mark.fault
+def test_where_all_checkpoints_are_damaged_no_run_starts_from_the_beginning(folder, record_property):
     for step in (10, 20, 30):
         remove_a_file(folder / str(step))
     with pytest.raises(DamagedCheckpointError, match=r"but all are damaged \(30: .* is missing; 20: .*; 10: .*\)"):
         Checkpoints(folder)
+    record_property("fault", "a file is missing in each checkpoint")
+    record_property("lost", "nothing: the start is refused, and says what is damaged")
     assert {path.name for path in folder.iterdir()} == {"10", "20", "30"}
+
+
+def test_a_reader_says_that_all_checkpoints_are_damaged(folder):
+    for step in (10, 20, 30):
+        cut_short(folder / str(step))
+    expected = r"but all are damaged \(30: .* bytes, not .*; 20: .*; 10: "
+    with Checkpoints(folder, read_only=True) as checkpoints, pytest.raises(DamagedCheckpointError, match=expected):
+        checkpoints.restore_latest({"params": TREE})
 
 
 def test_a_checkpoint_without_checksums_is_taken(folder):

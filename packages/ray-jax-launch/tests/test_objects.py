@@ -1,14 +1,22 @@
 """Checkpoints in object storage: what is damaged, half written, or out of reach."""
 
+import http.client
+import http.server
+import io
 import json
 import logging
+import os
+import tarfile
+import threading
+import time
+import zlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from pyarrow.fs import FileSelector
 
-from ray_jax_launch import Checkpoints, DamagedCheckpointError, LaunchError, intact_step, latest_step
+from ray_jax_launch import Checkpoints, DamagedCheckpointError, LaunchError, _retry, intact_step, latest_step
 from ray_jax_launch._storage import join_path, open_uri
 
 TREE = {"w": jnp.arange(1000.0)}
@@ -67,8 +75,11 @@ def spoil_the_listing(uri):
     return "checkpoint.json cannot be read"
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_short, remove_a_part, spoil_the_listing])
-def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_names_both(uri, caplog, damage):
+def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_names_both(
+    uri, caplog, damage, record_property
+):
     problem = damage(uri)
     with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(uri, num_to_keep=3) as checkpoints:
         assert checkpoints.latest_step() == 20
@@ -82,6 +93,8 @@ def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_nam
     expected = f"checkpoint 30 in {uri} is damaged ({problem}): going back to checkpoint 20"
     assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == [expected]
     assert intact_step(uri) == 30
+    record_property("fault", f"newest checkpoint in object storage: {damage.__name__.replace('_', ' ')}")
+    record_property("lost", "steps since the checkpoint before it")
 
 
 def test_what_was_damaged_since_it_was_looked_at_is_not_restored(uri):
@@ -105,13 +118,134 @@ def test_a_checkpoint_is_its_parts_and_the_object_that_lists_them(uri):
     assert listing["metadata"] == {"step": 30}
 
 
-def test_parts_without_a_listing_are_no_checkpoint_and_are_swept_out(uri):
+@pytest.mark.fault
+def test_parts_without_a_listing_are_no_checkpoint_and_are_deleted(uri, record_property):
+    record_property("fault", "a process is killed between the upload of its part and the listing")
+    record_property("lost", "steps since the last checkpoint")
     write(uri, "40/process-1.tar", b"half")
     assert latest_step(uri) == 30
     with Checkpoints(uri, read_only=True):
         assert "40/process-1.tar" in names(uri)
     with Checkpoints(uri):
         assert "40/process-1.tar" not in names(uri)
+
+
+class BusyServer(http.server.BaseHTTPRequestHandler):
+    """Passes requests on to the S3 server, after it has answered some of them with 503."""
+
+    num_failures = 0
+
+    def do_GET(self):
+        if "/30/process-0.tar" in self.path and BusyServer.num_failures > 0:
+            BusyServer.num_failures -= 1
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        upstream = http.client.HTTPConnection(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), timeout=60)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        upstream.request(self.command, self.path, body, dict(self.headers))
+        response = upstream.getresponse()
+        content = response.read()
+        self.send_response(response.status)
+        for name, value in response.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
+                self.send_header(name, value)
+        if response.getheader("Content-Length") is None:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        upstream.close()
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def log_message(self, format, *args):
+        pass
+
+
+@pytest.fixture
+def busy(uri):
+    """The checkpoints behind a server that is busy from time to time."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BusyServer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"{uri}?scheme=http&endpoint_override=127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.fault
+def test_a_busy_server_does_not_condemn_a_checkpoint(uri, busy, caplog, record_property):
+    BusyServer.num_failures = 40  # more than pyarrow's client tries again, in 6 s
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(busy, num_to_keep=3) as checkpoints:
+        assert BusyServer.num_failures == 0
+        assert checkpoints.latest_step() == 30
+        assert "process-0.tar of checkpoint 30" in caplog.text
+        assert "503" in caplog.text
+        assert "damaged" not in caplog.text
+    record_property("fault", "the object storage answers 503 forty times")
+    record_property("lost", "nothing")
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+
+
+@pytest.mark.fault
+def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(uri, busy, monkeypatch, record_property):
+    monkeypatch.setattr(_retry, "DELAYS_S", ())  # pyarrow's client takes 6 s for each attempt
+    before = names(uri)
+    BusyServer.num_failures = 1_000_000
+    with pytest.raises(LaunchError, match=r"process-0.tar of checkpoint 30 in .* must be accessible, got .*503"):
+        Checkpoints(busy)
+    BusyServer.num_failures = 0
+    assert names(uri) == before
+    assert intact_step(uri) == 30
+    record_property("fault", "the object storage answers 503 to every request for the newest checkpoint")
+    record_property("lost", "nothing: the start is refused, and works once the storage does")
+
+
+def link(name):
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = tarfile.SYMTYPE, "/etc"
+    return member
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "member",
+    [
+        tarfile.TarInfo("../outside"),
+        tarfile.TarInfo("items/../../outside"),
+        tarfile.TarInfo("/outside"),
+        link("items/link"),
+    ],
+    ids=["parent", "hidden parent", "absolute", "link"],
+)
+def test_a_part_that_names_files_elsewhere_is_refused(uri, member, tmp_path, monkeypatch, record_property):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    if member.name == "/outside":
+        member.name = str(tmp_path / "outside")
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        member.size = 0 if member.linkname else 4
+        tar.addfile(member, io.BytesIO(b"evil"))
+        tar.addfile(tarfile.TarInfo("items/link/file"))
+    part = content.getvalue()
+    listing = json.loads(read(uri, "30/checkpoint.json"))
+    listing["parts"]["process-0.tar"] = [len(part), zlib.crc32(part)]
+    write(uri, "30/process-0.tar", part)
+    write(uri, "30/checkpoint.json", json.dumps(listing).encode())
+    with Checkpoints(uri, read_only=True) as checkpoints:
+        with pytest.raises(DamagedCheckpointError, match="must hold files and folders with relative names, got"):
+            checkpoints.restore(30, {"params": TREE})
+        found = checkpoints.restore_latest({"params": TREE})
+    assert found is not None
+    assert found.step == 20
+    assert not [path for path in tmp_path.rglob("*") if path.name in ("outside", "link", "file")]
+    record_property("fault", f"an object of a checkpoint names the file {member.name.replace(str(tmp_path), '')}")
+    record_property("lost", "nothing: nothing is written elsewhere")
 
 
 @pytest.mark.parametrize("uri", ["s3://no-such-bucket/x", "nowhere://x"])

@@ -8,7 +8,14 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, PermanentError, TrainingFailed
+from ray_jax_launch._errors import (
+    DamagedCheckpointError,
+    DeletedCheckpointError,
+    LaunchError,
+    PermanentError,
+    TrainingFailed,
+    UnsavedCheckpointError,
+)
 from ray_jax_launch._hardware import Hardware, cpu, gpu, parse_hardware, tpu
 from ray_jax_launch._steps import intact_step, latest_step
 from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
@@ -19,7 +26,7 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 if TYPE_CHECKING:
     from ray_jax_launch._backend import DistributedConfig, backend_config, worker_environment
-    from ray_jax_launch._checkpoints import Checkpoints
+    from ray_jax_launch._checkpoints import Checkpoints, Restored
     from ray_jax_launch._cluster import auto, check_resources, connect
     from ray_jax_launch._data import RankedDataConfig, RankedDataset
     from ray_jax_launch._launch import Result, launch, scaling_config
@@ -30,6 +37,7 @@ _MODULE_OF = {
     "backend_config": "_backend",
     "worker_environment": "_backend",
     "Checkpoints": "_checkpoints",
+    "Restored": "_checkpoints",
     "auto": "_cluster",
     "check_resources": "_cluster",
     "connect": "_cluster",
@@ -48,15 +56,18 @@ __version__ = version("ray-jax-launch")
 __all__ = [
     "Checkpoints",
     "DamagedCheckpointError",
+    "DeletedCheckpointError",
     "DistributedConfig",
     "Hardware",
     "LaunchError",
     "PermanentError",
     "RankedDataConfig",
     "RankedDataset",
+    "Restored",
     "Result",
     "StoragePath",
     "TrainingFailed",
+    "UnsavedCheckpointError",
     "auto",
     "backend_config",
     "check_resources",

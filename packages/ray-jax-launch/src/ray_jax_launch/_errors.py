@@ -19,6 +19,14 @@ class DamagedCheckpointError(ValueError):
     """No checkpoint of a run can be restored: all of them are damaged."""
 
 
+class DeletedCheckpointError(ValueError):
+    """A checkpoint was deleted while it was read, because the run that writes it has a newer one."""
+
+
+class UnsavedCheckpointError(RuntimeError):
+    """A checkpoint could not be written. The error that prevented it is the cause (`__cause__`)."""
+
+
 class TrainingFailed(RuntimeError):
     """A worker failed more often than it may.
 

@@ -2,108 +2,142 @@
 
 import contextlib
 import shutil
-import tempfile
+import socket
+import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler, ScalarHandler, create_type_handler_registry
 
+from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._folders import METADATA, METRICS, SCORE, Folders
 from ray_jax_launch._objects import Listing, Objects, part_name
-from ray_jax_launch._steps import write_checksums
+from ray_jax_launch._staging import Staging
 from ray_jax_launch._trees import to_restore
 
-_METADATA = "metadata"
-_SCORE = "score"
-# What Orbax keeps beside the items, and what it calls a folder that is not yet whole.
-RESERVED = (_METADATA, "metrics")
-_TEMPORARY = ".orbax-checkpoint-tmp"
-_TRASH = ".trash"
+# What Orbax keeps beside the items.
+RESERVED = (METADATA, METRICS)
+# How long the processes wait for each other to write. XL's 19 GB take 10 minutes at 32 MB/s.
+_WRITE_TIMEOUT_S = 3600
+# How long a host may go on seeing an old listing of a shared folder: NFS keeps one for at most 60 s by default.
+_STALE_S = 90.0
 
 
-class FolderCheckpoints:
-    """In a folder that all processes share. Orbax writes under a temporary name and renames."""
+class Writer(Protocol):
+    """Writes checkpoints, one after the other, and reads them. Each call is made by every process."""
 
-    def __init__(self, folder: Path, *, num_to_keep: int, num_best_to_keep: int, read_only: bool) -> None:
-        self._folder = folder
-        self._read_only = read_only
-        self._step = 0
-        best = BestN(get_metric_fn=_get_score, n=num_best_to_keep, reverse=True, keep_checkpoints_without_metrics=False)
-        self._manager = ocp.CheckpointManager(
-            folder,
-            options=ocp.CheckpointManagerOptions(
-                best_fn=_get_score if num_best_to_keep else None,
-                preservation_policy=None
-                if read_only
-                else AnyPreservationPolicy([LatestN(num_to_keep), *([best] if num_best_to_keep else [])]),
-                create=not read_only,
-                read_only=read_only,
-                cleanup_tmp_directories=not read_only,
-                # To delete is to rename first: a process that is killed meanwhile leaves no half checkpoint listed.
-                todelete_subdir=None if read_only else _TRASH,
-                # Called by the first process once all have written, before the renaming.
-                async_options=ocp.options.AsyncOptions(post_finalization_callback=self._sign),
-            ),
-        )
+    def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
+        """Copy the arrays, and begin to write them. The copies are complete when this returns."""
+        ...
 
-    def save(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
-        self.wait()
-        self._step = step  # of the one that is under way, which _sign looks for
-        trees = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(**trees, **{_METADATA: ocp.args.JsonSave(metadata)}),
-            metrics=None if score is None else {_SCORE: score},
-        )
-
-    def _sign(self) -> None:
-        (written,) = self._folder.glob(f"{self._step}{_TEMPORARY}*")
-        write_checksums(written)
-
-    def wait(self) -> None:
-        self._manager.wait_until_finished()
-        self._empty_trash()
+    def commit(self, step: int) -> None:
+        """Wait until the checkpoint is durable and listed. May be called in another thread."""
+        ...
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        folders = [path for path in (self._folder / str(step)).iterdir() if path.is_dir() and path.name not in RESERVED]
-        wanted = to_restore(like, {path.name: _saved_tree(path) for path in folders})
-        if not wanted:
-            return {}
-        trees = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**trees))
-        return {name: restored[name] for name in wanted}
+        """Read the items that `like` names."""
+        ...
 
-    def metadata(self, step: int) -> dict[str, Any]:
-        return self._manager.restore(step, args=ocp.args.Composite(**{_METADATA: ocp.args.JsonRestore()}))[_METADATA]
+    def restore_copy(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The same out of a local copy, whose checksums are compared, in one process."""
+        ...
 
     def close(self) -> None:
-        self._manager.close()
-        self._empty_trash()
-
-    def _empty_trash(self) -> None:
-        if not self._read_only and jax.process_index() == 0:
-            shutil.rmtree(self._folder / _TRASH, ignore_errors=True)
+        """Free what this holds."""
+        ...
 
 
-def _get_score(metrics: Mapping[str, float]) -> float:
-    return metrics[_SCORE]
+class FolderWriter:
+    """Writes into a folder that all processes share. Orbax writes under a temporary name and renames."""
+
+    def __init__(self, folder: Path, kept: Folders) -> None:
+        self._folder, self._kept = folder, kept
+        self._step = 0
+        registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        registry.add(None, ocp.args.PyTreeSave, _arrays_handler())
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(handler_registry=registry),
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=_WRITE_TIMEOUT_S,
+                # Called by the first process once all have written, before the renaming.
+                post_finalization_callback=lambda: kept.sign(self._step),
+            ),
+        )
+        self._reader = ocp.Checkpointer(_arrays_handler())
+
+    def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
+        self._step = step
+        if jax.process_index() == 0:
+            self._kept.prepare()  # a save that failed has left files
+            if self._kept.mark(step) is not None:
+                raise FileExistsError(f"{self._folder / str(step)} must not exist before checkpoint {step} is written")
+        args: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
+        args[METADATA] = ocp.args.JsonSave(metadata)
+        if score is not None:
+            args[METRICS] = ocp.args.JsonSave({SCORE: score})
+        # Without `force`, each process would ask its own, perhaps old, view of the folder whether the step exists.
+        self._writer.save(self._folder / str(step), args=ocp.args.Composite(**args), force=True)
+
+    def commit(self, step: int) -> None:
+        self._writer.wait_until_finished()
+        if jax.process_index() == 0:
+            self._kept.sync()
+
+    def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+        if jax.process_index() > 0:
+            self._wait_until_visible(step)
+        checkpoint = self._folder / str(step)
+        folders = [path for path in checkpoint.iterdir() if path.is_dir() and path.name not in RESERVED]
+        wanted = to_restore(like, {path.name: _saved_tree(path) for path in folders})
+        return {
+            name: self._reader.restore(checkpoint / name, args=_restore_args(tree)) for name, tree in wanted.items()
+        }
+
+    def restore_copy(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+        # Where files vanish under it, Orbax leaves unfinished coroutines, and may read zeros.
+        with contextlib.closing(Staging(str(self._folder))) as staging:
+            items = self._kept.copy_items(step, like.keys(), staging.path)
+            trees = {name: _saved_tree(staging.path / name) if name in like else None for name in items}
+            wanted = to_restore(like, trees)
+            restore = self._reader.restore
+            return {name: restore(staging.path / name, args=_restore_args(tree)) for name, tree in wanted.items()}
+
+    def _wait_until_visible(self, step: int) -> None:
+        """Wait until this host sees the files that the first process sees."""
+        deadline = time.monotonic() + _STALE_S
+        while (missing := self._kept.find_missing(step)) is not None:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"the folder of the checkpoints must be shared by all nodes, got {missing}, which "
+                    f"{socket.gethostname()} does not see after {_STALE_S:.0f} s. Name a folder on shared storage, or "
+                    "a URI"
+                )
+            time.sleep(0.5)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._reader.close)
+            stack.callback(self._writer.close)
 
 
-class ObjectCheckpoints:
-    """In object storage. Each process has Orbax write its own shards on its own disk, and uploads them in one part."""
+class ObjectWriter:
+    """Writes to object storage. Each process has Orbax write its own shards on its own disk, and uploads them.
 
-    def __init__(self, uri: str, *, num_to_keep: int, num_best_to_keep: int, read_only: bool) -> None:
-        self._objects = Objects(uri, create=not read_only)
-        self._num_to_keep, self._num_best_to_keep = num_to_keep, num_best_to_keep
+    Args:
+        uri: of the checkpoints.
+        kept: the checkpoints there.
+        run_id: the same in all processes, and in no other run.
+    """
+
+    def __init__(self, uri: str, kept: Objects, run_id: str) -> None:
+        self._kept, self._run_id = kept, run_id
         self._rank = jax.process_index()
-        if self._rank == 0 and not read_only:
-            self._objects.sweep()
+        self._num_saves = 0
+        self._staging = Staging(uri)
         # Every process is the first one on its own disk; of equal replicas, one process writes.
         options = ocp.options.MultiprocessingOptions(
             primary_host=None, active_processes={self._rank}, barrier_sync_key_prefix=f"process-{self._rank}"
@@ -115,91 +149,87 @@ class ObjectCheckpoints:
             (int, ScalarHandler()),
             (float, ScalarHandler()),
         )
-        self._checkpointer = ocp.AsyncCheckpointer(
-            ocp.PyTreeCheckpointHandler(
-                # The parts of several processes become one checkpoint by unpacking them side by side, which files per
-                # shard can and Orbax's database of shards cannot.
-                use_ocdbt=False,
-                multiprocessing_options=options,
-                type_handler_registry=handlers,
-            ),
+        # The parts of several processes become one checkpoint by unpacking them side by side, which files per shard
+        # can and Orbax's database of shards cannot.
+        handler = _arrays_handler(use_ocdbt=False, multiprocessing_options=options, type_handler_registry=handlers)
+        self._writer = ocp.AsyncCheckpointer(
+            handler,
             multiprocessing_options=options,
             # By default a folder is made in the background, and the news of it goes to all processes: one would begin
             # to write when another's folder is there.
-            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=_WRITE_TIMEOUT_S, create_directories_asynchronously=False
+            ),
         )
-        self._thread = ThreadPoolExecutor(1, "checkpoint-upload")
-        self._pending: tuple[int, Listing, Future[tuple[int, int]]] | None = None
+        self._reader = ocp.Checkpointer(handler, multiprocessing_options=options)
+        self._meet = ocp.multihost.get_barrier_sync_fn()
+        self._saved: tuple[Path, Listing] | None = None
 
-    def save(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
-        self.wait()
-        staging = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        # Once this returns, the arrays have been copied: their buffers may be used again.
-        self._checkpointer.save(staging / "items", args=ocp.args.PyTreeSave(dict(items)))
-        self._pending = step, Listing({}, metadata, score), self._thread.submit(self._upload, step, staging)
+    def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
+        self._num_saves += 1
+        folder = self._staging.make_folder()
+        self._saved = folder, Listing({}, metadata, score)
+        self._writer.save(folder / "items", args=ocp.args.PyTreeSave(dict(items)))
 
-    def _upload(self, step: int, staging: Path) -> tuple[int, int]:
-        try:
-            self._checkpointer.wait_until_finished()
-            return self._objects.write_part(step, self._rank, staging)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-
-    def wait(self) -> None:
-        if self._pending is None:
-            return
-        step, listing, upload = self._pending
-        self._pending = None
-        parts = _gather(*upload.result())
-        if self._rank == 0:
-            listing.parts.update({part_name(rank): part for rank, part in enumerate(parts)})
-            self._objects.commit(step, listing)
-            self._delete_old()
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"checkpoint-{step}")
-
-    def _delete_old(self) -> None:
-        steps = sorted(self._objects.steps())
-        scores = {step: self._objects.listing(step).score for step in steps} if self._num_best_to_keep else {}
-        ranked = sorted((score, step) for step, score in scores.items() if score is not None)
-        kept = {*steps[-self._num_to_keep :], *(step for _, step in ranked[: self._num_best_to_keep])}
-        for step in steps:
-            if step not in kept:
-                self._objects.delete(step)
+    def commit(self, step: int) -> None:
+        assert self._saved is not None, "a save has begun"
+        folder, listing = self._saved
+        save_id = f"{self._run_id}-{self._num_saves}"
+        # All processes meet twice, also where one fails: the others hear of it at once.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._meet, key=f"{save_id}-committed", timeout_ms=_WRITE_TIMEOUT_S * 1000)
+            with contextlib.ExitStack() as uploading:
+                uploading.callback(self._meet, key=f"{save_id}-uploaded", timeout_ms=_WRITE_TIMEOUT_S * 1000)
+                uploading.callback(shutil.rmtree, folder, ignore_errors=True)
+                self._writer.wait_until_finished()
+                part = self._kept.write_part(step, self._rank, folder)
+                if self._rank > 0:
+                    self._kept.write_note(step, self._rank, save_id, part)
+            if self._rank == 0:
+                listing.parts[part_name(0)] = part
+                for rank in range(1, jax.process_count()):
+                    listing.parts[part_name(rank)] = self._kept.read_note(step, rank, save_id)
+                self._kept.commit(step, listing)
+        if self._rank > 0 and self._kept.mark(step) is None:
+            raise FileNotFoundError(f"process 0 has not listed checkpoint {step}: its own error says why")
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="checkpoint-") as staging:
-            self._objects.read_parts(step, Path(staging))
-            wanted = to_restore(like, _saved_tree(Path(staging) / "items"))
-            if not wanted:
-                return {}
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
-            return self._checkpointer.restore(
-                Path(staging) / "items",
-                args=ocp.args.PyTreeRestore(
-                    abstract,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-                    partial_restore=True,  # some items, each of them whole
-                ),
-            )
+        with self._staging.folder() as folder:
+            self._kept.read_parts(step, folder)
+            wanted = to_restore(like, _saved_tree(folder / "items"))
+            return self._reader.restore(folder / "items", args=_restore_args(wanted)) if wanted else {}
 
-    def metadata(self, step: int) -> dict[str, Any]:
-        return self._objects.listing(step).metadata
+    restore_copy = restore
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._checkpointer.close)
-            stack.callback(self._thread.shutdown)
+            stack.callback(self._staging.close)
+            stack.callback(self._reader.close)
+            stack.callback(self._writer.close)
+
+
+def make_writer(folder: Path | str, kept: Any, run_id: str) -> Writer:
+    """The way to write checkpoints into a folder or below a URI."""
+    if isinstance(folder, Path):
+        return FolderWriter(folder, kept)
+    return ObjectWriter(folder, kept, run_id)
+
+
+def _arrays_handler(**options: Any) -> ocp.PyTreeCheckpointHandler:
+    # Compression saves 8 % of float32 parameters, and takes as much CPU time as all the rest of a save.
+    return ocp.PyTreeCheckpointHandler(use_compression=False, **options)
+
+
+def _restore_args(wanted: Any) -> ocp.args.PyTreeRestore:
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
+    return ocp.args.PyTreeRestore(
+        abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=True,  # some items, each of them complete
+    )
 
 
 def _saved_tree(folder: Path) -> Any:
     """Orbax's metadata of the leaves of what it wrote to a folder."""
     # Orbax declares a path class of its own, and takes any.
     return ocp.PyTreeCheckpointHandler().metadata(folder).tree  # pyright: ignore[reportArgumentType]
-
-
-def _gather(size: int, checksum: int) -> list[tuple[int, int]]:
-    """Size and checksum of every process's part, by rank."""
-    words = np.array([size >> 32, size & 0xFFFFFFFF, checksum], np.uint32)
-    gathered = np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 3)
-    return [(int(high) << 32 | int(low), int(crc)) for high, low, crc in gathered]

@@ -1,0 +1,129 @@
+"""Processes that see different listings of the same folder, as hosts of NFS do for a while."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from ray_jax_launch import Checkpoints
+
+# Rank 1's folder is as old as NFS may show it: 20 is not there yet, and 30 still is. `late` appears as 20 after 2 s.
+STALE = """
+import json, sys, threading
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ray_jax_launch import Checkpoints
+
+folder, rank, port, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+like = jax.ShapeDtypeStruct((10,), np.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+if rank == 1:
+    threading.Timer(2, lambda: (folder / "late").rename(folder / "20")).start()
+with Checkpoints(folder, num_to_keep=3, **json.loads(mode)) as checkpoints:
+    step = checkpoints.latest_step()
+    metadata = checkpoints.metadata(step)
+    w = checkpoints.restore(step, {"params": {"w": like}})["params"]["w"]
+    print("found", step, metadata["step"], sorted({float(x) for shard in w.addressable_shards for x in shard.data}))
+"""
+
+READS_ONCE = """
+import sys
+from pathlib import Path
+
+import jax
+
+from ray_jax_launch import Checkpoints
+
+folder, rank, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+
+def num_read_bytes():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+before = num_read_bytes()
+with Checkpoints(folder) as checkpoints:
+    print("found", checkpoints.latest_step(), num_read_bytes() - before)
+"""
+
+DAMAGED = """
+import sys
+
+import jax
+
+from ray_jax_launch import Checkpoints, DamagedCheckpointError
+
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
+try:
+    Checkpoints(sys.argv[1])
+except DamagedCheckpointError as error:
+    print("found", "30: params/manifest.ocdbt is missing" in str(error))
+"""
+
+
+def run_ranks(code, folders, *args):
+    """What two processes print after the word `found`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(folder), str(rank), port, *args],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, folder in enumerate(folders)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, err) in zip(processes, said, strict=True):
+        assert process.returncode == 0, err
+    return [out[out.index("found ") + 6 :].strip() for out, _ in said]
+
+
+def save(folder, steps, size=10):
+    with Checkpoints(folder, num_to_keep=len(steps)) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, {"params": {"w": jnp.full(size, float(step))}}, metadata={"step": step})
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("mode", ["{}", '{"verify": false}', '{"read_only": true}'])
+def test_an_old_listing_on_one_host_does_not_make_processes_start_at_different_steps(tmp_path, mode, record_property):
+    new, old = tmp_path / "new", tmp_path / "old"
+    save(new, [10, 20, 30])
+    shutil.copytree(new, old)
+    (old / "20").rename(old / "late")
+    shutil.rmtree(new / "30")
+    assert run_ranks(STALE, [new, old], mode) == ["20 20 [20.0]"] * 2
+    record_property("fault", f"one of two hosts sees an old listing of the checkpoints ({mode})")
+    record_property("lost", "nothing")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes in /proc/self/io")
+def test_two_processes_read_the_newest_checkpoint_once(tmp_path):
+    save(tmp_path, [10, 20], size=8_000_000)
+    (step0, read0), (step1, read1) = (said.split() for said in run_ranks(READS_ONCE, [tmp_path] * 2))
+    assert step0 == step1 == "20"
+    assert 32_000_000 < int(read0) + int(read1) < 1.3 * 32_000_000
+    assert int(read1) < 0.3 * 32_000_000
+
+
+@pytest.mark.fault
+def test_all_processes_say_that_every_checkpoint_is_damaged(tmp_path, record_property):
+    save(tmp_path, [30])
+    (tmp_path / "30" / "params" / "manifest.ocdbt").unlink()
+    assert run_ranks(DAMAGED, [tmp_path] * 2) == ["True"] * 2
+    record_property("fault", "every checkpoint of a run of two processes is damaged")
+    record_property("lost", "nothing: the start is refused, and says what is damaged")

@@ -1,0 +1,94 @@
+"""Readers beside a run that writes and deletes checkpoints."""
+
+import os
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ray_jax_launch import Checkpoints, DeletedCheckpointError, intact_step, latest_step
+
+WRITER = """
+import sys, time
+import jax.numpy as jnp
+from ray_jax_launch import Checkpoints
+
+with Checkpoints(sys.argv[1], num_to_keep=1) as checkpoints:
+    for step in range(1, 1_000_000):
+        checkpoints.save(
+            step, {"params": {name: jnp.full(1000, float(step)) for name in "abcdef"}}, metadata={"step": step}
+        )
+        time.sleep(0.05)
+"""
+LIKE = {name: jnp.zeros(1000) for name in "abcdef"}
+
+
+@pytest.fixture
+def writer(place):
+    """A process that saves every 50 ms and keeps one checkpoint."""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(place)], env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while latest_step(place) is None:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.fault
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_the_next(place, writer, record_property):
+    steps = []
+    for _ in range(30):
+        with Checkpoints(place, read_only=True) as checkpoints:
+            found = checkpoints.restore_latest({"params": LIKE})
+        assert found is not None
+        for leaf in found.items["params"].values():
+            np.testing.assert_array_equal(leaf, np.full(1000, found.step))
+        assert found.metadata == {"step": found.step}
+        steps.append(found.step)
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 3
+    kind = "object storage" if "://" in str(place) else "a folder"
+    record_property("fault", f"a run deletes the checkpoints in {kind} while another process reads them")
+    record_property("lost", "nothing")
+
+
+def test_to_verify_beside_a_run_finds_no_damage(place, writer, caplog):
+    steps = [intact_step(place) or 0 for _ in range(20)]
+    assert steps == sorted(steps)
+    assert not [record for record in caplog.records if "damaged" in record.message]
+
+
+def test_a_checkpoint_that_was_deleted_is_said_to_be(place):
+    with Checkpoints(place, num_to_keep=1) as checkpoints:
+        checkpoints.save(1, {"params": LIKE}, metadata={})
+        checkpoints.wait()
+        with Checkpoints(place, read_only=True) as reader:
+            checkpoints.save(2, {"params": LIKE}, metadata={"step": 2})
+            checkpoints.wait()
+            for read in (lambda: reader.restore(1, {"params": LIKE}), lambda: reader.metadata(1)):
+                with pytest.raises(DeletedCheckpointError, match=r"checkpoint 1 in .* must stay while it is read"):
+                    read()
+            # A number that was not there when the reader began.
+            assert reader.metadata(2) == {"step": 2}
+            assert reader.latest_step() == 2
+
+
+def test_the_newest_is_restored_by_the_run_itself(place):
+    with Checkpoints(place) as checkpoints:
+        assert checkpoints.restore_latest({"params": LIKE}) is None
+        checkpoints.save(3, {"params": LIKE}, metadata={"step": 3})
+        found = checkpoints.restore_latest({"params": LIKE})
+        assert found is not None
+        assert (found.step, found.metadata) == (3, {"step": 3})
+    with Checkpoints(place, read_only=True) as checkpoints, pytest.raises(ValueError, match="expected an item among"):
+        checkpoints.restore_latest({"opt_state": LIKE})

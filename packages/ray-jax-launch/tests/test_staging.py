@@ -1,0 +1,154 @@
+"""Local files on their way to object storage, and processes that are killed meanwhile."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from ray_jax_launch import Checkpoints, LaunchError, intact_step, latest_step
+from ray_jax_launch._staging import Staging
+
+SAVES = """
+import sys
+import jax.numpy as jnp
+from ray_jax_launch import Checkpoints
+
+with Checkpoints(sys.argv[1]) as checkpoints:
+    for step in range(1, 1_000_000):
+        checkpoints.save(step, {"params": {"w": jnp.ones(4_000_000)}}, metadata={})
+"""
+
+RESTORES = """
+import sys
+import jax.numpy as jnp
+from ray_jax_launch import Checkpoints
+
+with Checkpoints(sys.argv[1], read_only=True) as checkpoints:
+    while True:
+        checkpoints.restore(checkpoints.latest_step(), {"params": {"w": jnp.ones(4_000_000)}})
+"""
+
+HOLDS = """
+import sys, time
+from ray_jax_launch import Checkpoints
+
+with Checkpoints(sys.argv[1]) as checkpoints:
+    folder = checkpoints._writer._staging.make_folder()
+    (folder / "shard").write_text("x")
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder for temporary files, of this process and its children."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def large_files(folder):
+    found = []
+    for path in folder.rglob("*"):
+        try:
+            if path.is_file() and path.stat().st_size > 1_000_000:
+                found.append(path)
+        except FileNotFoundError:
+            pass  # deleted meanwhile
+    return found
+
+
+def begin(code, *args):
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    return subprocess.Popen([sys.executable, "-c", code, *args], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def read_line(process):
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def kill(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def kill_when_files_lie_there(process, temporary):
+    try:
+        deadline = time.monotonic() + 60
+        while not large_files(temporary):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+    finally:
+        kill(process)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("code", [SAVES, RESTORES], ids=["save", "restore"])
+def test_a_kill_between_disk_and_object_storage_leaves_no_files_on_the_disk(s3, temporary, code, record_property):
+    uri = f"{s3}/{temporary.name}"
+    if code is RESTORES:
+        with Checkpoints(uri) as checkpoints:
+            checkpoints.save(1, {"params": {"w": jnp.ones(4_000_000)}}, metadata={})
+    kill_when_files_lie_there(begin(code, uri), temporary)
+    assert large_files(temporary)
+    before = latest_step(uri) or 0
+    with Checkpoints(uri) as checkpoints:
+        assert not large_files(temporary)
+        assert (checkpoints.latest_step() or 0) == before == (intact_step(uri) or 0)
+    (parent,) = temporary.iterdir()
+    assert list(parent.iterdir()) == []
+    record_property(
+        "fault", f"a process is killed in a {'save to' if code is SAVES else 'restore from'} object storage"
+    )
+    record_property("lost", "steps since the last checkpoint" if code is SAVES else "nothing")
+
+
+@pytest.mark.fault
+def test_a_start_deletes_no_files_of_a_process_that_lives(s3, temporary, record_property):
+    same, other = f"{s3}/{temporary.name}/same", f"{s3}/{temporary.name}/other"
+    processes = [begin(HOLDS, same), begin(HOLDS, other)]
+    try:
+        folders = [read_line(process) for process in processes]
+        for uri in (same, other):
+            with Checkpoints(uri):
+                assert all(os.path.exists(f"{folder}/shard") for folder in folders)  # noqa: PTH110
+        kill(processes[0])
+        with Checkpoints(other):
+            assert [os.path.exists(folder) for folder in folders] == [False, True]  # noqa: PTH110
+    finally:
+        for process in processes:
+            kill(process)
+    record_property("fault", "another run, and another process of the run, starts while files are uploaded")
+    record_property("lost", "nothing")
+
+
+def test_processes_that_start_together_keep_their_own_files(temporary):
+    code = """
+import sys
+from ray_jax_launch._staging import Staging
+for number in range(200):
+    staging = Staging("s3://bucket/run")
+    (staging.make_folder() / "shard").write_text("x")
+    assert sum(path.is_file() for path in staging.path.rglob("*")) == 1
+    staging.close()
+    staging.close()
+"""
+    processes = [begin(code) for _ in range(4)]
+    assert [process.communicate(timeout=120)[0] for process in processes] == [""] * 4
+    assert [process.returncode for process in processes] == [0] * 4
+    (parent,) = temporary.iterdir()
+    assert list(parent.iterdir()) == []
+
+
+def test_a_folder_of_somebody_else_is_refused(temporary, monkeypatch):
+    (temporary / "elsewhere").mkdir()
+    (temporary / f"ray-jax-launch-{os.getuid()}").symlink_to(temporary / "elsewhere")
+    with pytest.raises(LaunchError, match=r"ray-jax-launch-.* must be a folder of this user"):
+        Staging("s3://bucket/run")

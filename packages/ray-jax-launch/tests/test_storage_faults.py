@@ -1,0 +1,206 @@
+"""Storage that fails: reads that fail and then work, disks that are full, folders that cannot be written."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from ray_jax_launch import Checkpoints, LaunchError, latest_step
+
+# Fails the first FAULT_READS reads of files whose path contains FAULT_PATH, with the error FAULT_ERRNO.
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+ssize_t read(int descriptor, void *buffer, size_t size) {
+  static ssize_t (*real_read)(int, void *, size_t);
+  static int left = -1;
+  if (!real_read) real_read = (ssize_t (*)(int, void *, size_t))dlsym(RTLD_NEXT, "read");
+  if (left < 0) left = atoi(getenv("FAULT_READS"));
+  if (left > 0) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length > 0) {
+      path[length] = 0;
+      if (strstr(path, getenv("FAULT_PATH"))) {
+        left--;
+        errno = atoi(getenv("FAULT_ERRNO"));
+        return -1;
+      }
+    }
+  }
+  return real_read(descriptor, buffer, size);
+}
+"""
+
+# What every start does first: look for the newest undamaged checkpoint, and quarantine the damaged ones.
+START = """
+import sys
+from ray_jax_launch import LaunchError, _retry, intact_step
+_retry.DELAYS_S = (0.05,) * 5
+try:
+    print(intact_step(sys.argv[1], set_aside=True))
+except LaunchError as error:
+    print("LaunchError:", error)
+"""
+
+FULL = """
+import sys
+import jax.numpy as jnp
+from ray_jax_launch import Checkpoints, UnsavedCheckpointError
+
+with Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save(1, {"params": {"w": jnp.ones(10)}}, metadata={})
+    checkpoints.save(2, {"params": {"w": jnp.ones(8_000_000)}}, metadata={})
+    try:
+        checkpoints.save(3, {"params": {"w": jnp.ones(10)}}, metadata={})
+    except UnsavedCheckpointError as error:
+        print(error)
+        print("cause:", error.__cause__)
+    assert checkpoints.latest_step() == checkpoints.durable_step() == 1
+    checkpoints.save(4, {"params": {"w": jnp.full(10, 4.0)}}, metadata={})
+    checkpoints.wait()
+    assert checkpoints.latest_step() == checkpoints.durable_step() == 4
+    assert (checkpoints.restore(4, {"params": {"w": jnp.ones(10)}})["params"]["w"] == 4).all()
+"""
+
+READ_ONLY = """
+import sys
+import jax.numpy as jnp
+from ray_jax_launch import Checkpoints, LaunchError
+
+try:
+    Checkpoints(sys.argv[1])
+except LaunchError as error:
+    print(error)
+with Checkpoints(sys.argv[1], read_only=True) as checkpoints:
+    assert (checkpoints.restore_latest({"params": {"w": jnp.zeros(10)}}).items["params"]["w"] == 1).all()
+print("read")
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory):
+    """A library that makes reads fail, and the environment variables that load it."""
+    if sys.platform != "linux" or shutil.which("cc") is None:
+        pytest.skip("needs Linux and a C compiler")
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.c").write_text(SHIM)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "shim.so", folder / "shim.c", "-ldl"], check=True)
+
+    def environment(path, error, num_reads):
+        return os.environ | {
+            "LD_PRELOAD": str(folder / "shim.so"),
+            "FAULT_PATH": path,
+            "FAULT_ERRNO": str(error),
+            "FAULT_READS": str(num_reads),
+        }
+
+    return environment
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Checkpoints 10 and 20."""
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, {"params": {"w": jnp.full(10, float(step))}}, metadata={})
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def in_mount_namespace():
+    """Run a shell command and then Python code, where mounts are of this process alone."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], check=False).returncode != 0:
+        pytest.skip("needs unshare, and the permission to mount")
+
+    def run(mount, code, folder):
+        command = ["unshare", "-m", "sh", "-ec", f'{mount}; exec "$0" -c "$1" "$2"', sys.executable, code, str(folder)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    return run
+
+
+def start(folder, environment):
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(folder)], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_read_error_that_passes_does_not_condemn_a_checkpoint(folder, shim, error, record_property):
+    began = time.monotonic()
+    answer, log = start(folder, shim("/20/params/", error, 3))
+    assert answer == "20"
+    assert log.count("cannot be accessed") == 3
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "20"]
+    record_property("fault", f"three reads of the newest checkpoint fail with {errno.errorcode[error]}")
+    record_property("lost", "nothing")
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+
+
+@pytest.mark.fault
+def test_a_read_error_that_stays_ends_the_start_and_changes_nothing(folder, shim, record_property):
+    answer, _ = start(folder, shim("/20/", errno.EIO, 1_000_000))
+    assert answer.startswith("LaunchError: ")
+    assert "must be accessible, got [Errno 5]" in answer
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "20"]
+    assert start(folder, os.environ)[0] == "20"
+    record_property("fault", "every read of the newest checkpoint fails with EIO")
+    record_property("lost", "nothing: the start is refused, and works once the storage does")
+
+
+@pytest.mark.fault
+def test_a_read_error_of_the_checksums_does_not_condemn_a_checkpoint(folder, shim, record_property):
+    answer, log = start(folder, shim("/20/checksums.json", errno.ESTALE, 2))
+    assert answer == "20"
+    assert log.count("checksums.json cannot be accessed") == 2
+    record_property("fault", "two reads of a checkpoint's checksums fail with ESTALE")
+    record_property("lost", "nothing")
+
+
+@pytest.mark.fault
+def test_a_full_disk_fails_the_save_and_leaves_the_checkpoints_before_it(tmp_path, in_mount_namespace, record_property):
+    done = in_mount_namespace(f"mount -t tmpfs -o size=8m tmpfs {tmp_path}", FULL, tmp_path / "checkpoints")
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint 2 in" in done.stdout
+    assert "cause:" in done.stdout
+    assert "No space left" in done.stdout
+    record_property("fault", "the disk is full while a checkpoint is saved")
+    record_property("lost", "steps since the last checkpoint")
+
+
+@pytest.mark.fault
+def test_a_folder_on_read_only_storage_is_refused_for_writing_and_can_be_read(
+    tmp_path, in_mount_namespace, record_property
+):
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, {"params": {"w": jnp.ones(10)}}, metadata={})
+    mount = f"mount --bind {tmp_path} {tmp_path}; mount -o remount,ro,bind {tmp_path}"
+    done = in_mount_namespace(mount, READ_ONLY, folder)
+    assert done.returncode == 0, done.stderr
+    assert "the folder of the checkpoints must be writable, got [Errno 30] Read-only file system" in done.stdout
+    assert done.stdout.endswith("read\n")
+    record_property("fault", "the storage of the checkpoints is mounted read-only")
+    record_property("lost", "nothing: the start is refused")
+
+
+def test_a_file_where_the_folder_should_be_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="the folder of the checkpoints must be writable, got"):
+        Checkpoints(tmp_path / "file")
+    assert latest_step(tmp_path / "file") is None
