@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import datasets.config
 import pyarrow as pa
+from datasets.config import HF_HUB_OFFLINE as DATASETS_OFFLINE
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -38,7 +39,7 @@ class HubLayout:
 
 def is_offline() -> bool:
     """Whether the user asked for copies instead of the network."""
-    return bool(HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE)
+    return bool(HF_HUB_OFFLINE or DATASETS_OFFLINE)
 
 
 class HubRows:
