@@ -132,8 +132,16 @@ def test_no_new_tokens_is_the_prompt(model):
         (PROMPTS, {"temperature": float("nan")}, "expected temperature >= 0"),
         (PROMPTS, {"temperature": 0.0, "top_k": 0}, "top_k >= 1 and top_p in (0, 1], got 0.0, 0 and None"),
         (PROMPTS, {"temperature": 0.0, "top_p": 1.5}, "got 0.0, None and 1.5"),
-        (PROMPTS, {"temperature": 0.0, "vocab_size": 66}, "vocab_size must be a whole number of 1 to 65, the model's, g"),
-        (PROMPTS, {"temperature": 0.0, "vocab_size": 0}, "vocab_size must be a whole number of 1 to 65, the model's, g"),
+        (
+            PROMPTS,
+            {"temperature": 0.0, "vocab_size": 66},
+            "vocab_size must be a whole number of 1 to 65, the model's, g",
+        ),
+        (
+            PROMPTS,
+            {"temperature": 0.0, "vocab_size": 0},
+            "vocab_size must be a whole number of 1 to 65, the model's, g",
+        ),
         (PROMPTS, {}, "expected a key to draw with"),
     ],
 )
