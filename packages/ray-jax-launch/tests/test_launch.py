@@ -219,9 +219,9 @@ def test_a_failure_names_the_rank_and_shows_its_traceback(tmp_path):
 
 
 def test_more_than_the_cluster_has_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(LaunchError, match="expected 3 GPUs in the Ray cluster, as gpu:3 needs, found 0"):
+    with pytest.raises(LaunchError, match=r"The Ray cluster must have 3 GPUs for gpu:3, got 0\."):
         launch(fail_on_rank_1, {}, hardware=gpu(3), storage_path=tmp_path, name="run")
-    with pytest.raises(LaunchError, match=r"expected 16 TPUs .* as tpu:v6e:4x4 needs, found 0"):
+    with pytest.raises(LaunchError, match=r"must have 16 TPUs for tpu:v6e:4x4, got 0"):
         check_resources(parse_hardware("tpu:v6e:4x4"))
     assert [*tmp_path.rglob("*")] == []
 

@@ -121,6 +121,9 @@ class PretrainConfig:
     name: str | None = None
     """The run's name, a folder in the storage path. Default: the preset's and the data's."""
 
+    wait_for_resources_s: float = 0.0
+    """Seconds to wait for nodes that the Ray cluster lacks, for instance until its autoscaler adds them."""
+
     seed: int = 2357
     """Seed of the initial parameters, of dropout and of the window order."""
 
@@ -144,8 +147,9 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         """Check what no section checks."""
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+        for name in ("seed", "wait_for_resources_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.name is not None and (not self.name or self.name.startswith(".") or "/" in self.name):
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
         self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)

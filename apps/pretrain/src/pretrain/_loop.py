@@ -1,8 +1,9 @@
 """The training loop that every worker runs. The one file of the application that computes.
 
-At a step that is saved or validated the order is: update, save, evaluate, wait until the save is on disk,
-write the metrics, report (where validated). A resume does everything after the save again, whether or not a
-crash cut it off. A loop that is asked to stop saves and returns, so that its end is like a crash right after a save.
+At a step that is saved or validated the order is: update, begin to save, evaluate, write the metrics, report (where
+validated). The save goes on in the background until the next one. A run that continues from a checkpoint writes the
+metrics of its step again, from the checkpoint. A loop that is asked to stop saves and returns: its end is like a crash
+right after a save.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ray
 import ray.train
 from numpy.typing import NDArray
 
@@ -25,13 +27,14 @@ from nnx_gpt2 import (
     put_batch,
     replicated,
 )
-from owt_data import WINDOW_ORDER_VERSION, TokenData, iter_steps, load_tokenizer
+from owt_data import WINDOW_ORDER_VERSION, TokenData, iter_steps, load_tokenizer, step_windows
 from pretrain._config import PretrainConfig
+from pretrain._conveniences import convenience
 from pretrain._log import RunLog, StepTimer
 from pretrain._run import RunFolder
 from pretrain._sample import sample_text
 from pretrain._validation import Validation
-from ray_jax_launch import Checkpoints, log_metrics, stop_requested
+from ray_jax_launch import Checkpoints, LaunchError, log_metrics, mark_finished, stop_requested
 
 # What a checkpoint's metadata holds of the state, beside its step.
 _COUNTERS = ("num_skipped", "num_skipped_in_a_row")
@@ -55,6 +58,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
     train_step = make_train_step(
         config.model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text
     )
+    _check_readable(data, config.model.seq_len)
     validation = Validation(
         config.model,
         data.val,
@@ -66,15 +70,13 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
     key = jax.random.key(config.seed)
 
     with (
-        # Making the windows has verified the checkpoints: see `train_windows`.
-        Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep, verify=False) as checkpoints,
+        Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep) as checkpoints,
         RunLog(folder, send=log_metrics) as log,
         ThreadPoolExecutor(1) as threads,
     ):
 
         def save_state(state: TrainState, record: dict[str, Any]) -> None:
-            # A run that goes on from this checkpoint finds in it this step's record, and those before it in the log.
-            log.push()
+            log.push()  # a run that continues from a checkpoint finds the records before it in the log
             checkpoints.save(
                 record["step"],
                 {"params": state.params, "opt_state": state.opt_state},
@@ -90,14 +92,13 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
                 save_state(state, record)
             if evaluate:
                 record = record | {"val_loss": validation.loss(state.params)}
-            checkpoints.wait()
             log.write(record)
             if evaluate:
                 ray.train.report(record)
 
-        start = checkpoints.latest_step() or 0
+        start = checkpoints.latest_step() or 0  # verified, and the same on every process
         # Ray Data takes seconds to hand out its first batch: it begins before anything is compiled.
-        batches = _train_batches(start, max_steps)
+        batches = _train_batches(config, data, start)
         first_batch = threads.submit(next, batches, None)
         if start:
             metadata = checkpoints.metadata(start)
@@ -136,8 +137,8 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
             evaluate = _due(step, train.eval_every, max_steps)
             pending = (step, metrics) if _due(step, train.log_every, max_steps) else None
             if stop_requested(step):
-                # What else is due at this step is done by the run that continues. Leaving the log and the checkpoints
-                # makes them durable, in this order.
+                # What else is due at this step is done by the run that continues. To leave the checkpoints is to wait
+                # for this one.
                 save_state(state, timer.record(step, metrics, is_due=save or evaluate or pending is not None))
                 return ""
             if save or evaluate:
@@ -146,7 +147,12 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
                 pending = None
 
     params = jax.jit(lambda params: params, out_shardings=replicated(mesh))(state.params)
-    return sample_text(config, load_tokenizer(data.tokenizer), params) if jax.process_index() == 0 else ""
+    if jax.process_index() > 0:
+        return ""
+    mark_finished("")
+    with convenience("the sample"):
+        return sample_text(config, load_tokenizer(data.tokenizer), params)
+    return ""
 
 
 def data_identity(config: PretrainConfig, data: TokenData) -> dict[str, Any]:
@@ -174,11 +180,39 @@ def _due(step: int, every: int, max_steps: int) -> bool:
     return step % every == 0 or step == max_steps
 
 
-def _train_batches(start: int, max_steps: int) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    if start < max_steps:
-        shard = ray.train.get_dataset_shard("train")
-        assert shard is not None, "the launch names the dataset"
-        yield from iter_steps(shard)
+def _check_readable(data: TokenData, seq_len: int) -> None:
+    """Read a window of each part, before anything is computed.
+
+    Raises:
+        LaunchError: this node does not have the token files.
+    """
+    try:
+        for tokens in (data.train, data.val):
+            tokens.windows(np.zeros(1, np.int64), seq_len=seq_len, order="shuffle", seed=0)
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"data must be token files in a folder that all nodes share, got {error.filename}, which node "
+            f"{ray.util.get_node_ip_address()} does not have. Give --data a folder on a network file system, or s3:// "
+            "or gs://"
+        ) from error
+
+
+def _train_batches(config: PretrainConfig, data: TokenData, start: int) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    """This process's rows of each step's batch, read by tasks of Ray Data."""
+    if start < config.train.max_steps:
+        yield from iter_steps(
+            step_windows(
+                data.train,
+                seq_len=config.model.seq_len,
+                global_batch_size=config.train.global_batch_size,
+                rank=jax.process_index(),
+                world_size=jax.process_count(),
+                start_step=start,
+                stop_step=config.train.max_steps,
+                order=config.train.order,
+                seed=config.seed,
+            )
+        )
 
 
 def _checked(batch: tuple[int, NDArray[np.uint16]] | None, step: int) -> NDArray[np.uint16]:

@@ -30,7 +30,7 @@ _PACKAGES = (
 # What may change between the start of a run and its continuation: none of it changes the result.
 _FREE_FIELDS = (
     "preset", "data", "hardware", "storage_path", "name", "prepare", "prompt", "train.max_failures", "mesh",
-    "model.attention", "model.remat", "model.loss_chunk_tokens",
+    "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s",
 )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """The command `train`: from a configuration to a finished run."""
 
 import dataclasses
-import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,11 @@ from pretrain._run import (
     read_description,
     write_json,
 )
-from pretrain._worker import train_windows, train_worker
-from ray_jax_launch import Hardware, intact_step, is_uri, join_path, parse_hardware
+from pretrain._worker import train_worker
+from ray_jax_launch import Hardware, is_uri, join_path, latest_step, parse_hardware
 
+# The training windows are read by tasks of Ray Data, which need a CPU beside the workers'.
+DATA_CPUS = 1
 # TPU chips of these generations are two devices each to jax; of the others, one.
 _DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X": 2}
 
@@ -75,7 +76,8 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         if hardware is None:
             hardware = ray_jax_launch.auto()
             check_batch(config, hardware)
-        ray_jax_launch.check_resources(hardware, with_data=True)
+        wait_s = config.wait_for_resources_s
+        ray_jax_launch.check_resources(hardware, data_cpus=DATA_CPUS, wait_for_resources_s=wait_s)
         if stored is None:
             write_json(folder.config, describe(config, identity, str(hardware)))
             folder.push()
@@ -87,9 +89,10 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
                 hardware=hardware,
                 storage_path=storage_path,
                 name=name,
-                datasets={"train": functools.partial(train_windows, config, data, folder)},
                 on_metrics=lambda rank, record: progress.show(record),
+                data_cpus=DATA_CPUS,
                 max_failures=config.train.max_failures,
+                wait_for_resources_s=wait_s,
             )
         folder.pull()
         folder.sample.write_text(str(result.return_value))
@@ -150,7 +153,7 @@ def _introduce(
     config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console
 ) -> None:
     model = config.model
-    start = intact_step(folder.checkpoints, set_aside=True)
+    start = latest_step(folder.checkpoints)  # the workers verify it, and say so if they begin earlier
     doing = "training" if start is None else f"continuing from step {start}:"
     console.print(
         f"{doing} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, TrainingFailed
+from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, PermanentError, TrainingFailed
 from ray_jax_launch._hardware import Hardware, cpu, gpu, parse_hardware, tpu
 from ray_jax_launch._steps import intact_step, latest_step
 from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray_jax_launch._cluster import auto, check_resources, connect
     from ray_jax_launch._data import RankedDataConfig, RankedDataset
     from ray_jax_launch._launch import Result, launch, scaling_config
-    from ray_jax_launch._session import log_metrics, stop_requested
+    from ray_jax_launch._session import log_metrics, mark_finished, stop_requested
 
 _MODULE_OF = {
     "DistributedConfig": "_backend",
@@ -38,6 +38,7 @@ _MODULE_OF = {
     "Result": "_launch",
     "launch": "_launch",
     "log_metrics": "_session",
+    "mark_finished": "_session",
     "stop_requested": "_session",
     "scaling_config": "_launch",
 }
@@ -50,6 +51,7 @@ __all__ = [
     "DistributedConfig",
     "Hardware",
     "LaunchError",
+    "PermanentError",
     "RankedDataConfig",
     "RankedDataset",
     "Result",
@@ -67,6 +69,7 @@ __all__ = [
     "latest_step",
     "launch",
     "log_metrics",
+    "mark_finished",
     "open_uri",
     "parse_hardware",
     "scaling_config",

@@ -1,13 +1,17 @@
 """How the workers' jax processes find each other."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend
-from ray.train.v2.jax.config import JaxConfig
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2.jax.config import JaxConfig, _JaxBackend
 
 from ray_jax_launch._hardware import Hardware
 
@@ -42,19 +46,53 @@ class _DistributedBackend(Backend):
         num_workers = len(worker_group)
         if num_workers == 1:
             return
+        coordinator = self.choose_coordinator(worker_group)
+        with _restartable():
+            ray.get(
+                [
+                    worker_group.execute_single_async(rank, _initialize, coordinator, num_workers, rank, backend_config)
+                    for rank in range(num_workers)
+                ]
+            )
+
+    def choose_coordinator(self, worker_group: Any) -> str:
+        """Address and port on rank 0's node that are free just now."""
         address, port = worker_group.execute_single(0, get_address_and_port)
-        ray.get(
-            [
-                worker_group.execute_single_async(
-                    rank, _initialize, f"{address}:{port}", num_workers, rank, backend_config
-                )
-                for rank in range(num_workers)
-            ]
-        )
+        return f"{address}:{port}"
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         if len(worker_group) > 1:
             ray.wait(worker_group.execute_async(_shutdown), timeout=backend_config.shutdown_timeout_s)
+
+
+@dataclass
+class TpuConfig(JaxConfig):
+    """Ray's own backend for TPUs, which knows their slices, with restarts after a failure to join."""
+
+    use_tpu: bool = True
+
+    @property
+    def backend_cls(self) -> Any:
+        """What Ray Train starts in the workers."""
+        return _TpuBackend
+
+
+class _TpuBackend(_JaxBackend):
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        with _restartable():
+            super().on_start(worker_group, backend_config)
+
+
+@contextlib.contextmanager
+def _restartable() -> Iterator[None]:
+    """Make a failed rendezvous a failed start, which can be tried again. Ray Train would end the run.
+
+    The port that the coordinator was given may be taken by then, and workers may time out waiting for each other.
+    """
+    try:
+        yield
+    except RayTaskError as error:
+        raise WorkerGroupStartupFailedError(f"jax.distributed.initialize: {error.cause!r}") from error
 
 
 def _initialize(coordinator: str, num_processes: int, process_id: int, timeouts: DistributedConfig) -> None:
@@ -77,8 +115,8 @@ def _shutdown() -> None:
 
 
 def backend_config(hardware: Hardware) -> JaxConfig:
-    """The backend for this hardware. TPUs keep Ray's own, which knows their slices."""
-    return JaxConfig(use_tpu=True) if hardware.kind == "tpu" else DistributedConfig()
+    """The backend for this hardware."""
+    return TpuConfig() if hardware.kind == "tpu" else DistributedConfig()
 
 
 def worker_environment(hardware: Hardware) -> dict[str, str]:

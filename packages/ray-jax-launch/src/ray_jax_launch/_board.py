@@ -28,6 +28,8 @@ class _Group:
     listening: set[int] = field(default_factory=set)
     answers: dict[int, int] = field(default_factory=dict)
     all_answered: asyncio.Event = field(default_factory=asyncio.Event)
+    left: set[int] = field(default_factory=set)
+    all_left: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass
@@ -51,11 +53,12 @@ class Board:
     def __init__(self) -> None:
         self._unread: deque[tuple[int, Metrics]] = deque(maxlen=_MAX_UNREAD)
         self._posts: dict[str, _InOrder] = {}
-        self._failures: list[str] = []
+        self._lines: list[str] = []
         self._latest: Metrics = {}
         self._groups: dict[str, _Group] = {}
         self._interrupted = False
         self._obeyed = False
+        self._finished: tuple[Any] | None = None
 
     async def post(self, worker: str, number: int, rank: int, metrics: Metrics) -> None:
         """Take in what a worker logged as its `number`-th metrics, from 0."""
@@ -68,15 +71,15 @@ class Board:
         """Take in what rank 0 reported to Ray Train."""
         self._latest |= metrics
 
-    async def fail(self, failure: str) -> None:
-        """Take in why the group failed."""
-        self._failures.append(failure)
+    async def tell(self, line: str) -> None:
+        """Take in a line for the user: why the group failed, and what happens next."""
+        self._lines.append(line)
 
     async def collect(self) -> tuple[list[tuple[int, Metrics]], list[str]]:
-        """What was logged since this was last called, with the ranks, and the failures meanwhile."""
-        collected = list(self._unread), list(self._failures)
+        """What was logged since this was last called, with the ranks, and the lines for the user meanwhile."""
+        collected = list(self._unread), list(self._lines)
         self._unread.clear()
-        self._failures.clear()
+        self._lines.clear()
         return collected
 
     async def latest(self) -> Metrics:
@@ -115,9 +118,29 @@ class Board:
         await entry.all_answered.wait()
         return max(entry.answers.values())
 
+    async def leave(self, group: str, size: int, rank: int) -> None:
+        """Return once all workers of the group have called this: until then one may still be saving."""
+        entry = self._groups[group]
+        entry.left.add(rank)
+        if len(entry.left) == size:
+            entry.all_left.set()
+        await entry.all_left.wait()
+
     async def obey(self) -> None:
         """Note that the loop ended because of an interrupt."""
         self._obeyed = True
+
+    async def finish(self, return_value: Any) -> None:
+        """Note that the loop has done all that matters, and what it returns if it fails from here on."""
+        self._finished = (return_value,)
+
+    async def is_finished(self) -> bool:
+        """Whether the loop has done all that matters."""
+        return self._finished is not None
+
+    async def finished(self) -> tuple[Any] | None:
+        """What the loop returns if it failed after it had done all that matters; None if it has not."""
+        return self._finished
 
     async def obeyed(self) -> bool:
         """Whether the loop ended because of an interrupt."""

@@ -3,19 +3,25 @@
 import logging
 import os
 import socket
+import time
 from urllib.parse import urlsplit
 
 import ray
 from ray._private import worker
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import AuthenticationError
 
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
+from ray_jax_launch._reaper import start_reaper
 
 # CPUs that Ray Data gets beside the workers' own: at the least, and in a cluster started here. Train reserves its CPUs
 # first, and with none left over Data would wait for ever.
 DATA_CPUS, _LOCAL_DATA_CPUS = 1, 2
 _CONNECT_TIMEOUT_S = 5
+_POLL_S = 1.0
+
+_logger = logging.getLogger("ray_jax_launch")
 
 
 def connect(hardware: Hardware | None = None) -> None:
@@ -61,6 +67,9 @@ def connect(hardware: Hardware | None = None) -> None:
         )
     except Exception as error:  # Ray has no class of its own for this
         raise LaunchError(f"expected Ray to start on this machine, but it did not: {error}") from error
+    node = worker.global_worker.node
+    assert node is not None, "ray.init has started it"
+    start_reaper(info.process.pid for infos in node.all_processes.values() for info in infos)
 
 
 def _check_answers(address: str) -> None:
@@ -104,37 +113,57 @@ def auto() -> Hardware:
     return cpu(1)
 
 
-def check_resources(hardware: Hardware, *, with_data: bool = False) -> None:
+def check_resources(hardware: Hardware, *, data_cpus: int = 0, wait_for_resources_s: float = 0.0) -> None:
     """Compare what is asked for, at the least, with what the connected cluster has, in all and on each node.
 
     Args:
         hardware: what will be launched.
-        with_data: whether Ray Data is to feed it, which needs a CPU beside the workers'.
+        data_cpus: CPUs for the tasks of Ray Data, beside those of the workers.
+        wait_for_resources_s: seconds to wait for nodes that the cluster lacks. They are requested from its autoscaler,
+            if it has one.
 
     Raises:
         LaunchError: it has too little; the message has both numbers.
     """
+    shortage = _find_shortage(hardware, data_cpus)
+    if shortage is not None and wait_for_resources_s > 0:
+        _logger.warning("waiting up to %.0f s for more nodes: %s", wait_for_resources_s, shortage)
+        per_worker = {hardware.kind.upper(): hardware.devices_per_worker, "CPU": 1}
+        request_resources(bundles=[per_worker] * hardware.min_workers + [{"CPU": 1}] * data_cpus)
+        try:
+            deadline_s = time.monotonic() + wait_for_resources_s
+            while shortage is not None and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+                shortage = _find_shortage(hardware, data_cpus)
+        finally:
+            request_resources(bundles=[])  # the placement group of the workers is a request of its own
+    if shortage is not None:
+        remedy = "Ask for fewer workers, add nodes, or set RAY_ADDRESS to a cluster that has them"
+        raise LaunchError(f"{shortage}. {remedy}")
+
+
+def _find_shortage(hardware: Hardware, data_cpus: int) -> str | None:
+    """What the connected cluster lacks, in a sentence without its end; None where it lacks nothing."""
     resource = hardware.kind.upper()
     per_worker = 1 if hardware.kind == "cpu" else hardware.devices_per_worker
-    held = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    held = [int(resources.get(resource, 0)) for resources in nodes]
     needed = hardware.min_workers * per_worker
     if sum(held) < needed:
-        raise LaunchError(
-            f"expected {needed} {resource}s in the Ray cluster, as {hardware} needs, found {sum(held)}: ask for "
-            "fewer, or set RAY_ADDRESS to a cluster that has them"
-        )
+        return f"The Ray cluster must have {needed} {resource}s for {hardware}, got {sum(held)}"
     # A worker lives on one node, whose devices another worker's do not complete.
     places = sum(count // per_worker for count in held)
     if places < hardware.min_workers:
-        raise LaunchError(
-            f"expected room for {hardware.min_workers} workers of {per_worker} {resource}s each, as {hardware} needs, "
-            f"found room for {places} on nodes of {', '.join(map(str, sorted(held, reverse=True)))} {resource}s: ask "
-            "for workers that fit the nodes"
+        return (
+            f"The Ray cluster must have room for {hardware.min_workers} workers of {per_worker} {resource}s each for "
+            f"{hardware}, got room for {places} on nodes of {', '.join(map(str, sorted(held, reverse=True)))} "
+            f"{resource}s"
         )
-    cpus = sum(int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"])
-    worker_cpus = 0 if hardware.kind == "tpu" else hardware.min_workers
-    if with_data and cpus < worker_cpus + DATA_CPUS:
-        raise LaunchError(
-            f"expected {worker_cpus + DATA_CPUS} CPUs in the Ray cluster, {worker_cpus} for the workers of {hardware} "
-            f"and {DATA_CPUS} for the tasks of Ray Data, found {cpus}: ask for fewer workers, or add a node of CPUs"
+    # Ray gives a worker a CPU whatever else it computes on.
+    cpus = sum(int(resources.get("CPU", 0)) for resources in nodes)
+    if cpus < hardware.min_workers + data_cpus:
+        return (
+            f"The Ray cluster must have {hardware.min_workers + data_cpus} CPUs, {hardware.min_workers} for the "
+            f"workers of {hardware} and {data_cpus} for the tasks of Ray Data, got {cpus}"
         )
+    return None

@@ -1,8 +1,18 @@
-"""The errors of this package that a caller can catch."""
+"""The errors of this package that a caller can catch or raise."""
 
 
 class LaunchError(ValueError):
-    """What was asked for cannot be run. The message says what was expected, what came, and what to do."""
+    """What was asked for cannot be run. The message says what was expected, what came, and what to do.
+
+    A loop may raise it too, for what only a worker can see. `launch` then raises it, and restarts nothing.
+    """
+
+
+class PermanentError(RuntimeError):
+    """A failure of a loop that would happen again after a restart, such as a loss that is no longer finite.
+
+    Raise it, or a subclass, in a loop: `launch` restarts nothing, and raises `TrainingFailed`.
+    """
 
 
 class DamagedCheckpointError(ValueError):

@@ -1,4 +1,4 @@
-"""How the failure of a worker becomes something to read."""
+"""Failures of workers: how they are raised, and how they are read in Ray Train's controller."""
 
 import traceback
 from collections.abc import Mapping
@@ -9,6 +9,13 @@ from ray.train import Checkpoint, UserCallback
 
 from ray_jax_launch._board import BoardHandle, Metrics
 
+# Exceptions of jax: a collective that timed out, a device that is busy. Known by name, as jax is not imported here.
+_JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
+
+
+class Preempted(Exception):
+    """Raised in a worker whose loop has saved and returned because a node is preempted."""
+
 
 def note_traceback(
     exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
@@ -18,21 +25,37 @@ def note_traceback(
         exc.add_note("".join(traceback.format_exception(exc)))
 
 
+def has_raised(failure: Exception) -> bool:
+    """Whether a worker's failure is an exception of its loop, and not the death of its process."""
+    return hasattr(failure, "__notes__")
+
+
 def first_failure(failures: Mapping[int, Exception]) -> tuple[int, str]:
     """The rank to blame for a failure of the group, and its traceback; of a worker that died, what Ray knows of it.
 
     Where one died, others may have raised because of it: out of a collective, for instance.
     """
-    rank = min(failures, key=lambda rank: (_has_raised(failures[rank]), rank))
-    return rank, ("".join(getattr(failures[rank], "__notes__", [])) or str(failures[rank])).strip()
+    rank = min(failures, key=lambda rank: (has_raised(failures[rank]), rank))
+    notes = getattr(failures[rank], "__notes__", [str(failures[rank])])
+    return rank, notes[-1].strip()
 
 
-def _has_raised(failure: Exception) -> bool:
-    return hasattr(failure, "__notes__")
+def in_a_line(rank: int, failure: Exception) -> str:
+    """A worker's failure as the log has it."""
+    if not has_raised(failure):
+        return f"worker {rank} died, or no longer answers"
+    return f"worker {rank} failed: {traceback.format_exception_only(failure)[0].splitlines()[0]}"
 
 
-class TellBoard(UserCallback):
-    """Runs in Ray Train's controller, which keeps failures to itself, and drops metrics without a checkpoint."""
+def may_pass(failure: Exception) -> bool:
+    """Whether an exception may come from the machines and not from the program: storage, memory, a network."""
+    return isinstance(failure, OSError | MemoryError) or any(
+        cls.__name__ in _JAX_ERRORS for cls in type(failure).__mro__
+    )
+
+
+class ForwardReports(UserCallback):
+    """Runs in Ray Train's controller, which drops metrics without a checkpoint."""
 
     def __init__(self, board: BoardHandle) -> None:
         self._board = board
@@ -40,10 +63,3 @@ class TellBoard(UserCallback):
     def after_report(self, run_context: Any, metrics: list[Metrics], checkpoint: Checkpoint | None) -> None:
         """Pass on what rank 0 reported."""
         self._board.report.remote(metrics[0])
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Pass on who failed, and why in a line."""
-        rank, details = first_failure(worker_exceptions)
-        raised = _has_raised(worker_exceptions[rank])
-        why = f"failed: {details.splitlines()[-1]}" if raised else "died, or no longer answers"
-        self._board.fail.remote(f"worker {rank} {why}")

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,16 +31,14 @@ from ray_jax_launch._board import BoardHandle, Metrics, start_board
 from ray_jax_launch._cluster import DATA_CPUS, check_resources, connect, is_started_here, log_folder
 from ray_jax_launch._data import DataReservation, RankedDataConfig, RankedDataset
 from ray_jax_launch._errors import LaunchError, TrainingFailed
-from ray_jax_launch._failures import TellBoard, first_failure, note_traceback
+from ray_jax_launch._failures import ForwardReports, first_failure, in_a_line, note_traceback
 from ray_jax_launch._hardware import Hardware
-from ray_jax_launch._session import Session, begin, end
+from ray_jax_launch._restart import RestartPolicy
+from ray_jax_launch._session import Session, begin, end, note_step
 from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
 
-# Starts that fail before any worker runs, for instance because a node went away. Ray would retry for ever.
-_MAX_CONTROLLER_FAILURES = 3
 # An elastic group starts where it saw room for its workers. When that was a node which had just gone, the start fails,
-# and the next one sees what there is: this is to happen soon, and as often as nodes go.
-_MAX_ELASTIC_CONTROLLER_FAILURES = 100
+# and the next one sees what there is: this is to happen soon.
 _ELASTIC_START_TIMEOUT_S = 15
 _COLLECT_EVERY_S = 0.5
 
@@ -93,15 +92,17 @@ def launch(
     name: str,
     datasets: Mapping[str, RankedDataset] | None = None,
     on_metrics: OnMetrics | None = None,
+    data_cpus: int | None = None,
     max_failures: int = 3,
     preemption_grace_s: float = 0.0,
+    wait_for_resources_s: float = 0.0,
     backend: JaxConfig | None = None,
 ) -> Result:
     """Run `train_loop(config)` on every worker under Ray Train and wait for its end.
 
-    When a worker fails, the whole group is started again in new processes, at most `max_failures`
-    times; the loop is expected to go on from its newest checkpoint (see `Checkpoints`). A group that lost a node
-    after a warning is started again however often that happens.
+    When a worker fails, all workers are started again in new processes, at most `max_failures` times; the loop is
+    expected to go on from its newest checkpoint (see `Checkpoints`). Preemptions are not counted. A loop that raises
+    the same exception at the same place twice in a row, or a `PermanentError`, is not started again.
 
     Args:
         train_loop: runs in each worker, where `ray.train`'s functions, `Checkpoints`, `log_metrics` and
@@ -112,29 +113,34 @@ def launch(
         storage_path: a folder that all nodes share, or a URI of object storage.
         name: of the run, which is kept under it in the storage path. Ray keeps its own state in `.ray` there.
         datasets: for each name that `ray.train.get_dataset_shard` knows in the loop, what makes a
-            rank's dataset. It is called again each time the group starts.
+            rank's dataset. It is called once per start of the group, when rank 0 first asks for the dataset.
         on_metrics: called in this process, in a thread of its own, with the rank and the metrics of each
             `log_metrics`, in each rank's order. What it raises is logged, and the run goes on.
+        data_cpus: CPUs for the tasks of Ray Data beside those of the workers, for a loop that makes datasets of its
+            own. By default 1 where `datasets` are given, else 0.
         max_failures: how many failures of the group to recover from.
-        preemption_grace_s: seconds that workers on other nodes may go on after a node was taken away, to save.
+        preemption_grace_s: seconds that workers on other nodes may go on after a preempted node is gone, to save.
+        wait_for_resources_s: seconds to wait for an autoscaler, or a person, to add the nodes that the cluster lacks.
         backend: how the workers join, such as a `DistributedConfig` with other time-outs; by default
             `backend_config(hardware)`.
 
     Raises:
-        LaunchError: an argument cannot be; the cluster has too little, or does not answer; or the storage cannot be
-            reached.
+        LaunchError: an argument cannot be; the cluster has too little, or does not answer; the storage cannot be
+            reached, or is a folder that the nodes do not share; or the loop raised one.
         TrainingFailed: a worker failed once more than `max_failures`.
         KeyboardInterrupt: Ctrl-C, or SIGTERM. A loop that listens (`stop_requested`) has saved and returned; a
             second Ctrl-C does not wait for it. The workers have been stopped.
     """
     _check_arguments(train_loop, config, hardware, storage_path, name, datasets, on_metrics, max_failures)
+    data_cpus = (DATA_CPUS if datasets else 0) if data_cpus is None else data_cpus
     with _run_folder(storage_path, name) as run_path:
         connect(hardware)
-        check_resources(hardware, with_data=bool(datasets))
+        check_resources(hardware, data_cpus=data_cpus, wait_for_resources_s=wait_for_resources_s)
+        marker = _write_marker(run_path)
     board = start_board()
     interrupt = _Interrupt(board)
     trainer = _Trainer(
-        functools.partial(_run_loop, train_loop, Session(board, run_path, name)),
+        functools.partial(_run_loop, train_loop, Session(board, run_path, name, marker)),
         train_loop_config=config,
         jax_config=backend_config(hardware) if backend is None else backend,
         scaling_config=scaling_config(hardware),
@@ -149,31 +155,26 @@ def launch(
             # checkpoints in the run's folder are the one record of how far it came.
             name=datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ"),
             storage_path=str(join_path(run_path, ".ray")),
-            failure_config=FailureConfig(
-                max_failures=max_failures,
-                controller_failure_limit=_MAX_ELASTIC_CONTROLLER_FAILURES
-                if hardware.is_elastic
-                else _MAX_CONTROLLER_FAILURES,
-                preemption_grace_s=preemption_grace_s,
-            ),
+            failure_config=FailureConfig(preemption_grace_s=preemption_grace_s),
             worker_runtime_env={"env_vars": worker_environment(hardware)},
             logging_config=LoggingConfig(log_level="ERROR"),
-            callbacks=[TellBoard(board)],
+            callbacks=[ForwardReports(board)],
         ),
     )
     trainer.on_start = interrupt.attach
+    trainer.policy = RestartPolicy(board, max_failures=max_failures, wait_for_resources_s=wait_for_resources_s)
     try:
         interrupt.handle()
         with (
-            _reserving(hardware, str(run_path), DATA_CPUS if datasets else 0) as renew,
-            _collecting(board, on_metrics, max_failures, renew),
+            _reserving(hardware, str(run_path), data_cpus) as renew,
+            _collecting(board, on_metrics, renew),
             _train_settings(hardware),
         ):
-            result = trainer.fit()
+            return_value = _fit(trainer, board)
         if ray.get(board.obeyed.remote()):
             raise KeyboardInterrupt("stopped: launch it again, with the same storage_path and name, to continue")
         return Result(
-            return_value=result.return_value,
+            return_value=return_value,
             metrics=ray.get(board.latest.remote()),
             path=run_path,
             log_folder=log_folder(),
@@ -182,6 +183,8 @@ def launch(
         raise KeyboardInterrupt from None  # see _Interrupt
     except WorkerGroupError as error:
         rank, details = first_failure(error.worker_failures)
+        if isinstance(error.worker_failures[rank], LaunchError):
+            raise LaunchError(str(error.worker_failures[rank])) from None
         failed = TrainingFailed(f"worker {rank} of {hardware} failed", rank, details, log_folder())
         failed.add_note(failed.details)
         raise failed from None  # Ray's error repeats the traceback
@@ -193,6 +196,8 @@ def launch(
     finally:
         interrupt.restore()
         ray.kill(board)
+        if marker is not None:
+            marker.unlink(missing_ok=True)
 
 
 def _check_arguments(
@@ -250,10 +255,40 @@ def _run_folder(storage_path: StoragePath, name: str) -> Iterator[StoragePath]:
         raise
 
 
+def _fit(trainer: "_Trainer", board: BoardHandle) -> Any:
+    """Train, and return what the loop returned on rank 0."""
+    try:
+        return trainer.fit().return_value
+    except WorkerGroupError as error:
+        finished = ray.get(board.finished.remote())
+        if finished is None:
+            raise
+        rank, _ = first_failure(error.worker_failures)
+        what = in_a_line(rank, error.worker_failures[rank])
+        _logger.warning("%s; this was after the training had ended, and nothing is lost", what)
+        return finished[0]
+
+
+def _write_marker(run_path: StoragePath) -> Path | None:
+    """Write a file that every worker must find, if the run is in a folder: see `Session`."""
+    if not isinstance(run_path, Path):
+        return None
+    marker = run_path / f".launch-{uuid.uuid4().hex}"
+    marker.touch()
+    return marker
+
+
 class _Trainer(JaxTrainer):
-    """Ray's trainer, with another answer to signals: its own takes the workers down at once."""
+    """Ray's trainer, which answers signals and failures in its own way.
+
+    Ray's stops the workers at once when it is interrupted, and takes its failure policy from nobody.
+    """
 
     on_start: Callable[[ActorHandle], None]
+    policy: RestartPolicy
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        return super()._initialize_and_run_controller(**arguments | {"failure_policy": self.policy})
 
     def _register_sigint_handler(self, controller: ActorHandle) -> None:
         self.on_start(controller)
@@ -297,31 +332,24 @@ class _Interrupt:
 
 
 @contextlib.contextmanager
-def _collecting(
-    board: BoardHandle, on_metrics: OnMetrics | None, max_failures: int, renew: Callable[[], None]
-) -> Iterator[None]:
+def _collecting(board: BoardHandle, on_metrics: OnMetrics | None, renew: Callable[[], None]) -> Iterator[None]:
     """Hand on what workers log, say why they failed, and renew what is reserved, while the block runs."""
     stop = threading.Event()
     hand_on = on_metrics or _do_nothing
 
     def collect() -> None:
-        num_failures = 0
         stopping = False
         while not stopping:
             stopping = stop.wait(_COLLECT_EVERY_S)
             renew()
-            logged, failures = ray.get(board.collect.remote())
+            logged, lines = ray.get(board.collect.remote())
             for rank, metrics in logged:
                 try:
                     hand_on(rank, metrics)
                 except Exception:  # the user's function may raise anything; the run is worth more than what shows it
                     _logger.exception("on_metrics failed; it gets the next metrics all the same")
-            for failure in failures:
-                num_failures += 1
-                if num_failures <= max_failures:  # one more ends the launch, with all there is to say
-                    _logger.warning(
-                        "%s; the workers start again (failure %d of at most %d)", failure, num_failures, max_failures
-                    )
+            for line in lines:
+                _logger.warning(line)
 
     thread = threading.Thread(target=collect, name="collect-metrics", daemon=True)
     thread.start()
@@ -369,6 +397,7 @@ def _run_loop(train_loop: Callable[[dict[str, Any]], Any], session: Session, con
     begin(session)
     with contextlib.ExitStack() as stack:
         stack.push(note_traceback)
+        stack.push(note_step)
         returned = train_loop(config)
     end()
     return returned

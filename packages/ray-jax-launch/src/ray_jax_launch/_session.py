@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -14,9 +16,13 @@ from ray.train.v2._internal.execution.context import get_train_context
 from ray.util.metrics import Gauge
 
 from ray_jax_launch._board import BoardHandle, StopReason
+from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._failures import Preempted
 from ray_jax_launch._storage import StoragePath
 
 _PREEMPTION_POLL_S = 1.0
+# A network file system may show a new file to other nodes late.
+_SHARED_WITHIN_S = 10.0
 
 
 @dataclass
@@ -26,6 +32,9 @@ class Session:
     board: BoardHandle
     run_path: StoragePath
     run_name: str
+    marker: Path | None
+    """A file in the run's folder, which every worker must find there. None in object storage."""
+
     gauges: dict[str, Gauge] = field(default_factory=dict)
     listener: "_Listener | None" = None
 
@@ -36,9 +45,22 @@ _numbers = itertools.count()
 
 
 def begin(session: Session) -> None:
-    """Make a session the current one of this process."""
+    """Make a session the current one of this process.
+
+    Raises:
+        LaunchError: this node does not have the run's folder.
+    """
     global _session, _numbers
     _session, _numbers = session, itertools.count()
+    deadline_s = time.monotonic() + _SHARED_WITHIN_S
+    while session.marker is not None and not session.marker.exists():
+        if time.monotonic() > deadline_s:
+            raise LaunchError(
+                f"storage_path must be a folder that all nodes share, got {Path(session.run_path).parent}, which is "
+                f"another folder on node {ray.util.get_node_ip_address()}. Give one on a network file system, or "
+                "s3:// or gs://"
+            )
+        time.sleep(_SHARED_WITHIN_S / 50)
 
 
 def current_session() -> Session:
@@ -86,6 +108,18 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"expected a number as the metric {name}, got {value!r}") from error
 
 
+def mark_finished(return_value: Any = None) -> None:
+    """Tell that the work is done and saved, so that nothing that the loop still does can fail the run.
+
+    A failure from here on, even the death of the process, is a line in the log. For what is nice to have after the
+    last step: a sample, a picture. Rank 0 calls it, once every rank has saved.
+
+    Args:
+        return_value: `Result.return_value` if the loop fails from here on. Otherwise it is what the loop returns.
+    """
+    ray.get(current_session().board.finish.remote(return_value))
+
+
 def stop_requested(step: int) -> bool:
     """Whether to save and return now: the user pressed Ctrl-C, or a node will soon be taken away.
 
@@ -118,7 +152,7 @@ class _Listener:
         # A worker's context is found by its thread.
         self._preemption = get_train_context().preemption_context
         self._lock = threading.Lock()
-        self._step = -1
+        self.step = -1
         self._asked = False
         self._decided = threading.Event()
         self._stop_step: Any = 0  # an int, as the board answers
@@ -128,13 +162,17 @@ class _Listener:
 
     def stop_requested(self, step: int) -> bool:
         with self._lock:
-            self._step = step
+            self.step = step
             asked = self._asked
         if not asked:
             return False
         self._decided.wait()
         self.obeyed = step >= self._stop_step
         return self.obeyed
+
+    def leave(self) -> None:
+        """Return once every worker of the group has saved. A group is stopped when its first worker raises."""
+        ray.get(self._board.leave.remote(self._group, self._size, self._rank))
 
     def _listen(self) -> None:
         asked = self._board.wait_for_stop.remote(self._group, self._rank)
@@ -146,20 +184,30 @@ class _Listener:
         self.reason = ray.get(asked)
         with self._lock:
             self._asked = True
-            next_step = self._step + 1  # where the loop will wait for the decision, if it comes that far
+            next_step = self.step + 1  # where the loop will wait for the decision, if it comes that far
         self._stop_step = ray.get(self._board.agree.remote(self._group, self._size, self._rank, next_step))
         self._decided.set()
 
 
-def end() -> None:
-    """Called when the loop has returned. After the warning that a node goes it waits to be taken down.
+def note_step(exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    """Have an exception that leaves the loop tell the step, as far as `stop_requested` knows it."""
+    listener = current_session().listener
+    if exc is not None and listener is not None:
+        exc.add_note(f"at step {listener.step}")
 
-    A loop that returns has finished, as Ray Train sees it, but this one is to go on elsewhere.
+
+def end() -> None:
+    """Tell how a loop ended that was asked to stop, once it has returned.
+
+    Raises:
+        Preempted: it stopped because a node is preempted. (To Ray Train a loop that returns has finished, but this one
+            is to go on elsewhere.)
     """
     listener = current_session().listener
     if listener is None or not listener.obeyed:
         return
     if listener.reason == "interrupt":
         ray.get(current_session().board.obey.remote())
-    while listener.reason == "preemption":
-        time.sleep(1)
+    else:
+        listener.leave()
+        raise Preempted(f"saved at step {listener.step}, as a node is preempted")

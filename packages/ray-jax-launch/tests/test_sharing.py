@@ -1,0 +1,154 @@
+"""What nodes must share, and what a cluster must have, before a loop begins. Real nodes on this machine."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import ray.cloudpickle
+from ray.cluster_utils import Cluster
+
+from ray_jax_launch import LaunchError, check_resources, cpu, launch, parse_hardware
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture
+def cluster_of_nodes():
+    """A cluster whose head has no CPUs."""
+    flags = os.environ.pop("XLA_FLAGS", None)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    if flags is not None:
+        os.environ["XLA_FLAGS"] = flags
+
+
+@pytest.fixture
+def add_node_elsewhere(cluster_of_nodes, tmp_path):
+    """Add a node of one CPU to whose processes a folder is another, empty one: it has a mount namespace of its own."""
+    started = []
+
+    def add(hidden: Path) -> None:
+        probe = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", str(hidden)], capture_output=True)
+        if probe.returncode:
+            pytest.skip(f"needs Linux and the right to mount: {probe.stderr.decode().strip()}")
+        command = f"{sys.executable} -m ray.scripts.scripts start --address={cluster_of_nodes.address} --num-cpus=1"
+        with (tmp_path / "node.log").open("w") as log:
+            script = f"mount -t tmpfs none {hidden} && exec {command} --block"
+            process = subprocess.Popen(["unshare", "-m", "sh", "-c", script], stdout=log, stderr=log)
+        started.append(process)
+        deadline = time.monotonic() + 60
+        while sum(node["Alive"] for node in ray.nodes()) < 2 + len(cluster_of_nodes.worker_nodes):
+            assert process.poll() is None, (tmp_path / "node.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    yield add
+    for process in started:
+        process.terminate()
+        process.wait()
+
+
+def note_start(config):
+    Path(config["marker"]).touch()
+
+
+def test_a_folder_that_nodes_do_not_share_is_rejected_before_the_loop_begins(
+    cluster_of_nodes, add_node_elsewhere, tmp_path, record_property
+):
+    record_property("fault", "two nodes, and a storage path that each has for itself")
+    record_property("lost", "nothing: rejected before the first step")
+    storage, marker = tmp_path / "storage", tmp_path / "began"
+    storage.mkdir()
+    cluster_of_nodes.add_node(num_cpus=1)
+    add_node_elsewhere(storage)
+    with pytest.raises(LaunchError, match=r"storage_path must be a folder that all nodes share, got .*/storage, which"):
+        launch(note_start, {"marker": str(marker)}, hardware=cpu(2), storage_path=storage, name="run")
+    assert [path for path in (storage / "run").iterdir() if path.name.startswith(".launch-")] == []
+
+
+def test_a_cluster_that_gets_its_node_later_is_waited_for(cluster_of_nodes, tmp_path, caplog, record_property):
+    record_property("fault", "the cluster has no node for the worker; one comes ten seconds later")
+    record_property("lost", "nothing")
+    marker = tmp_path / "began"
+    adding = threading.Timer(10, lambda: cluster_of_nodes.add_node(num_cpus=1))
+    given = {"hardware": cpu(1), "storage_path": tmp_path, "name": "run"}
+    with pytest.raises(LaunchError, match=r"must have 1 CPUs for cpu:1, got 0\. Ask for fewer"):
+        launch(note_start, {"marker": str(marker)}, **given)
+    adding.start()
+    launch(note_start, {"marker": str(marker)}, wait_for_resources_s=60, **given)
+    adding.join()
+    assert marker.exists()
+    assert "waiting up to 60 s for more nodes: The Ray cluster must have 1 CPUs for cpu:1, got 0" in caplog.text
+
+
+def test_tpu_hosts_of_one_cpu_each_need_a_node_for_the_data(cluster_of_nodes, record_property):
+    record_property("fault", "TPU hosts whose only CPU the worker takes, and no node for Ray Data")
+    record_property("lost", "nothing: rejected before the start")
+    for _ in range(4):
+        cluster_of_nodes.add_node(num_cpus=1, resources={"TPU": 4})
+    hardware = parse_hardware("tpu:v6e:4x4")
+    check_resources(hardware)
+    with pytest.raises(LaunchError, match=r"must have 5 CPUs, 4 for the workers of tpu:v6e:4x4 and 1 for .* got 4"):
+        check_resources(hardware, data_cpus=1)
+
+
+DRIVER = """
+import sys, time
+from ray_jax_launch import connect, cpu
+import ray
+connect(cpu(1))
+
+@ray.remote
+def busy():
+    time.sleep(600)
+
+ref = busy.remote()
+time.sleep(3)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nothing_of_a_killed_driver_lives_for_long(tmp_path, record_property):
+    record_property("fault", "SIGKILL of the command: its cluster's processes")
+    environment = dict(os.environ)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "ready\n"
+    before = _session_members(driver.pid)
+    assert len(before) > 8
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    killed = time.monotonic()
+    while left := _session_members(driver.pid):
+        assert time.monotonic() - killed < 30, left
+        time.sleep(0.5)
+    record_property("lost", "steps since the last checkpoint")
+    record_property("recovery_s", round(time.monotonic() - killed, 1))
+
+
+def _session_members(session: int) -> list[str]:
+    """The command lines of a session's processes that are no zombies."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z" and int(fields[3]) == session:
+                members.append((path / "cmdline").read_text().replace("\0", " "))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return members
