@@ -110,7 +110,10 @@ def test_ids_beyond_the_tokenizers_are_never_drawn(model, record_property):
     model.wte.embedding[...] += bias
     model.ln_f.bias[...] += 1.0
     assert min(generate(model, [[1]], 20, temperature=0.0)[0][1:]) >= 60
-    for options in ({"temperature": 0.0}, {"key": jax.random.key(0)}, {"key": jax.random.key(0), "top_k": 63}):
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"key": jax.random.key(0)}, {"key": jax.random.key(0), "top_k": 63},
+    ]  # fmt: skip
+    for options in ways:
         texts = generate(model, PROMPTS, 40, vocab_size=60, **options)
         assert max(map(max, texts)) < 60
         assert texts == generate(model, PROMPTS, 40, vocab_size=60, use_cache=False, **options)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
 from pretrain._files import sync_file, sync_folder
 from pretrain._metrics import Record
+
+_proto: Any = event_pb2  # its classes are made when it is imported, unseen by type checkers
 
 
 class TensorBoard:
@@ -32,7 +34,7 @@ class TensorBoard:
         # The name has the time in seconds; the process makes it unique.
         self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
         (self._path,) = {*folder.iterdir()} - before
-        self._add(start, session_log=SessionLog(status=SessionLog.START))
+        self._add(start, session_log=_proto.SessionLog(status=_proto.SessionLog.START))
 
     def write(self, record: Record) -> None:
         """Record the values of a step."""
@@ -51,4 +53,4 @@ class TensorBoard:
         self._writer.close()
 
     def _add(self, step: int, **what: Any) -> None:
-        self._writer.write_event(Event(wall_time=time.time(), step=step, **what))
+        self._writer.write_event(_proto.Event(wall_time=time.time(), step=step, **what))

@@ -140,7 +140,7 @@ def put_batch(local_rows: Integer[np.ndarray, "b T"], mesh: Mesh) -> Integer[Arr
     rank, num_processes = _place_among_processes(mesh)
     first, num_rows = rank * len(local_rows), num_processes * len(local_rows)
 
-    def rows_at(index: tuple[slice, ...]) -> np.ndarray:
+    def rows_at(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(num_rows)
         if start < first or stop > first + len(local_rows):
             raise ValueError(
