@@ -27,9 +27,13 @@ from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train
 from pretrain._cli import read_config
 from pretrain._data import load_tokens
 from pretrain._metrics import read_metrics
+from pretrain._validation import Validation
 
 BOOT_ID = "proc/sys/kernel/random/boot_id"
-RAY_START = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--disable-usage-stats"]
+RAY_START = [
+    sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--disable-usage-stats",
+    "--node-ip-address=127.0.0.1", "--dashboard-agent-listen-port=0", "--metrics-export-port=0",
+]  # fmt: skip
 MAX_STEPS = 12
 OPTIONS = [
     "--preset=baby",
@@ -68,17 +72,15 @@ def machines(environment, tmp_path):
     address = f"127.0.0.1:{port}"
     # Ray's sockets lie in here, and their paths may not be long.
     session = tempfile.mkdtemp(prefix="ray-")
-    ours = {"dashboard-agent-listen-port": 0, "metrics-export-port": 0, "node-ip-address": "127.0.0.1"}
-    head = {"port": port, "temp-dir": session, "include-dashboard": "false"}
     nodes: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, session, ignore_errors=True)
 
-        def start(name: str, options: dict[str, object], before: list[str]) -> None:
+        def start(name: str, *options: str) -> None:
+            before = another_boot_id(tmp_path)
             log = tmp_path / f"{name}.log"
-            arguments = [f"--{option}={value}" for option, value in (ours | options).items()]
             with log.open("wb") as out:
-                node = subprocess.Popen([*before, *RAY_START, *arguments], env=environment, stdout=out, stderr=out)
+                node = subprocess.Popen([*before, *RAY_START, *options], env=environment, stdout=out, stderr=out)
             nodes.append(node)
             stack.callback(node.wait)
             stack.callback(node.send_signal, signal.SIGTERM)
@@ -88,16 +90,16 @@ def machines(environment, tmp_path):
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.2)
 
-        start("head", head, another_boot_id(tmp_path))
+        start("head", "--head", f"--port={port}", f"--temp-dir={session}", "--include-dashboard=false")
         for name in ("second", "third"):
-            start(name, {"address": address}, another_boot_id(tmp_path))
+            start(name, f"--address={address}")
         assert len({Path(f"/proc/{node.pid}/root/{BOOT_ID}").read_text() for node in nodes}) == 3
         yield address
 
 
 @pytest.fixture
 def plain(corpus, environment, monkeypatch):
-    """The losses of the same steps on one device, without Ray."""
+    """The losses of the same steps on one device, without Ray, and the validation at their end."""
     monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
     config = read_config(["--data", str(corpus), *OPTIONS])
     data = load_tokens(config, Console(quiet=True))
@@ -111,7 +113,9 @@ def plain(corpus, environment, monkeypatch):
         windows = data.train.windows(ids, seq_len=model.seq_len, order=config.train.order, seed=config.seed)
         state, found = train_step(state, put_batch(windows, mesh), key)
         losses.append(float(found["loss"]))
-    return losses
+    num_windows = config.train.eval_batches * config.train.global_batch_size
+    validation = Validation(model, data.val, num_windows=num_windows, batch_size=5, end_of_text=data.vocab_size - 1)
+    return losses, validation.loss(state.params)
 
 
 @pytest.mark.fault
@@ -129,12 +133,5 @@ def test_two_machines_train_like_one_device(machines, plain, corpus, environment
     assert json.loads((run / "result.json").read_text())["workers"] == 2  # of one CPU each, as the machines are
     records = read_metrics(run / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]
-    np.testing.assert_allclose(losses, plain, rtol=0, atol=1e-5)
-    # The validation of two machines, against that of one process on the checkpoint that they saved together.
-    found = subprocess.run(
-        [*COMMAND, "eval", str(run)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    windows = 3 * 12
-    assert json.loads(found.stdout)["step"] == MAX_STEPS
-    assert json.loads(found.stdout)["num_tokens"] > windows * 64
-    assert "val_loss" in records[-1]
+    np.testing.assert_allclose(losses, plain[0], rtol=0, atol=1e-5)
+    assert records[-1]["val_loss"] == pytest.approx(plain[1], abs=1e-5)
