@@ -1,15 +1,19 @@
-"""Every check and build by name. `nox -s tests` is the test command; `nox -l` lists the others."""
+"""The checks and builds of this repository. `nox -s tests` runs all tests; `nox -l` lists every session."""
 
+import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nox
 
 nox.options.default_venv_backend = "uv"
 nox.options.sessions = ["tests", "lint", "types", "imports"]
 nox.options.error_on_external_run = True
+nox.options.error_on_missing_interpreters = True
 
 ROOT = Path(__file__).parent
 MEMBERS = {
@@ -18,14 +22,31 @@ MEMBERS = {
     "ray-jax-launch": "packages/ray-jax-launch",
     "pretrain": "apps/pretrain",
 }
+INTEGRATION = "integration"
+PARTS = [*MEMBERS, INTEGRATION]
 REQUIREMENTS = ROOT / "deploy" / "requirements.txt"
+FAULTS = ROOT / "benchmarks" / "results" / "faults.md"
 
-# On CPU jax, whatever the machine has; and Ray's workers run in the session's environment, not through uv.
-TEST_ENV = {"JAX_PLATFORMS": "cpu", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+# JAX uses the CPU, even where there is an accelerator. Ray's workers use the session's environment, not `uv run`.
+# Python may store the modules that it compiles, or each of Ray's processes compiles its imports for several seconds.
+TEST_ENV: dict[str, str | None] = {
+    "JAX_PLATFORMS": "cpu",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "PYTHONDONTWRITEBYTECODE": None,
+}
+# pytest-xdist starts no processes of its own: tests with time limits, and tests that measure, need the machine alone.
+ONE_PROCESS = {"PYTEST_XDIST_AUTO_NUM_WORKERS": "0"}
+# What the tests marked `shared_data` read: the ranks of the gpt2 tokenizer, and two small corpora.
+SHARED_DATA = {"TIKTOKEN_CACHE_DIR": "the files of tiktoken's gpt2", "OWT_DATA_CORPORA": "the corpora"}
+
+
+def each(parts: list[str]) -> Callable[[Any], Any]:
+    """Make one session per part, named `session(part)`."""
+    return nox.parametrize("part", parts, ids=parts)
 
 
 def sync(session: nox.Session, *options: str) -> None:
-    """Give the session's environment exactly what the workspace's lock says these options need."""
+    """Install exactly the locked packages that these options of `uv sync` select."""
     session.run_install(
         "uv", "sync", "--quiet", "--exact", *options,
         env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
@@ -33,37 +54,96 @@ def sync(session: nox.Session, *options: str) -> None:
     )  # fmt: skip
 
 
-@nox.session
-@nox.parametrize("member", list(MEMBERS), ids=list(MEMBERS))
-def tests(session: nox.Session, member: str) -> None:
-    """Test each member in an environment of its own dependencies alone, then the whole."""
-    sync(session, "--package", member)
-    folder = MEMBERS[member]
-    session.run("pytest", f"{folder}/tests", f"{folder}/src", "--doctest-modules", *session.posargs, env=TEST_ENV)
-    session.notify("integration")
+def sync_part(session: nox.Session, part: str) -> None:
+    """Install one package with its own dependencies alone, or everything for the integration tests."""
+    sync(session, *(["--group", "test"] if part == INTEGRATION else ["--package", part]))
+
+
+def test_folder(part: str) -> str:
+    """Return the folder of a part's tests."""
+    return "tests" if part == INTEGRATION else f"{MEMBERS[part]}/tests"
+
+
+def run_tests(session: nox.Session, part: str, *options: str) -> None:
+    """Run a part's tests, and the examples in the docstrings of a package."""
+    doctests = [] if part == INTEGRATION else [f"{MEMBERS[part]}/src", "--doctest-modules"]
+    session.run("pytest", test_folder(part), *doctests, *options, *session.posargs, env=TEST_ENV)
 
 
 @nox.session
-def integration(session: nox.Session) -> None:
-    """Test what only the whole shows: runs from end to end, faults, boundaries, READMEs."""
-    sync(session, "--group", "test")
-    session.run("pytest", "tests", *session.posargs, env=TEST_ENV)
+@each(PARTS)
+def tests(session: nox.Session, part: str) -> None:
+    """Run the tests of each package in its own environment, then the integration tests."""
+    sync_part(session, part)
+    run_tests(session, part)
 
 
 @nox.session
-@nox.parametrize("member", ["nnx-gpt2", "ray-jax-launch"], ids=["nnx-gpt2", "ray-jax-launch"])
-def slow(session: nox.Session, member: str) -> None:
-    """Run the tests that take longer, which `tests` leaves out."""
-    sync(session, "--package", member)
-    alone = ["-n0"] if member == "ray-jax-launch" else []  # its limits of time are for a machine of one's own
-    session.run("pytest", f"{MEMBERS[member]}/tests", "-m", "slow", *alone, *session.posargs, env=TEST_ENV)
+@each(["nnx-gpt2", "ray-jax-launch"])
+def slow(session: nox.Session, part: str) -> None:
+    """Run the slow tests, which `tests` leaves out."""
+    sync_part(session, part)
+    env = TEST_ENV | (ONE_PROCESS if part == "ray-jax-launch" else {})
+    session.run("pytest", test_folder(part), "-m", "slow", *session.posargs, env=env)
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Run every fault test and write the table of faults to benchmarks/results/faults.md."""
+    reports = Path(session.create_tmp()) / "faults"
+    shutil.rmtree(reports, ignore_errors=True)
+    for part in PARTS:
+        sync_part(session, part)
+        session.run(
+            "pytest", test_folder(part), "-m", "fault",
+            "-o", "junit_family=xunit1", f"--junitxml={reports / part}.xml", *session.posargs,
+            env=TEST_ENV | ONE_PROCESS,
+            success_codes=[0, 1, 5],  # the table reports failed tests, and a part may have no fault test
+        )  # fmt: skip
+    out = [] if session.posargs else ["--out", str(FAULTS)]  # a selection of the tests is not the table
+    session.run("python", "tests/fault_table.py", *out, *(f"{reports / part}.xml" for part in PARTS))
+
+
+@nox.session
+@each(["owt-data"])
+def shared_data(session: nox.Session, part: str) -> None:
+    """Run the tests that need the real gpt2 tokenizer or real corpora."""
+    for variable, content in SHARED_DATA.items():
+        if not Path(os.environ.get(variable, "")).is_absolute():
+            session.error(f"{variable} must be the absolute path of a folder with {content}. Set {variable}.")
+    sync_part(session, part)
+    session.run("pytest", test_folder(part), "-m", "shared_data", *session.posargs, env=TEST_ENV)
 
 
 @nox.session
 def gauges(session: nox.Session) -> None:
-    """Test that Ray's own metrics show what a loop logs, which takes Ray's dashboard agent."""
+    """Test that Ray's metrics show what a training loop logs."""
     sync(session, "--package", "ray-jax-launch", "--group", "gauges")
-    session.run("pytest", f"{MEMBERS['ray-jax-launch']}/tests", "-m", "gauges", "-n0", *session.posargs, env=TEST_ENV)
+    session.run("pytest", test_folder("ray-jax-launch"), "-m", "gauges", *session.posargs, env=TEST_ENV | ONE_PROCESS)
+
+
+@nox.session(python="3.11")
+@each(PARTS)
+def lowest(session: nox.Session, part: str) -> None:
+    """Run all tests with the lowest versions of the direct dependencies."""
+    # `uv pip` does not touch uv.lock, which `uv sync --resolution lowest-direct` would overwrite.
+    project = MEMBERS.get(part, MEMBERS["pretrain"])
+    groups = ["pyproject.toml:dev", "pyproject.toml:test"] if part == INTEGRATION else [f"{project}/pyproject.toml:dev"]
+    session.run_install(
+        "uv", "pip", "install", "--quiet", "--resolution", "lowest-direct", "--editable", project,
+        *(f"--group={group}" for group in groups),
+        external=True,
+    )  # fmt: skip
+    # Old versions use what their newer dependencies call deprecated.
+    run_tests(session, part, "-W", "ignore::DeprecationWarning")
+
+
+@nox.session(python="3.13")
+@each(PARTS)
+def newest(session: nox.Session, part: str) -> None:
+    """Run all tests on the newest supported Python."""
+    sync_part(session, part)
+    run_tests(session, part)
 
 
 @nox.session
@@ -77,21 +157,23 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types."""
+    """Check types, on Linux and on macOS."""
     sync(session, "--group", "types", "--group", "test", "--all-packages")
-    session.run("pyright")
+    session.run("pyright", "--pythonplatform", "Linux")
+    # Python's types name the functions that macOS lacks. Benchmarks run on Linux alone.
+    session.run("pyright", "--pythonplatform", "Darwin", "packages", "apps", "tests", "noxfile.py")
 
 
 @nox.session
 def imports(session: nox.Session) -> None:
-    """Check who may import whom."""
+    """Check which package imports which."""
     sync(session, "--group", "imports")
     session.run("lint-imports")
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build every wheel; install nnx-gpt2's alone and run its README there."""
+    """Build every wheel, and run the README of nnx-gpt2 from its wheel."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     session.run_install("uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", "dist", external=True)
     (wheel,) = (ROOT / "dist").glob("nnx_gpt2-*.whl")
@@ -107,7 +189,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Regenerate deploy/requirements.txt and fail if it was out of date."""
+    """Regenerate deploy/requirements.txt, and fail if it was out of date."""
     before = REQUIREMENTS.read_text() if REQUIREMENTS.exists() else ""
     session.run(
         "uv", "export", "--quiet", "--package", "pretrain", "--extra", "cluster", "--no-dev", "--no-emit-workspace",

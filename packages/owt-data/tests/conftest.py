@@ -1,24 +1,86 @@
-"""What the tests share: token files on disk, the gpt2 tokenizer where it can be had, a Ray cluster, an S3 server."""
+"""What the tests share: token files on disk, tokenizers, a Ray cluster, an S3 server."""
 
+import base64
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
 import tiktoken
+import tiktoken.load
+import tiktoken.registry
+from tiktoken_ext.openai_public import r50k_pat_str
 
-from owt_data import DataError, TokenSequence, TokenSpan, load_tokenizer
+from owt_data import TokenSequence, TokenSpan, load_tokenizer
+
+SHARED_DATA = {"gpt2", "corpora"}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what needs data that is shared between machines; a test that asks for it by parameter says so itself."""
+    for item in items:
+        if SHARED_DATA & set(item.fixturenames):
+            item.add_marker(pytest.mark.shared_data)
 
 
 @pytest.fixture(scope="session")
 def gpt2() -> tiktoken.Encoding:
-    try:
-        return load_tokenizer("gpt2")
-    except DataError as error:
-        pytest.skip(f"needs the network or TIKTOKEN_CACHE_DIR: {error}")
+    """GPT-2's own tokenizer."""
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR")
+    if not folder or not any(Path(folder).glob("*")):
+        pytest.skip("needs TIKTOKEN_CACHE_DIR, a folder with the files of tiktoken's gpt2")
+    return load_tokenizer("gpt2")
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory) -> Path:
+    """A file of 400 byte pairs in tiktoken's format, learned from this package's own source by GPT-2's method."""
+    text = "".join(path.read_text() for path in sorted(Path(__file__).parents[1].glob("src/*/*.py")))
+    words = Counter(tuple(bytes([byte]) for byte in word.encode()) for word in regex.findall(r50k_pat_str, text))
+    learned = [bytes([byte]) for byte in range(256)]
+    for _ in range(400):
+        pairs: Counter[tuple[bytes, bytes]] = Counter()
+        for word, count in words.items():
+            for pair in pairwise(word):
+                pairs[pair] += count
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        learned.append(best[0] + best[1])
+        words = Counter({merged(word, best): count for word, count in words.items()})
+    path = tmp_path_factory.mktemp("ranks") / "small.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(learned)))
+    return path
+
+
+def merged(word, pair):
+    """A word's pieces, with each occurrence of a pair made one piece."""
+    pieces, position = [], 0
+    while position < len(word):
+        if word[position : position + 2] == pair:
+            pieces.append(pair[0] + pair[1])
+            position += 2
+        else:
+            pieces.append(word[position])
+            position += 1
+    return tuple(pieces)
+
+
+@pytest.fixture
+def small_bpe(ranks, monkeypatch) -> tiktoken.Encoding:
+    """A tokenizer of GPT-2's kind with 657 ids, which needs no download, as this process's `gpt2`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", "")  # the file is here already
+        pairs = tiktoken.load.load_tiktoken_bpe(str(ranks))
+    encoding = tiktoken.Encoding(
+        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=pairs, special_tokens={"<|endoftext|>": len(pairs)}
+    )
+    monkeypatch.setitem(tiktoken.registry.ENCODINGS, "gpt2", encoding)
+    return encoding
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +89,19 @@ def corpora() -> Path:
     if "OWT_DATA_CORPORA" not in os.environ:
         pytest.skip("needs OWT_DATA_CORPORA, a folder with shakespeare.txt and wikitext-2-valid.txt")
     return Path(os.environ["OWT_DATA_CORPORA"])
+
+
+@pytest.fixture
+def no_ranks(tmp_path) -> dict[str, str]:
+    """The environment of a command on a machine that has no tokenizer files and cannot download them."""
+    (tmp_path / "no-ranks").mkdir()
+    closed = "http://127.0.0.1:9"
+    return {
+        **os.environ,
+        "TIKTOKEN_CACHE_DIR": str(tmp_path / "no-ranks"),
+        "HTTPS_PROXY": closed,
+        "https_proxy": closed,
+    }
 
 
 @pytest.fixture

@@ -109,7 +109,9 @@ def random_text(rng, length):
     return "".join(rng.choice(alphabet, size=length))
 
 
-def test_pieces_of_a_text_have_the_tokens_of_the_whole(gpt2, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["small_bpe", pytest.param("gpt2", marks=pytest.mark.shared_data)])
+def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind, tmp_path, monkeypatch, request):
+    tokenizer = request.getfixturevalue(kind)
     monkeypatch.setattr("owt_data._documents._TEXT_BLOCK_BYTES", 64)
     rng = np.random.default_rng(0)
     for number in range(200):
@@ -119,7 +121,9 @@ def test_pieces_of_a_text_have_the_tokens_of_the_whole(gpt2, tmp_path, monkeypat
         pieces = [piece for chunk in Documents(find_source(str(path))).read() for piece in chunk.texts.to_pylist()]
         assert len(pieces) > 3
         assert "".join(pieces) == text
-        assert [token for piece in pieces for token in gpt2.encode_ordinary(piece)] == gpt2.encode_ordinary(text)
+        assert [token for piece in pieces for token in tokenizer.encode_ordinary(piece)] == tokenizer.encode_ordinary(
+            text
+        )
 
 
 def test_text_without_a_blank_is_read_whole(tmp_path, monkeypatch):
@@ -152,7 +156,7 @@ def test_rows_that_are_no_utf8_are_refused(suffix, tmp_path):
             pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xe9\xff")]
         )
         pq.write_table(pa.table({"text": column}), path)
-    with pytest.raises(DataError, match="Invalid UTF8 sequence"):
+    with pytest.raises(DataError, match=r"The column 'text' of .* must hold UTF-8 text, got other bytes"):
         read(str(path))
 
 

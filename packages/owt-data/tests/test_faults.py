@@ -1,6 +1,7 @@
 """What may go wrong while token files are made: kills, full and read-only disks, damage, second starts."""
 
 import fcntl
+import gzip
 import json
 import os
 import random
@@ -81,7 +82,12 @@ def assert_same(out, expected):
     assert verify(out) == []
 
 
-def test_killed_at_random_moments_and_run_again_it_writes_the_same_bytes(corpus, undisturbed, tmp_path):
+@pytest.mark.fault
+def test_killed_at_random_moments_and_run_again_it_writes_the_same_bytes(
+    corpus, undisturbed, tmp_path, record_property
+):
+    record_property("fault", "SIGKILL of prepare at four random moments")
+    record_property("lost", "the parts under way")
     rng = random.Random(1)
     out, staging = tmp_path / "out", tmp_path / ".out.partial"
     for _ in range(4):
@@ -92,17 +98,24 @@ def test_killed_at_random_moments_and_run_again_it_writes_the_same_bytes(corpus,
         moment = time.monotonic() + rng.uniform(0, 0.5)
         kill_when(process, lambda moment=moment: time.monotonic() > moment)
         assert not out.exists()
+    began = time.monotonic()
     process = start(corpus, out)
     process.communicate()
+    record_property("recovery_s", round(time.monotonic() - began, 1))
     assert process.returncode == 0
     assert_same(out, undisturbed)
 
 
-def test_killed_while_assembling_it_goes_on(corpus, undisturbed, tmp_path):
+@pytest.mark.fault
+def test_killed_while_assembling_it_goes_on(corpus, undisturbed, tmp_path, record_property):
+    record_property("fault", "SIGKILL of prepare while it assembles the parts")
+    record_property("lost", "what was assembled")
     out = tmp_path / "out"
     kill_when(start(corpus, out), (tmp_path / ".out.partial/result/train.bin").exists)
     assert not out.exists()
+    began = time.monotonic()
     prepare(str(corpus), out, OPTIONS)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
     assert_same(out, undisturbed)
 
 
@@ -122,8 +135,13 @@ def test_finished_parts_are_not_tokenized_again(corpus, interrupted, undisturbed
     assert_same(interrupted, undisturbed)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_part_damaged_between_kill_and_resume_is_made_again(damage, corpus, interrupted, undisturbed, caplog):
+def test_a_part_damaged_between_kill_and_resume_is_made_again(
+    damage, corpus, interrupted, undisturbed, caplog, record_property
+):
+    record_property("fault", f"a part of a killed prepare damaged: {damage}")
+    record_property("lost", "that part")
     path = interrupted.with_name(".out.partial") / "parts-all/000002.bin"
     data = bytearray(path.read_bytes())
     data[100] ^= 1
@@ -131,21 +149,31 @@ def test_a_part_damaged_between_kill_and_resume_is_made_again(damage, corpus, in
         path.unlink()
     else:
         path.write_bytes(data if damage == "flip" else data[:-2])
+    began = time.monotonic()
     prepare(str(corpus), interrupted, OPTIONS)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
     assert "000002.bin is damaged or missing: tokenizing it again" in caplog.text
     assert_same(interrupted, undisturbed)
 
 
-def test_a_record_cut_short_is_made_again(corpus, interrupted, undisturbed):
+@pytest.mark.fault
+def test_a_record_cut_short_is_made_again(corpus, interrupted, undisturbed, record_property):
+    record_property("fault", "the record of a part cut short")
+    record_property("lost", "that part")
     journal = interrupted.with_name(".out.partial") / "parts-all/parts.jsonl"
     journal.write_bytes(journal.read_bytes()[:-20])
+    began = time.monotonic()
     prepare(str(corpus), interrupted, OPTIONS)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
     assert_same(interrupted, undisturbed)
 
 
+@pytest.mark.fault
 def test_a_part_damaged_while_assembling_is_said_and_mended_by_the_next_start(
-    corpus, undisturbed, tmp_path, monkeypatch
+    corpus, undisturbed, tmp_path, monkeypatch, record_property
 ):
+    record_property("fault", "a part damaged while prepare assembles")
+    record_property("lost", "that part")
     out, staging = tmp_path / "out", tmp_path / ".out.partial"
 
     def damage(progress):
@@ -155,11 +183,18 @@ def test_a_part_damaged_while_assembling_is_said_and_mended_by_the_next_start(
     with pytest.raises(DataError, match=r"expected .*000001.bin as it was written, but it has changed since"):
         prepare(str(corpus), out, OPTIONS, progress=damage)
     assert not out.exists()
+    began = time.monotonic()
     prepare(str(corpus), out, OPTIONS)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
     assert_same(out, undisturbed)
 
 
-def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_refused(corpus, interrupted, undisturbed, gpt2):
+@pytest.mark.fault
+def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_refused(
+    corpus, interrupted, undisturbed, record_property
+):
+    record_property("fault", "tokenizer, source or split changed between kill and resume")
+    record_property("lost", "nothing")
     other = corpus.with_name("other.jsonl")
     other.write_text('{"text": "x"}\n' * 100)
     kept = sorted(interrupted.with_name(".out.partial").rglob("*"))
@@ -173,11 +208,16 @@ def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_refused(
         ):
             prepare(str(source), interrupted, options)
     assert sorted(interrupted.with_name(".out.partial").rglob("*")) == kept
+    began = time.monotonic()
     prepare(str(corpus), interrupted, OPTIONS)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
     assert_same(interrupted, undisturbed)
 
 
-def test_two_prepares_into_one_folder_are_refused_and_the_first_goes_on(corpus, undisturbed, tmp_path):
+@pytest.mark.fault
+def test_two_prepares_into_one_folder_are_refused_and_the_first_goes_on(corpus, undisturbed, tmp_path, record_property):
+    record_property("fault", "a second prepare into one folder")
+    record_property("lost", "nothing")
     out = tmp_path / "out"
     first = start(corpus, out, "--num-processes", "1")
     while not (tmp_path / ".out.partial/plan.json").exists():
@@ -192,7 +232,10 @@ def test_two_prepares_into_one_folder_are_refused_and_the_first_goes_on(corpus, 
     assert_same(out, undisturbed)
 
 
-def test_a_lock_left_by_nobody_holds_nobody_up(articles, tmp_path):
+@pytest.mark.fault
+def test_a_lock_left_by_nobody_holds_nobody_up(articles, tmp_path, record_property):
+    record_property("fault", "the holder of the folder's lock gone")
+    record_property("lost", "nothing")
     staging = tmp_path / ".out.partial"
     staging.mkdir()
     holder = os.open(staging, os.O_RDONLY)
@@ -203,7 +246,10 @@ def test_a_lock_left_by_nobody_holds_nobody_up(articles, tmp_path):
     prepare(str(articles), tmp_path / "out", OPTIONS)
 
 
-def test_ctrl_c_keeps_what_is_done(corpus, tmp_path):
+@pytest.mark.fault
+def test_ctrl_c_keeps_what_is_done(corpus, tmp_path, record_property):
+    record_property("fault", "Ctrl-C in prepare")
+    record_property("lost", "the parts under way")
     out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
     process = start(corpus, out, "--num-processes", "1", times=4)
     while not (journal.exists() and journal.stat().st_size):
@@ -219,7 +265,11 @@ def test_ctrl_c_keeps_what_is_done(corpus, tmp_path):
     assert verify(out) == []
 
 
-def test_a_tokenizing_process_that_dies_is_said_and_costs_only_its_part(corpus, undisturbed, tmp_path):
+@pytest.mark.fault
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc or /sys")
+def test_a_tokenizing_process_that_dies_is_said_and_costs_only_its_part(corpus, undisturbed, tmp_path, record_property):
+    record_property("fault", "SIGKILL of a tokenizing process")
+    record_property("lost", "the parts under way")
     out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
     process = start(corpus, out, "--num-processes", "2")
     while not (journal.exists() and journal.stat().st_size):
@@ -233,7 +283,9 @@ def test_a_tokenizing_process_that_dies_is_said_and_costs_only_its_part(corpus, 
     _, err = process.communicate()
     assert process.returncode == 2
     assert err.startswith("error: a tokenizing process ended with exit code -9: if that is -9, memory was short")
+    began = time.monotonic()
     prepare(str(corpus), out, OPTIONS)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
     assert_same(out, undisturbed)
 
 
@@ -259,7 +311,10 @@ def in_small_filesystem(folder, megabytes, script, *arguments):
     return subprocess.run([*command, script, *arguments], capture_output=True, text=True, check=False)
 
 
-def test_a_full_disk_is_said_and_once_there_is_room_it_goes_on(corpus, undisturbed, tmp_path):
+@pytest.mark.fault
+def test_a_full_disk_is_said_and_once_there_is_room_it_goes_on(corpus, undisturbed, tmp_path, record_property):
+    record_property("fault", "the disk full while prepare tokenizes")
+    record_property("lost", "the parts under way")
     script = """
 import subprocess, sys
 from pathlib import Path
@@ -290,7 +345,10 @@ subprocess.run(["cp", "-r", folder / "out", kept], check=True)
     assert_same(kept, undisturbed)
 
 
-def test_a_disk_that_is_full_while_assembling_is_said(corpus, tmp_path):
+@pytest.mark.fault
+def test_a_disk_that_is_full_while_assembling_is_said(corpus, tmp_path, record_property):
+    record_property("fault", "the disk full while prepare assembles")
+    record_property("lost", "nothing")
     small = tmp_path / "small"
     small.mkdir()
     arguments = ["prepare", str(corpus), str(small / "out"), "--tokenizer", "bytes"]
@@ -301,7 +359,29 @@ def test_a_disk_that_is_full_while_assembling_is_said(corpus, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_read_only_folder_is_refused(articles):
+@pytest.mark.fault
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc or /sys")
+def test_a_read_only_folder_is_refused(articles, record_property):
+    record_property("fault", "a read-only folder to write into")
+    record_property("lost", "nothing")
     # The kernel's own file system refuses everyone, the superuser included.
     with pytest.raises(DataError, match="the token files could not be written to /sys/out: "):
         prepare(str(articles), "/sys/out", OPTIONS)
+
+
+@pytest.mark.fault
+def test_a_torn_gzip_file_is_rejected_and_once_whole_prepared(corpus, undisturbed, tmp_path, record_property):
+    record_property("fault", "a source .jsonl.gz torn in the middle")
+    record_property("lost", "the parts made of the torn file")
+    source, out = tmp_path / "corpus.jsonl.gz", tmp_path / "out"
+    data = gzip.compress(corpus.read_bytes(), 1)
+    source.write_bytes(data[: 2 * len(data) // 3])
+    with pytest.raises(DataError, match=r"corpus.jsonl.gz must hold JSON lines, .*: Compressed file ended before"):
+        prepare(str(source), out, OPTIONS)
+    assert sorted(tmp_path.iterdir()) == [source]
+    source.write_bytes(data)
+    began = time.monotonic()
+    prepare(str(source), out, OPTIONS)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+    for file in ("train.bin", "val.bin"):
+        assert (out / file).read_bytes() == (undisturbed / file).read_bytes()

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ class Hub:
         self.requests: list[str] = []
         self.sent: Counter[str] = Counter()
         self.seconds_per_read = 0.0
+        self.refuses_with: int | None = None
         texts = documents()
         self.files = {"README.md": CARD.encode()}
         for number in range(NUM_FILES):
@@ -51,12 +53,19 @@ class Hub:
             pq.write_table(pa.table({"text": rows}), buffer, row_group_size=50)
             self.files[f"plain_text/train-{number}.parquet"] = buffer.getvalue()
         app = flask.Flask("hub")
+        app.before_request(self.refuse)
         app.add_url_rule("/api/datasets/org/corpus", view_func=self.info)
         app.add_url_rule("/api/datasets/org/corpus/revision/<revision>", view_func=self.info)
         app.add_url_rule("/api/datasets/org/corpus/tree/<revision>", view_func=self.tree)
         app.add_url_rule("/api/datasets/org/corpus/tree/<revision>/<path:folder>", view_func=self.tree)
         app.add_url_rule("/datasets/org/corpus/resolve/<revision>/<path:path>", view_func=self.resolve)
         self.server = make_server("127.0.0.1", 0, app, threaded=True)
+
+    def refuse(self):
+        """Answer every request with the status that was set, if one was."""
+        if self.refuses_with is not None:
+            return flask.Response(status=self.refuses_with, headers={"Retry-After": "0"})
+        return None
 
     def info(self, revision=None):
         siblings = [{"rfilename": name} for name in self.files]
@@ -79,7 +88,8 @@ class Hub:
             return flask.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
         if path == f"plain_text/train-{NUM_FILES - 1}.parquet":
             time.sleep(self.seconds_per_read)
-        headers = {"ETag": f'"{path}"', "X-Repo-Commit": revision, "Accept-Ranges": "bytes"}
+        commit = self.revision if revision == "main" else revision
+        headers = {"ETag": f'"{path}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         response = flask.Response(self.files[path], headers=headers)
         response.make_conditional(flask.request, accept_ranges=True, complete_length=len(self.files[path]))
         if flask.request.method == "GET":
@@ -105,21 +115,53 @@ def expected(tmp_path) -> Path:
     return tmp_path / "expected"
 
 
-def start(hub, folder, name="org/corpus"):
-    """`owt-data prepare NAME`, with the client's address of the hub set to the server."""
+def environment(hub, folder, *, offline=False):
+    """The environment of a command, with the client's address of the hub set to the server."""
+    address = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}", "HF_HOME": str(folder / "hf")}
+    return {**os.environ, **address, "HF_HUB_OFFLINE": str(int(offline)), "DATASETS_VERBOSITY": "critical"}
+
+
+def start(hub, folder, name="org/corpus", *, offline=False, num_processes=2):
+    """`owt-data prepare NAME` in parts of 50 kB."""
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
-    small = "import owt_data._prepare as p; p.MAX_PART_BYTES = 50_000; "
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}",
-        "HF_HOME": str(folder / "hf"),
-    }
+    small = "import owt_data._plan as p; p.MIN_PART_BYTES = p.MAX_PART_BYTES = 50_000; "
+    options = ["--tokenizer", "bytes", "--num-processes", str(num_processes)]
     return subprocess.Popen(
-        [sys.executable, "-c", small + code, "prepare", name, str(folder / "out"), "--tokenizer", "bytes"],
-        env=environment,
+        [sys.executable, "-c", small + code, "prepare", name, str(folder / "out"), *options],
+        env=environment(hub, folder, offline=offline),
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def download(hub, folder):
+    """Keep a copy of the dataset, which is what HF_HUB_OFFLINE=1 reads."""
+    code = "import datasets; datasets.load_dataset('org/corpus', split='train')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(hub, folder), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def kill_in_the_middle(hub, folder, **options):
+    """SIGKILL `owt-data prepare` after some parts and before the last."""
+    journal = folder / ".out.partial/parts-all/parts.jsonl"
+    hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
+    process = start(hub, folder, **options)
+    while not (journal.exists() and journal.read_text().count("\n") >= 3):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (folder / "out").exists()
+    hub.seconds_per_read = 0.0
+
+
+def parts(folder):
+    """Name, content and time of every part file."""
+    found = sorted((folder / ".out.partial").glob("parts-*/*.bin"))
+    return [(path.name, path.read_bytes(), path.stat().st_mtime_ns) for path in found]
 
 
 def assert_same_tokens(out, expected):
@@ -137,7 +179,10 @@ def test_a_dataset_is_streamed_and_leaves_no_copy(hub, expected, tmp_path):
     assert copies == []
 
 
-def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hub, expected, tmp_path):
+@pytest.mark.fault
+def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hub, expected, tmp_path, record_property):
+    record_property("fault", "SIGKILL of a hub preparation, and the dataset moved to another revision")
+    record_property("lost", "the parts under way")
     journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
     hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
     process = start(hub, tmp_path)
@@ -151,8 +196,10 @@ def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hu
     hub.requests.clear()
     hub.sent.clear()
     hub.seconds_per_read = 0.0
+    began = time.monotonic()
     process = start(hub, tmp_path)
     _, err = process.communicate()
+    record_property("recovery_s", round(time.monotonic() - began, 1))
     assert process.returncode == 0, err
     assert {request[0] for request in hub.requests} == {"a"}
     first, *_, last = (f"plain_text/train-{number}.parquet" for number in range(NUM_FILES))
@@ -171,3 +218,85 @@ def test_a_name_that_the_hub_has_not_is_refused(hub, tmp_path):
     assert err.startswith("error: 'org/nothing' is no file here, and as a dataset of the Hugging Face hub")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("began_offline", [False, True], ids=["online-first", "offline-first"])
+def test_a_preparation_resumed_in_the_other_mode_is_rejected_and_goes_on_in_its_own(
+    began_offline, hub, expected, tmp_path, record_property
+):
+    mode = "offline" if began_offline else "online"
+    record_property("fault", f"hub preparation killed {mode}, resumed in the other mode")
+    record_property("lost", "nothing")
+    download(hub, tmp_path)
+    kill_in_the_middle(hub, tmp_path, offline=began_offline)
+    before = parts(tmp_path)
+    assert len(before) >= 3
+    process = start(hub, tmp_path, offline=not began_offline)
+    _, err = process.communicate()
+    assert process.returncode == 2, err
+    assert err.startswith(f"error: HF_HUB_OFFLINE must be {'set' if began_offline else 'unset'}, as it was when")
+    assert err.count("\n") == 1
+    assert parts(tmp_path) == before
+    began = time.monotonic()
+    process = start(hub, tmp_path, offline=began_offline)
+    _, err = process.communicate()
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+    assert process.returncode == 0, err
+    assert_same_tokens(tmp_path / "out", expected)
+
+
+@pytest.mark.fault
+def test_a_copy_downloaded_again_at_another_revision_is_not_mixed_with_the_first(hub, tmp_path, record_property):
+    record_property("fault", "hub preparation killed offline, the copy replaced by another revision")
+    record_property("lost", "nothing")
+    download(hub, tmp_path)
+    kill_in_the_middle(hub, tmp_path, offline=True)
+    before = parts(tmp_path)
+    shutil.rmtree(tmp_path / "hf")
+    hub.revision = "d" * 40
+    download(hub, tmp_path)
+    process = start(hub, tmp_path, offline=True)
+    _, err = process.communicate()
+    assert process.returncode == 2, err
+    assert "error: org/corpus must be the dataset that its preparation began with, revision aaaaaaaa" in err
+    assert err.count("\n") == 1
+    assert parts(tmp_path) == before
+
+
+@pytest.mark.fault
+def test_before_the_first_part_the_mode_may_change(hub, expected, tmp_path, record_property):
+    record_property("fault", "hub preparation killed before its first part, resumed in the other mode")
+    record_property("lost", "nothing")
+    download(hub, tmp_path)
+    kill_in_the_middle(hub, tmp_path)
+    shutil.rmtree(tmp_path / ".out.partial/parts-all")
+    began = time.monotonic()
+    process = start(hub, tmp_path, offline=True)
+    _, err = process.communicate()
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+    assert process.returncode == 0, err
+    assert_same_tokens(tmp_path / "out", expected)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_answers_with_an_error_costs_no_finished_part(status, hub, expected, tmp_path, record_property):
+    record_property("fault", f"the hub answers {status} when a killed preparation is resumed")
+    record_property("lost", "nothing")
+    kill_in_the_middle(hub, tmp_path)
+    before = parts(tmp_path)
+    hub.refuses_with = status
+    process = start(hub, tmp_path)
+    _, err = process.communicate()
+    assert process.returncode == 2, err
+    assert f"{status}" in err
+    assert err.count("\n") == 1
+    assert parts(tmp_path) == before
+    hub.refuses_with = None
+    began = time.monotonic()
+    process = start(hub, tmp_path)
+    _, err = process.communicate()
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+    assert process.returncode == 0, err
+    assert_same_tokens(tmp_path / "out", expected)

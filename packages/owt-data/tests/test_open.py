@@ -143,7 +143,7 @@ def test_folders_are_read_one_after_the_other(prepared, tmp_path):
     assert open_tokens(mixed.names, tokenizer="bytes") == mixed
 
 
-def test_tokens_of_different_tokenizers_are_not_joined(prepared, tmp_path, gpt2):
+def test_tokens_of_different_tokenizers_are_not_joined(prepared, tmp_path, small_bpe):
     (tmp_path / "book.txt").write_text("abc" * 100)
     prepare(str(tmp_path / "book.txt"), tmp_path / "book", PrepareOptions(tokenizer="gpt2"))
     with pytest.raises(DataError, match=r"expected tokens of one tokenizer, got those of \['bytes', 'gpt2'\]"):
@@ -195,5 +195,5 @@ def test_missing_files_are_refused(prepared):
 
 def test_a_manifest_that_is_none_is_refused(prepared):
     (prepared / "manifest.json").write_text('{"files": 3}')
-    with pytest.raises(DataError, match="expected a manifest of owt-data"):
+    with pytest.raises(DataError, match="must be a manifest of owt-data"):
         open_tokens(str(prepared), tokenizer="bytes")

@@ -11,10 +11,10 @@ from owt_data import PrepareOptions, prepare, verify
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr("owt_data._prepare.MIN_PART_BYTES", 5000)
+    monkeypatch.setattr("owt_data._plan.MIN_PART_BYTES", 5000)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=pytest.mark.shared_data)])
 def test_tasks_write_the_same_files(tokenizer, articles, tmp_path, cluster, request):
     if tokenizer == "gpt2":
         request.getfixturevalue("gpt2")
@@ -33,7 +33,41 @@ def test_the_command_starts_a_cluster_where_there_is_none(articles, tmp_path):
     assert verify(tmp_path / "out") == []
 
 
-def test_a_cluster_that_is_not_there_is_said(articles, tmp_path):
+@pytest.mark.fault
+def test_tokenizer_files_that_the_cluster_lacks_cost_no_finished_part(
+    articles, tmp_path, ranks, no_ranks, record_property
+):
+    record_property("fault", "the driver has the tokenizer's files, the Ray cluster has not")
+    record_property("lost", "nothing")
+    script = """
+import sys
+import tiktoken, tiktoken.registry
+from tiktoken_ext.openai_public import r50k_pat_str
+from owt_data._cli import main
+lines = [line.split() for line in open(sys.argv[1], "rb").read().splitlines()]
+import base64
+pairs = {base64.b64decode(piece): int(rank) for piece, rank in lines}
+special = {"<|endoftext|>": len(pairs)}
+tiktoken.registry.ENCODINGS["gpt2"] = tiktoken.Encoding(
+    "gpt2", pat_str=r50k_pat_str, mergeable_ranks=pairs, special_tokens=special
+)
+sys.exit(main(sys.argv[2:]))
+"""
+    arguments = [str(ranks), "prepare", str(articles), str(tmp_path / "out"), "--ray"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], env=no_ranks, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "The Ray cluster must tokenize every part, got a failure: " in done.stderr
+    assert "the files of tokenizer 'gpt2' could not be downloaded (ProxyError)" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert (tmp_path / ".out.partial/plan.json").exists()
+
+
+@pytest.mark.fault
+def test_a_cluster_that_is_not_there_is_said(articles, tmp_path, record_property):
+    record_property("fault", "RAY_ADDRESS names no cluster at the first start")
+    record_property("lost", "nothing")
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes", "--ray"]
     done = subprocess.run(
@@ -44,5 +78,7 @@ def test_a_cluster_that_is_not_there_is_said(articles, tmp_path):
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: expected a Ray cluster at RAY_ADDRESS=127.0.0.1:9")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: RAY_ADDRESS must name a Ray cluster that answers, got 127.0.0.1:9 ("
+    )
     assert "Traceback" not in done.stderr

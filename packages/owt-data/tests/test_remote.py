@@ -100,11 +100,8 @@ def test_a_name_with_options_leads_to_the_same_files(both, s3, monkeypatch):
 
 
 @pytest.mark.usefixtures("cluster")
-def test_the_step_stream_reads_from_the_server(s3, tmp_path, positions):
-    local = positions(tmp_path / "train.bin", 0, 5000)
-    positions(tmp_path / "val.bin", 0, 100)
-    upload(tmp_path, f"{s3}/{tmp_path.name}")
-    remote = open_tokens(f"{s3}/{tmp_path.name}", tokenizer="gpt2").train
+def test_the_step_stream_reads_from_the_server(both):
+    local, remote = (open_tokens(name, tokenizer="bytes").train for name in both)
     steps_of = functools.partial(
         step_windows, seq_len=16, global_batch_size=8, rank=1, world_size=2, start_step=3, stop_step=40
     )

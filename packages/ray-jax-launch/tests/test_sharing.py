@@ -1,5 +1,6 @@
 """What nodes must share, and what a cluster must have, before a loop begins. Real nodes on this machine."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def cluster_of_nodes():
     """A cluster whose head has no CPUs."""
     flags = os.environ.pop("XLA_FLAGS", None)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
@@ -80,13 +81,15 @@ def test_a_cluster_that_gets_its_node_later_is_waited_for(cluster_of_nodes, tmp_
     record_property("fault", "the cluster has no node for the worker; one comes ten seconds later")
     record_property("lost", "nothing")
     marker = tmp_path / "began"
-    adding = threading.Timer(10, lambda: cluster_of_nodes.add_node(num_cpus=1))
     given = {"hardware": cpu(1), "storage_path": tmp_path, "name": "run"}
     with pytest.raises(LaunchError, match=r"must have 1 CPUs for cpu:1, got 0\. Ask for fewer"):
         launch(note_start, {"marker": str(marker)}, **given)
-    adding.start()
-    launch(note_start, {"marker": str(marker)}, wait_for_resources_s=60, **given)
-    adding.join()
+    given["wait_for_resources_s"] = 60
+    thread = threading.Thread(target=launch, args=(note_start, {"marker": str(marker)}), kwargs=given)
+    thread.start()
+    time.sleep(10)
+    cluster_of_nodes.add_node(num_cpus=1)  # by the main thread: it handles signals
+    thread.join()
     assert marker.exists()
     assert "waiting up to 60 s for more nodes: The Ray cluster must have 1 CPUs for cpu:1, got 0" in caplog.text
 

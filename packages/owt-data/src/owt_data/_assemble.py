@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, InterruptedWorkError
+from owt_data._cpus import num_usable_cpus
+from owt_data._errors import DataError, RejectedDocumentsError
 from owt_data._manifest import FileRecord
 from owt_data._parts import PartRecord, checksum, part_path
 from owt_data._summary import Summary
@@ -44,14 +45,14 @@ def document_ends(
     def ends_in(index: int) -> NDArray[np.int64]:
         path = part_path(folder, index)
         if checksum(path) != records[index].sha256:
-            raise InterruptedWorkError(
+            raise DataError(
                 f"expected {path} as it was written, but it has changed since or is not on storage that all machines "
                 "share: the same command again mends it, but the disk or the memory may be failing"
             )
         return np.flatnonzero(np.fromfile(path, dtype="<u2") == end_of_text) + 1
 
     ends, before = [np.empty(0, dtype=np.int64)], 0
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+    with ThreadPoolExecutor(num_usable_cpus()) as threads:
         for record, ends_here in zip(records, threads.map(ends_in, range(len(records))), strict=True):
             ends.append(ends_here + before)
             before += record.num_tokens
@@ -63,11 +64,11 @@ def split_documents(ends: NDArray[np.int64], fraction: float, seed: int) -> dict
     """Documents in the order of `datasets`' `train_test_split(test_size=fraction, seed=seed, shuffle=True)`.
 
     Raises:
-        DataError: a side would have no document.
+        RejectedDocumentsError: a side would have no document.
     """
     num_val = math.ceil(fraction * len(ends))
     if num_val == len(ends):
-        raise DataError(
+        raise RejectedDocumentsError(
             f"expected documents for training and validation, got {len(ends)} with a val_fraction of {fraction}: "
             "use --split position"
         )

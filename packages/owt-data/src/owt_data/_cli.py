@@ -40,12 +40,12 @@ def _prepare(
         raise DataError(f"expected one or more sources and a folder to write into, got {' '.join(paths) or 'nothing'}")
     # Imported here because it takes seconds, which --help must not wait for.
     from owt_data._manifest import read_manifest
-    from owt_data._prepare import prepare
+    from owt_data._prepare import local_folder, prepare
     from owt_data._progress import progress_bar
 
     console = _console()
     *sources, out = paths
-    if read_manifest(out) is not None:
+    if read_manifest(local_folder(out)) is not None:
         console.print(f"{out} is prepared already: only its source, options and sizes are compared", markup=False)
     with progress_bar(console) as progress:
         manifest = prepare(sources, out, options, num_processes=num_processes, use_ray=ray, progress=progress)

@@ -1,9 +1,13 @@
-"""The one error that this package raises for bad input."""
+"""The errors that this package raises for bad input."""
 
 
 class DataError(ValueError):
     """Something about the data is not as it must be. The message says what, and what to do."""
 
 
-class InterruptedWorkError(DataError):
-    """The work stopped, and what is done stays: the same call as before goes on from there."""
+class RejectedDocumentsError(DataError):
+    """The documents themselves are at fault, so that what was made of them is of no use.
+
+    Whatever else goes wrong (the network, a cluster, a disk, files of a tokenizer) is a plain `DataError`, and the
+    same call again goes on from the last finished part.
+    """

@@ -85,4 +85,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
         return Manifest(files=files, **fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"expected a manifest of owt-data in {path}, but it does not read as one: {error}") from error
+        raise DataError(
+            f"{path} must be a manifest of owt-data, got a file that does not read as one ({error}). Delete the folder "
+            "and prepare it again."
+        ) from error

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from owt_data._documents import START, Chunk, Cursor, Documents
-from owt_data._errors import DataError, InterruptedWorkError
+from owt_data._errors import DataError
 from owt_data._tokenizers import load_tokenizer
 from owt_data._worker import encode_part
 
@@ -110,7 +110,8 @@ def tokenize(
         report: called with each part that is done, those of an earlier start first.
 
     Raises:
-        DataError: a document is unreadable.
+        RejectedDocumentsError: a document cannot be read, whoever reads it.
+        DataError: something else kept a part from being made. Those that are made stay.
         OSError: a part could not be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,10 @@ def tokenize(
                 file.flush()
                 records.append(record)
             elif record != records[damaged[number]]:
-                raise DataError("expected the source to be as it was before the interruption, but it has changed")
+                raise DataError(
+                    f"{part_path(folder, damaged[number])} must have the tokens that it had before it was damaged, got "
+                    f"others: the source has changed, or the memory is failing. Delete {folder.parent} to begin again."
+                )
             report(record)
     return records
 
@@ -150,14 +154,29 @@ def checksum(path: Path) -> str | None:
 
 
 def _read_journal(path: Path) -> list[PartRecord]:
-    """The parts that were recorded; a line that a kill cut short is taken off the file."""
+    """The parts that were recorded, up to the first line that a kill or a power cut spoiled, which is cut off."""
     if not path.exists():
         return []
-    whole = path.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]
-    os.truncate(path, len(whole))
-    rows = [json.loads(line) for line in whole.splitlines()]
-    return [PartRecord(**{**row, "stop": Cursor(*row["stop"])}) for row in rows]
+    records, num_bytes = [], 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        record = _read_record(line)
+        if record is None:
+            break
+        records.append(record)
+        num_bytes += len(line)
+    os.truncate(path, num_bytes)
+    return records
+
+
+def _read_record(line: bytes) -> PartRecord | None:
+    """The part that a line of the journal records; None if it does not read as one."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+        return PartRecord(**{**row, "stop": Cursor(*row["stop"])})
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _parts(documents: Documents, folder: Path, start: Cursor, index: int, part_bytes: int) -> Iterator[Part]:
@@ -205,6 +224,8 @@ def _encode(parts: Iterable[Part], encoder: Encoder) -> Iterator[PartRecord]:
         result = future.result()
         if "errno" in result:
             raise OSError(result["errno"], result["reason"])
+        if "rejected" in result:
+            raise DataError(result["rejected"])
         return PartRecord(num_bytes=part.num_bytes, stop=part.stop, **result)
 
     for part in parts:
@@ -271,7 +292,7 @@ class _Process:
             self._stdin.flush()
         answer = self._answers.readline()
         if not answer:
-            raise InterruptedWorkError(
+            raise DataError(
                 f"a tokenizing process ended with exit code {self._process.wait()}: if that is -9, memory was short; "
                 "the same command again goes on from there, with fewer --num-processes if need be"
             )

@@ -6,22 +6,25 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from owt_data._assemble import Ranges, copy_ranges, document_ends, split_at, split_documents
+from owt_data._cpus import num_usable_cpus
 from owt_data._documents import Documents
-from owt_data._errors import DataError, InterruptedWorkError
+from owt_data._durable import rename_durably, write_durably
+from owt_data._errors import DataError, RejectedDocumentsError
 from owt_data._manifest import DTYPE, MANIFEST_NAME, TRAIN_NAME, VAL_NAME, FileRecord, Manifest, read_manifest
 from owt_data._options import PrepareOptions
-from owt_data._parts import MAX_PART_BYTES, MIN_PART_BYTES, Encoder, PartRecord, local_encoder, part_path, tokenize
+from owt_data._parts import MIN_PART_BYTES, Encoder, PartRecord, local_encoder, part_path, tokenize
+from owt_data._plan import Plan, Request, find_plan, name_differences, open_documents, revisions
 from owt_data._sources import BUILTIN, Source, find_splits
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens import TokenSequence, concatenate, local_sequence
@@ -31,11 +34,10 @@ _BUILTIN_VAL_FRACTION = 0.05
 _POSITION_VAL_FRACTION = 0.1
 _DOCUMENTS_VAL_FRACTION = 0.0005
 
-# How many parts to make, as far as their sizes allow.
-_NUM_PARTS = 128
+_RESULT_NAME = "result"
 
-_PLAN_NAME, _RESULT_NAME = "plan.json", "result"
-_PLAN_FORMAT = 1  # raised when parts of an earlier version can no longer be gone on with
+# Also what `Path` makes of a URI, with one slash less.
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +103,7 @@ def prepare(
     splits = find_splits(sources)
     if "all" not in splits and (options.split != "auto" or options.val_fraction is not None):
         raise DataError("expected no --split and no --val-fraction where train=... and val=... give the split")
-    if not os.fspath(out):
-        raise DataError("expected the name of a folder to write into, got an empty one")
-    out = Path(out).expanduser().absolute()
-    if out.is_file():
-        raise DataError(f"expected a folder to write into as the last name, but {out} is a file")
+    out = local_folder(out)
     try:
         digest = _digest(splits, report)
         name = " ".join([sources] if isinstance(sources, str) else sources)
@@ -118,17 +116,17 @@ def prepare(
                 shutil.rmtree(staging)  # a kill came between the renaming and this
                 return existing
             try:
+                request = Request(staging=staging, out=out, name=name, digest=digest, splits=splits, options=options)
+                plan = find_plan(request)
                 with _encoder(splits, options.tokenizer, num_processes, use_ray) as encoder:
-                    plan = _plan(staging, out, name, digest, splits, options)
-                    manifest = _Run(staging, splits, options, plan, report).write(encoder)
-            except InterruptedWorkError:
-                raise
-            except DataError:
-                # The source must change, and with it all that was made of it.
+                    tokenizer_sha256 = tokenizer_digest(load_tokenizer(options.tokenizer))
+                    plan, documents = open_documents(request, plan, tokenizer_sha256)
+                    manifest = _Run(staging, splits, documents, options, plan, report).write(encoder)
+            except RejectedDocumentsError:
+                # The source must change, and with it all that was made of it. Nothing else discards work.
                 shutil.rmtree(staging)
                 raise
-            os.replace(staging / _RESULT_NAME, out)
-            _sync_folder(out.parent)
+            rename_durably(staging / _RESULT_NAME, out)
             shutil.rmtree(staging)
     except OSError as error:
         raise DataError(
@@ -136,6 +134,26 @@ def prepare(
             "again, which goes on from where it was"
         ) from error
     return manifest
+
+
+def local_folder(out: str | os.PathLike[str]) -> Path:
+    """The folder to write into, as an absolute path.
+
+    Raises:
+        DataError: it is a file, or no local folder.
+    """
+    name = os.fspath(out)
+    if not name:
+        raise DataError("expected the name of a folder to write into, got an empty one")
+    if _URI.match(name):
+        raise DataError(
+            f"The folder to write into must be a local or mounted one, got {name}. Prepare into a local folder and "
+            "copy it to the storage, where it can be read."
+        )
+    path = Path(name).expanduser().absolute()
+    if path.is_file():
+        raise DataError(f"expected a folder to write into as the last name, but {path} is a file")
+    return path
 
 
 def _silent(progress: Progress) -> None:
@@ -159,7 +177,7 @@ def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Man
             raise DataError(f"expected {out} to be empty or missing, but it holds other files: choose another folder")
         return None
     if (manifest.source_sha256, manifest.options) != (digest, dataclasses.asdict(options)):
-        different = _differences(manifest.options, options, manifest.source_sha256 == digest)
+        different = name_differences(manifest.options, options, manifest.source_sha256 == digest)
         raise DataError(
             f"expected {out} to be empty or prepared from {name} as it is now and with these options, but it was "
             f"prepared from {manifest.source}, and {different} differ: choose another folder"
@@ -199,49 +217,6 @@ def _staging_folder(out: Path) -> Iterator[Path]:
             staging.rmdir()  # if nothing came to be in it
 
 
-def _plan(
-    staging: Path, out: Path, name: str, digest: str, splits: dict[str, Source], options: PrepareOptions
-) -> dict[str, Any]:
-    """What an interrupted start was doing, which must be the same; or, for the first start, what is to be done."""
-    asked = {
-        "format": _PLAN_FORMAT,
-        "source_sha256": digest,
-        "options": dataclasses.asdict(options),
-        "tokenizer_sha256": tokenizer_digest(load_tokenizer(options.tokenizer)),
-    }
-    path = staging / _PLAN_NAME
-    if path.exists():
-        plan = json.loads(path.read_text())
-        if all(plan.get(key) == asked[key] for key in asked):
-            return plan
-        if any(staging.glob("parts-*/*.bin")):
-            different = _differences(plan["options"], options, plan["source_sha256"] == digest)
-            raise InterruptedWorkError(
-                f"expected to go on with the interrupted preparation of {plan['source']}, but {name} is another: "
-                f"{different} differ: repeat that one, choose another folder than {out}, or delete {staging}"
-            )
-        shutil.rmtree(staging / "parts-all", ignore_errors=True)  # nothing to lose
-    revisions, sizes = {}, []
-    for split, source in splits.items():
-        documents = Documents(source, text_column=options.text_column)
-        revisions[split] = documents.revision
-        sizes.append(documents.num_bytes())
-    total = sum(size for size in sizes if size) if all(sizes) else None
-    part_bytes = min(max((total or MAX_PART_BYTES * _NUM_PARTS) // _NUM_PARTS, MIN_PART_BYTES), MAX_PART_BYTES)
-    plan = {"source": name, **asked, "revisions": revisions, "num_bytes": total, "part_bytes": part_bytes}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(plan))
-    os.replace(temporary, path)
-    return plan
-
-
-def _differences(before: dict[str, Any], options: PrepareOptions, same_contents: bool) -> str:
-    """Names what two preparations differ in."""
-    now = dataclasses.asdict(options)
-    fields = [f"{key} {before.get(key)} and {now[key]}" for key in now if before.get(key) != now[key]]
-    return " and ".join(fields if same_contents else ["contents", *fields]) or "tokenizer"
-
-
 def _encoder(
     splits: dict[str, Source], tokenizer: str, num_processes: int | None, use_ray: bool
 ) -> AbstractContextManager[Encoder]:
@@ -253,22 +228,29 @@ def _encoder(
         return ray_encoder(tokenizer)
     sizes = [source.num_bytes for source in splits.values()]
     most_parts = max(1, -(-sum(1 << 62 if size is None else size for size in sizes) // MIN_PART_BYTES))
-    return local_encoder(tokenizer, min(num_processes or len(os.sched_getaffinity(0)), most_parts))
+    return local_encoder(tokenizer, min(num_processes or num_usable_cpus(), most_parts))
 
 
 class _Run:
     """One start of the work in a staging folder."""
 
     def __init__(
-        self, staging: Path, splits: dict[str, Source], options: PrepareOptions, plan: dict[str, Any], report: Report
+        self,
+        staging: Path,
+        splits: dict[str, Source],
+        documents: dict[str, Documents],
+        options: PrepareOptions,
+        plan: Plan,
+        report: Report,
     ) -> None:
-        self._staging, self._splits, self._options, self._plan, self._report = staging, splits, options, plan, report
+        self._staging, self._splits, self._documents = staging, splits, documents
+        self._options, self._plan, self._report = options, plan, report
         self._tokenizer = load_tokenizer(options.tokenizer)
         self._done = Progress(stage="tokenizing", fraction=None)
 
     def write(self, encoder: Encoder) -> Manifest:
         """Tokenize what is not yet tokenized, and assemble it into the folder `result`."""
-        parts = {split: self._tokenize(split, source, encoder) for split, source in self._splits.items()}
+        parts = {split: self._tokenize(split, encoder) for split in self._splits}
         files = self._assemble(parts)
         manifest = Manifest(
             tokenizer=self._options.tokenizer,
@@ -280,13 +262,10 @@ class _Run:
             source_sha256=self._plan["source_sha256"],
             options=self._plan["options"],
             version=version("owt-data"),
-            revisions={split: revision for split, revision in self._plan["revisions"].items() if revision},
+            revisions=revisions(self._plan),
         )
-        path = self._result / MANIFEST_NAME
-        with path.open("w") as file:
-            file.write(manifest.to_json())
-            file.flush()
-            os.fsync(file.fileno())
+        # The token files are on disk by now, and this waits for all the names in the folder.
+        write_durably(self._result / MANIFEST_NAME, manifest.to_json())
         return manifest
 
     @property
@@ -296,10 +275,9 @@ class _Run:
     def _folder(self, split: str) -> Path:
         return self._staging / f"parts-{split}"
 
-    def _tokenize(self, split: str, source: Source, encoder: Encoder) -> list[PartRecord]:
-        documents = Documents(source, text_column=self._options.text_column, revision=self._plan["revisions"][split])
-        part_bytes = self._plan["part_bytes"]
-        return tokenize(documents, self._folder(split), part_bytes=part_bytes, encoder=encoder, report=self._count)
+    def _tokenize(self, split: str, encoder: Encoder) -> list[PartRecord]:
+        part_bytes, folder = self._plan["part_bytes"], self._folder(split)
+        return tokenize(self._documents[split], folder, part_bytes=part_bytes, encoder=encoder, report=self._count)
 
     def _count(self, record: PartRecord) -> None:
         before, total = self._done, self._plan["num_bytes"]
@@ -330,7 +308,7 @@ class _Run:
             ends[split] = document_ends(folder, records, end_of_text, advance)
             if sum(record.num_tokens for record in records) == len(ends[split]):
                 what = "empty ones" if len(ends[split]) else "none"
-                raise DataError(f"expected documents in {self._splits[split].name}, found {what}")
+                raise RejectedDocumentsError(f"expected documents in {self._splits[split].name}, found {what}")
             sequences[split] = local_sequence([part_path(folder, index) for index in range(len(records))])
         whole = concatenate(list(sequences.values()))
         ranges = self._ranges(sequences, ends)
@@ -349,15 +327,8 @@ class _Run:
         if by_position:
             return split_at(round(num_tokens * (1 - (options.val_fraction or _POSITION_VAL_FRACTION))), num_tokens)
         if num_documents < 2:
-            raise DataError(f"expected two documents or more in {source.name} to split: use --split position")
+            raise RejectedDocumentsError(
+                f"expected two documents or more in {source.name} to split: use --split position"
+            )
         default = _BUILTIN_VAL_FRACTION if source.kind == BUILTIN else _DOCUMENTS_VAL_FRACTION
         return split_documents(ends["all"], options.val_fraction or default, options.split_seed)
-
-
-def _sync_folder(folder: Path) -> None:
-    """See a renaming safely on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,7 +17,7 @@ import ray
 import ray.exceptions
 import tiktoken
 
-from owt_data._errors import DataError, InterruptedWorkError
+from owt_data._errors import DataError
 from owt_data._parts import Encoder
 from owt_data._tokenizers import load_tokenizer
 from owt_data._worker import encode_part
@@ -39,23 +39,40 @@ def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
     """
     started = not ray.is_initialized()
     if started:
-        address = os.environ.get("RAY_ADDRESS")
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if address:
-            _check_address(address)
-            ray.init(address=address, **quiet)
-        else:
-            ray.init(address="local", include_dashboard=False, **quiet)
+        _start()
     try:
         yield Encoder(
             submit=lambda part: _encode.remote(part.batch, tokenizer, part.path).future(),
             num_workers=2 * int(ray.cluster_resources().get("CPU", 1)),
         )
     except ray.exceptions.RayError as error:
-        raise InterruptedWorkError(f"the cluster could not tokenize a part: {error}") from error
+        # Of what a task raised, its last line has the sentence; the lines before are where.
+        reason = str(error).strip().splitlines()[-1]
+        raise DataError(
+            f"The Ray cluster must tokenize every part, got a failure: {reason}. Run the same command again, which "
+            "goes on from there."
+        ) from error
     finally:
         if started:
             ray.shutdown()
+
+
+def _start() -> None:
+    """Connect to the cluster that `RAY_ADDRESS` names, or start one here."""
+    address = os.environ.get("RAY_ADDRESS")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if not address:
+        ray.init(address="local", include_dashboard=False, **quiet)
+        return
+    _check_address(address)
+    try:
+        ray.init(address=address, **quiet)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise DataError(
+            f"RAY_ADDRESS must name a Ray cluster that answers, got {address} ({reason}). Correct it, or unset it to "
+            "start a cluster here."
+        ) from error
 
 
 def _check_address(address: str) -> None:
@@ -67,8 +84,8 @@ def _check_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
         raise DataError(
-            f"expected a Ray cluster at RAY_ADDRESS={address}, found none ({error}): correct it, or unset it to start "
-            "one here"
+            f"RAY_ADDRESS must name a Ray cluster that answers, got {address} ({error}). Correct it, or unset it to "
+            "start a cluster here."
         ) from error
 
 

@@ -124,6 +124,11 @@ def find_splits(names: str | Sequence[str]) -> dict[str, Source]:
 def _find_one(name: str) -> Source:
     if not name:
         raise DataError("expected the name of a source, got an empty one")
+    if "://" in name:
+        raise DataError(
+            f"The source must be files of this machine or a dataset of the Hugging Face hub, got {name}. Copy the "
+            "files here first."
+        )
     if name == BUILTIN:
         return Source(name=name, kind=BUILTIN, files=_builtin_files())
     path = Path(name).expanduser()

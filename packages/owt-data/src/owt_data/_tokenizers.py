@@ -35,7 +35,8 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         raise DataError(f"expected the tokenizer bytes or gpt2, got {name!r}")
     try:
         return tiktoken.get_encoding(name)
-    except OSError as error:  # which those of requests are
+    # The errors of requests are OSErrors; a download of something else, as behind a login page, is a ValueError.
+    except (OSError, ValueError) as error:
         raise DataError(
             f"the files of tokenizer {name!r} could not be downloaded ({type(error).__name__}): connect to the "
             "network once, set TIKTOKEN_CACHE_DIR to a folder that has them, or use the tokenizer bytes"

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import tiktoken
 
+from owt_data._errors import DataError
 from owt_data._tokenizers import load_tokenizer
 
 
@@ -56,8 +57,12 @@ def encode_part(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path)
 
 
 def main(name: str) -> None:
-    """Encode parts from standard input until it ends."""
-    tokenizer = load_tokenizer(name)
+    """Encode parts from standard input until it ends; without the tokenizer, answer the first with the reason."""
+    try:
+        tokenizer = load_tokenizer(name)
+    except DataError as error:
+        print(json.dumps({"rejected": str(error)}), flush=True)  # noqa: T201
+        return
     with pa.ipc.open_stream(sys.stdin.buffer) as parts:
         for batch, metadata in parts.iter_batches_with_custom_metadata():
             print(json.dumps(encode_part(batch, tokenizer, Path(metadata["path"].decode()))), flush=True)  # noqa: T201

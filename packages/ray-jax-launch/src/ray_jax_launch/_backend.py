@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
@@ -46,8 +46,8 @@ class _DistributedBackend(Backend):
         num_workers = len(worker_group)
         if num_workers == 1:
             return
-        coordinator = self.choose_coordinator(worker_group)
-        with _restartable():
+        with _restartable(worker_group):
+            coordinator = self.choose_coordinator(worker_group)
             ray.get(
                 [
                     worker_group.execute_single_async(rank, _initialize, coordinator, num_workers, rank, backend_config)
@@ -79,20 +79,23 @@ class TpuConfig(JaxConfig):
 
 class _TpuBackend(_JaxBackend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        with _restartable():
+        with _restartable(worker_group):
             super().on_start(worker_group, backend_config)
 
 
 @contextlib.contextmanager
-def _restartable() -> Iterator[None]:
+def _restartable(worker_group: Any) -> Iterator[None]:
     """Make a failed rendezvous a failed start, which can be tried again. Ray Train would end the run.
 
     The port that the coordinator was given may be taken by then, and workers may time out waiting for each other.
     """
     try:
         yield
-    except RayTaskError as error:
-        raise WorkerGroupStartupFailedError(f"jax.distributed.initialize: {error.cause!r}") from error
+    except (RayActorError, RayTaskError) as error:
+        # Ray 2.60 forgets a group that fails at this point, but its workers would keep their resources.
+        worker_group.get_worker_group_state().shutdown()
+        why = repr(error.cause) if isinstance(error, RayTaskError) else "a worker died"
+        raise WorkerGroupStartupFailedError(f"jax.distributed.initialize: {why}") from error
 
 
 def _initialize(coordinator: str, num_processes: int, process_id: int, timeouts: DistributedConfig) -> None:

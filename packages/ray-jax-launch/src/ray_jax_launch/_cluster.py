@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import time
+from typing import Any
 from urllib.parse import urlsplit
 
 import ray
@@ -69,7 +70,8 @@ def connect(hardware: Hardware | None = None) -> None:
         raise LaunchError(f"expected Ray to start on this machine, but it did not: {error}") from error
     node = worker.global_worker.node
     assert node is not None, "ray.init has started it"
-    start_reaper(info.process.pid for infos in node.all_processes.values() for info in infos)
+    processes: Any = node.all_processes  # lists by kind; Ray declares it as empty
+    start_reaper(info.process.pid for infos in processes.values() for info in infos)
 
 
 def _check_answers(address: str) -> None:

@@ -1,0 +1,185 @@
+"""JSON lines, read for their text alone: the other fields may hold anything, in any row."""
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.json
+
+from owt_data._errors import DataError, RejectedDocumentsError
+
+_BLOCK_BYTES = 4 << 20
+_MAX_ARROW_BYTES = (1 << 31) - 1  # a block's length is a C int there
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BOM = b"\xef\xbb\xbf"
+
+# Numbers are of no interest, and those of any length must pass, which `int` rejects.
+_DECODER = json.JSONDecoder(parse_int=float)
+_NAMES: dict[type, str] = {
+    str: "a string",
+    float: "a number",
+    bool: "a boolean",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def read_json_texts(path: Path, column: str) -> Iterator[pa.Array]:
+    """The texts of a file of JSON lines, in order, some megabytes at a time, as `large_string[N]`.
+
+    A file that is one JSON array is read too, at once. Its items are objects, or the texts themselves.
+
+    Args:
+        path: the file; compressed if its name ends with `.gz`.
+        column: the field with the text. All other fields are passed over.
+
+    Raises:
+        RejectedDocumentsError: the file is no JSON, or a row has no text.
+        DataError: the file cannot be read.
+    """
+    rows = _Rows(path, column)
+    try:
+        with cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
+            yield from rows.read(file)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise rows.rejected(str(error).rstrip(".")) from error
+    except OSError as error:
+        raise DataError(
+            f"{path} could not be read: {error.strerror or error}. Run the same command again, which goes on from "
+            "there."
+        ) from error
+
+
+class _Rows:
+    """The rows of one file, counted as they come."""
+
+    def __init__(self, path: Path, column: str) -> None:
+        self._path, self._column = path, column
+        self._num_rows = 0
+        self._num_lines = 0
+        schema = pa.schema([(column, pa.large_string())])
+        self._options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+
+    def read(self, file: BinaryIO) -> Iterator[pa.Array]:
+        block = file.read(len(_BOM)).removeprefix(_BOM) + file.read(_BLOCK_BYTES)
+        array = block.lstrip().startswith(b"[")
+        while block:
+            block += file.read() if array else file.readline()
+            following = file.read(_BLOCK_BYTES)
+            texts = None if array else self._parse(block)
+            held = b""
+            if texts is None:
+                texts, held = self._decode(block, array=array, last=not following)
+            self._num_rows += len(texts)
+            self._num_lines += block.count(b"\n") - held.count(b"\n")
+            if len(texts):
+                yield texts
+            block = held + following
+
+    def rejected(self, reason: str) -> RejectedDocumentsError:
+        return RejectedDocumentsError(
+            f"{self._path} must hold JSON lines, one object in each, got another file: {reason}. Mend the file or "
+            "leave it out."
+        )
+
+    def _parse(self, block: bytes) -> pa.Array | None:
+        """The texts of a block, by Arrow, which is fast; None where it cannot say or finds something wrong."""
+        # A row `null` before any object crashes Arrow 26's parser.
+        if len(block) > _MAX_ARROW_BYTES or not block.lstrip().startswith(b"{"):
+            return None
+        read_options = pyarrow.json.ReadOptions(block_size=len(block), use_threads=False)
+        try:
+            table = pyarrow.json.read_json(io.BytesIO(block), read_options=read_options, parse_options=self._options)
+            texts = table[self._column].combine_chunks()
+            texts.validate(full=True)  # that it is UTF-8
+        except pa.ArrowInvalid:
+            return None
+        return None if texts.null_count else texts
+
+    def _decode(self, block: bytes, *, array: bool, last: bool) -> tuple[pa.Array, bytes]:
+        """The texts of a block, row by row, and the beginning of an object that ends in a later block.
+
+        Raises:
+            RejectedDocumentsError: a row is no JSON, or has no text.
+        """
+        # The other fields may hold bytes that are no UTF-8.
+        decoded = block.decode("utf-8", "surrogateescape")
+        texts: list[str] = []
+        end = len(decoded.rstrip())
+        position = _skip_space(decoded, 0)
+        while position < end:
+            try:
+                row, after = _DECODER.raw_decode(decoded, position)
+            except json.JSONDecodeError as error:
+                if not last and error.pos >= end - 1:
+                    return pa.array(texts, pa.large_string()), decoded[position:].encode("utf-8", "surrogateescape")
+                line = self._num_lines + decoded.count("\n", 0, error.pos) + 1
+                raise self.rejected(f"{error.msg} in line {line}") from error
+            except RecursionError as error:
+                raise self.rejected(f"row {self._num_rows + len(texts)} is nested too deeply") from error
+            if array and isinstance(row, list) and not texts and not decoded[after:].strip():
+                for item in row:
+                    texts.append(self._text({self._column: item} if isinstance(item, str) else item, len(texts)))
+            else:
+                texts.append(self._text(row, len(texts)))
+            position = _skip_space(decoded, after)
+        return pa.array(texts, pa.large_string()), b""
+
+    def _text(self, row: Any, number: int) -> str:
+        """The text of a row, whose number in the block it is."""
+        number += self._num_rows
+        if not isinstance(row, dict):
+            raise self.rejected(f"row {number} is {_NAMES[type(row)]}")
+        if self._column not in row and number == 0:
+            raise missing_column(self._column, list(row), self._path)
+        text = row.get(self._column)
+        if text is None:
+            raise missing_text(self._column, number, self._path)
+        if not isinstance(text, str):
+            raise wrong_type(self._column, f"{_NAMES[type(text)]} in row {number}", self._path)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RejectedDocumentsError(
+                f"The column {self._column!r} of {self._path} must hold UTF-8 text, got other bytes or half a "
+                f"surrogate pair in row {number}. Convert the file, for instance with iconv, or remove the row."
+            ) from error
+        return text
+
+
+def missing_column(column: str, found: list[str], name: object) -> RejectedDocumentsError:
+    """The error of a file without the text column."""
+    return RejectedDocumentsError(
+        f"The text column must be one of the columns {found} of {name}, got {column!r}. Name another with "
+        "--text-column."
+    )
+
+
+def missing_text(column: str, number: int, name: object) -> RejectedDocumentsError:
+    """The error of a row that is null."""
+    return RejectedDocumentsError(
+        f"The column {column!r} of {name} must hold text in every row, got none in row {number}. Remove the rows "
+        "without text."
+    )
+
+
+def wrong_type(column: str, found: str, name: object) -> RejectedDocumentsError:
+    """The error of a text column that holds something else."""
+    return RejectedDocumentsError(
+        f"The column {column!r} of {name} must hold text in every row, got {found}. Name another column with "
+        "--text-column, or make it text."
+    )
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    assert match is not None, "the pattern matches the empty string"
+    return match.end()

@@ -1,0 +1,312 @@
+"""What may go wrong around a preparation whose documents are sound: no finished part may be discarded for it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from owt_data import DataError, PrepareOptions, prepare, verify
+
+OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
+COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """3 MB of documents: a dozen parts."""
+    rng = random.Random(0)
+    rows = ({"text": "".join(rng.choices("abcdefgh \n", k=rng.randrange(5000)))} for _ in range(1200))
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+class Interruption(Exception):
+    """What a test interrupts a preparation with."""
+
+
+def interrupt(corpus, out, options=OPTIONS):
+    """Prepare some parts, and no more."""
+
+    def stop(progress):
+        if progress.num_documents > 500:
+            raise Interruption
+
+    with pytest.raises(Interruption):
+        prepare(str(corpus), out, options, num_processes=1, progress=stop)
+    assert len(parts(out)) >= 3
+
+
+def parts(out):
+    """Name, content and time of every part file."""
+    found = sorted(out.with_name(f".{out.name}.partial").glob("parts-*/*.bin"))
+    return [(path.name, path.read_bytes(), path.stat().st_mtime_ns) for path in found]
+
+
+def run(*arguments, **environment):
+    """`owt-data` with these arguments."""
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def assert_rejected(done, start):
+    """The command said in one line why it could not, and exited with 2."""
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(start)
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def assert_goes_on(corpus, out, record_property, options=OPTIONS):
+    """The same call keeps the parts that are there, and writes the files of an undisturbed one."""
+    kept = {name: time_ns for name, _, time_ns in parts(out)}
+    seen = {}
+
+    def look(progress):
+        if progress.stage == "assembling":
+            seen.update({name: time_ns for name, _, time_ns in parts(out)})
+
+    began = time.monotonic()
+    prepare(str(corpus), out, options, num_processes=1, progress=look)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+    assert {name: seen[name] for name in kept} == kept
+    assert_same(corpus, out, options)
+
+
+def assert_same(corpus, out, options=OPTIONS):
+    """The files are those of an undisturbed preparation."""
+    expected = out.with_name("undisturbed")
+    prepare(str(corpus), expected, options, num_processes=1)
+    for file in ("train.bin", "val.bin", "manifest.json"):
+        assert (out / file).read_bytes() == (expected / file).read_bytes()
+    assert verify(out) == []
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense"])
+def test_a_ray_address_that_does_not_answer_costs_no_finished_part(address, corpus, tmp_path, record_property):
+    record_property("fault", f"preparation resumed with RAY_ADDRESS={address}, where no cluster is")
+    record_property("lost", "nothing")
+    out = tmp_path / "out"
+    interrupt(corpus, out)
+    before = parts(out)
+    done = run("prepare", corpus, out, "--tokenizer", "bytes", "--val-fraction", "0.1", "--ray", RAY_ADDRESS=address)
+    assert_rejected(done, f"error: RAY_ADDRESS must name a Ray cluster that answers, got {address} (")
+    assert parts(out) == before
+    assert_goes_on(corpus, out, record_property)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_missing_tokenizer_files_cost_no_finished_part(
+    num_processes, corpus, tmp_path, small_bpe, no_ranks, record_property
+):
+    record_property("fault", f"tokenizer files cannot be had at the resume, {num_processes} processes")
+    record_property("lost", "nothing")
+    out, options = tmp_path / "out", PrepareOptions(tokenizer="gpt2", val_fraction=0.1)
+    interrupt(corpus, out, options)
+    before = parts(out)
+    done = run("prepare", corpus, out, "--val-fraction", "0.1", "--num-processes", num_processes, **no_ranks)
+    assert_rejected(done, "error: the files of tokenizer 'gpt2' could not be downloaded (ProxyError)")
+    assert parts(out) == before
+    assert_goes_on(corpus, out, record_property, options)
+
+
+@pytest.mark.fault
+def test_a_download_of_something_else_is_no_tokenizer(corpus, tmp_path, no_ranks, record_property):
+    record_property("fault", "a login page is downloaded in place of the tokenizer's files")
+    record_property("lost", "nothing")
+    code = f"""
+import tiktoken.load
+tiktoken.load.read_file = lambda address: b"<html>log in</html>"  # what requests returns behind a login page
+{COMMAND}"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "prepare", str(corpus), str(tmp_path / "out"), "--num-processes", "1"],
+        env=no_ranks,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert_rejected(done, "error: the files of tokenizer 'gpt2' could not be downloaded (ValueError)")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.fault
+def test_a_source_that_cannot_be_read_for_a_while_costs_no_finished_part(corpus, tmp_path, record_property):
+    record_property("fault", "the source's storage fails while a resumed preparation reads it")
+    record_property("lost", "nothing")
+    out = tmp_path / "out"
+    interrupt(corpus, out)
+    before = parts(out)
+    hidden = tmp_path / "hidden.jsonl"
+
+    def hide(progress):  # after the contents were compared, before the documents are read
+        if progress.stage == "tokenizing" and not hidden.exists():
+            corpus.rename(hidden)
+            corpus.mkdir()  # which opens and cannot be read, as a file of a failing mount
+
+    with pytest.raises(DataError, match=r"corpus.jsonl could not be read: Is a directory. Run the same command again"):
+        prepare(str(corpus), out, OPTIONS, num_processes=1, progress=hide)
+    corpus.rmdir()
+    hidden.rename(corpus)
+    assert parts(out) == before
+    assert_goes_on(corpus, out, record_property)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("spoiled", ["empty", "cut", "zeros", "null", "missing"])
+def test_a_plan_spoiled_by_a_power_cut_restarts_the_preparation(spoiled, corpus, tmp_path, record_property, caplog):
+    record_property("fault", f"plan.json {spoiled} after a power cut")
+    record_property("lost", "the parts, which nothing vouches for")
+    out, plan = tmp_path / "out", tmp_path / ".out.partial/plan.json"
+    interrupt(corpus, out)
+    data = plan.read_bytes()
+    if spoiled == "missing":
+        plan.unlink()
+    else:
+        plan.write_bytes(
+            {"empty": b"", "cut": data[: len(data) // 2], "zeros": bytes(len(data)), "null": b"null"}[spoiled]
+        )
+    began = time.monotonic()
+    prepare(str(corpus), out, OPTIONS, num_processes=1)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+    assert "plan.json is missing or cannot be read: all parts are made again" in caplog.text
+    assert_same(corpus, out)
+
+
+@pytest.mark.fault
+def test_parts_without_a_plan_are_not_taken_for_those_of_another_source(corpus, tmp_path, record_property):
+    record_property("fault", "plan.json lost, and the source changed")
+    record_property("lost", "the parts, which nothing vouches for")
+    out = tmp_path / "out"
+    interrupt(corpus, out)
+    (tmp_path / ".out.partial/plan.json").unlink()
+    corpus.write_text("".join(json.dumps({"text": f"another {number}"}) + "\n" for number in range(1200)))
+    prepare(str(corpus), out, OPTIONS, num_processes=1)
+    assert_same(corpus, out)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("tail", [b"\0" * 300, b'{"num_bytes": 5}\n', b"[]\n{}\n", b"\xff\n"])
+def test_records_spoiled_by_a_power_cut_cost_only_their_parts(tail, corpus, tmp_path, record_property):
+    record_property("fault", f"the record of parts ends in {tail[:8]!r} after a power cut")
+    record_property("lost", "the parts of the spoiled records")
+    out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
+    interrupt(corpus, out)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:-1]) + tail)
+    began = time.monotonic()
+    prepare(str(corpus), out, OPTIONS, num_processes=1)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+    assert_same(corpus, out)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("spoiled", ["empty", "cut"])
+def test_a_manifest_spoiled_by_a_power_cut_is_said_in_a_sentence(spoiled, corpus, tmp_path, record_property):
+    record_property("fault", f"manifest.json {spoiled} after a power cut")
+    record_property("lost", "nothing")
+    out = tmp_path / "out"
+    prepare(str(corpus), out, OPTIONS, num_processes=1)
+    manifest = out / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100] if spoiled == "cut" else b"")
+    for command in (("prepare", corpus, out), ("verify", out), ("inspect", out)):
+        assert_rejected(
+            run(*command), f"error: {manifest} must be a manifest of owt-data, got a file that does not read"
+        )
+
+
+def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(corpus, tmp_path, monkeypatch):
+    synced, renamed = [], []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(handle):
+        synced.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def note_replace(source, target):
+        inside = Path(source).iterdir() if Path(source).is_dir() else []
+        needed = {Path(source).stat().st_ino, *(path.stat().st_ino for path in inside)}
+        replace(source, target)
+        renamed.append((Path(target).name, needed <= set(synced), Path(target).parent.stat().st_ino, len(synced)))
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    prepare(str(corpus), tmp_path / "out", OPTIONS, num_processes=1)
+    durable = [entry for entry in renamed if not entry[0].endswith(".bin")]  # parts have checksums instead
+    assert [name for name, *_ in durable] == ["plan.json", "manifest.json", "out"]
+    for name, contents_are_on_disk, folder, num_before in durable:
+        assert contents_are_on_disk, name
+        assert synced[num_before] == folder, name
+
+
+@pytest.mark.fault
+def test_a_preparation_beside_another_costs_neither_its_parts(corpus, tmp_path, record_property):
+    record_property("fault", "a second preparation into the same folder")
+    record_property("lost", "nothing")
+    out = tmp_path / "out"
+    interrupt(corpus, out)
+    before = parts(out)
+    done = []
+
+    def beside(progress):
+        if not done and progress.stage == "tokenizing":
+            done.append(run("prepare", corpus, out, "--tokenizer", "bytes", "--val-fraction", "0.1"))
+            assert parts(out) == before
+            raise Interruption
+
+    with pytest.raises(Interruption):
+        prepare(str(corpus), out, OPTIONS, num_processes=1, progress=beside)
+    assert_rejected(done[0], f"error: another process is preparing into {out}: wait for it to end")
+    assert_goes_on(corpus, out, record_property)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("out", ["s3://bucket/folder", "gs://bucket/folder", "s3:/bucket/folder"])
+def test_a_folder_in_object_storage_is_rejected_and_nothing_is_written(
+    out, corpus, tmp_path, record_property, monkeypatch
+):
+    record_property("fault", f"asked to prepare into {out.partition('/')[0]}//...")
+    record_property("lost", "nothing")
+    monkeypatch.chdir(tmp_path)
+    # No server is asked: the address leads nowhere.
+    done = run("prepare", corpus, out, "--tokenizer", "bytes", AWS_ENDPOINT_URL="http://127.0.0.1:9")
+    assert_rejected(
+        done, f"error: The folder to write into must be a local or mounted one, got {out}. Prepare into a local"
+    )
+    with pytest.raises(DataError, match="must be a local or mounted one"):
+        prepare(str(corpus), Path(out), OPTIONS)
+    assert list(tmp_path.iterdir()) == [corpus]
+
+
+@pytest.mark.fault
+def test_a_source_in_object_storage_is_rejected(tmp_path, record_property):
+    record_property("fault", "asked to prepare from s3://...")
+    record_property("lost", "nothing")
+    done = run("prepare", "s3://bucket/rows.jsonl", tmp_path / "out", "--tokenizer", "bytes")
+    assert_rejected(
+        done, "error: The source must be files of this machine or a dataset of the Hugging Face hub, got s3://"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_affinity_masks_prepares_the_same(corpus, tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
+    prepare(str(corpus), tmp_path / "out", OPTIONS)
+    assert_same(corpus, tmp_path / "out")
+    code = f"import os; vars(os).pop('sched_getaffinity', None); {COMMAND}"
+    arguments = ["prepare", str(corpus), str(tmp_path / "again"), "--tokenizer", "bytes", "--val-fraction", "0.1"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_same(corpus, tmp_path / "again")
