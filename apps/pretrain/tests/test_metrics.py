@@ -1,3 +1,9 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from pretrain._files import append_line, read_lines, write_durably
 from pretrain._metrics import append_metrics, cut_metrics, read_metrics
 
 
@@ -22,3 +28,46 @@ def test_what_a_resumed_run_repeats_is_cut(tmp_path):
     cut_metrics(path, 10)
     assert path.read_text() == '{"step": 0}\n{"step": 10}\n'
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.fault
+def test_lines_that_a_power_cut_damaged_do_not_stop_a_run(tmp_path, caplog, record_property):
+    record_property("fault", "metrics.jsonl with zeros and half lines, as a power cut leaves it")
+    record_property("lost", "the damaged lines")
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n\0\0\0\0\n{"step": 2, "lo\n[3]\n{"loss": 4.0}\n\xff\xfe\n{"step": 5}\n')
+    assert [record["step"] for record in read_metrics(path)] == [0, 5]
+    assert caplog.messages == [f"{path}: dropped 4 lines that are no JSON objects"]
+    path.write_bytes(b"")
+    assert cut_metrics(path, 10) == []
+
+
+def test_a_record_after_a_line_that_was_cut_off_has_a_line_of_its_own(tmp_path):
+    path = tmp_path / "starts.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1')
+    append_line(path, {"step": 2})
+    assert read_lines(path) == [{"step": 0}, {"step": 2}]
+
+
+@pytest.mark.fault
+def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch, record_property):
+    """What a power cut leaves follows from the order of calls, which are made here as well as noted."""
+    record_property("fault", "power cut while a file is replaced")
+    record_property("lost", "nothing")
+    calls = []
+
+    def noted(name, function):
+        def call(*args):
+            inode = os.fstat(args[0]).st_ino if name == "sync" else Path(args[0]).stat().st_ino
+            calls.append((name, inode))
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", noted("sync", os.fsync))
+    monkeypatch.setattr(os, "replace", noted("rename", os.replace))
+    path = tmp_path / "config.json"
+    write_durably(path, "{}")
+    file, folder = path.stat().st_ino, tmp_path.stat().st_ino
+    assert calls == [("sync", file), ("rename", file), ("sync", folder)]
+    assert path.read_text() == "{}"

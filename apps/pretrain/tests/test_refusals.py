@@ -61,7 +61,26 @@ def test_options(args, message, capsys, workplace):
         (["--data", "someone/something"], "as a dataset of the Hugging Face hub it could not be loaded"),
         (["--data", "odd.bin"], "expected an even number of bytes in"),
         (["--data", "ids.bin"], "expected ids below 257 in"),
-        (["--data", "book.txt", "--hardware", "cpu:3"], "that the 3 devices of cpu:3 that share it divide, got 16"),
+        (
+            ["--data", "book.txt", "--hardware", "cpu:3"],
+            "must be a multiple of the 3 devices of cpu:3 that share it, got 16.",
+        ),
+        (
+            ["--data", "book.txt", "--hardware", "tpu:v7x:2x2x2", "--train.global-batch-size", "24"],
+            "must be a multiple of the 16 devices of tpu:v7x:2x2x2 that share it, got 24. Change it, or --hardware.",
+        ),
+        (
+            ["--data", "book.txt", "--hardware", "tpu:v6e:4x4", "--mesh.tensor", "8", "--model.num-heads", "8"],
+            "tpu:v6e:4x4: mesh axis tensor must divide the 4 devices of one process, got 8. Choose a smaller size, or",
+        ),
+        (
+            ["--data", "book.txt", "--hardware", "gpu:3x2", "--mesh.fsdp", "4", "--train.global-batch-size", "24"],
+            "gpu:3x2: mesh axes fsdp and tensor must be at least 1 and their product must divide the 6 devices, got 4",
+        ),
+        (
+            ["--data", "book.txt", "--hardware", "tpu:v4:2x2x2:2", "--mesh.fsdp", "16"],
+            "a product that divides the 8 devices of one TPU slice, got 16 and 1. Choose smaller sizes: only the data",
+        ),
         (["--data", "book.txt", "--hardware", "tpu"], "expected hardware as auto, cpu:WORKERS"),
         (["--data", "book.txt", "--storage-path", "book.txt"], "expected a storage path that can be written"),
         (
@@ -101,11 +120,24 @@ def test_a_name_that_is_another_runs(capsys, workplace):
     assert json.loads(folder.config.read_text())["config"]["optimizer"]["learning_rate"] == 0.002
 
 
+@pytest.mark.fault
+def test_a_run_whose_configuration_a_power_cut_emptied_is_refused_in_a_sentence(capsys, workplace, record_property):
+    record_property("fault", "config.json is empty, as a power cut could leave it before version 0.5")
+    record_property("lost", "nothing, once it is restored from a copy")
+    folder = RunFolder(workplace / "runs" / "mine")
+    folder.path.mkdir(parents=True)
+    folder.config.touch()
+    for command in (["--name", "mine", "--data", "book.txt"], ["sample", "mine"], ["eval", "mine"]):
+        err = refusal(capsys, *command)
+        assert err.count("\n") == 1
+        assert "config.json must be a file of one JSON object, got an empty one. Restore it from a copy, or" in err
+
+
 def test_more_gpus_than_the_cluster_has(capsys, workplace):
     err = refusal(capsys, "--data", "book.txt", "--hardware", "gpu:2")
     assert err == (
-        "error: expected 2 GPUs in the Ray cluster, as gpu:2 needs, found 0: ask for fewer, or set RAY_ADDRESS to a "
-        "cluster that has them\n"
+        "error: The Ray cluster must have 2 GPUs for gpu:2, got 0. Ask for fewer workers, add nodes, or set RAY_ADDRESS "
+        "to a cluster that has them\n"
     )
     assert not any((workplace / "runs").glob("*"))
 

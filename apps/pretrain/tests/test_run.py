@@ -6,8 +6,16 @@ import pytest
 
 from pretrain import PRESETS
 from pretrain._errors import UsageError
-from pretrain._report import write_report
-from pretrain._run import RunFolder, check_same_data, check_same_settings, claim, describe, write_json
+from pretrain._report import read_result, summary, write_report
+from pretrain._run import (
+    RunFolder,
+    check_same_data,
+    check_same_settings,
+    claim,
+    describe,
+    read_description,
+    write_json,
+)
 
 
 def test_a_folder_is_held_against_a_second_command(tmp_path):
@@ -89,3 +97,68 @@ def test_the_report_sums_up_the_run(tmp_path):
     }
     assert json.loads(folder.result.read_text()) == result
     assert folder.loss_picture.read_bytes().startswith(b"\x89PNG")
+    assert read_result(folder) == result
+    assert summary(result) == "10 steps, validation loss 1.7000"
+
+
+@pytest.mark.fault
+def test_a_picture_that_cannot_be_drawn_does_not_keep_a_run_from_being_finished(tmp_path, caplog, record_property):
+    record_property("fault", "loss.png cannot be written")
+    record_property("lost", "the picture")
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"step": 0, "val_loss": NaN}\n{"step": 10, "loss": 1.5}\n')
+    folder.starts.write_text('{"step": 0, "workers": 1}\n')
+    folder.loss_picture.mkdir()
+    assert write_report(folder, "mine", wall_s=1.0) == read_result(folder)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"the run goes on without the picture {folder.loss_picture}: IsADirectoryError: ")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("contents", [b"", b"\0\0\0\0", b'{"step": 1'])
+def test_a_run_whose_metrics_are_lost_can_be_finished(tmp_path, caplog, contents, record_property):
+    record_property("fault", f"metrics.jsonl and starts.jsonl hold {contents!r} at the end of a run")
+    record_property("lost", "the damaged lines")
+    folder = RunFolder(tmp_path)
+    for path in (folder.metrics, folder.starts):
+        path.write_bytes(contents)
+    result = write_report(folder, "mine", wall_s=1.0)
+    assert result == {"steps": None, "metrics": {}, "wall_s": 1.0, "restarts": None, "workers": None}
+    assert summary(result) == "its metrics are lost"
+    assert folder.loss_picture.read_bytes().startswith(b"\x89PNG")
+    assert caplog.messages == []
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("contents", [b"", b"\0\0\0\0", b'{"steps": 1', b"[]", b"{}"])
+def test_a_result_that_a_power_cut_emptied_is_written_again(tmp_path, contents, record_property):
+    record_property("fault", f"result.json holds {contents!r}")
+    record_property("lost", "nothing")
+    folder = RunFolder(tmp_path)
+    assert read_result(folder) is None
+    folder.result.write_bytes(contents)
+    assert read_result(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("contents", "got"),
+    [
+        (b"", "an empty one"),
+        (b"\0\0", "an empty one"),
+        (b'{"config": {"pre', '\'{"config": {"pre\''),
+        (b"[1]", "'[1]'"),
+    ],
+)
+def test_a_configuration_that_a_power_cut_emptied_is_named(tmp_path, contents, got):
+    folder = RunFolder(tmp_path)
+    folder.config.write_bytes(contents)
+    expected = (
+        f"{folder.config} must be a file of one JSON object, got {got}. Restore it from a copy, or choose another"
+    )
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        read_description(folder)
+    folder.config.write_text('{"config": {}, "data": 3}')
+    with pytest.raises(
+        UsageError, match=re.escape("must have the objects config, data and versions, got none as data.")
+    ):
+        read_description(folder)

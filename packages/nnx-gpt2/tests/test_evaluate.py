@@ -40,6 +40,19 @@ def test_every_token_is_predicted_once_from_the_context_that_its_window_gives(mo
     assert found.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
 
 
+def test_documents_are_masked_where_their_end_is_known(model):
+    """The loss of a text that is evaluated with its documents apart is that of the documents, each by itself."""
+    tokens = np.random.default_rng(0).integers(0, 64, 17).astype(np.uint16)
+    tokens[7] = 64
+    apart = evaluate_tokens(model, tokens, end_of_text=64).loss
+    assert apart != pytest.approx(evaluate_tokens(model, tokens).loss, abs=1e-4)
+    losses = np.asarray(make_eval_step(model.config, end_of_text=64)(split_params(model), tokens[None]))[0]
+    assert apart == pytest.approx(losses.mean(), rel=1e-5)
+    # Up to the end of the first document nothing else was in view.
+    alone = np.asarray(make_eval_step(model.config)(split_params(model), tokens[None, :9]))[0]
+    np.testing.assert_allclose(losses[:8], alone, rtol=1e-5)
+
+
 def test_progress_reaches_the_end(model, tmp_path):
     path = tmp_path / "tokens.bin"
     np.arange(200, dtype=np.uint16).__mod__(65).tofile(path)

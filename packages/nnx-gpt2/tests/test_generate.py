@@ -82,7 +82,7 @@ def test_the_nucleus_holds_the_likeliest_tokens_up_to_its_probability():
     keys = jax.random.split(jax.random.key(0), 4000)
     for top_p, kept in ((0.4, {1}), (0.79, {1, 3}), (0.85, {0, 1, 3}), (1.0, {0, 1, 2, 3, 4})):
         drawn = _draw_tokens(
-            jnp.tile(logits, (4000, 1)), keys, jnp.float32(1), jnp.float32(top_p), _Draw(False, None, True)
+            jnp.tile(logits, (4000, 1)), keys, jnp.float32(1), jnp.float32(top_p), _Draw(False, None, True, 5)
         )
         assert set(np.asarray(drawn).tolist()) == kept
     share = float((drawn == 1).mean())
@@ -101,6 +101,24 @@ def test_one_program_serves_many_lengths():
     assert num_programs() - before == 2
 
 
+@pytest.mark.fault
+def test_ids_beyond_the_tokenizers_are_never_drawn(model, record_property):
+    """The model's vocabulary has 65 ids and likes the last of them best; the tokenizer can decode 60."""
+    record_property("fault", "a vocabulary that is padded beyond the tokenizer's ids")
+    record_property("lost", "nothing")
+    bias = jnp.zeros_like(model.wte.embedding[...]).at[60:].set(5.0)
+    model.wte.embedding[...] += bias
+    model.ln_f.bias[...] += 1.0
+    assert min(generate(model, [[1]], 20, temperature=0.0)[0][1:]) >= 60
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"key": jax.random.key(0)}, {"key": jax.random.key(0), "top_k": 63},
+    ]  # fmt: skip
+    for options in ways:
+        texts = generate(model, PROMPTS, 40, vocab_size=60, **options)
+        assert max(map(max, texts)) < 60
+        assert texts == generate(model, PROMPTS, 40, vocab_size=60, use_cache=False, **options)
+
+
 def test_no_new_tokens_is_the_prompt(model):
     assert generate(model, PROMPTS, 0, temperature=0.0) == PROMPTS
 
@@ -117,6 +135,16 @@ def test_no_new_tokens_is_the_prompt(model):
         (PROMPTS, {"temperature": float("nan")}, "expected temperature >= 0"),
         (PROMPTS, {"temperature": 0.0, "top_k": 0}, "top_k >= 1 and top_p in (0, 1], got 0.0, 0 and None"),
         (PROMPTS, {"temperature": 0.0, "top_p": 1.5}, "got 0.0, None and 1.5"),
+        (
+            PROMPTS,
+            {"temperature": 0.0, "vocab_size": 66},
+            "vocab_size must be a whole number of 1 to 65, the model's, g",
+        ),
+        (
+            PROMPTS,
+            {"temperature": 0.0, "vocab_size": 0},
+            "vocab_size must be a whole number of 1 to 65, the model's, g",
+        ),
         (PROMPTS, {}, "expected a key to draw with"),
     ],
 )

@@ -123,9 +123,9 @@ def test_a_stacked_parameter_is_split_as_its_layers_are():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 3}, "expected fsdp and tensor, at least 1, whose product divides the 8 devices, got 3 and 1"),
-        ({"tensor": 0}, "expected fsdp and tensor, at least 1, whose product divides the 8 devices, got 1 and 0"),
-        ({"devices": []}, "expected fsdp and tensor, at least 1, whose product divides the 0 devices, got 1 and 1"),
+        ({"fsdp": 3}, "must be at least 1 and their product must divide the 8 devices, got 3 and 1."),
+        ({"tensor": 0}, "must be at least 1 and their product must divide the 8 devices, got 1 and 0."),
+        ({"devices": []}, "must be at least 1 and their product must divide the 0 devices, got 1 and 1."),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_devices_is_refused(sizes, message):
@@ -150,7 +150,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(changes, sizes, messag
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"expected a number of rows that 4 parts .* divide, got 3"):
+    with pytest.raises(ValueError, match=r"the number of rows must be a multiple of 4, .*, got 3\."):
         put_batch(windows(0)[:3], make_mesh(tensor=2))
     assert put_batch(windows(0)[:4], make_mesh(tensor=2)).shape == (4, 17)
     assert jnp.asarray(put_batch(windows(0), make_mesh(fsdp=2))).sum() == windows(0).astype(np.int64).sum()

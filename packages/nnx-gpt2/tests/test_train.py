@@ -139,6 +139,31 @@ def test_documents_are_masked_where_their_end_is_known(tiny):
     assert float(metrics["loss"]) != pytest.approx(SEEDED_LOSSES[0], abs=1e-5)
 
 
+@pytest.mark.parametrize("end_of_text", [None, 64])
+def test_the_same_windows_have_the_same_loss_in_training_and_in_evaluation(tiny, end_of_text):
+    rule = create_optimizer(OPTIMIZER, 200)
+    batch = windows(tiny)
+    batch[:, 8] = 64
+    state = create_train_state(tiny, rule, jax.random.key(0))
+    evaluated = np.asarray(make_eval_step(tiny, end_of_text=end_of_text)(state.params, batch)).mean()
+    _, metrics = make_train_step(tiny, rule, end_of_text=end_of_text)(state, batch, jax.random.key(7))
+    assert float(metrics["loss"]) == pytest.approx(evaluated, abs=1e-6)
+
+
+def test_skipped_steps_are_counted_in_all_and_in_a_row(tiny):
+    rule = create_optimizer(OPTIMIZER, 200)
+    state, step = create_train_state(tiny, rule, jax.random.key(0)), make_train_step(tiny, rule)
+    counts = []
+    for is_bad in (False, True, True, False, True):
+        batch = windows(tiny)
+        if is_bad:
+            batch[0, 0] = 65  # no token
+        state, metrics = step(state, batch, jax.random.key(7))
+        assert int(metrics["num_skipped_in_a_row"]) == int(state.num_skipped_in_a_row)
+        counts.append((int(metrics["num_skipped"]), int(metrics["num_skipped_in_a_row"])))
+    assert counts == [(0, 0), (1, 1), (2, 2), (2, 0), (3, 1)]
+
+
 def test_gradient_is_clipped_and_its_norm_reported(tiny):
     optimizer = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
     state = create_train_state(tiny, optimizer, jax.random.key(0))

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import track
 
 from nnx_gpt2 import split_params
-from owt_data import TokenData, open_tokens
+from owt_data import TokenData, load_tokenizer, open_tokens
 from pretrain._errors import UsageError
 from pretrain._trained import load_trained
 from pretrain._validation import Validation
@@ -27,7 +27,9 @@ class Evaluation:
 
 
 def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -> Evaluation:
-    """Evaluate a run's newest checkpoint over every whole window of the validation tokens, once.
+    """Evaluate a run's newest checkpoint over every complete window of the validation tokens, once.
+
+    Attention stays within documents if the run was trained so.
 
     Args:
         run: the run's folder or name.
@@ -54,7 +56,14 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
     count = tokens.val.num_windows(seq_len)
     if count == 0:
         raise UsageError(f"expected at least {seq_len + 1} validation tokens in {path}, got {len(tokens.val)}")
-    validation = Validation(trained.model.config, tokens.val, num_windows=count, batch_size=batch_size)
+    is_masked = trained.description["config"]["train"]["mask_documents"]
+    validation = Validation(
+        trained.model.config,
+        tokens.val,
+        num_windows=count,
+        batch_size=batch_size,
+        end_of_text=load_tokenizer(stored["tokenizer"]).eot_token if is_masked else None,
+    )
     loss = validation.loss(
         split_params(trained.model),
         lambda steps: track(steps, description="evaluating", console=console, disable=not console.is_terminal),

@@ -1,7 +1,6 @@
 """What rank 0 writes while it trains: metrics, TensorBoard, and when the workers started."""
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -9,14 +8,16 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from tensorboardX import SummaryWriter
 
 from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
 from pretrain._config import PretrainConfig
-from pretrain._metrics import Record, append_metrics, cut_metrics
+from pretrain._conveniences import convenience
+from pretrain._files import append_line, sync_file, sync_folder
+from pretrain._metrics import Record, append_metrics, cut_metrics, finite
 from pretrain._run import RunFolder
+from pretrain._tensorboard import TensorBoard
 
-# A run in which this many steps in a row made no update is ended.
+# A run ends at the first recorded step before which this many steps in a row, or more, made no update.
 MAX_STEPS_SKIPPED = 50
 
 
@@ -32,7 +33,7 @@ class RunLog:
         self._send = send
         self._writes = jax.process_index() == 0
         self._folder = folder.elsewhere() if self._writes else folder
-        self._tensorboard: SummaryWriter | None = None
+        self._tensorboard: TensorBoard | None = None
 
     def __enter__(self) -> "RunLog":
         return self
@@ -40,48 +41,61 @@ class RunLog:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._writes:
+            self._to_tensorboard(TensorBoard.close)
             self._folder.push()
             self._folder.forget_copy()
 
     def begin(self, start: int) -> None:
-        """Start at a step: what was recorded from there on will be recorded anew."""
+        """Start at a step: what was recorded from there on will be recorded again."""
         if not self._writes:
             return
         cut_metrics(self._folder.metrics, start - 1)
-        self._tensorboard = SummaryWriter(str(self._folder.tensorboard), purge_step=start, flush_secs=10)
-        with self._folder.starts.open("a") as file:
-            file.write(json.dumps({"step": start, "time_s": time.time(), "workers": jax.process_count()}) + "\n")
+        append_line(self._folder.starts, {"step": start, "time_s": time.time(), "workers": jax.process_count()})
+        with convenience("TensorBoard's events"):
+            self._tensorboard = TensorBoard(self._folder.tensorboard, start)
 
     def write(self, record: Record) -> None:
         """Record a step."""
-        if self._tensorboard is None:
+        if not self._writes:
             return
+        record = finite(record)
         append_metrics(self._folder.metrics, record)
         self._send(record)
-        for name, value in record.items():
-            if name != "step":
-                self._tensorboard.add_scalar(name, value, record["step"])
+        self._to_tensorboard(lambda tensorboard: tensorboard.write(record))
 
     def push(self) -> None:
-        """Make what was recorded durable, where the run is in object storage."""
-        if self._writes:
-            self._folder.push()
+        """Make what was recorded outlast a kill and a power cut. To be called before a checkpoint is saved.
+
+        A resumed run goes on after its checkpoint: nothing would write again what was lost before it.
+        """
+        if not self._writes:
+            return
+        for path in (self._folder.metrics, self._folder.starts):
+            sync_file(path)
+        sync_folder(self._folder.path)
+        self._to_tensorboard(TensorBoard.flush)
+        self._folder.push()
+
+    def _to_tensorboard(self, action: Callable[[TensorBoard], None]) -> None:
+        """Act on TensorBoard's events. Where that fails, the run goes on without them."""
+        tensorboard, self._tensorboard = self._tensorboard, None
+        if tensorboard is not None:
+            with convenience("TensorBoard's events"):
+                action(tensorboard)
+                self._tensorboard = tensorboard
 
 
 class StepTimer:
     """Turns a step's metrics into a record, with what the steps since the last record took."""
 
-    def __init__(self, config: PretrainConfig, mesh: jax.sharding.Mesh, *, num_skipped: int = 0) -> None:
+    def __init__(self, config: PretrainConfig, mesh: jax.sharding.Mesh) -> None:
         self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
         self._tokens_per_step = config.train.global_batch_size * config.model.seq_len
         peak = peak_flops_per_s(mesh.devices.flat[0].device_kind)
         flops_per_step = flops_per_token(config.model) * self._tokens_per_step
         # Seconds that a step would take at the devices' peak; None where that is not known.
         self._ideal_step_s = None if peak is None else flops_per_step / (peak * mesh.size)
-        # The last record whose loss was finite: its step, and the steps skipped until then.
-        self._good_step, self._good_num_skipped = 0, num_skipped
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -95,13 +109,19 @@ class StepTimer:
         yield
         self._data_wait_s += time.perf_counter() - before
 
-    def record(self, step: int, metrics: dict[str, jax.Array]) -> Record:
-        """The record of a step, once its metrics are there; measures anew from now.
+    def record(self, step: int, metrics: dict[str, jax.Array], *, is_due: bool = True) -> Record:
+        """The record of a step, once its metrics are there; measures again from now.
 
         A loss or a gradient norm that is not finite is left out; the step made no update.
 
+        Args:
+            step: the step.
+            metrics: what `train_step` returned with it.
+            is_due: the configuration has this step recorded. A step that is recorded because the run is stopped
+                there does not end the run, so that a run ends at the same step however often it is stopped.
+
         Raises:
-            FloatingPointError: no step made an update any more for so long that none will.
+            FloatingPointError: `MAX_STEPS_SKIPPED` steps in a row made no update, so that none will.
         """
         num_skipped = int(metrics["num_skipped"])
         record: dict[str, Any] = {"step": step, "num_skipped": num_skipped} if num_skipped else {"step": step}
@@ -110,13 +130,12 @@ class StepTimer:
                 record[name] = value
         # The optimizer counts updates, of which a skipped step is none.
         record["learning_rate"] = float(self._schedule(step - 1 - num_skipped))
-        if num_skipped - self._good_num_skipped < step - self._good_step:
-            self._good_step, self._good_num_skipped = step, num_skipped
-        elif step - self._good_step >= MAX_STEPS_SKIPPED:
+        num_in_a_row = int(metrics["num_skipped_in_a_row"])
+        if is_due and num_in_a_row >= MAX_STEPS_SKIPPED:
             raise FloatingPointError(
-                f"expected a finite loss and gradient, got none in the last {step - self._good_step} steps up to step "
-                f"{step}: lower --optimizer.learning-rate, lengthen --optimizer.warmup-steps, or set "
-                "--optimizer.clip-norm 1, under another --name"
+                f"loss and gradient must be finite, got none in the last {num_in_a_row} steps up to step {step}. Lower "
+                "--optimizer.learning-rate, lengthen --optimizer.warmup-steps, or set --optimizer.clip-norm 1, under "
+                "another --name."
             )
         num_steps = step - self._step
         if num_steps:

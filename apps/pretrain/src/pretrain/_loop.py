@@ -22,23 +22,22 @@ from nnx_gpt2 import (
     abstract_train_state,
     create_optimizer,
     create_train_state,
-    generate,
     make_mesh,
     make_train_step,
-    merge,
     put_batch,
     replicated,
 )
 from owt_data import WINDOW_ORDER_VERSION, TokenData, iter_steps, load_tokenizer, step_windows
 from pretrain._config import PretrainConfig
+from pretrain._conveniences import convenience
 from pretrain._log import RunLog, StepTimer
 from pretrain._run import RunFolder
+from pretrain._sample import sample_text
 from pretrain._validation import Validation
 from ray_jax_launch import Checkpoints, LaunchError, log_metrics, mark_finished, stop_requested
 
-SAMPLE_TOKENS = 400
-SAMPLE_TEMPERATURE = 0.8
-SAMPLE_TOP_K = 40
+# What a checkpoint's metadata holds of the state, beside its step.
+_COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 
 
 def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
@@ -55,12 +54,9 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
     train, max_steps = config.train, config.train.max_steps
     mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     optimizer = create_optimizer(config.optimizer, max_steps)
+    end_of_text = load_tokenizer(data.tokenizer).eot_token if train.mask_documents else None
     train_step = make_train_step(
-        config.model,
-        optimizer,
-        mesh,
-        grad_accum_steps=train.grad_accum_steps,
-        end_of_text=load_tokenizer(data.tokenizer).eot_token if train.mask_documents else None,
+        config.model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text
     )
     _check_readable(data, config.model.seq_len)
     validation = Validation(
@@ -69,6 +65,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
         num_windows=train.eval_batches * train.global_batch_size,
         batch_size=train.global_batch_size,
         mesh=mesh,
+        end_of_text=end_of_text,
     )
     key = jax.random.key(config.seed)
 
@@ -86,7 +83,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
                 metadata={
                     "record": record,
                     "data": data_identity(config, data),
-                    "num_skipped": int(state.num_skipped),
+                    **{name: int(getattr(state, name)) for name in _COUNTERS},
                 },
             )
 
@@ -108,10 +105,12 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
             _check_identity(metadata["data"], data_identity(config, data))
             like = abstract_train_state(config.model, optimizer, mesh)
             items = checkpoints.restore(start, {"params": like.params, "opt_state": like.opt_state})
-            step, num_skipped = (
-                jax.device_put(jnp.int32(value), like.step.sharding) for value in (start, metadata["num_skipped"])
+            # Checkpoints of version 0.4 do not have all of the counters.
+            counters = {"step": start, **{name: metadata.get(name, 0) for name in _COUNTERS}}
+            state = TrainState(
+                **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()},
+                **items,
             )
-            state = TrainState(step=step, num_skipped=num_skipped, **items)
             record = metadata["record"]
         else:
             state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
@@ -121,7 +120,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
         if evaluate or _due(start, train.checkpoint_every, max_steps) or _due(start, train.log_every, max_steps):
             finish(state, record, save=False, evaluate=evaluate)
 
-        timer = StepTimer(config, mesh, num_skipped=int(state.num_skipped))
+        timer = StepTimer(config, mesh)
         pending: tuple[int, dict[str, jax.Array]] | None = None
         for step in range(start + 1, max_steps + 1):
             with timer.waiting_for_data():
@@ -140,7 +139,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
             if stop_requested(step):
                 # What else is due at this step is done by the run that continues. To leave the checkpoints is to wait
                 # for this one.
-                save_state(state, timer.record(step, metrics))
+                save_state(state, timer.record(step, metrics, is_due=save or evaluate or pending is not None))
                 return ""
             if save or evaluate:
                 finish(state, timer.record(step, metrics), save=save, evaluate=evaluate)
@@ -151,7 +150,9 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
     if jax.process_index() > 0:
         return ""
     mark_finished("")
-    return _sample(config, data.tokenizer, params)
+    with convenience("the sample"):
+        return sample_text(config, load_tokenizer(data.tokenizer), params)
+    return ""
 
 
 def data_identity(config: PretrainConfig, data: TokenData) -> dict[str, Any]:
@@ -218,17 +219,3 @@ def _checked(batch: tuple[int, NDArray[np.uint16]] | None, step: int) -> NDArray
     if batch is None or batch[0] != step:
         raise RuntimeError(f"expected the batch of step {step} from Ray Data, got {batch and batch[0]}")
     return batch[1]
-
-
-def _sample(config: PretrainConfig, tokenizer_name: str, params: Any) -> str:
-    """Text by the trained model, computed on one device of this process."""
-    tokenizer = load_tokenizer(tokenizer_name)
-    (tokens,) = generate(
-        merge(config.model, jax.tree.map(lambda x: x.addressable_data(0), params)),
-        [tokenizer.encode_ordinary(config.prompt)[-config.model.seq_len :]],
-        SAMPLE_TOKENS,
-        key=jax.random.key(config.seed),
-        temperature=SAMPLE_TEMPERATURE,
-        top_k=SAMPLE_TOP_K,
-    )
-    return tokenizer.decode(tokens, errors="replace")

@@ -1,16 +1,18 @@
 """The end of a run: `result.json` and `loss.png`."""
 
-import json
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from pretrain._metrics import read_metrics
+from pretrain._conveniences import convenience
+from pretrain._errors import UsageError
+from pretrain._files import read_lines, read_object
+from pretrain._metrics import Record, read_metrics
 from pretrain._run import RunFolder, write_json
 
 
 def write_report(folder: RunFolder, name: str, *, wall_s: float) -> dict[str, Any]:
     """Sum up a run that has ended.
+
+    `result.json` is written first: once it is there, the run is finished, whatever becomes of the picture.
 
     Args:
         folder: the run's.
@@ -18,34 +20,63 @@ def write_report(folder: RunFolder, name: str, *, wall_s: float) -> dict[str, An
         wall_s: seconds that the last command took, from its start.
 
     Returns:
-        What `result.json` holds.
+        What `result.json` holds. What the run's files do not tell is None.
     """
     records = read_metrics(folder.metrics)
     final: dict[str, Any] = {}
     for record in records:
         final |= record
-    starts = [json.loads(line) for line in folder.starts.read_text().splitlines()]
+    starts = read_lines(folder.starts)
     result = {
-        "steps": final.pop("step"),
+        "steps": final.pop("step", None),
         "metrics": final,
         "wall_s": round(wall_s, 1),
-        "restarts": len(starts) - 1,
-        "workers": starts[-1]["workers"],
+        "restarts": len(starts) - 1 if starts else None,
+        "workers": starts[-1].get("workers") if starts else None,
     }
-    _draw_losses(folder, name)
     write_json(folder.result, result)
+    with convenience(f"the picture {folder.loss_picture}"):
+        _draw_losses(records, folder, name)
     return result
 
 
-def _draw_losses(folder: RunFolder, name: str) -> None:
+def read_result(folder: RunFolder) -> dict[str, Any] | None:
+    """What `result.json` holds, or None for a run that is not finished.
+
+    A file that a power cut left empty or cut does not count: the run then ends again from its last checkpoint.
+    """
+    if not folder.result.exists():
+        return None
+    try:
+        result = read_object(folder.result, "The run writes it again.")
+    except UsageError:
+        return None
+    return result if isinstance(result.get("metrics"), dict) else None
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Steps and validation loss of a finished run, in words, as far as they are known."""
+    steps, loss = result.get("steps"), result["metrics"].get("val_loss")
+    words = [] if steps is None else [f"{steps} steps"]
+    if loss is not None:
+        words.append(f"validation loss {loss:.4f}")
+    return ", ".join(words) or "its metrics are lost"
+
+
+def _draw_losses(records: list[Record], folder: RunFolder, name: str) -> None:
+    # Imported here: matplotlib writes to its configuration folder when it is imported, and may fail to.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for key, label in (("loss", "training"), ("val_loss", "validation")):
-        points = [(record["step"], record[key]) for record in read_metrics(folder.metrics) if key in record]
-        axes.plot(*zip(*points, strict=True), label=label, marker="o" if key == "val_loss" else None, markersize=4)
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker="o" if key == "val_loss" else None, markersize=4)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(name)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(folder.loss_picture, dpi=120)

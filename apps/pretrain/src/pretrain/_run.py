@@ -19,6 +19,7 @@ from pyarrow.fs import FileSelector
 
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
+from pretrain._files import read_object, write_durably
 from ray_jax_launch import StoragePath, is_uri, join_path, open_uri
 
 _PACKAGES = (
@@ -189,10 +190,24 @@ def _remove_unused(run: RunFolder, lock: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that the file is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(partial, path)
+    """Write JSON so that the file is there complete or not at all, also after a power cut."""
+    write_durably(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_description(folder: RunFolder) -> dict[str, Any]:
+    """What `describe` gave when the run was started.
+
+    Raises:
+        UsageError: `config.json` is damaged, as a power cut left it under older versions.
+    """
+    remedy = "Restore it from a copy, or choose another --name for a new run."
+    description = read_object(folder.config, remedy)
+    missing = [name for name in ("config", "data", "versions") if not isinstance(description.get(name), dict)]
+    if missing:
+        raise UsageError(
+            f"{folder.config} must have the objects config, data and versions, got none as {missing[0]}. {remedy}"
+        )
+    return description
 
 
 def describe(config: PretrainConfig, data: dict[str, Any], hardware: str) -> dict[str, Any]:

@@ -1,13 +1,22 @@
-"""The command `sample`: text by a trained model."""
+"""Text by a trained model: the command `sample`, and the sample at the end of a run."""
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from nnx_gpt2 import generate
+from nnx_gpt2 import GPT2, generate, merge
 from owt_data import load_tokenizer
+from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
 from pretrain._trained import load_trained
+
+if TYPE_CHECKING:
+    import tiktoken
+
+_END_TOKENS = 400
+_END_TEMPERATURE = 0.8
+_END_TOP_K = 40
 
 
 def sample(
@@ -50,17 +59,48 @@ def sample(
     if top_p is not None and not 0 < top_p <= 1:
         raise UsageError(f"expected --top-p above 0 and at most 1, got {top_p}")
     trained = load_trained(run)
-    tokenizer = load_tokenizer(trained.description["data"]["tokenizer"])
-    prompt_tokens = tokenizer.encode_ordinary(prompt)
-    # Of a prompt longer than the context the model sees the end.
-    unseen, seen = prompt_tokens[: -trained.model.config.seq_len], prompt_tokens[-trained.model.config.seq_len :]
-    texts = generate(
+    return _continue(
         trained.model,
-        [seen] * num_samples,
-        max_new_tokens,
+        load_tokenizer(trained.description["data"]["tokenizer"]),
+        prompt,
+        num_samples=num_samples,
+        max_new_tokens=max_new_tokens,
         key=jax.random.key(seed),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
     )
+
+
+def sample_text(config: PretrainConfig, tokenizer: "tiktoken.Encoding", params: Any) -> str:
+    """The sample at the end of a run, computed on one device of this process.
+
+    Args:
+        config: the run's; its `prompt` is continued.
+        tokenizer: the run's.
+        params: the trained parameters, complete on every device.
+    """
+    model = merge(config.model, jax.tree.map(lambda x: x.addressable_data(0), params))
+    (text,) = _continue(
+        model,
+        tokenizer,
+        config.prompt,
+        num_samples=1,
+        max_new_tokens=_END_TOKENS,
+        key=jax.random.key(config.seed),
+        temperature=_END_TEMPERATURE,
+        top_k=_END_TOP_K,
+    )
+    return text
+
+
+def _continue(
+    model: GPT2, tokenizer: "tiktoken.Encoding", prompt: str, *, num_samples: int, max_new_tokens: int, **options: Any
+) -> list[str]:
+    prompt_tokens = tokenizer.encode_ordinary(prompt)
+    # The model sees the end of a prompt that is longer than its context.
+    unseen, seen = prompt_tokens[: -model.config.seq_len], prompt_tokens[-model.config.seq_len :]
+    # A model may have more ids than the tokenizer, which cannot decode them.
+    vocab_size = min(tokenizer.n_vocab, model.config.vocab_size)
+    texts = generate(model, [seen] * num_samples, max_new_tokens, vocab_size=vocab_size, **options)
     return [tokenizer.decode(unseen + text, errors="replace") for text in texts]

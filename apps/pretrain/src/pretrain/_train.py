@@ -1,25 +1,37 @@
 """The command `train`: from a configuration to a finished run."""
 
 import dataclasses
-import json
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 import ray_jax_launch
+from nnx_gpt2 import check_mesh
 from owt_data import TokenData
 from pretrain._config import PretrainConfig
 from pretrain._data import data_label, load_tokens
 from pretrain._errors import UsageError
 from pretrain._progress import ProgressDisplay
-from pretrain._report import write_report
-from pretrain._run import RunFolder, check_layout, check_same_data, check_same_settings, claim, describe, write_json
+from pretrain._report import read_result, summary, write_report
+from pretrain._run import (
+    RunFolder,
+    check_layout,
+    check_same_data,
+    check_same_settings,
+    claim,
+    describe,
+    read_description,
+    write_json,
+)
 from pretrain._worker import train_worker
-from ray_jax_launch import Hardware, LaunchError, is_uri, join_path, latest_step, parse_hardware
+from ray_jax_launch import Hardware, is_uri, join_path, latest_step, parse_hardware
 
 # The training windows are read by tasks of Ray Data, which need a CPU beside the workers'.
 DATA_CPUS = 1
+# TPU chips of these generations are two devices each to jax; of the others, one.
+_DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X": 2}
 
 
 def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = False) -> None:
@@ -41,7 +53,7 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
     name = config.name or f"{config.preset}-{data_label(config.data)}"
     storage_path = config.storage_path if is_uri(config.storage_path) else Path(config.storage_path).expanduser()
     with claim(str(join_path(storage_path, name))) as folder:
-        stored = json.loads(folder.config.read_text()) if folder.config.exists() else None
+        stored = read_description(folder) if folder.config.exists() else None
         if stored is not None:
             check_layout(stored, folder)
             if not vocab_size_given:
@@ -56,8 +68,8 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         }
         if stored is not None:
             check_same_data(stored, data.fingerprint, folder)
-        if folder.result.exists():
-            _say_finished(folder, console)
+        if (result := read_result(folder)) is not None:
+            _say_finished(folder, result, console)
             return
         console.print("starting Ray", highlight=False)
         ray_jax_launch.connect(hardware)
@@ -84,35 +96,42 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
             )
         folder.pull()
         folder.sample.write_text(str(result.return_value))
-        write_report(folder, name, wall_s=time.monotonic() - began)
+        result = write_report(folder, name, wall_s=time.monotonic() - began)
         folder.push()
-        _say_done(folder, console)
+        _say_done(folder, result, console)
 
 
 def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
-    """Refuse a batch that does not divide over the devices.
+    """Reject a mesh that the devices cannot form, and a batch that does not divide over them, before the launch.
+
+    Args:
+        config: the run's.
+        hardware: what it is to run on, of each size where it is elastic.
 
     Raises:
-        LaunchError: it does not.
+        UsageError: the mesh or the batch does not fit; for the mesh, in the words of `nnx_gpt2.check_mesh`.
     """
     batch_size, parts, mesh = config.train.global_batch_size, config.train.grad_accum_steps, config.mesh
-    if hardware.devices_per_worker % mesh.tensor:
-        raise LaunchError(
-            f"expected a mesh.tensor that divides the devices of a worker, {hardware.devices_per_worker} on "
-            f"{hardware}, got {mesh.tensor}: change it or --hardware"
-        )
-    for num_devices in (count * hardware.devices_per_worker for count in hardware.worker_counts):
-        if num_devices % (mesh.fsdp * mesh.tensor):
-            raise LaunchError(
-                f"expected mesh.fsdp and mesh.tensor whose product divides the {num_devices} devices of "
-                f"{hardware}, got {mesh.fsdp} and {mesh.tensor}: change them or --hardware"
+    per_worker = hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
+    for num_workers in hardware.worker_counts:
+        num_devices = num_workers * per_worker
+        num_slices = num_workers // hardware.workers_per_slice if hardware.kind == "tpu" else 1
+        try:
+            check_mesh(
+                fsdp=mesh.fsdp,
+                tensor=mesh.tensor,
+                num_devices=num_devices,
+                devices_per_process=per_worker,
+                devices_per_slice=num_devices // num_slices if num_slices > 1 else None,
             )
+        except ValueError as error:
+            raise UsageError(f"--hardware {hardware}: {error}") from None
         num_shares = num_devices // mesh.tensor
         if batch_size % (num_shares * parts):
-            accumulated = f" in {parts} parts each" if parts > 1 else ""
-            raise LaunchError(
-                f"expected a train.global_batch_size that the {num_shares} devices of {hardware} that share it divide"
-                f"{accumulated}, got {batch_size}: change it, train.grad_accum_steps or --hardware"
+            of_each = f" times the train.grad_accum_steps, {parts}" if parts > 1 else ""
+            raise UsageError(
+                f"train.global_batch_size must be a multiple of the {num_shares} devices of {hardware} that share it"
+                f"{of_each}, got {batch_size}. Change it, or --hardware."
             )
 
 
@@ -146,14 +165,12 @@ def _introduce(
     )
 
 
-def _say_done(folder: RunFolder, console: Console) -> None:
-    result = json.loads(folder.result.read_text())
+def _say_done(folder: RunFolder, result: dict[str, Any], console: Console) -> None:
     console.rule("sample")
     console.print(folder.sample.read_text(), markup=False, highlight=False, soft_wrap=True)
     console.rule()
     console.print(
-        f"done: {result['steps']} steps in {result['wall_s']:.0f} s, "
-        f"validation loss {result['metrics']['val_loss']:.4f}\n"
+        f"done in {result['wall_s']:.0f} s: {summary(result)}\n"
         f"run folder: {folder}\n"
         f"more text: uv run apps/pretrain sample {folder}",
         highlight=False,
@@ -162,11 +179,9 @@ def _say_done(folder: RunFolder, console: Console) -> None:
     )
 
 
-def _say_finished(folder: RunFolder, console: Console) -> None:
-    result = json.loads(folder.result.read_text())
+def _say_finished(folder: RunFolder, result: dict[str, Any], console: Console) -> None:
     console.print(
-        f"the run in {folder} is finished: {result['steps']} steps, validation loss "
-        f"{result['metrics']['val_loss']:.4f}; choose another --name for a new one",
+        f"the run in {folder} is finished: {summary(result)}; choose another --name for a new one",
         highlight=False,
         soft_wrap=True,
         markup=False,

@@ -1,13 +1,12 @@
 """A model out of a run's newest checkpoint, on this process's own devices."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nnx_gpt2 import GPT2, GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, merge
 from pretrain._errors import UsageError
-from pretrain._run import RunFolder, check_layout, locate
+from pretrain._run import RunFolder, check_layout, locate, read_description
 from ray_jax_launch import Checkpoints, intact_step, is_uri
 
 DEFAULT_STORAGE = Path("runs")
@@ -37,7 +36,7 @@ def load_trained(name: str) -> TrainedModel:
         name: the run's folder or URI, or its name in `runs`.
 
     Raises:
-        UsageError: there is no such run, or it has no checkpoint yet.
+        UsageError: there is no such run, it has no checkpoint yet, or its `config.json` is damaged.
     """
     candidates = [locate(name)] if is_uri(name) else [locate(name), locate(str(DEFAULT_STORAGE / name))]
     for candidate in candidates:
@@ -45,10 +44,10 @@ def load_trained(name: str) -> TrainedModel:
     folder = next((candidate for candidate in candidates if candidate.config.exists()), None)
     if folder is None:
         raise UsageError(f"expected the folder or URI of a run, or the name of one in {DEFAULT_STORAGE}, got {name}")
+    description = read_description(folder)
     step = intact_step(folder.checkpoints)
     if step is None:
         raise UsageError(f"expected a checkpoint in {folder}, which has none yet: train it further")
-    description = json.loads(folder.config.read_text())
     check_layout(description, folder)
     config = GPT2Config(**description["config"]["model"])
     optimizer = create_optimizer(

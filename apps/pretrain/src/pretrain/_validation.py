@@ -19,6 +19,7 @@ class Validation:
         num_windows: how many of the first windows, or as many as there are.
         batch_size: windows per step, over all processes.
         mesh: the devices that the parameters lie on; None for a single device.
+        end_of_text: the token that ends a document, where attention stays within documents.
     """
 
     def __init__(
@@ -29,10 +30,11 @@ class Validation:
         num_windows: int,
         batch_size: int,
         mesh: jax.sharding.Mesh | None = None,
+        end_of_text: int | None = None,
     ) -> None:
         self._val, self._seq_len, self._batch_size, self._mesh = val, model.seq_len, batch_size, mesh
         self.num_windows = min(val.num_windows(model.seq_len), num_windows)
-        self._step = make_eval_step(model, mesh)
+        self._step = make_eval_step(model, mesh, end_of_text=end_of_text)
 
     def loss(self, params: Any, track: Callable[[range], Iterable[int]] = iter) -> float:
         """In nats per token.

@@ -38,6 +38,7 @@ def evaluate_tokens(
     *,
     stride: int | None = None,
     batch_size: int = 8,
+    end_of_text: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TokenEvaluation:
     """The loss over every token but the first, each predicted once.
@@ -49,6 +50,8 @@ def evaluate_tokens(
             the others are context: fewer means more context for each, and more work. None is `seq_len`, windows
             that do not overlap.
         batch_size: windows per step.
+        end_of_text: the token that ends a document; where given, attention does not look across it, as in
+            `make_train_step`.
         progress: called with the number of windows done and of all windows, after each step.
 
     Raises:
@@ -66,7 +69,7 @@ def evaluate_tokens(
     length = min(seq_len, num_predicted)
     # Where windows begin; the last is moved back so as to end with the tokens.
     starts = [min(start, num_predicted - length) for start in range(0, num_predicted - length + stride, stride)]
-    step, params = make_eval_step(model.config), split_params(model)
+    step, params = make_eval_step(model.config, end_of_text=end_of_text), split_params(model)
     total, done = 0.0, 0
     for first in range(0, len(starts), batch_size):
         batch = starts[first : first + batch_size]

@@ -30,6 +30,7 @@ class _Draw(NamedTuple):
     greedy: bool
     top_k: int | None
     nucleus: bool
+    vocab_size: int
 
 
 class _Progress(NamedTuple):
@@ -53,6 +54,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     end_of_text: int | None = None,
+    vocab_size: int | None = None,
     use_cache: bool = True,
 ) -> list[list[int]]:
     """Continue each prompt by up to `max_new_tokens` tokens.
@@ -69,7 +71,9 @@ def generate(
         top_p: draw among the likeliest tokens that together have this probability (Holtzman et al., 2020,
             arXiv:1904.09751, section 3.1), after `temperature` and `top_k`; None draws among all.
         end_of_text: stop a text after this token.
-        use_cache: keep each layer's keys and values. Without it every token computes the whole context anew: the
+        vocab_size: draw only ids below this number: the tokenizer's, where the model's vocabulary is larger, since a
+            tokenizer cannot decode the ids beyond its own. None draws among all ids of the model.
+        use_cache: keep each layer's keys and values. Without it every token computes its full context again: the
             same tokens, slowly (in bfloat16 up to its rounding, which may decide between two likely ones).
 
     Returns:
@@ -79,10 +83,14 @@ def generate(
         ValueError: an argument is out of its range, or a prompt is empty, too long, or holds an unknown id.
     """
     rows = [_token_ids(prompt) for prompt in prompts]
-    _check(model, rows, max_new_tokens, key, temperature, top_k, top_p)
+    vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
+    _check(model, rows, max_new_tokens, key, temperature, top_k, top_p, vocab_size)
     context = model.config.seq_len
     draw = _Draw(
-        greedy=temperature == 0, top_k=top_k and min(top_k, model.config.vocab_size), nucleus=top_p is not None
+        greedy=temperature == 0,
+        top_k=top_k and min(top_k, vocab_size),
+        nucleus=top_p is not None,
+        vocab_size=vocab_size,
     )
     settings = (
         jax.random.key(0) if key is None else key,
@@ -130,6 +138,7 @@ def _check(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    num_ids: int,
 ) -> None:
     vocab_size, context = model.config.vocab_size, model.config.seq_len
     if not rows:
@@ -151,6 +160,10 @@ def _check(
     ):
         raise ValueError(
             f"expected temperature >= 0, top_k >= 1 and top_p in (0, 1], got {temperature}, {top_k} and {top_p}"
+        )
+    if not isinstance(num_ids, int | np.integer) or not 1 <= num_ids <= vocab_size:
+        raise ValueError(
+            f"vocab_size must be a whole number of 1 to {vocab_size}, the model's, got {num_ids}. Give the tokenizer's."
         )
     if temperature > 0 and key is None:
         raise ValueError("expected a key to draw with: pass key=jax.random.key(seed), or temperature=0")
@@ -192,7 +205,7 @@ def _continue(
 
     def add_token(now: _Progress) -> _Progress:
         keys_B = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), now.num_drawn))(rows_B)
-        logits_BV = now.logits_BP[:, : model.config.vocab_size].astype(jnp.float32)
+        logits_BV = now.logits_BP[:, : draw.vocab_size].astype(jnp.float32)
         token_B = _draw_tokens(logits_BV, keys_B, temperature, top_p, draw)
         # Where a text is done, the token goes beyond the end and is dropped.
         index_B = jnp.where(now.is_done_B, context + 1, now.lengths_B)

@@ -5,13 +5,20 @@ state with it (Rajbhandari et al., 2020, arXiv:1910.02054, stage 3); `tensor` sp
 hidden units and the vocabulary (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
 """
 
+import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Integer, PyTree
+
+from nnx_gpt2._config import check_mesh
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
@@ -33,26 +40,49 @@ _RULES = {
 def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the axes `data`, `fsdp` and `tensor`, whose shardings XLA infers.
 
+    Devices lie in the mesh in the order of their processes. Process `r` of `n` therefore holds rows
+    `[r * B/n, (r + 1) * B/n)` of a batch of `B` rows, on every platform and for every size of the axes.
+
     Args:
-        fsdp: devices that share one copy of the parameters.
+        fsdp: devices that share one copy of the parameters. They may belong to several processes.
         tensor: devices that share each layer's work. They must belong to one process.
-        devices: the devices; all of every process when None. What `fsdp` and `tensor` leave becomes `data`.
+        devices: the devices, equally many of each process; all devices of all processes when None. What `fsdp` and
+            `tensor` leave becomes `data`, the only axis that may span several TPU slices.
 
     Raises:
-        ValueError: the axes do not divide the devices, or `tensor` reaches beyond one process.
+        ValueError: see `check_mesh`; or processes have different numbers of devices.
     """
-    num_devices = jax.device_count() if devices is None else len(devices)
-    if fsdp < 1 or tensor < 1 or not num_devices or num_devices % (fsdp * tensor):
+    # A stable sort: within a process, the order stays.
+    in_order = sorted(jax.devices() if devices is None else devices, key=lambda device: device.process_index)
+    counts = Counter(device.process_index for device in in_order)
+    if len(set(counts.values())) > 1:
         raise ValueError(
-            f"expected fsdp and tensor, at least 1, whose product divides the {num_devices} devices, got {fsdp} "
-            f"and {tensor}"
+            f"devices must be equally many in each process, got {dict(counts)} by process. Choose other devices."
         )
-    if devices is None and jax.local_device_count() % tensor:
-        raise ValueError(
-            f"expected tensor to divide the {jax.local_device_count()} devices of one process, got {tensor}"
-        )
-    shape = (num_devices // (fsdp * tensor), fsdp, tensor)
-    return jax.make_mesh(shape, (*BATCH_AXES, TENSOR_AXIS), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    check_mesh(
+        fsdp=fsdp,
+        tensor=tensor,
+        num_devices=len(in_order),
+        devices_per_process=next(iter(counts.values()), 0),
+        devices_per_slice=_devices_per_slice(in_order),
+    )
+    shape = (len(in_order) // (fsdp * tensor), fsdp, tensor)
+    if len(counts) == 1:
+        # Within one process any order has the rows in place: on a TPU host, jax knows the best one.
+        arranged = mesh_utils.create_device_mesh(shape, in_order, allow_split_physical_axes=True)
+    else:
+        # Not by `jax.make_mesh`: its order follows a TPU's wiring, and mixes the rows of processes. It also rejects
+        # devices of several `slice_index`, which XLA gives to the hosts of CPUs and GPUs.
+        arranged = np.array(in_order, dtype=object).reshape(shape)
+    return Mesh(arranged, (*BATCH_AXES, TENSOR_AXIS), axis_types=(AxisType.Auto,) * 3)
+
+
+def _devices_per_slice(devices: Sequence[Any]) -> int | None:
+    """Number of consecutive devices that share a TPU slice, or None where all devices do."""
+    if not devices or devices[0].platform != "tpu":  # elsewhere `slice_index` numbers hosts, whose network is the same
+        return None
+    runs = [len([*run]) for _, run in itertools.groupby(getattr(device, "slice_index", 0) for device in devices)]
+    return math.gcd(*runs) if len(runs) > 1 else None
 
 
 def param_spec(name: str, num_dims: int) -> PartitionSpec:
@@ -86,23 +116,48 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The whole array on every device."""
+    """The complete array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def put_batch(local_rows: Integer[np.ndarray, "b T"], mesh: Mesh) -> Integer[Array, "B T"]:
-    """The global batch, of which each process hands in its own rows, in the order of ranks.
+    """The global batch, of which each process hands in its own rows, in the order of processes.
+
+    Args:
+        local_rows: this process's rows, as many as every other process has.
+        mesh: of `make_mesh`.
 
     Raises:
-        ValueError: the rows cannot be divided over this process's part of the batch axes.
+        ValueError: the rows cannot be divided over this process's part of the batch axes, or the mesh places rows of
+            other processes on this one's devices.
     """
-    num_parts = len(mesh.local_devices) // mesh.shape[TENSOR_AXIS]
+    num_parts = max(len(mesh.local_devices) // mesh.shape[TENSOR_AXIS], 1)
     if len(local_rows) % num_parts:
         raise ValueError(
-            f"expected a number of rows that {num_parts} parts (the data and fsdp axes of this process) divide, "
-            f"got {len(local_rows)}: choose a batch size that they divide"
+            f"the number of rows must be a multiple of {num_parts}, this process's part of the axes data and fsdp, "
+            f"got {len(local_rows)}. Choose another batch size."
         )
-    return jax.make_array_from_process_local_data(batch_sharding(mesh), local_rows)
+    rank, num_processes = _place_among_processes(mesh)
+    first, num_rows = rank * len(local_rows), num_processes * len(local_rows)
+
+    def rows_at(index: Any) -> np.ndarray:
+        start, stop, _ = index[0].indices(num_rows)
+        if start < first or stop > first + len(local_rows):
+            raise ValueError(
+                f"the mesh must place rows {first} to {first + len(local_rows)} on the devices of process {rank}, got "
+                f"rows {start} to {stop}. Make it by make_mesh."
+            )
+        return local_rows[start - first : stop - first]
+
+    shape = (num_rows, *local_rows.shape[1:])
+    return jax.make_array_from_callback(shape, batch_sharding(mesh), rows_at)
+
+
+@cache
+def _place_among_processes(mesh: Mesh) -> tuple[int, int]:
+    """The place of this process among those whose devices the mesh has, and their number."""
+    processes = sorted({device.process_index for device in mesh.devices.flat})
+    return processes.index(jax.process_index()), len(processes)
 
 
 def under_mesh() -> bool:

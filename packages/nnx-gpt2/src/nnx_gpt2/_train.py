@@ -38,6 +38,9 @@ class TrainState:
     num_skipped: Any
     """How many of them made no update, because the loss or the gradient was not finite; int32."""
 
+    num_skipped_in_a_row: Any
+    """How many of the newest batches made no update, since the last one that did; int32."""
+
     params: Any
     """Parameters: nested dictionaries, from GPT-2's names to arrays."""
 
@@ -143,7 +146,9 @@ def _check_mesh(config: GPT2Config, mesh: Mesh) -> None:
 def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:
     params = split_params(GPT2(config, rngs=nnx.Rngs(key)))
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, num_skipped=zero, params=params, opt_state=optimizer.init(params))
+    return TrainState(
+        step=zero, num_skipped=zero, num_skipped_in_a_row=zero, params=params, opt_state=optimizer.init(params)
+    )
 
 
 def make_train_step(
@@ -159,8 +164,8 @@ def make_train_step(
     The state that goes in is donated: its buffers become those of the state that comes out. The step's
     randomness is `fold_in(key, state.step)`, so the same `key` serves the whole run and a resumed run
     draws what the unbroken one would have. Metrics, left on the device: `loss` (nats per token) and
-    `grad_norm` (before clipping), float32; `num_skipped`, int32. Where the loss or the gradient is not
-    finite, parameters and optimizer stay what they were, and the step is counted as skipped. A batch
+    `grad_norm` (before clipping), float32; `num_skipped` and `num_skipped_in_a_row`, int32. Where the loss or the
+    gradient is not finite, parameters and optimizer stay what they were, and the step is counted as skipped. A batch
     with ids out of the vocabulary has no finite loss.
 
     Args:
@@ -180,7 +185,7 @@ def make_train_step(
     graphdef = _graphdef(config)
 
     def loss_fn(params: Params, windows: Integer[Array, "b W"], key: PRNGKeyArray) -> Float[Array, ""]:
-        segment_ids = None if end_of_text is None else document_ids(windows[:, :-1], end_of_text)
+        segment_ids = _segment_ids(windows, end_of_text)
         dropout_key = key if config.dropout_rate > 0 else None
         return mean_loss(nnx.merge(graphdef, params), windows, segment_ids=segment_ids, dropout_key=dropout_key)
 
@@ -214,9 +219,12 @@ def make_train_step(
             params, opt_state = jax.tree.map(
                 partial(jnp.where, is_finite), (params, opt_state), (state.params, state.opt_state)
             )
-            num_skipped = state.num_skipped + ~is_finite
-        metrics = {"loss": loss, "grad_norm": grad_norm, "num_skipped": num_skipped}
-        return TrainState(step=state.step + 1, num_skipped=num_skipped, params=params, opt_state=opt_state), metrics
+            skipped = {
+                "num_skipped": state.num_skipped + ~is_finite,
+                "num_skipped_in_a_row": jnp.where(is_finite, 0, state.num_skipped_in_a_row + 1),
+            }
+        state = TrainState(step=state.step + 1, **skipped, params=params, opt_state=opt_state)
+        return state, {"loss": loss, "grad_norm": grad_norm, **skipped}
 
     compile_step = partial(jax.jit, train_step, donate_argnums=0, compiler_options=compiler_options())
     if mesh is None:
@@ -242,21 +250,35 @@ def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_pa
 
 
 @cache
-def make_eval_step(config: GPT2Config, mesh: Mesh | None = None) -> jax.stages.Wrapped:
+def make_eval_step(
+    config: GPT2Config, mesh: Mesh | None = None, *, end_of_text: int | None = None
+) -> jax.stages.Wrapped:
     """Compile `step(params, windows) -> losses`: each prediction's loss in nats, without dropout.
 
-    With a mesh, every process gets the losses of the whole global batch.
+    With a mesh, every process gets the losses of all rows of the global batch, in the order of its rows.
+
+    Args:
+        config: the model's shape.
+        mesh: the devices that the parameters lie on; without one, a single device.
+        end_of_text: the token that ends a document; where given, attention does not look across it. Give what
+            `make_train_step` was given, so that a model is evaluated as it was trained.
     """
     graphdef = _graphdef(config)
 
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
         with _traced_over(mesh):
-            return token_losses(nnx.merge(graphdef, params), windows)
+            segment_ids = _segment_ids(windows, end_of_text)
+            return token_losses(nnx.merge(graphdef, params), windows, segment_ids=segment_ids)
 
     options = compiler_options()
     if mesh is None:
         return jax.jit(eval_step, compiler_options=options)
     return jax.jit(eval_step, out_shardings=replicated(mesh), compiler_options=options)
+
+
+def _segment_ids(windows: Integer[Array, "B W"], end_of_text: int | None) -> Int[Array, "B T"] | None:
+    """The documents of a window's inputs, or None where attention is not limited to them."""
+    return None if end_of_text is None else document_ids(windows[:, :-1], end_of_text)
 
 
 def document_ids(tokens: Integer[Array, "B T"], end_of_text: int) -> Int[Array, "B T"]:

@@ -1,0 +1,96 @@
+"""What is done with a trained model: here one of random weights, saved as a run saves it, without Ray."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from nnx_gpt2 import create_optimizer, create_train_state, make_eval_step
+from owt_data import load_tokenizer
+from pretrain import PRESETS
+from pretrain._conveniences import convenience
+from pretrain._data import load_tokens
+from pretrain._evaluate import evaluate
+from pretrain._run import RunFolder, describe, write_json
+from pretrain._sample import sample, sample_text
+from ray_jax_launch import Checkpoints
+
+VOCAB_SIZE = 384  # the tokenizer has 257
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Saves a run of step 1 and returns its folder, its configuration, its parameters and its tokens."""
+
+    def make(*, mask_documents=False):
+        config = PRESETS["quickstart"]()
+        lines = tmp_path / "lines.jsonl"
+        lines.write_text("".join(f'{{"text": "document {i} of many, of some words"}}\n' for i in range(400)))
+        model = dataclasses.replace(
+            config.model, vocab_size=VOCAB_SIZE, seq_len=32, num_layers=1, num_heads=2, embed_dim=16
+        )
+        train = dataclasses.replace(config.train, mask_documents=mask_documents)
+        config = dataclasses.replace(config, data=str(lines), model=model, train=train)
+        tokens = load_tokens(config, Console(quiet=True))
+        folder = RunFolder(tmp_path / "run")
+        folder.path.mkdir()
+        identity = {"tokens": tokens.names, "tokenizer": tokens.tokenizer, "fingerprint": tokens.fingerprint}
+        write_json(folder.config, describe(config, identity, "cpu:1"))
+        optimizer = create_optimizer(config.optimizer, config.train.max_steps)
+        params = create_train_state(model, optimizer, jax.random.key(0)).params
+        with Checkpoints(folder.checkpoints) as checkpoints:
+            checkpoints.save(1, {"params": params}, metadata={})
+        return folder, config, params, tokens
+
+    return make
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_a_model_is_evaluated_as_it_was_trained(make_run, mask_documents):
+    folder, config, params, tokens = make_run(mask_documents=mask_documents)
+    count = tokens.val.num_windows(32)
+    windows = tokens.val.windows(np.arange(count), seq_len=32, order="sequential", seed=0)
+    end_of_text = load_tokenizer("bytes").eot_token
+    assert (windows[:, :-1] == end_of_text).any()
+    apart, together = (
+        float(np.mean(make_eval_step(config.model, end_of_text=end)(params, windows))) for end in (end_of_text, None)
+    )
+    assert abs(apart - together) > 1e-5
+    found = evaluate(str(folder.path), data=None, batch_size=7, console=Console(quiet=True))
+    assert found.val_loss == pytest.approx(apart if mask_documents else together, abs=2e-6)
+
+
+@pytest.mark.fault
+def test_a_vocabulary_that_is_padded_can_be_sampled(make_run, record_property):
+    record_property("fault", "a vocabulary that is larger than the tokenizer's")
+    record_property("lost", "nothing")
+    folder, config, params, _ = make_run()
+    text = sample_text(config, load_tokenizer("bytes"), params)
+    assert len(text) > 50
+    (again,) = sample(
+        str(folder.path), prompt=config.prompt, max_new_tokens=400, temperature=0.8, top_k=40, top_p=None,
+        seed=config.seed, num_samples=1,
+    )  # fmt: skip
+    assert text == again
+
+
+@pytest.mark.fault
+def test_a_tokenizer_that_is_gone_at_the_end_costs_the_sample_alone(make_run, caplog, monkeypatch, record_property):
+    record_property("fault", "no tokenizer files, and no network, when a run samples at its end")
+    record_property("lost", "the sample")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "/nowhere")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nothing listens there
+    _, config, params, _ = make_run()
+    text = ""
+    with convenience("the sample"):
+        text = sample_text(config, load_tokenizer("gpt2"), params)
+    assert text == ""
+    (warning,) = caplog.messages
+    assert warning.startswith("the run goes on without the sample: DataError: the files of tokenizer 'gpt2'")
+
+
+def test_an_interrupt_is_no_fault_of_a_convenience():
+    with pytest.raises(KeyboardInterrupt), convenience("the sample"):
+        raise KeyboardInterrupt

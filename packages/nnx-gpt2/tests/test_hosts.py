@@ -1,0 +1,112 @@
+"""Two hosts: processes joined by jax.distributed, of which one sees another boot id, as on a machine of its own.
+
+XLA tells hosts apart by the boot id, and gives the devices of each host a `slice_index` of their own.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+# Each process has two devices. It trains on its half of each batch, and evaluates one batch.
+CODE = """
+import json, sys
+
+import jax
+import numpy as np
+
+from nnx_gpt2 import *
+
+rank, num_processes, port, fsdp, tensor = map(int, sys.argv[1:])
+if num_processes > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, rank)
+assert jax.process_index() == rank
+config = GPT2Config(vocab_size=65, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
+optimizer = create_optimizer(OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4), 200)
+mesh = make_mesh(fsdp=fsdp, tensor=tensor)
+state = create_train_state(config, optimizer, jax.random.key(0), mesh)
+step, evaluate = make_train_step(config, optimizer, mesh, end_of_text=64), make_eval_step(config, mesh, end_of_text=64)
+rows = slice(rank * 8 // num_processes, (rank + 1) * 8 // num_processes)
+
+def batch(seed):
+    windows = np.random.default_rng(seed).integers(0, 65, (8, 17)).astype(np.uint16)
+    return put_batch(windows[rows], mesh)
+
+losses = []
+for seed in range(10):
+    state, metrics = step(state, batch(seed), jax.random.key(7))
+    losses.append(float(metrics["loss"]))
+evaluated = np.asarray(evaluate(state.params, batch(10))).mean(axis=1).tolist()
+hosts = len({getattr(device, "slice_index", 0) for device in jax.devices()})
+print(json.dumps({"hosts": hosts, "losses": losses, "evaluated": evaluated}))
+"""
+
+
+@pytest.fixture(scope="module")
+def other_host(tmp_path_factory):
+    """A command in front of a command: it then sees another boot id."""
+    if sys.platform != "linux" or shutil.which("unshare") is None:
+        pytest.skip("a process has a boot id of its own on Linux alone, by unshare")
+    path = tmp_path_factory.mktemp("host") / "boot_id"
+    path.write_text(f"{uuid.uuid4()}\n")
+    command = ["unshare", "--mount", "sh", "-c", f'mount --bind {path} {BOOT_ID} && exec "$@"', "sh"]
+    seen = subprocess.run([*command, "cat", str(BOOT_ID)], capture_output=True, text=True, check=False)
+    if seen.stdout != path.read_text():
+        pytest.skip(f"this user may not mount: {seen.stderr.strip()}")
+    return command
+
+
+def run(commands, **axes):
+    """The results of these processes, which are each other's peers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // len(commands)}",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    sizes = [str(axes.get("fsdp", 1)), str(axes.get("tensor", 1))]
+    processes = [
+        subprocess.Popen(
+            [*command, sys.executable, "-c", CODE, str(rank), str(len(commands)), str(port), *sizes],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, command in enumerate(commands)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=180) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, err) in zip(processes, said, strict=True):
+        assert process.returncode == 0, err
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """One process of four devices."""
+    (result,) = run([[]])
+    return result
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"tensor": 2}], ids=str)
+def test_two_hosts_train_and_evaluate_like_one(axes, alone, other_host, record_property):
+    record_property("fault", f"two hosts, whose devices XLA puts into two slices; mesh {axes}")
+    record_property("lost", "nothing")
+    first, second = run([[], other_host], **axes)
+    assert first["hosts"] == 2
+    for result in (first, second):
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-5)
+        # Row by row: a loss at another row's place would not pass.
+        np.testing.assert_allclose(result["evaluated"], alone["evaluated"], rtol=0, atol=1e-5)

@@ -1,0 +1,154 @@
+"""Meshes over devices that this machine does not have: process `r` of `n` holds rows `[r * B/n, (r + 1) * B/n)`."""
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from nnx_gpt2 import batch_sharding, check_mesh, make_mesh
+
+
+@dataclass(frozen=True)
+class Device:
+    """What jax knows of a device."""
+
+    id: int
+    process_index: int
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    slice_index: int
+    device_kind: str
+    platform: str = "tpu"
+
+
+# By generation: the name that jax has for it, cores of a chip that are devices, and some of its slices in chips.
+GENERATIONS = {
+    "v2": ("TPU v2", 2, ["2x2", "4x4", "8x8", "16x16"]),
+    "v3": ("TPU v3", 2, ["2x2", "4x4", "8x8", "16x16"]),
+    "v4": ("TPU v4", 1, ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"]),
+    "v5e": ("TPU v5 lite", 1, ["1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"]),
+    "v5p": ("TPU v5p", 1, ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"]),
+    "v6e": ("TPU v6 lite", 1, ["1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"]),
+    "v7x": ("TPU7x", 2, ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"]),
+}
+CASES = [
+    (name, topology, num_slices)
+    for name, (_, _, topologies) in GENERATIONS.items()
+    for topology in topologies
+    for num_slices in (1, 2, 3)
+    if num_slices * math.prod(map(int, topology.split("x"))) <= 256
+]
+
+
+def tpu_devices(name, topology, num_slices=1):
+    """Devices as `jax.devices()` lists them: by slice and coordinates, not by process."""
+    kind, num_cores, _ = GENERATIONS[name]
+    x_size, y_size, z_size = [*map(int, topology.split("x")), 1][:3]
+    is_one_host = name in ("v5e", "v6e") and x_size * y_size <= 8
+    host_x, host_y = (x_size, y_size) if is_one_host else (2, 2)
+    hosts_x, hosts_y = x_size // host_x, y_size // host_y
+    devices = []
+    for slice_index, z, y, x, core in itertools.product(
+        range(num_slices), range(z_size), range(y_size), range(x_size), range(num_cores)
+    ):
+        host = ((slice_index * z_size + z) * hosts_y + y // host_y) * hosts_x + x // host_x
+        devices.append(Device(len(devices), host, (x, y, z), core, slice_index, kind))
+    return devices
+
+
+def rows_by_process(mesh, num_rows):
+    """The rows of a batch that lie on each process's devices."""
+    rows = {}
+    for device, (index, _) in batch_sharding(mesh).devices_indices_map((num_rows, 5)).items():
+        rows.setdefault(device.process_index, set()).update(range(*index.indices(num_rows)))
+    return rows
+
+
+def sizes_up_to(number):
+    return [1 << power for power in range(number.bit_length()) if 1 << power <= number]
+
+
+@pytest.mark.parametrize(("name", "topology", "num_slices"), CASES)
+def test_rows_are_in_the_order_of_processes(name, topology, num_slices):
+    devices = tpu_devices(name, topology, num_slices)
+    num_processes = 1 + max(device.process_index for device in devices)
+    per_process, per_slice = len(devices) // num_processes, len(devices) // num_slices
+    num_accepted = 0
+    for fsdp, tensor in itertools.product(sizes_up_to(len(devices)), repeat=2):
+        fits = len(devices) % (fsdp * tensor) == 0 and per_process % tensor == 0
+        if not fits or (num_slices > 1 and per_slice % (fsdp * tensor)):
+            with pytest.raises(ValueError, match=r"^mesh ax\w+ .* must .*, got .*\. Choose"):
+                make_mesh(fsdp=fsdp, tensor=tensor, devices=devices)
+            continue
+        mesh = make_mesh(fsdp=fsdp, tensor=tensor, devices=devices)
+        num_accepted += 1
+        assert sorted(device.id for device in mesh.devices.flat) == [*range(len(devices))]
+        num_rows = 2 * len(devices) // tensor
+        local = num_rows // num_processes
+        assert rows_by_process(mesh, num_rows) == {
+            rank: set(range(rank * local, (rank + 1) * local)) for rank in range(num_processes)
+        }
+        for group in mesh.devices.reshape(-1, tensor):
+            assert len({device.process_index for device in group}) == 1
+        if num_slices > 1:
+            for group in mesh.devices.reshape(-1, fsdp * tensor):
+                assert len({device.slice_index for device in group}) == 1
+    assert num_accepted >= min(per_process.bit_length(), per_slice.bit_length())
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(2, 1), (4, 1), (8, 1), (16, 1), (1, 2), (1, 4), (2, 2), (2, 4), (8, 2)])
+def test_two_by_two_hosts_of_a_v6e_slice_take_every_size(fsdp, tensor):
+    mesh = make_mesh(fsdp=fsdp, tensor=tensor, devices=tpu_devices("v6e", "4x4"))
+    assert [device.process_index for device in mesh.devices.flat] == [rank for rank in range(4) for _ in range(4)]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_hosts_that_are_not_tpus_have_one_slice_index_each(platform):
+    devices = [Device(i, i // 2, (0, 0, 0), 0, i // 2, platform, platform) for i in range(6)]
+    mesh = make_mesh(fsdp=3, tensor=2, devices=devices[::-1])
+    assert [device.process_index for device in mesh.devices.flat] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor": 8}, "mesh axis tensor must divide the 4 devices of one process, got 8. Choose a smaller size, or"),
+        (
+            {"fsdp": 16, "tensor": 2},
+            "mesh axes fsdp and tensor must have a product that divides the 16 devices of one TPU slice, got 16 and 2.",
+        ),
+        ({"fsdp": 64}, "and their product must divide the 32 devices, got 64 and 1. Choose other sizes, or another"),
+    ],
+)
+def test_what_a_mesh_rejects_is_known_before_there_are_devices(sizes, message):
+    sizes = {"fsdp": 1, "tensor": 1} | sizes
+    for check in (
+        lambda: check_mesh(**sizes, num_devices=32, devices_per_process=4, devices_per_slice=16),
+        lambda: make_mesh(**sizes, devices=tpu_devices("v6e", "4x4", 2)),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            check()
+
+
+def test_processes_of_unequal_size_are_rejected():
+    devices = tpu_devices("v6e", "4x4")
+    with pytest.raises(ValueError, match=re.escape("equally many in each process, got {0: 4, 1: 3} by process.")):
+        make_mesh(devices=sorted(devices, key=lambda device: device.process_index)[:7])
+
+
+def test_slices_whose_processes_are_mixed_share_nothing_but_the_data_axis():
+    """Processes 0 and 2 are one slice, 1 and 3 the other: only groups within a process stay in a slice."""
+    devices = [Device(i, i // 4, (i % 4, 0, 0), 0, i // 4 % 2, "TPU v4") for i in range(16)]
+    assert make_mesh(fsdp=4, devices=devices).shape == {"data": 4, "fsdp": 4, "tensor": 1}
+    with pytest.raises(ValueError, match=re.escape("divides the 4 devices of one TPU slice, got 8 and 1.")):
+        make_mesh(fsdp=8, devices=devices)
+
+
+def test_one_host_keeps_the_order_that_jax_finds_best():
+    ring = make_mesh(devices=tpu_devices("v6e", "2x2")).devices.flat
+    assert [device.coords[:2] for device in ring] == [(0, 0), (1, 0), (1, 1), (0, 1)]
+    assert math.prod(make_mesh(fsdp=2, tensor=2, devices=tpu_devices("v6e", "2x4")).devices.shape) == 8
+    assert np.size(make_mesh(tensor=4, devices=tpu_devices("v7x", "2x2x1")).devices) == 8
