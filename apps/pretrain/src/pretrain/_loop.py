@@ -6,6 +6,7 @@ metrics of its step again, from the checkpoint. A loop that is asked to stop sav
 right after a save.
 """
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,9 +28,8 @@ from nnx_gpt2 import (
     put_batch,
     replicated,
 )
-from owt_data import WINDOW_ORDER_VERSION, TokenData, iter_steps, load_tokenizer, step_windows
+from owt_data import WINDOW_ORDER_VERSION, DataError, TokenData, iter_steps, load_tokenizer, step_windows
 from pretrain._config import PretrainConfig
-from pretrain._conveniences import convenience
 from pretrain._log import RunLog, StepTimer
 from pretrain._run import RunFolder
 from pretrain._sample import sample_text
@@ -45,7 +45,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
 
     Args:
         config: the resolved configuration.
-        data: the tokens. (Those for training come through Ray Data, as the dataset `train`.)
+        data: the tokens. Those for training come through Ray Data.
         folder: the run's folder.
 
     Returns:
@@ -54,6 +54,8 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
     train, max_steps = config.train, config.train.max_steps
     mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     optimizer = create_optimizer(config.optimizer, max_steps)
+    with contextlib.suppress(DataError):  # without a tokenizer there is no sample; nothing else needs it
+        load_tokenizer(data.tokenizer)  # it stays in memory, whatever becomes of the network and the cache
     end_of_text = load_tokenizer(data.tokenizer).eot_token if train.mask_documents else None
     train_step = make_train_step(
         config.model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text
@@ -150,9 +152,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
     if jax.process_index() > 0:
         return ""
     mark_finished("")
-    with convenience("the sample"):
-        return sample_text(config, load_tokenizer(data.tokenizer), params)
-    return ""
+    return sample_text(config, load_tokenizer(data.tokenizer), params)
 
 
 def data_identity(config: PretrainConfig, data: TokenData) -> dict[str, Any]:

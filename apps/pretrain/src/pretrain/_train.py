@@ -9,7 +9,7 @@ from rich.console import Console
 
 import ray_jax_launch
 from nnx_gpt2 import check_mesh
-from owt_data import TokenData
+from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._data import data_label, load_tokens
 from pretrain._errors import UsageError
@@ -60,6 +60,7 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
                 config = _with_vocab_size(config, stored["config"]["model"]["vocab_size"])
             check_same_settings(stored, config, folder)
         data = load_tokens(config, console)
+        _look_for_tokenizer(config, data, console)
         config = _fit_vocabulary(config, data, vocab_size_given)
         identity = {
             "tokens": data.names,
@@ -133,6 +134,20 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
                 f"train.global_batch_size must be a multiple of the {num_shares} devices of {hardware} that share it"
                 f"{of_each}, got {batch_size}. Change it, or --hardware."
             )
+
+
+def _look_for_tokenizer(config: PretrainConfig, data: TokenData, console: Console) -> None:
+    """Say now what will be missing at the end. Only attention within documents needs the tokenizer to train.
+
+    Raises:
+        DataError: it is needed, and cannot be had.
+    """
+    try:
+        load_tokenizer(data.tokenizer)
+    except DataError as error:
+        if config.train.mask_documents:
+            raise
+        console.print(f"there will be no sample at the end: {error}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _fit_vocabulary(config: PretrainConfig, data: TokenData, given: bool) -> PretrainConfig:

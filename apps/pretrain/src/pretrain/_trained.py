@@ -7,7 +7,7 @@ from typing import Any
 from nnx_gpt2 import GPT2, GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, merge
 from pretrain._errors import UsageError
 from pretrain._run import RunFolder, check_layout, locate, read_description
-from ray_jax_launch import Checkpoints, intact_step, is_uri
+from ray_jax_launch import Checkpoints, is_uri
 
 DEFAULT_STORAGE = Path("runs")
 
@@ -45,9 +45,6 @@ def load_trained(name: str) -> TrainedModel:
     if folder is None:
         raise UsageError(f"expected the folder or URI of a run, or the name of one in {DEFAULT_STORAGE}, got {name}")
     description = read_description(folder)
-    step = intact_step(folder.checkpoints)
-    if step is None:
-        raise UsageError(f"expected a checkpoint in {folder}, which has none yet: train it further")
     check_layout(description, folder)
     config = GPT2Config(**description["config"]["model"])
     optimizer = create_optimizer(
@@ -55,5 +52,8 @@ def load_trained(name: str) -> TrainedModel:
     )
     like = abstract_train_state(config, optimizer).params
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
-        params = checkpoints.restore(step, {"params": like})["params"]
-    return TrainedModel(folder=folder, description=description, step=step, model=merge(config, params))
+        restored = checkpoints.restore_latest({"params": like})
+    if restored is None:
+        raise UsageError(f"the run must have a checkpoint, got none in {folder}. Train it further.")
+    model = merge(config, restored.items["params"])
+    return TrainedModel(folder=folder, description=description, step=restored.step, model=model)

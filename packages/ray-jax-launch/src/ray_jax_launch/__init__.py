@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ray_jax_launch._cluster import auto, check_resources, connect
     from ray_jax_launch._data import RankedDataConfig, RankedDataset
     from ray_jax_launch._launch import Result, launch, scaling_config
-    from ray_jax_launch._session import log_metrics, mark_finished, stop_requested
+    from ray_jax_launch._session import log_metrics, log_to_driver, mark_finished, stop_requested
 
 _MODULE_OF = {
     "DistributedConfig": "_backend",
@@ -46,6 +46,7 @@ _MODULE_OF = {
     "Result": "_launch",
     "launch": "_launch",
     "log_metrics": "_session",
+    "log_to_driver": "_session",
     "mark_finished": "_session",
     "stop_requested": "_session",
     "scaling_config": "_launch",
@@ -80,6 +81,7 @@ __all__ = [
     "latest_step",
     "launch",
     "log_metrics",
+    "log_to_driver",
     "mark_finished",
     "open_uri",
     "parse_hardware",

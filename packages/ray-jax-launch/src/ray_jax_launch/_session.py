@@ -1,6 +1,7 @@
 """What a training loop can ask and tell while it runs in a worker."""
 
 import itertools
+import logging
 import re
 import threading
 import time
@@ -52,6 +53,7 @@ def begin(session: Session) -> None:
     """
     global _session, _numbers
     _session, _numbers = session, itertools.count()
+    log_to_driver("ray_jax_launch")
     deadline_s = time.monotonic() + _SHARED_WITHIN_S
     while session.marker is not None and not session.marker.exists():
         if time.monotonic() > deadline_s:
@@ -72,6 +74,23 @@ def current_session() -> Session:
     if _session is None:
         raise RuntimeError("expected to be called in a training loop that `ray_jax_launch.launch` runs")
     return _session
+
+
+class _ToDriver(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record to the driver, which logs it."""
+        current_session().board.tell.remote(self.format(record))
+
+
+def log_to_driver(logger: str) -> None:
+    """Send the warnings and errors of a logger to the driver, which logs them as its own.
+
+    Whatever else a worker logs or prints is in Ray's logs (`Result.log_folder`).
+
+    Args:
+        logger: its name, such as that of a package.
+    """
+    logging.getLogger(logger).addHandler(_ToDriver(logging.WARNING))
 
 
 def log_metrics(metrics: Mapping[str, float]) -> None:
