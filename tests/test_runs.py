@@ -3,12 +3,16 @@
 What they compute is held against a loop in this process, which knows nothing of Ray, checkpoints and crashes.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -197,6 +201,50 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(finished, pret
     assert json.loads(done.stdout)["step"] == MAX_STEPS - 10
     assert f"checkpoint {MAX_STEPS} in {run / 'checkpoints'} is damaged" in done.stderr
     assert f"going back to checkpoint {MAX_STEPS - 10}" in done.stderr
+
+
+@pytest.mark.fault
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_checkpoint_that_is_damaged_while_the_workers_restart_is_not_continued_from(
+    plain, corpus, environment, tmp_path, record_property
+):
+    args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:1", *OPTIONS]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with (tmp_path / "errors").open("w") as errors:
+        driver = subprocess.Popen(
+            [*COMMAND, *args], env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
+    deadline = time.monotonic() + 180
+    while (latest_step(checkpoints) or 0) < 20:
+        assert driver.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(worker_of(driver.pid), signal.SIGKILL)
+    killed = time.time()
+    time.sleep(1)  # a save that was under way has ended one way or the other
+    newest = latest_step(checkpoints)
+    file = max((checkpoints / str(newest)).rglob("*"), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+    assert driver.wait(180) == 0
+    said = (tmp_path / "errors").read_text()
+    assert "worker 0 died, or no longer answers; the workers start again (failure 1 of at most 3)" in said
+    assert f"checkpoint {newest} in {checkpoints} is damaged" in said
+    assert exact(metrics(tmp_path)) == plain
+    first, second = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
+    assert (first["step"], second["step"]) == (0, newest - 10)
+    record_property("fault", "SIGKILL of the worker, and the newest checkpoint cut short before the next start")
+    record_property("lost", "steps since the checkpoint before")
+    record_property("recovery_s", round(second["time_s"] - killed, 1))
+
+
+def worker_of(session):
+    """The process id of the training worker in a session."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            is_worker = (path / "cmdline").read_text().startswith("ray::RayTrainWorker")
+            if is_worker and (path / "stat").read_text().rpartition(")")[2].split()[3] == str(session):
+                return int(path.name)
+    raise AssertionError("no worker")
 
 
 def test_two_workers_train_like_one_until_they_are_interrupted_and_keep_it_in_object_storage(
