@@ -12,6 +12,7 @@ import jax
 from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
 from pretrain._config import PretrainConfig
 from pretrain._conveniences import convenience
+from pretrain._errors import TrainingDivergedError
 from pretrain._files import append_line, sync_file, sync_folder
 from pretrain._metrics import Record, append_metrics, cut_metrics, finite
 from pretrain._run import RunFolder
@@ -121,7 +122,7 @@ class StepTimer:
                 there does not end the run, so that a run ends at the same step however often it is stopped.
 
         Raises:
-            FloatingPointError: `MAX_STEPS_SKIPPED` steps in a row made no update, so that none will.
+            TrainingDivergedError: `MAX_STEPS_SKIPPED` steps in a row made no update, so that none will.
         """
         num_skipped = int(metrics["num_skipped"])
         record: dict[str, Any] = {"step": step, "num_skipped": num_skipped} if num_skipped else {"step": step}
@@ -132,7 +133,7 @@ class StepTimer:
         record["learning_rate"] = float(self._schedule(step - 1 - num_skipped))
         num_in_a_row = int(metrics["num_skipped_in_a_row"])
         if is_due and num_in_a_row >= MAX_STEPS_SKIPPED:
-            raise FloatingPointError(
+            raise TrainingDivergedError(
                 f"loss and gradient must be finite, got none in the last {num_in_a_row} steps up to step {step}. Lower "
                 "--optimizer.learning-rate, lengthen --optimizer.warmup-steps, or set --optimizer.clip-norm 1, under "
                 "another --name."

@@ -11,6 +11,7 @@ import ray_jax_launch
 from nnx_gpt2 import check_mesh
 from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._config import PretrainConfig
+from pretrain._conveniences import convenience
 from pretrain._data import data_label, load_tokens
 from pretrain._errors import UsageError
 from pretrain._progress import ProgressDisplay
@@ -96,10 +97,12 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
                 wait_for_resources_s=wait_s,
             )
         folder.pull()
-        folder.sample.write_text(str(result.return_value))
-        result = write_report(folder, name, wall_s=time.monotonic() - began)
+        report = write_report(folder, name, wall_s=time.monotonic() - began)
+        sample = str(result.return_value)
+        with convenience(f"the sample {folder.sample}"):
+            folder.sample.write_text(sample)
         folder.push()
-        _say_done(folder, result, console)
+        _say_done(folder, report, sample, console)
 
 
 def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
@@ -180,10 +183,11 @@ def _introduce(
     )
 
 
-def _say_done(folder: RunFolder, result: dict[str, Any], console: Console) -> None:
-    console.rule("sample")
-    console.print(folder.sample.read_text(), markup=False, highlight=False, soft_wrap=True)
-    console.rule()
+def _say_done(folder: RunFolder, result: dict[str, Any], sample: str, console: Console) -> None:
+    if sample:
+        console.rule("sample")
+        console.print(sample, markup=False, highlight=False, soft_wrap=True)
+        console.rule()
     console.print(
         f"done in {result['wall_s']:.0f} s: {summary(result)}\n"
         f"run folder: {folder}\n"
