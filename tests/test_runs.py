@@ -193,8 +193,8 @@ def test_a_finished_run_can_be_evaluated(finished, pretrain):
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(finished, pretrain, tmp_path):
     storage, _ = finished
     run = shutil.copytree(storage / "run", tmp_path / "run")
-    newest = run / "checkpoints" / str(MAX_STEPS)
-    file = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    params = run / "checkpoints" / str(MAX_STEPS) / "params"
+    file = max((path for path in params.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1])
     done = pretrain("eval", run)
     assert done.returncode == 0, done.stderr
