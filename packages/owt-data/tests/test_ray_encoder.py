@@ -60,7 +60,10 @@ sys.exit(main(sys.argv[2:]))
     assert done.returncode == 2, done.stderr
     assert "The Ray cluster must tokenize every part, got a failure: " in done.stderr
     assert "the files of tokenizer 'gpt2' could not be downloaded (ProxyError)" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: The Ray cluster"
+    )  # Ray warns first where there is no network
+    assert "Traceback" not in done.stderr
     assert (tmp_path / ".out.partial/plan.json").exists()
 
 
