@@ -111,11 +111,13 @@ class Objects:
             DamagedCheckpointError: that cannot be read.
         """
         try:
-            found = json.loads(self._read(f"{step}/{_LISTING}"))
-            parts = {name: (int(size), int(checksum)) for name, (size, checksum) in found["parts"].items()}
-            return Listing(parts, dict(found["metadata"]), found["score"])
+            content = self._read(f"{step}/{_LISTING}")
         except FileNotFoundError as error:
             raise DamagedCheckpointError(f"{_LISTING} is missing") from error
+        try:
+            found = json.loads(content)
+            parts = {name: (int(size), int(checksum)) for name, (size, checksum) in found["parts"].items()}
+            return Listing(parts, dict(found["metadata"]), found["score"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"{_LISTING} cannot be read") from error
 
