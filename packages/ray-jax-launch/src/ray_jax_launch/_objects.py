@@ -135,9 +135,12 @@ class Objects:
         Raises:
             FileNotFoundError: it told nothing in this save.
         """
-        found = json.loads(self._read(f"{step}/{_note_name(rank)}"))
+        try:
+            found = json.loads(self._read(f"{step}/{_note_name(rank)}"))
+        except FileNotFoundError:
+            found = {"save": None}
         if found["save"] != save_id:
-            raise FileNotFoundError(f"process {rank} has uploaded no part of checkpoint {step}")
+            raise FileNotFoundError(f"process {rank} has uploaded no part of checkpoint {step}: its own error says why")
         size, checksum = found["part"]
         return size, checksum
 
