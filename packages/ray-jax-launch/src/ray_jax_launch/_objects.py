@@ -5,6 +5,7 @@
 <uri>/<step>/checkpoint.json                     written last: sizes and checksums of the parts, metadata, score
 """
 
+import contextlib
 import json
 import shutil
 import tarfile
@@ -135,11 +136,10 @@ class Objects:
         Raises:
             FileNotFoundError: it told nothing in this save.
         """
-        try:
+        found: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):
             found = json.loads(self._read(f"{step}/{_note_name(rank)}"))
-        except FileNotFoundError:
-            found = {"save": None}
-        if found["save"] != save_id:
+        if found.get("save") != save_id:
             raise FileNotFoundError(f"process {rank} has uploaded no part of checkpoint {step}: its own error says why")
         size, checksum = found["part"]
         return size, checksum
