@@ -3,8 +3,8 @@
     uv run benchmarks/saves.py --rounds 5
 
 The state is that of GPT-2 124M with AdamW: 124 439 808 parameters and two moments of each, in float32, 1.49 GB. A step
-is a product of matrices on one CPU; the other CPUs are free for the save, as a host's are while its accelerators
-compute. Four ways take turns in one process, on the same disk. A turn is one save and the steps until the next:
+computes on one CPU, or waits, as the host of an accelerator does while that computes. Four ways take turns in one
+process, on the same disk. A turn is one save and the steps until the next:
 
 none       the same steps without a save, which the others are compared with
 orbax      save with Orbax's CheckpointManager as it comes, which compresses and notes no checksums; wait; go on
@@ -12,11 +12,12 @@ at once    save with `Checkpoints`, wait, go on: what the training loop did befo
 next save  save with `Checkpoints`, go on, and wait before the next save
 
 The delay of a turn is its time, and that of the wait that it leaves to the next save, without the median turn of
-`none`. So what the save in the background takes from the steps counts as well. The second table shows when the calls
-return. Writes benchmarks/results/saves.md and saves.json.
+`none`. So what the save in the background takes from the steps counts as well. Writes
+benchmarks/results/saves.md and saves.json.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -42,7 +43,8 @@ from nnx_gpt2 import OptimizerConfig, create_optimizer, create_train_state, gpt2
 from ray_jax_launch import Checkpoints
 
 ROOT = Path(__file__).parent.parent
-STEPS_PER_TURN, STEP_S = 45, 0.2
+STEPS_PER_TURN, STEP_S = 60, 0.12
+KINDS = ("computes on one CPU", "waits")
 WAYS = ("none", "orbax", "at once", "next save")
 
 
@@ -71,8 +73,8 @@ def make_step() -> Callable[[], None]:
         jax.block_until_ready(compute(x))
         return lambda: jax.block_until_ready(compute(x)), time.perf_counter() - began
 
-    _, probe_s = timed(20)
-    return timed(max(1, round(20 * STEP_S / probe_s)))[0]
+    _, probe_s = timed(100)
+    return timed(max(1, round(100 * STEP_S / probe_s)))[0]
 
 
 def take_turn(
@@ -118,25 +120,31 @@ def main() -> None:
 
     items = train_state()
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
-    step = make_step()
-    turns: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    steps = dict(zip(KINDS, (make_step(), lambda: time.sleep(STEP_S)), strict=True))
+    turns: dict[str, dict[str, list[dict[str, float]]]] = {kind: {way: [] for way in WAYS} for kind in KINDS}
+    numbers = itertools.count(1)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         with (
             Checkpoints(folder / "checkpoints", num_to_keep=1) as checkpoints,
             ocp.CheckpointManager(folder / "orbax", options=ocp.CheckpointManagerOptions(max_to_keep=1)) as orbax,
         ):
-            for number in range(options.rounds + 1):  # the first warms up
-                for way_number, way in enumerate(WAYS):
-                    times = take_turn(way, number * len(WAYS) + way_number, items, step, checkpoints, orbax)
-                    if number:
-                        turns[way].append(times)
-                    print(number, way, {name: round(seconds, 2) for name, seconds in times.items()}, flush=True)
+            for round_number in range(options.rounds + 1):  # the first warms up
+                for kind in KINDS[: 1 if round_number == 0 else 2]:
+                    for way in WAYS:
+                        number = next(numbers)
+                        times = take_turn(way, number, items, steps[kind], checkpoints, orbax)
+                        if round_number:
+                            turns[kind][way].append(times)
+                        shown = {name: round(seconds, 2) for name, seconds in times.items()}
+                        print(round_number, kind, way, shown, flush=True)
     finally:
         shutil.rmtree(folder)
 
-    turn_s = statistics.median(turn["turn"] for turn in turns["none"])
-    delays = {way: [turn["turn"] - turn_s for turn in turns[way]] for way in WAYS[1:]}
+    delays: dict[str, dict[str, list[float]]] = {}
+    for kind, taken in turns.items():
+        turn_s = statistics.median(turn["turn"] for turn in taken["none"])
+        delays[kind] = {way: [turn["turn"] - turn_s for turn in taken[way]] for way in WAYS[1:]}
     results = {
         "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
         "date": datetime.now(UTC).date().isoformat(),
@@ -146,34 +154,36 @@ def main() -> None:
         },
         "configuration": {
             "state": "gpt2 (124M), float32 parameters and AdamW", "bytes": num_bytes, "rounds": options.rounds,
-            "steps_per_turn": STEPS_PER_TURN, "step_s": turn_s / STEPS_PER_TURN, "num_to_keep": 1,
+            "steps_per_turn": STEPS_PER_TURN, "step_s": STEP_S, "num_to_keep": 1,
         },
-        "delay_s": {way: statistics.median(seconds) for way, seconds in delays.items()},
+        "delay_s": {
+            kind: {way: statistics.median(seconds) for way, seconds in ways.items()} for kind, ways in delays.items()
+        },
         "turns": turns,
     }  # fmt: skip
     (ROOT / "benchmarks/results/saves.json").write_text(json.dumps(results, indent=2) + "\n")
     lines = [
         "# How long a save delays the steps",
         "",
-        f"gpt2 (124M): parameters and AdamW, {num_bytes / 1e9:.2f} GB float32, in a folder on the local disk; steps of "
-        f"{results['configuration']['step_s']:.2f} s on one CPU, {STEPS_PER_TURN} between two saves; {options.rounds} "
-        f"turns each; {results['machine']}; {results['date']}; {results['versions']}",
+        f"gpt2 (124M): parameters and AdamW, {num_bytes / 1e9:.2f} GB float32, in a folder on the local disk; "
+        f"{STEPS_PER_TURN} steps of {STEP_S} s between two saves; {options.rounds} turns each; {results['machine']}; "
+        f"{results['date']}; {results['versions']}",
         "",
-        "| way | median delay of the steps by a save | lowest and highest | ratio to `at once` |",
-        "|---|---|---|---|",
+        "| the step | way | median delay by a save | lowest and highest | ratio to `at once` |"
+        " `save` returns after | `wait` takes | durable after |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for way, seconds in delays.items():
-        ratio = statistics.median(seconds) / statistics.median(delays["at once"])
-        lines.append(
-            f"| {way} | {statistics.median(seconds):.2f} s | {min(seconds):.2f} to {max(seconds):.2f} s | {ratio:.3f} |"
-        )
-    lines += ["", "| way | `save` returns after | `wait` takes | durable after |", "|---|---|---|---|"]
-    for way in delays:
-        shown = []
-        for name in ("save", "wait", "durable"):
-            seconds = [turn[name] for turn in turns[way] if name in turn]
-            shown.append(f"{statistics.median(seconds):.2f} s" if seconds else "")
-        lines.append(f"| {way} | " + " | ".join(shown) + " |")
+    for kind, ways in delays.items():
+        for way, seconds in ways.items():
+            ratio = statistics.median(seconds) / statistics.median(ways["at once"])
+            shown = []
+            for name in ("save", "wait", "durable"):
+                times = [turn[name] for turn in turns[kind][way] if name in turn]
+                shown.append(f"{statistics.median(times):.2f} s" if times else "")
+            lines.append(
+                f"| {kind} | {way} | {statistics.median(seconds):.2f} s | {min(seconds):.2f} to {max(seconds):.2f} s | "
+                f"{ratio:.2f} | " + " | ".join(shown) + " |"
+            )
     (ROOT / "benchmarks/results/saves.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

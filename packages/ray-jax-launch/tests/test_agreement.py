@@ -69,15 +69,41 @@ except DamagedCheckpointError as error:
 """
 
 
-def run_ranks(code, folders, *args):
-    """What two processes print after the word `found`."""
+# Saves 1 KB, 16 MB and 1 KB of arrays whose shards are on both processes.
+SAVES = """
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ray_jax_launch import Checkpoints, UnsavedCheckpointError, latest_step
+
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
+mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+split = NamedSharding(mesh, PartitionSpec("data"))
+with Checkpoints(sys.argv[1]) as checkpoints:
+    for step, size in ((1, 256), (2, 4_000_000), (3, 256)):
+        checkpoints.save(step, {"params": {"w": jax.jit(lambda: jnp.zeros(size), out_shardings=split)()}}, metadata={})
+        try:
+            checkpoints.wait()
+        except UnsavedCheckpointError as error:
+            assert step == 2
+            assert checkpoints.latest_step() == latest_step(sys.argv[1]) == 1
+            print("found", error.__cause__)
+    assert checkpoints.latest_step() == latest_step(sys.argv[1]) == 3
+"""
+
+
+def run_ranks(code, folders, *args, prefix=()):
+    """What two processes print after the word `found`. A prefix is for the command of the second."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(folder), str(rank), port, *args],
+            [*(prefix if rank else ()), sys.executable, "-c", code, str(folder), str(rank), port, *args],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank, folder in enumerate(folders)
@@ -127,3 +153,15 @@ def test_all_processes_say_that_every_checkpoint_is_damaged(tmp_path, record_pro
     assert run_ranks(DAMAGED, [tmp_path] * 2) == ["True"] * 2
     record_property("fault", "every checkpoint of a run of two processes is damaged")
     record_property("lost", "nothing: the start is refused, and says what is damaged")
+
+
+@pytest.mark.fault
+def test_all_processes_say_that_one_of_them_could_not_write_its_part(s3, tmp_path, record_property):
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], check=False).returncode != 0:
+        pytest.skip("needs unshare, and the permission to mount")
+    mount = f'mount -t tmpfs -o size=2m tmpfs {tmp_path}; export TMPDIR={tmp_path}; exec "$0" "$@"'
+    said = run_ranks(SAVES, [f"{s3}/{tmp_path.name}"] * 2, prefix=["unshare", "-m", "sh", "-ec", mount])
+    assert "process 1 has uploaded no part of checkpoint 2" in said[0]
+    assert "No space left" in said[1]
+    record_property("fault", "the local disk of one of two hosts is full while both save to object storage")
+    record_property("lost", "steps since the last checkpoint")

@@ -121,13 +121,14 @@ def test_every_file_has_a_checksum_though_nobody_waited(tmp_path):
         checkpoint = tmp_path / str(step)
         files = json.loads((checkpoint / "checksums.json").read_text())["files"]
         found = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
-        assert found - set(files) == {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
+        # Orbax has written the last of them since version 0.12.
+        assert found - set(files) - {"commit_success.txt"} == {"checksums.json", "_CHECKPOINT_METADATA"}
         assert len(files) > 10
 
 
 def test_what_has_no_checksum_is_not_needed(folder):
     for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
-        (folder / "30" / name).unlink()
+        (folder / "30" / name).unlink(missing_ok=True)
     with Checkpoints(folder) as checkpoints:
         np.testing.assert_array_equal(checkpoints.restore(30, {"params": TREE})["params"]["w"], TREE["w"] + 30)
         assert checkpoints.metadata(30) == {"step": 30}

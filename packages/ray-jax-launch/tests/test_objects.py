@@ -134,9 +134,10 @@ class BusyServer(http.server.BaseHTTPRequestHandler):
     """Passes requests on to the S3 server, after it has answered some of them with 503."""
 
     num_failures = 0
+    failing = ""
 
     def do_GET(self):
-        if "/30/process-0.tar" in self.path and BusyServer.num_failures > 0:
+        if f"/30/{BusyServer.failing}" in self.path and BusyServer.num_failures > 0:
             BusyServer.num_failures -= 1
             self.send_response(503)
             self.send_header("Content-Length", "0")
@@ -178,6 +179,7 @@ def busy(uri):
 
 @pytest.mark.fault
 def test_a_busy_server_does_not_condemn_a_checkpoint(uri, busy, caplog, record_property):
+    BusyServer.failing = "process-0.tar"
     BusyServer.num_failures = 40  # more than pyarrow's client tries again, in 6 s
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(busy, num_to_keep=3) as checkpoints:
@@ -192,16 +194,17 @@ def test_a_busy_server_does_not_condemn_a_checkpoint(uri, busy, caplog, record_p
 
 
 @pytest.mark.fault
-def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(uri, busy, monkeypatch, record_property):
+@pytest.mark.parametrize("name", ["process-0.tar", "checkpoint.json"])
+def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(uri, busy, name, monkeypatch, record_property):
     monkeypatch.setattr(_retry, "DELAYS_S", ())  # pyarrow's client takes 6 s for each attempt
     before = names(uri)
-    BusyServer.num_failures = 1_000_000
-    with pytest.raises(LaunchError, match=r"process-0.tar of checkpoint 30 in .* must be accessible, got .*503"):
+    BusyServer.failing, BusyServer.num_failures = name, 1_000_000
+    with pytest.raises(LaunchError, match=rf"{name} .* must be accessible, got .*503"):
         Checkpoints(busy)
     BusyServer.num_failures = 0
     assert names(uri) == before
     assert intact_step(uri) == 30
-    record_property("fault", "the object storage answers 503 to every request for the newest checkpoint")
+    record_property("fault", f"the object storage answers 503 to every request for {name} of the newest checkpoint")
     record_property("lost", "nothing: the start is refused, and works once the storage does")
 
 

@@ -123,12 +123,15 @@ def test_what_two_processes_saved_comes_back_bit_for_bit_on_other_numbers_of_the
     run_processes("restore", place, num_readers)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("place", "num_kills"),
     [("folder", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("folder", 10), ("s3", 10)))],
     indirect=["place"],
 )
-def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_read(place, num_kills):
+def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_read(place, num_kills, record_property):
+    record_property("fault", f"a process that saves is killed at {num_kills} random moments")
+    record_property("lost", "steps since the last checkpoint")
     rng = np.random.default_rng()
     for _ in range(num_kills):
         before = intact_step(place) or 0

@@ -77,20 +77,18 @@ class Folders:
         Raises:
             DamagedCheckpointError: it cannot be read.
         """
-        try:
-            return dict(self._read_json(step, METADATA))
-        except (*ABSENT, ValueError, TypeError) as error:
+        metadata = self._read_json(step, METADATA)
+        if not isinstance(metadata, dict):
             raise DamagedCheckpointError(
-                f"the metadata of checkpoint {step} in {self._folder} must be JSON, got {error}. Start again, which "
-                "goes back to an undamaged checkpoint"
-            ) from error
+                f"the metadata of checkpoint {step} in {self._folder} must be a JSON object, got {metadata!r}. Start "
+                "again, which goes back to an undamaged checkpoint"
+            )
+        return metadata
 
     def score(self, step: int) -> float | None:
         """What the best checkpoints are chosen by."""
-        try:
-            return float(self._read_json(step, METRICS)[SCORE])
-        except (*ABSENT, ValueError, TypeError, KeyError):
-            return None
+        metrics = self._read_json(step, METRICS)
+        return metrics.get(SCORE) if isinstance(metrics, dict) else None
 
     def find_damage(self, step: int) -> str | None:
         """What is wrong with a checkpoint's files, or None. Reads all of them.
@@ -189,12 +187,14 @@ class Folders:
         """Size and CRC-32 of each file by its name; none of them where a version before 0.3 has written it."""
         path = self._path(step) / CHECKSUMS
         try:
-            files = json.loads(retry(str(path), path.read_bytes))["files"]
-            return {name: (int(size), int(checksum)) for name, (size, checksum) in files.items()}
+            content = retry(str(path), path.read_bytes)
         except ABSENT as error:
             if self.mark(step) is None:
                 raise DamagedCheckpointError("it is missing") from error
             return {}
+        try:
+            files = json.loads(content)["files"]
+            return {name: (int(size), int(checksum)) for name, (size, checksum) in files.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"{CHECKSUMS} cannot be read") from error
 
@@ -209,8 +209,16 @@ class Folders:
             raise DamagedCheckpointError(f"{name} does not have the checksum it was written with")
 
     def _read_json(self, step: int, name: str) -> Any:
+        """What a JSON file beside the items holds; None where there is no such file, or it is no JSON."""
         path = self._path(step) / name / name
-        return json.loads(retry(str(path), path.read_bytes))
+        try:
+            content = retry(str(path), path.read_bytes)
+        except ABSENT:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError:
+            return None
 
     def _empty_trash(self) -> None:
         shutil.rmtree(self._folder / _TRASH, ignore_errors=True)

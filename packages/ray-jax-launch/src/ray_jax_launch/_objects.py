@@ -5,6 +5,7 @@
 <uri>/<step>/checkpoint.json                     written last: sizes and checksums of the parts, metadata, score
 """
 
+import contextlib
 import json
 import shutil
 import tarfile
@@ -111,11 +112,13 @@ class Objects:
             DamagedCheckpointError: that cannot be read.
         """
         try:
-            found = json.loads(self._read(f"{step}/{_LISTING}"))
-            parts = {name: (int(size), int(checksum)) for name, (size, checksum) in found["parts"].items()}
-            return Listing(parts, dict(found["metadata"]), found["score"])
+            content = self._read(f"{step}/{_LISTING}")
         except FileNotFoundError as error:
             raise DamagedCheckpointError(f"{_LISTING} is missing") from error
+        try:
+            found = json.loads(content)
+            parts = {name: (int(size), int(checksum)) for name, (size, checksum) in found["parts"].items()}
+            return Listing(parts, dict(found["metadata"]), found["score"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"{_LISTING} cannot be read") from error
 
@@ -133,9 +136,11 @@ class Objects:
         Raises:
             FileNotFoundError: it told nothing in this save.
         """
-        found = json.loads(self._read(f"{step}/{_note_name(rank)}"))
-        if found["save"] != save_id:
-            raise FileNotFoundError(f"process {rank} has uploaded no part of checkpoint {step}")
+        found: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):
+            found = json.loads(self._read(f"{step}/{_note_name(rank)}"))
+        if found.get("save") != save_id:
+            raise FileNotFoundError(f"process {rank} has uploaded no part of checkpoint {step}: its own error says why")
         size, checksum = found["part"]
         return size, checksum
 
