@@ -65,10 +65,12 @@ def another_boot_id(folder: Path) -> list[str]:
 
 @pytest.fixture
 def machines(environment, tmp_path):
-    """The address of a Ray cluster of three machines of one CPU each: two for the workers, one for Ray Data."""
+    """How to reach a Ray cluster of three machines of one CPU each: two for the workers, one for Ray Data."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    # A cluster of `ray start` wants a token.
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     address = f"127.0.0.1:{port}"
     # Ray's sockets lie in here, and their paths may not be long.
     session = tempfile.mkdtemp(prefix="ray-")
@@ -80,7 +82,9 @@ def machines(environment, tmp_path):
             before = another_boot_id(tmp_path)
             log = tmp_path / f"{name}.log"
             with log.open("wb") as out:
-                node = subprocess.Popen([*before, *RAY_START, *options], env=environment, stdout=out, stderr=out)
+                node = subprocess.Popen(
+                    [*before, *RAY_START, *options], env=environment | token, stdout=out, stderr=out
+                )
             nodes.append(node)
             stack.callback(node.wait)
             stack.callback(node.send_signal, signal.SIGTERM)
@@ -94,7 +98,7 @@ def machines(environment, tmp_path):
         for name in ("second", "third"):
             start(name, f"--address={address}")
         assert len({Path(f"/proc/{node.pid}/root/{BOOT_ID}").read_text() for node in nodes}) == 3
-        yield address
+        yield token | {"RAY_ADDRESS": address}
 
 
 @pytest.fixture
@@ -125,7 +129,7 @@ def test_two_machines_train_like_one_device(machines, plain, corpus, environment
     storage = tmp_path / "storage"
     args = ["--data", str(corpus), "--storage-path", str(storage), "--hardware=cpu:2", *OPTIONS]
     done = subprocess.run(
-        [*COMMAND, *args], env=environment | {"RAY_ADDRESS": machines}, cwd=tmp_path, capture_output=True, text=True,
+        [*COMMAND, *args], env=environment | machines, cwd=tmp_path, capture_output=True, text=True,
         check=False, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
