@@ -222,6 +222,7 @@ def test_a_checkpoint_that_is_damaged_while_the_workers_restart_is_not_continued
     killed = time.time()
     time.sleep(1)  # a save that was under way has ended one way or the other
     newest = latest_step(checkpoints)
+    assert newest is not None
     file = max((checkpoints / str(newest)).rglob("*"), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1])
     assert driver.wait(180) == 0
