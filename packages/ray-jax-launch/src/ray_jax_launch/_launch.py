@@ -5,7 +5,6 @@ import functools
 import logging
 import os
 import re
-import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -13,13 +12,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from pickle import PicklingError
-from types import FrameType
 from typing import Any
 
 import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.config import LoggingConfig
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
@@ -33,6 +30,7 @@ from ray_jax_launch._data import DataReservation, RankedDataConfig, RankedDatase
 from ray_jax_launch._errors import LaunchError, TrainingFailed
 from ray_jax_launch._failures import ForwardReports, first_failure, in_a_line, note_traceback
 from ray_jax_launch._hardware import Hardware
+from ray_jax_launch._interrupt import Interrupt
 from ray_jax_launch._restart import RestartPolicy
 from ray_jax_launch._session import Session, begin, end, note_step
 from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
@@ -138,7 +136,7 @@ def launch(
         check_resources(hardware, data_cpus=data_cpus, wait_for_resources_s=wait_for_resources_s)
         marker = _write_marker(run_path)
     board = start_board()
-    interrupt = _Interrupt(board)
+    interrupt = Interrupt(board)
     trainer = _Trainer(
         functools.partial(_run_loop, train_loop, Session(board, run_path, name, marker)),
         train_loop_config=config,
@@ -180,7 +178,7 @@ def launch(
             log_folder=log_folder(),
         )
     except SystemExit:
-        raise KeyboardInterrupt from None  # see _Interrupt
+        raise KeyboardInterrupt from None  # see Interrupt
     except WorkerGroupError as error:
         rank, details = first_failure(error.worker_failures)
         if isinstance(error.worker_failures[rank], LaunchError):
@@ -292,43 +290,6 @@ class _Trainer(JaxTrainer):
 
     def _register_sigint_handler(self, controller: ActorHandle) -> None:
         self.on_start(controller)
-
-
-class _Interrupt:
-    """Ctrl-C and SIGTERM: the first asks a loop that listens to save and return, the second takes it down."""
-
-    def __init__(self, board: BoardHandle) -> None:
-        self._board = board
-        self._controller: ActorHandle | None = None
-        self._former: dict[int, Any] = {}
-        self._asked = False
-
-    def handle(self) -> None:
-        """Answer the signals from now on, if this is the main thread, the only one where this can be done."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._former[number] = signal.signal(number, self._on_signal)
-
-    def attach(self, controller: ActorHandle) -> None:
-        """Know whom to end."""
-        self._controller = controller
-
-    def restore(self) -> None:
-        """Leave the signals to those who had them before."""
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self._asked:
-            self._asked = True
-            if ray.get(self._board.interrupt.remote()):
-                _logger.warning("interrupted: the workers save what they have; press Ctrl-C again to stop at once")
-                return
-        _logger.warning("interrupted: stopping the workers, which do not save")
-        if self._controller is not None:
-            with contextlib.suppress(RayActorError):  # so it says good-bye
-                ray.get(self._controller.abort.remote())
-        raise SystemExit(1)
 
 
 @contextlib.contextmanager
