@@ -136,8 +136,8 @@ def test_a_run_whose_configuration_a_power_cut_emptied_is_refused_in_a_sentence(
 def test_more_gpus_than_the_cluster_has(capsys, workplace):
     err = refusal(capsys, "--data", "book.txt", "--hardware", "gpu:2")
     assert err == (
-        "error: The Ray cluster must have 2 GPUs for gpu:2, got 0. Ask for fewer workers, add nodes, or set RAY_ADDRESS "
-        "to a cluster that has them\n"
+        "error: The Ray cluster must have 2 GPUs for gpu:2, got 0. Ask for fewer workers, add nodes, or set "
+        "RAY_ADDRESS to a cluster that has them\n"
     )
     assert not any((workplace / "runs").glob("*"))
 
