@@ -32,7 +32,8 @@ def make_run(tmp_path):
             config.model, vocab_size=VOCAB_SIZE, seq_len=32, num_layers=1, num_heads=2, embed_dim=16
         )
         train = dataclasses.replace(config.train, mask_documents=mask_documents)
-        config = dataclasses.replace(config, data=str(lines), model=model, train=train)
+        prepare = dataclasses.replace(config.prepare, val_fraction=0.1)
+        config = dataclasses.replace(config, data=str(lines), model=model, train=train, prepare=prepare)
         tokens = load_tokens(config, Console(quiet=True))
         folder = RunFolder(tmp_path / "run")
         folder.path.mkdir()
