@@ -148,11 +148,11 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
                 timer.restart(step)
                 pending = None
 
+    is_first = jax.process_index() == 0
+    if is_first:
+        mark_finished("")
     params = jax.jit(lambda params: params, out_shardings=replicated(mesh))(state.params)
-    if jax.process_index() > 0:
-        return ""
-    mark_finished("")
-    return sample_text(config, load_tokenizer(data.tokenizer), params)
+    return sample_text(config, load_tokenizer(data.tokenizer), params) if is_first else ""
 
 
 def data_identity(config: PretrainConfig, data: TokenData) -> dict[str, Any]:
