@@ -39,6 +39,7 @@ from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
 # and the next one sees what there is: this is to happen soon.
 _ELASTIC_START_TIMEOUT_S = 15
 _COLLECT_EVERY_S = 0.5
+_MARKER = ".launch-"
 
 OnMetrics = Callable[[int, Metrics], None]
 
@@ -268,11 +269,22 @@ def _fit(trainer: "_Trainer", board: BoardHandle) -> Any:
 
 
 def _write_marker(run_path: StoragePath) -> Path | None:
-    """Write a file that every worker must find, if the run is in a folder: see `Session`."""
+    """Write a file that every worker must find, if the run is in a folder: see `Session`.
+
+    Raises:
+        LaunchError: the folder cannot be written.
+    """
     if not isinstance(run_path, Path):
         return None
-    marker = run_path / f".launch-{uuid.uuid4().hex}"
-    marker.touch()
+    try:
+        for left in run_path.glob(f"{_MARKER}*"):  # by a launch that was killed
+            left.unlink(missing_ok=True)
+        marker = run_path / f"{_MARKER}{uuid.uuid4().hex}"
+        marker.touch()
+    except OSError as error:
+        raise LaunchError(
+            f"storage_path must be writable, got {run_path} ({error.strerror}). Choose another"
+        ) from error
     return marker
 
 
