@@ -83,10 +83,9 @@ def test_a_taken_port_a_read_error_and_a_death_after_the_end_fail_no_run(
     assert result.return_value == "all that matters"
     assert len((tmp_path / "starts").read_text().splitlines()) == 2
     joining, reading, end = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
-    assert joining == (
-        "the workers could not start: jax.distributed.initialize: a worker died; the workers start again (failure 1 of "
-        "at most 2)"
-    )
+    # Either the failure of rank 0 comes first, or the death of rank 1, which had joined the other program.
+    assert joining.startswith("the workers could not start: jax.distributed.initialize: ")
+    assert joining.endswith("; the workers start again (failure 1 of at most 2)")
     assert reading == "worker 0 failed: OSError: stale file handle; the workers start again (failure 2 of at most 2)"
     assert end.startswith("worker 0 died, or no longer answers; this was after the training had ended")
 
