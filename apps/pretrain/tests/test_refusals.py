@@ -146,4 +146,4 @@ def test_a_run_without_a_checkpoint_has_nothing_to_sample(capsys, workplace):
     folder = RunFolder(workplace / "runs" / "young")
     folder.path.mkdir(parents=True)
     write_json(folder.config, describe(PRESETS["quickstart"](), {"fingerprint": {}}, "cpu:1"))
-    assert "expected a checkpoint in" in refusal(capsys, "sample", "young")
+    assert "the run must have a checkpoint, got none in" in refusal(capsys, "sample", "young")
