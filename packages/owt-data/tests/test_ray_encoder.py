@@ -55,14 +55,14 @@ sys.exit(main(sys.argv[2:]))
 """
     arguments = [str(ranks), "prepare", str(articles), str(tmp_path / "out"), "--ray"]
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], env=no_ranks, capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-c", script, *arguments], env=no_ranks, capture_output=True, text=True, check=False,
+        timeout=300,
+    )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "The Ray cluster must tokenize every part, got a failure: " in done.stderr
     assert "the files of tokenizer 'gpt2' could not be downloaded (ProxyError)" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(
-        "error: The Ray cluster"
-    )  # Ray warns first where there is no network
+    # Ray warns first where there is no network.
+    assert done.stderr.splitlines()[-1].startswith("error: The Ray cluster")
     assert "Traceback" not in done.stderr
     assert (tmp_path / ".out.partial/plan.json").exists()
 
