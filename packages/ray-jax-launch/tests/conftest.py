@@ -5,6 +5,7 @@ import os
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
@@ -50,3 +51,16 @@ def cluster(s3):
     os.environ["XLA_FLAGS"] = flags
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def nodes():
+    """A cluster whose head has no CPUs, and nodes of one CPU each that are added to it."""
+    flags = os.environ.pop("XLA_FLAGS", None)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    if flags is not None:
+        os.environ["XLA_FLAGS"] = flags

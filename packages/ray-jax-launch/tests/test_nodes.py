@@ -19,7 +19,6 @@ import ray
 import ray.cloudpickle
 import ray.data
 from ray._private.accelerators.tpu import infer_tpu_pod_type_from_topology
-from ray.cluster_utils import Cluster
 from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch import LaunchError, Result, auto, cpu, gpu, latest_step, launch, parse_hardware
@@ -80,19 +79,6 @@ def sum_each_step(config):
                 if multihost_utils.broadcast_one_to_all(np.bool((folder / "stop").exists())):
                     break
     return {"total": float(total), "processes": jax.process_count()}
-
-
-@pytest.fixture
-def nodes():
-    """A cluster whose head has no CPUs, and nodes of one CPU each that are added to it."""
-    flags = os.environ.pop("XLA_FLAGS", None)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-    if flags is not None:
-        os.environ["XLA_FLAGS"] = flags
 
 
 class Run:

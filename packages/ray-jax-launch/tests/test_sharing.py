@@ -1,6 +1,5 @@
 """What nodes must share, and what a cluster must have, before a loop begins. Real nodes on this machine."""
 
-import logging
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import ray
 import ray.cloudpickle
-from ray.cluster_utils import Cluster
 
 from ray_jax_launch import LaunchError, check_resources, cpu, launch, parse_hardware
 
@@ -21,20 +19,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture
-def cluster_of_nodes():
-    """A cluster whose head has no CPUs."""
-    flags = os.environ.pop("XLA_FLAGS", None)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-    if flags is not None:
-        os.environ["XLA_FLAGS"] = flags
-
-
-@pytest.fixture
-def add_node_elsewhere(cluster_of_nodes, tmp_path):
+def add_node_elsewhere(nodes, tmp_path):
     """Add a node of one CPU to whose processes a folder is another, empty one: it has a mount namespace of its own."""
     started = []
 
@@ -42,13 +27,13 @@ def add_node_elsewhere(cluster_of_nodes, tmp_path):
         probe = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", str(hidden)], capture_output=True)
         if probe.returncode:
             pytest.skip(f"needs Linux and the right to mount: {probe.stderr.decode().strip()}")
-        command = f"{sys.executable} -m ray.scripts.scripts start --address={cluster_of_nodes.address} --num-cpus=1"
+        command = f"{sys.executable} -m ray.scripts.scripts start --address={nodes.address} --num-cpus=1"
         with (tmp_path / "node.log").open("w") as log:
             script = f"mount -t tmpfs none {hidden} && exec {command} --block"
             process = subprocess.Popen(["unshare", "-m", "sh", "-c", script], stdout=log, stderr=log)
         started.append(process)
         deadline = time.monotonic() + 60
-        while sum(node["Alive"] for node in ray.nodes()) < 2 + len(cluster_of_nodes.worker_nodes):
+        while sum(node["Alive"] for node in ray.nodes()) < 2 + len(nodes.worker_nodes):
             assert process.poll() is None, (tmp_path / "node.log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -64,20 +49,20 @@ def note_start(config):
 
 
 def test_a_folder_that_nodes_do_not_share_is_rejected_before_the_loop_begins(
-    cluster_of_nodes, add_node_elsewhere, tmp_path, record_property
+    nodes, add_node_elsewhere, tmp_path, record_property
 ):
     record_property("fault", "two nodes, and a storage path that each has for itself")
     record_property("lost", "nothing: rejected before the first step")
     storage, marker = tmp_path / "storage", tmp_path / "began"
     storage.mkdir()
-    cluster_of_nodes.add_node(num_cpus=1)
+    nodes.add_node(num_cpus=1)
     add_node_elsewhere(storage)
     with pytest.raises(LaunchError, match=r"storage_path must be a folder that all nodes share, got .*/storage, which"):
         launch(note_start, {"marker": str(marker)}, hardware=cpu(2), storage_path=storage, name="run")
     assert [path for path in (storage / "run").iterdir() if path.name.startswith(".launch-")] == []
 
 
-def test_a_cluster_that_gets_its_node_later_is_waited_for(cluster_of_nodes, tmp_path, caplog, record_property):
+def test_a_cluster_that_gets_its_node_later_is_waited_for(nodes, tmp_path, caplog, record_property):
     record_property("fault", "the cluster has no node for the worker; one comes ten seconds later")
     record_property("lost", "nothing")
     marker = tmp_path / "began"
@@ -88,17 +73,17 @@ def test_a_cluster_that_gets_its_node_later_is_waited_for(cluster_of_nodes, tmp_
     thread = threading.Thread(target=launch, args=(note_start, {"marker": str(marker)}), kwargs=given)
     thread.start()
     time.sleep(10)
-    cluster_of_nodes.add_node(num_cpus=1)  # by the main thread: it handles signals
+    nodes.add_node(num_cpus=1)  # by the main thread: it handles signals
     thread.join()
     assert marker.exists()
     assert "waiting up to 60 s for more nodes: The Ray cluster must have 1 CPUs for cpu:1, got 0" in caplog.text
 
 
-def test_tpu_hosts_of_one_cpu_each_need_a_node_for_the_data(cluster_of_nodes, record_property):
+def test_tpu_hosts_of_one_cpu_each_need_a_node_for_the_data(nodes, record_property):
     record_property("fault", "TPU hosts whose only CPU the worker takes, and no node for Ray Data")
     record_property("lost", "nothing: rejected before the start")
     for _ in range(4):
-        cluster_of_nodes.add_node(num_cpus=1, resources={"TPU": 4})
+        nodes.add_node(num_cpus=1, resources={"TPU": 4})
     hardware = parse_hardware("tpu:v6e:4x4")
     check_resources(hardware)
     with pytest.raises(LaunchError, match=r"must have 5 CPUs, 4 for the workers of tpu:v6e:4x4 and 1 for .* got 4"):
