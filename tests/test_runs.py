@@ -57,16 +57,20 @@ def losses(records):
 
 
 def stopped_by(signal_number, args, environment, newest):
-    """Start the command, send it a signal once there is a checkpoint, and return its exit code and last words."""
+    """Start the command, signal its process group once there is a checkpoint, and return its exit code and last words.
+
+    SIGKILL is for the command alone, as the kernel sends it when memory runs out.
+    """
     driver = subprocess.Popen(
-        [*COMMAND, *args], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+        [*COMMAND, *args], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
     deadline = time.monotonic() + 180
     while newest() is None:
         assert driver.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    driver.send_signal(signal_number)
+    (os.kill if signal_number == signal.SIGKILL else os.killpg)(driver.pid, signal_number)
     _, err = driver.communicate(timeout=60)
     assert newest() < MAX_STEPS
     return driver.returncode, err
@@ -252,7 +256,7 @@ def test_two_workers_train_like_one_until_they_are_interrupted_and_keep_it_in_ob
 ):
     run = f"{s3}/runs/run"
     args = ["--data", str(corpus), "--storage-path", f"{s3}/runs", "--hardware=cpu:2", *OPTIONS]
-    code, err = stopped_by(signal.SIGINT, args, environment, lambda: latest_step(f"{run}/checkpoints"))
+    code, err = stopped_by(signal.SIGTERM, args, environment, lambda: latest_step(f"{run}/checkpoints"))
     assert code == 130, err
     assert err.splitlines()[-2:] == [
         "interrupted: the workers save what they have; press Ctrl-C again to stop at once",

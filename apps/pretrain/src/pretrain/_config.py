@@ -1,5 +1,6 @@
 """The configuration of a run: everything that the command line can change."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -148,8 +149,8 @@ class PretrainConfig:
     def __post_init__(self) -> None:
         """Check what no section checks."""
         for name in ("seed", "wait_for_resources_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number from 0 on, got {getattr(self, name)}")
         if self.name is not None and (not self.name or self.name.startswith(".") or "/" in self.name):
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
         self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)

@@ -13,6 +13,7 @@ from ray_jax_launch._errors import (
     DeletedCheckpointError,
     LaunchError,
     PermanentError,
+    StorageFullError,
     TrainingFailed,
     UnsavedCheckpointError,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "RankedDataset",
     "Restored",
     "Result",
+    "StorageFullError",
     "StoragePath",
     "TrainingFailed",
     "UnsavedCheckpointError",

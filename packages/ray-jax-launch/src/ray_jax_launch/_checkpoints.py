@@ -1,8 +1,10 @@
 """Crash-safe numbered checkpoints, each of them listed only once it is complete."""
 
+import errno
 import json
 import logging
 import math
+import os
 import re
 import time
 import uuid
@@ -19,6 +21,7 @@ from ray_jax_launch._errors import (
     DamagedCheckpointError,
     DeletedCheckpointError,
     LaunchError,
+    StorageFullError,
     UnsavedCheckpointError,
 )
 from ray_jax_launch._orbax import RESERVED, make_writer
@@ -28,6 +31,8 @@ from ray_jax_launch._trees import as_wanted, to_save
 
 # How long `restore_latest` goes on to newer checkpoints: so many times, and so many seconds.
 _MIN_ATTEMPTS, _PATIENCE_S = 5, 60.0
+# Of a full disk, and of a full quota. Orbax and tensorstore pass on the text of these errors, not their numbers.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # What Orbax, tensorstore and the file system raise when files vanish while they are read.
 _READ_ERRORS = (OSError, ValueError, LookupError, RuntimeError)
 
@@ -221,11 +226,17 @@ class Checkpoints:
 
         Raises:
             UnsavedCheckpointError: it could not be written. Its cause says why.
+            StorageFullError: there was no room for it.
         """
         if self._pending is None:
             return
         (step, scores, done), self._pending = self._pending, None
         error = done.exception()
+        if error is not None and any(os.strerror(number) in str(error) for number in _NO_ROOM):
+            raise StorageFullError(
+                f"the storage must have room for a checkpoint, got a full disk at checkpoint {step} in {self._folder}. "
+                "Free some space, then start again: the checkpoints before it are unchanged"
+            ) from error
         if error is not None:
             raise UnsavedCheckpointError(
                 f"checkpoint {step} in {self._folder} must be written, got {error}. The checkpoints before it are "

@@ -27,6 +27,10 @@ class UnsavedCheckpointError(RuntimeError):
     """A checkpoint could not be written. The error that prevented it is the cause (`__cause__`)."""
 
 
+class StorageFullError(UnsavedCheckpointError, LaunchError):
+    """A checkpoint could not be written for want of room. A restart does not help, so `launch` does not try."""
+
+
 class TrainingFailed(RuntimeError):
     """A worker failed more often than it may.
 

@@ -10,7 +10,7 @@ from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_act
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 
 from ray_jax_launch._board import BoardHandle
-from ray_jax_launch._errors import LaunchError, PermanentError
+from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, PermanentError
 from ray_jax_launch._failures import Preempted, first_failure, has_raised, in_a_line, may_pass
 
 # Nodes that are lost come back, or an autoscaler replaces them, within this time or the one that the user gives.
@@ -62,7 +62,7 @@ class RestartPolicy(FailurePolicy):
         rank, details = first_failure(failures)
         failure = failures[rank]
         what = in_a_line(rank, failure)
-        if isinstance(failure, LaunchError | PermanentError):
+        if isinstance(failure, LaunchError | DamagedCheckpointError | PermanentError):
             return FailureDecision.RAISE
         if has_raised(failure) and not may_pass(failure):
             if details == self._last_details:
