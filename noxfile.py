@@ -90,9 +90,8 @@ def slow(session: nox.Session, part: str) -> None:
 @nox.session
 def faults(session: nox.Session) -> None:
     """Run every fault test and write the table of faults to benchmarks/results/faults.md."""
-    reports = Path(
-        tempfile.mkdtemp(prefix="faults-")
-    )  # not session.create_tmp, which moves Ray's sockets there as well
+    # Not session.create_tmp: it sets TMPDIR, and Ray's workers do not start with their sockets in there.
+    reports = Path(tempfile.mkdtemp(prefix="faults-"))
     for part in PARTS:
         sync_part(session, part)
         session.run(
