@@ -207,6 +207,25 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(finished, pret
 
 
 @pytest.mark.fault
+def test_a_run_whose_checkpoints_are_all_damaged_ends_in_a_sentence(
+    finished, pretrain, corpus, tmp_path, record_property
+):
+    storage, _ = finished
+    run = shutil.copytree(storage / "run", tmp_path / "run")
+    (run / "result.json").unlink()
+    for checkpoint in (run / "checkpoints").iterdir():
+        file = max(checkpoint.rglob("*"), key=lambda path: path.stat().st_size)
+        file.write_bytes(file.read_bytes()[:-1])
+    done = pretrain("--data", corpus, "--storage-path", tmp_path, "--hardware=cpu:1", *OPTIONS)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: expected an undamaged checkpoint in ")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "90"]
+    record_property("fault", "every checkpoint of a run is cut short")
+    record_property("lost", "the run: it says so, and changes nothing")
+
+
+@pytest.mark.fault
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_checkpoint_that_is_damaged_while_the_workers_restart_is_not_continued_from(
     plain, corpus, environment, tmp_path, record_property
