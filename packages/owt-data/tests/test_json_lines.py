@@ -138,8 +138,15 @@ def test_forms_of_json_are_read(block_bytes, data, expected, tmp_path, monkeypat
         (b'{"text": "a"}\n{"body": "b"}\n', "must hold text in every row, got none in row 1"),
         (b'{"body": "a", "id": 1}\n', r"The text column must be one of the columns \['body', 'id'\] of .*, got 'text'"),
         (b'{"text": "a"}\nnull\n', "must hold JSON lines, one object in each, got another file: row 1 is null"),
-        (b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "Expecting ',' delimiter in line 3"),
-        (b'{"text": "a"}\n{"text": "b', "Unterminated string starting at in line 2"),
+        (b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "Expecting ',' delimiter in line 2. "),
+        (b'{"text": "a"\n', "Expecting ',' delimiter in line 1. "),
+        (b'{"text": "a"}\n\n{"text": "b",\n{"text": "c"}\n', "Expecting property name .* in line 3. "),
+        (b'{"text": "a"}\n{"text":\n{"text": "c"}\n{"text": "d"}\n', "in line 3 of the row that begins in line 2. "),
+        (b'{\n  "text": "a"\n  "meta": 1\n}\n', "Expecting ',' delimiter in line 2 of the row that begins in line 1. "),
+        (b'[{"text": "a"},\n {"text": "b"\n {"text": "c"}]\n', "Expecting ',' delimiter in line 2. "),
+        (b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n', "got another file: Invalid control character in line 2. "),
+        (b'{"text": "a"}\n{"text": "\\x"}\n', r"got another file: Invalid \\escape in line 2. "),
+        (b'{"text": "a"}\n{"text": "b', "got another file: Unterminated string starting in line 2. "),
         (b'{"text": "a"}\n\0\0\0\0', "Expecting value in line 2"),
         (b'{"text": "te\xe9"}\n', "must hold UTF-8 text, got other bytes or half a surrogate pair in row 0"),
         (b'{"text": "\\ud800"}\n', "must hold UTF-8 text, got other bytes or half a surrogate pair in row 0"),
@@ -151,6 +158,14 @@ def test_rows_without_text_are_rejected_by_number(block_bytes, data, message, tm
     monkeypatch.setattr("owt_data._json_lines._BLOCK_BYTES", block_bytes)
     (tmp_path / "rows.jsonl").write_bytes(data)
     with pytest.raises(DataError, match=message):
+        read(tmp_path / "rows.jsonl")
+
+
+def test_a_line_that_is_cut_is_named_among_thousands(tmp_path):
+    lines = ['{"text": "good"}\n'] * 6000
+    lines[3000] = '{"text": "broken"\n'
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    with pytest.raises(DataError, match=r"Expecting ',' delimiter in line 3001\. "):
         read(tmp_path / "rows.jsonl")
 
 

@@ -194,7 +194,7 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
         (
             "torn.jsonl",
             '{"text": "x"\n{"text": "y"}\n',
-            r"torn.jsonl must hold .*: Expecting ',' delimiter in line 2",
+            r"torn.jsonl must hold .*: Expecting ',' delimiter in line 1\.",
         ),
         ("fake.parquet", "no parquet", "fake.parquet must hold parquet rows"),
         ("latin.txt", b"tea\xe9", "expected UTF-8 text in .*, found another byte at 3"),

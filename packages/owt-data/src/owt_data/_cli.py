@@ -1,7 +1,10 @@
 """`owt-data`: the command line of this package."""
 
 import os
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -100,20 +103,36 @@ def _console() -> Console:
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Answer SIGTERM as Ctrl-C, unless the process ignores it or has a handler of its own."""
+    # Python sets signal handlers in the main thread only.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run `owt-data` with these arguments, or those of the process.
 
     Returns:
-        The exit code: 0, 1 where `verify` found a difference, 2 for bad input, or 130 after Ctrl-C.
+        The exit code: 0, 1 where `verify` found a difference, 2 for bad input, or 130 after Ctrl-C or SIGTERM.
     """
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what fails there is said here, in a sentence
     try:
-        return tyro.extras.subcommand_cli_from_dict(
-            {"prepare": _prepare, "verify": _verify, "inspect": _inspect},
-            prog="owt-data",
-            description="Text to token files that nanoGPT, the Ray tutorial and nnx-gpt2 read.",
-            args=args,
-        )
+        with _sigterm_as_ctrl_c():
+            return tyro.extras.subcommand_cli_from_dict(
+                {"prepare": _prepare, "verify": _verify, "inspect": _inspect},
+                prog="owt-data",
+                description="Text to token files that nanoGPT, the Ray tutorial and nnx-gpt2 read.",
+                args=args,
+            )
     except DataError as error:
         _console().print(f"error: {error}", markup=False)
         return _BAD_INPUT

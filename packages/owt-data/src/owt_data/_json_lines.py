@@ -121,8 +121,11 @@ class _Rows:
             except json.JSONDecodeError as error:
                 if not last and error.pos >= end - 1:
                     return pa.array(texts, pa.large_string()), decoded[position:].encode("utf-8", "surrogateescape")
-                line = self._num_lines + decoded.count("\n", 0, error.pos) + 1
-                raise self.rejected(f"{error.msg} in line {line}") from error
+                # What is missing is noticed at the next character, which may stand lines below the text that lacks it.
+                noticed = position + len(decoded[position : error.pos].rstrip())
+                first, line = (self._num_lines + decoded.count("\n", 0, at) + 1 for at in (position, noticed))
+                row = "" if array or line == first else f" of the row that begins in line {first}"
+                raise self.rejected(f"{error.msg.removesuffix(' at')} in line {line}{row}") from error
             except RecursionError as error:
                 raise self.rejected(f"row {self._num_rows + len(texts)} is nested too deeply") from error
             if array and isinstance(row, list) and not texts and not decoded[after:].strip():

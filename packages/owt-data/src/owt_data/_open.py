@@ -214,8 +214,8 @@ def _scan(span: TokenSpan, tokenizer: str) -> str:
         largest = int(tokens.max())
         if largest >= vocab_size:
             raise DataError(
-                f"expected ids below {vocab_size} in {span.path}, the vocabulary of the tokenizer {tokenizer}, found "
-                f"{largest}: name the tokenizer that wrote the file with --tokenizer"
+                f"The ids in {span.path} must be below {vocab_size}, the vocabulary of the tokenizer {tokenizer}, got "
+                f"{largest}. Give the tokenizer that wrote the file, or a folder with its manifest.json."
             )
         digest.update(block)
     return digest.hexdigest()

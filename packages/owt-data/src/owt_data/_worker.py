@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,31 @@ def main(name: str) -> None:
     try:
         tokenizer = load_tokenizer(name)
     except DataError as error:
-        print(json.dumps({"rejected": str(error)}), flush=True)  # noqa: T201
+        _answer({"rejected": str(error)})
         return
-    with pa.ipc.open_stream(sys.stdin.buffer) as parts:
-        for batch, metadata in parts.iter_batches_with_custom_metadata():
-            print(json.dumps(encode_part(batch, tokenizer, Path(metadata["path"].decode()))), flush=True)  # noqa: T201
+    for batch, metadata in _receive():
+        _answer(encode_part(batch, tokenizer, Path(metadata["path"].decode())))
+
+
+def _receive() -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata]]:
+    """Yield the parts from standard input."""
+    try:
+        with pa.ipc.open_stream(sys.stdin.buffer) as parts:
+            yield from parts.iter_batches_with_custom_metadata()
+    except (pa.ArrowInvalid, OSError):
+        # The parent died and cut the stream: Arrow raises the one or the other, depending on where. Nobody is left
+        # to tell. What fails while a part is encoded is not raised here.
+        sys.exit(1)
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    """Print a line of JSON for the parent."""
+    try:
+        print(json.dumps(answer), flush=True)  # noqa: T201
+    except BrokenPipeError:
+        # The parent died, so nobody is left to tell. At exit Python flushes the line again, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 if __name__ == "__main__":
