@@ -60,7 +60,7 @@ def test_options(args, message, capsys, workplace):
         (["--data", "book.txt", "--tokenizer", "gpt2"], "the files of tokenizer 'gpt2' could not be downloaded"),
         (["--data", "someone/something"], "as a dataset of the Hugging Face hub it could not be loaded"),
         (["--data", "odd.bin"], "expected an even number of bytes in"),
-        (["--data", "ids.bin"], "expected ids below 257 in"),
+        (["--data", "ids.bin"], "must be below 257, the vocabulary of the tokenizer"),
         (
             ["--data", "book.txt", "--hardware", "cpu:3"],
             "must be a multiple of the 3 devices of cpu:3 that share it, got 16.",
