@@ -97,7 +97,7 @@ def machines(environment, tmp_path):
         start("head", "--head", f"--port={port}", f"--temp-dir={session}", "--include-dashboard=false")
         for name in ("second", "third"):
             start(name, f"--address={address}")
-        assert len({Path(f"/proc/{node.pid}/root/{BOOT_ID}").read_text() for node in nodes}) == 3
+        assert len({Path("/proc", str(node.pid), "root", BOOT_ID).read_text() for node in nodes}) == 3
         yield token | {"RAY_ADDRESS": address}
 
 

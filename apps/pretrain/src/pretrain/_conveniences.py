@@ -1,4 +1,4 @@
-"""What a run can do without: pictures, samples, trackers."""
+"""Conveniences, which cannot fail a run: pictures, samples, trackers."""
 
 import contextlib
 import logging

@@ -39,7 +39,7 @@ class TrainState:
     """How many of them made no update, because the loss or the gradient was not finite; int32."""
 
     num_skipped_in_a_row: Any
-    """How many of the newest batches made no update, since the last one that did; int32."""
+    """Number of batches in a row, up to the newest, that made no update; int32."""
 
     params: Any
     """Parameters: nested dictionaries, from GPT-2's names to arrays."""
