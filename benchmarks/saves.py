@@ -1,4 +1,4 @@
-"""How long a save delays the steps: wait for it at once, against wait for it at the next save.
+"""Delay of the steps by a save that is waited for at once, and by one that is waited for at the next save.
 
     uv run benchmarks/saves.py --rounds 5
 

@@ -51,7 +51,7 @@ def test_a_record_after_a_line_that_was_cut_off_has_a_line_of_its_own(tmp_path):
 
 @pytest.mark.fault
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch, record_property):
-    """What a power cut leaves follows from the order of calls, which are made here as well as noted."""
+    """The order of the calls decides what a power cut leaves. The test makes the calls and records them."""
     record_property("fault", "power cut while a file is replaced")
     record_property("lost", "nothing")
     calls = []

@@ -1,4 +1,4 @@
-"""What is done with a trained model: here one of random weights, saved as a run saves it, without Ray."""
+"""Commands on a trained model: one of random weights, saved as a run saves it, without Ray."""
 
 import dataclasses
 

@@ -13,7 +13,7 @@ from nnx_gpt2 import batch_sharding, check_mesh, make_mesh
 
 @dataclass(frozen=True)
 class Device:
-    """What jax knows of a device."""
+    """A stand-in with the attributes of a jax device."""
 
     id: int
     process_index: int

@@ -41,7 +41,7 @@ def write_report(folder: RunFolder, name: str, *, wall_s: float) -> dict[str, An
 
 
 def read_result(folder: RunFolder) -> dict[str, Any] | None:
-    """What `result.json` holds, or None for a run that is not finished.
+    """The contents of `result.json`, or None for a run that is not finished.
 
     A file that a power cut left empty or cut does not count: the run then ends again from its last checkpoint.
     """

@@ -195,7 +195,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_description(folder: RunFolder) -> dict[str, Any]:
-    """What `describe` gave when the run was started.
+    """The description of a run, as `describe` gave it when the run was started.
 
     Raises:
         UsageError: `config.json` is damaged, as a power cut left it under older versions.

@@ -1,4 +1,4 @@
-"""What Ray's workers unpickle. Light to import: they do it before anything else, one after the other."""
+"""The function that Ray's workers unpickle. Light to import, as they do it before anything else."""
 
 from typing import Any
 

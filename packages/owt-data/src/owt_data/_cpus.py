@@ -4,7 +4,7 @@ import os
 
 
 def num_usable_cpus() -> int:
-    """How many CPUs this process may use: those of its affinity mask where the system has one, else all."""
+    """Number of CPUs that this process may use: those of its affinity mask where the system has one, else all."""
     if hasattr(os, "sched_getaffinity"):  # which macOS lacks
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
