@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ray_jax_launch import Checkpoints, DeletedCheckpointError, intact_step, latest_step
+from ray_jax_launch import Checkpoints, DeletedCheckpointError, intact_step, latest_step, newest_metadata
 
 WRITER = """
 import sys, time
@@ -66,6 +66,12 @@ def test_to_verify_beside_a_run_finds_no_damage(place, writer, caplog):
     steps = [intact_step(place) or 0 for _ in range(20)]
     assert steps == sorted(steps)
     assert not [record for record in caplog.records if "damaged" in record.message]
+
+
+def test_metadata_are_found_beside_a_run_that_deletes_checkpoints(place, writer):
+    found = [(newest_metadata(place) or {}).get("step", 0) for _ in range(50)]
+    assert found == sorted(found)
+    assert found[0] > 0
 
 
 def test_a_checkpoint_that_was_deleted_is_said_to_be(place):

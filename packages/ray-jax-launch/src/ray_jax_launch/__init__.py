@@ -18,8 +18,8 @@ from ray_jax_launch._errors import (
     UnsavedCheckpointError,
 )
 from ray_jax_launch._hardware import Hardware, cpu, gpu, parse_hardware, tpu
-from ray_jax_launch._steps import intact_step, latest_step
-from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
+from ray_jax_launch._steps import intact_step, latest_step, newest_metadata
+from ray_jax_launch._storage import StoragePath, as_storage_path, is_uri, join_path, open_uri
 
 # Under `uv run`, Ray would pack up the working folder and start every worker through `uv run` again. It reads
 # this when it is first imported, so it is set before anything here imports it.
@@ -71,6 +71,7 @@ __all__ = [
     "StoragePath",
     "TrainingFailed",
     "UnsavedCheckpointError",
+    "as_storage_path",
     "auto",
     "backend_config",
     "check_resources",
@@ -85,6 +86,7 @@ __all__ = [
     "log_metrics",
     "log_to_driver",
     "mark_finished",
+    "newest_metadata",
     "open_uri",
     "parse_hardware",
     "scaling_config",

@@ -26,7 +26,7 @@ from ray_jax_launch._errors import (
 )
 from ray_jax_launch._orbax import RESERVED, make_writer
 from ray_jax_launch._steps import all_damaged, intact_step, kept_in
-from ray_jax_launch._storage import StoragePath, is_uri, join_path
+from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
 from ray_jax_launch._trees import as_wanted, to_save
 
 # How long `restore_latest` goes on to newer checkpoints: so many times, and so many seconds.
@@ -116,7 +116,8 @@ class Checkpoints:
             from ray_jax_launch._session import current_session  # imports Ray Train, which takes seconds
 
             folder = join_path(current_session().run_path, "checkpoints")
-        self._folder = str(folder) if is_uri(folder) else Path(folder).absolute()
+        place = as_storage_path(folder)
+        self._folder = place.absolute() if isinstance(place, Path) else place
         self._num_to_keep, self._num_best_to_keep = num_to_keep, num_best_to_keep
         self._read_only, self._closed = read_only, False
         self._pending: _Pending | None = None

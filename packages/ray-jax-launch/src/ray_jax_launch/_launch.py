@@ -33,7 +33,7 @@ from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._interrupt import Interrupt
 from ray_jax_launch._restart import RestartPolicy
 from ray_jax_launch._session import Session, begin, end, note_step
-from ray_jax_launch._storage import StoragePath, is_uri, join_path, open_uri
+from ray_jax_launch._storage import StoragePath, join_path, open_uri
 
 # An elastic group starts where it saw room for its workers. When that was a node which had just gone, the start fails,
 # and the next one sees what there is: this is to happen soon.
@@ -131,7 +131,7 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or SIGTERM. A loop that listens (`stop_requested`) has saved and returned; a
             second Ctrl-C does not wait for it. The workers have been stopped.
     """
-    _check_arguments(train_loop, config, hardware, storage_path, name, datasets, on_metrics, max_failures)
+    _check_arguments(train_loop, config, hardware, name, datasets, on_metrics, max_failures)
     data_cpus = (DATA_CPUS if datasets else 0) if data_cpus is None else data_cpus
     with _run_folder(storage_path, name) as run_path:
         connect(hardware)
@@ -203,7 +203,7 @@ def launch(
 
 
 def _check_arguments(
-    train_loop: Any, config: Any, hardware: Any, storage_path: Any, name: Any, datasets: Any, on_metrics: Any,
+    train_loop: Any, config: Any, hardware: Any, name: Any, datasets: Any, on_metrics: Any,
     max_failures: Any,
 ) -> None:  # fmt: skip
     functions = {"train_loop": train_loop, **{f"datasets[{key!r}]": make for key, make in (datasets or {}).items()}}
@@ -216,8 +216,6 @@ def _check_arguments(
         raise LaunchError(f"expected a dict as config, which the loop is called with, got {config!r}")
     if not isinstance(hardware, Hardware):
         raise LaunchError(f"expected hardware that cpu, gpu, tpu, auto or parse_hardware made, got {hardware!r}")
-    if not isinstance(storage_path, str | Path) or not str(storage_path):
-        raise LaunchError(f"expected a folder or a URI as storage_path, got {storage_path!r}")
     if not isinstance(name, str) or not re.fullmatch(r"[^./?\s][^/?\n]*", name):
         raise LaunchError(f"expected a run's name that can be a folder's, without / and ? in it, got {name!r}")
     if not isinstance(max_failures, int) or max_failures < 0:
@@ -235,11 +233,11 @@ def _check_arguments(
 def _run_folder(storage_path: StoragePath, name: str) -> Iterator[StoragePath]:
     """Make the run's folder. If the block fails, it goes again."""
     run_path = join_path(storage_path, name)
-    if is_uri(run_path):
-        open_uri(str(run_path), create=True)
+    if not isinstance(run_path, Path):
+        open_uri(run_path, create=True)
         yield run_path
         return
-    run_path = Path(run_path).absolute()
+    run_path = run_path.absolute()
     made = not run_path.exists()
     try:
         run_path.mkdir(parents=True, exist_ok=True)

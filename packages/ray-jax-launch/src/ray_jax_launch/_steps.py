@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._folders import Folders
 from ray_jax_launch._objects import Objects
-from ray_jax_launch._storage import StoragePath, is_uri
+from ray_jax_launch._storage import StoragePath, as_storage_path
 
 _logger = logging.getLogger("ray_jax_launch")
 
@@ -54,7 +54,8 @@ class Kept(Protocol):
 
 def kept_in(folder: StoragePath) -> Kept:
     """The checkpoints in a folder or below a URI."""
-    return Objects(str(folder)) if is_uri(folder) else Folders(Path(folder))
+    place = as_storage_path(folder)
+    return Folders(place) if isinstance(place, Path) else Objects(place)
 
 
 def latest_step(folder: StoragePath) -> int | None:
@@ -68,6 +69,29 @@ def latest_step(folder: StoragePath) -> int | None:
 def list_steps(folder: StoragePath) -> list[int]:
     """Numbers of all complete checkpoints in a folder or below a URI, in no order."""
     return kept_in(folder).steps()
+
+
+def newest_metadata(folder: StoragePath) -> dict[str, Any] | None:
+    """The metadata of the newest checkpoint whose metadata can be read, or None where there is none.
+
+    A checkpoint whose metadata are damaged, or that a running run deletes meanwhile, is passed over. The arrays are not
+    read: see `intact_step`.
+
+    Args:
+        folder: where the checkpoints are; a URI is object storage.
+
+    Raises:
+        LaunchError: the storage cannot be read, also after several attempts.
+    """
+    kept = kept_in(folder)
+    unreadable: set[int] = set()
+    while left := set(kept.steps()) - unreadable:
+        step = max(left)
+        try:
+            return kept.metadata(step)
+        except DamagedCheckpointError:
+            unreadable.add(step)
+    return None
 
 
 def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:

@@ -1,7 +1,10 @@
 """Where a run is kept: a folder, or a place in object storage. Light to import, for command lines."""
 
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from ray_jax_launch._errors import LaunchError
 
@@ -11,18 +14,54 @@ if TYPE_CHECKING:
 StoragePath = Path | str
 """A folder, or a URI such as `s3://bucket/runs`."""
 
+_SCHEME = r"[a-z][a-z0-9+.-]+:"
+_URI = re.compile(rf"(?!file:){_SCHEME}//", re.IGNORECASE)
+_FILE_URI = re.compile("file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
+_LOST_URI = re.compile(f"{_SCHEME}/", re.IGNORECASE)  # `Path("s3://bucket")` has lost a slash
+
+
+def as_storage_path(place: StoragePath) -> StoragePath:
+    """The place that a user has written.
+
+    Args:
+        place: a folder, where `~` is the home folder; or a URI. `file:///a%20b` is the folder `/a b`, any other URI
+            is object storage.
+
+    Returns:
+        A `Path` for a folder, a text for object storage.
+
+    Raises:
+        LaunchError: it can be neither.
+
+    >>> as_storage_path("file:///data/my%20runs"), as_storage_path("s3://bucket/runs")
+    (PosixPath('/data/my runs'), 's3://bucket/runs')
+    """
+    if is_uri(place):
+        return place
+    # Like a shell, this leaves `~name` as it is where nobody has that name.
+    text = os.path.expanduser(place) if isinstance(place, str | Path) else ""  # noqa: PTH111
+    if match := _FILE_URI.fullmatch(text):
+        text = unquote(match[1])
+    if not text or "\0" in text or _LOST_URI.match(text):
+        raise LaunchError(
+            f"a storage path must be a folder, or the text of a URI, got {place!r}. Name a folder, or give a text such "
+            "as s3://bucket/runs"
+        )
+    return Path(text)
+
 
 def join_path(place: StoragePath, *names: str) -> StoragePath:
     """A name below a place, of the same kind. The options of a URI, after `?`, stay at its end."""
-    if not is_uri(place):
-        return Path(place, *names)
-    address, mark, options = str(place).partition("?")
+    place = as_storage_path(place)
+    if isinstance(place, Path):
+        return place.joinpath(*names)
+    address, mark, options = place.partition("?")
     return "/".join((address.rstrip("/"), *names)) + mark + options
 
 
 def is_uri(place: StoragePath) -> bool:
     """Whether this is object storage, and not a folder."""
-    return isinstance(place, str) and "://" in place
+    return isinstance(place, str) and _URI.match(place) is not None
 
 
 def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":

@@ -1,0 +1,95 @@
+"""Places that a user writes: folders, URIs of folders, object storage."""
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from ray_jax_launch import (
+    Checkpoints,
+    LaunchError,
+    as_storage_path,
+    intact_step,
+    is_uri,
+    join_path,
+    latest_step,
+    newest_metadata,
+    open_uri,
+)
+
+TREE = {"w": jnp.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("written", "place"),
+    [
+        ("runs", Path("runs")),
+        (Path("runs"), Path("runs")),
+        ("~/runs", Path("/home/someone/runs")),
+        (Path("~/runs"), Path("/home/someone/runs")),
+        ("file:///data/my%20runs", Path("/data/my runs")),
+        ("FILE:///data", Path("/data")),
+        ("file:/data", Path("/data")),
+        ("file:", Path("file:")),
+        ("file://localhost/data", Path("/data")),
+        ("file:///data/a?b#c", Path("/data/a?b#c")),
+        ("s3://bucket/~/a%20b?region=x", "s3://bucket/~/a%20b?region=x"),
+        ("gs://bucket", "gs://bucket"),
+    ],
+)
+def test_a_place_is_what_its_text_names(written, place, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert as_storage_path(written) == place
+    assert is_uri(written) == isinstance(place, str)
+
+
+@pytest.mark.parametrize(
+    "written", ["", None, 3, b"runs", "a\0b", "file://host/data", "file:////data", Path("s3://bucket/runs")]
+)
+def test_what_is_no_place_is_refused(written):
+    with pytest.raises(LaunchError, match=re.escape(f"must be a folder, or the text of a URI, got {written!r}. Name")):
+        as_storage_path(written)
+
+
+def test_names_are_joined_below_any_place():
+    assert join_path("file:///data/my%20runs", "a%20b") == Path("/data/my runs/a%20b")
+    assert join_path("gs://bucket/runs/?x=1", "a") == "gs://bucket/runs/a?x=1"
+
+
+def test_checkpoints_below_the_uri_of_a_folder_are_in_that_folder(tmp_path):
+    uri = f"file://{tmp_path}/my%20runs"
+    with Checkpoints(uri) as checkpoints:
+        checkpoints.save(10, {"params": TREE}, metadata={"seed": 1})
+    assert (tmp_path / "my runs" / "10").is_dir()
+    for place in (uri, tmp_path / "my runs"):
+        assert latest_step(place) == intact_step(place) == 10
+        assert newest_metadata(place) == {"seed": 1}
+
+
+@pytest.fixture
+def saved(place):
+    """Checkpoints 10, 20 and 30."""
+    with Checkpoints(place, num_to_keep=3) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, {"params": TREE}, metadata={"step": step})
+    return place
+
+
+def damage_metadata(place, step):
+    if isinstance(place, Path):
+        (place / f"{step}/metadata/metadata").write_text("[]")
+        return
+    filesystem, root = open_uri(place)
+    with filesystem.open_output_stream(f"{root}/{step}/checkpoint.json") as stream:
+        stream.write(b'{"parts": {')
+
+
+def test_the_newest_metadata_that_can_be_read_are_found(saved):
+    assert newest_metadata(saved) == {"step": 30}
+    damage_metadata(saved, 30)
+    assert newest_metadata(saved) == {"step": 20}
+    for step in (10, 20):
+        damage_metadata(saved, step)
+    assert newest_metadata(saved) is None
+    assert newest_metadata(join_path(saved, "nowhere")) is None
