@@ -6,13 +6,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import tyro
 from rich.console import Console
 
 from pretrain._config import PretrainConfig
+from pretrain._output import can_be_written, discard, open_streams
 from pretrain._presets import PRESETS
+from pretrain._rejection import rejection
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 
@@ -34,32 +35,30 @@ def main(args: Sequence[str] | None = None) -> int:
     arguments = [*(sys.argv[1:] if args is None else args)]
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what fails there is said here, in a sentence
     logging.getLogger("absl").setLevel(logging.ERROR)
+    open_streams()
     command = _train
     if arguments and arguments[0] in _COMMANDS:
         command = _COMMANDS[arguments.pop(0)]
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        return command(arguments)
-    except ValueError as error:
-        if not _is_refusal(error):
-            raise
-        errors.print(f"error: {error}", markup=False)
-        return _BAD_INPUT
+        code = command(arguments)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         errors.print("interrupted: the same command continues from the newest checkpoint")
         return _INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output, such as `head`, has seen enough. What is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _NO_READER
-
-
-def _is_refusal(error: ValueError) -> bool:
-    from owt_data import DataError
-    from pretrain._errors import UsageError
-    from ray_jax_launch import DamagedCheckpointError, LaunchError
-
-    return isinstance(error, (DamagedCheckpointError, DataError, LaunchError, UsageError))
+    except Exception as error:  # each is raised again, or said in a sentence
+        if isinstance(error, OSError) and not can_be_written(sys.stdout):
+            discard(sys.stdout)
+            if isinstance(error, BrokenPipeError):
+                return _NO_READER  # whoever read the output, such as `head`, has seen enough
+            sentence = f"standard output must be writable, got {error.strerror}. Write it elsewhere."
+        else:
+            sentence = rejection(error)
+        if sentence is None:
+            raise
+        errors.print(f"error: {sentence}", markup=False)
+        return _BAD_INPUT
 
 
 def read_config(arguments: list[str]) -> PretrainConfig:
@@ -174,7 +173,7 @@ def _export(arguments: list[str]) -> int:
     return tyro.cli(_export_command, prog="pretrain export", args=arguments)
 
 
-def _export_command(run: tyro.conf.Positional[str], out: tyro.conf.Positional[Path]) -> int:
+def _export_command(run: tyro.conf.Positional[str], out: tyro.conf.Positional[str]) -> int:
     """Write a trained model in Hugging Face's layout, for transformers, vLLM and others.
 
     Args:

@@ -9,6 +9,9 @@ import tyro
 from nnx_gpt2 import GPT2Config, OptimizerConfig
 from owt_data import OrderKind, PrepareOptions
 
+NUM_SEEDS = 2**63
+"""Seeds are below this: they are signed numbers of 64 bits."""
+
 PresetName = Literal["quickstart", "baby", "tutorial", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 
 
@@ -148,9 +151,9 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         """Check what no section checks."""
-        for name in ("seed", "wait_for_resources_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number from 0 on, got {getattr(self, name)}")
+        for name, end in (("seed", NUM_SEEDS), ("wait_for_resources_s", math.inf)):
+            if not 0 <= getattr(self, name) < end:
+                raise ValueError(f"{name} must be at least 0 and below {end}, got {getattr(self, name)}")
         if self.name is not None and (not self.name or self.name.startswith(".") or "/" in self.name):
             raise ValueError(f"name must be a plain folder name, got {self.name!r}")
         self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import track
 
 from nnx_gpt2 import split_params
-from owt_data import TokenData, load_tokenizer, open_tokens
+from owt_data import load_tokenizer, open_tokens
 from pretrain._errors import UsageError
 from pretrain._trained import load_trained
 from pretrain._validation import Validation
@@ -34,7 +34,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
     Args:
         run: the run's folder or name.
         data: token files to evaluate on instead of the run's own.
-        batch_size: windows per step.
+        batch_size: windows per step, or fewer where these do not fit the memory.
         console: shows the progress.
 
     Raises:
@@ -43,29 +43,32 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
     if batch_size < 1:
         raise UsageError(f"expected a batch size of at least 1, got {batch_size}")
     trained = load_trained(run)
-    stored = trained.description["data"]
-    path = data or stored["tokens"]
-    tokens: TokenData = open_tokens(path, tokenizer=stored["tokenizer"])
-    if data is None and tokens.fingerprint != stored["fingerprint"]:
+    stored = trained.description.data
+    path = data or stored.tokens
+    tokens = open_tokens(path, tokenizer=stored.tokenizer)
+    if data is None and tokens.fingerprint != stored.fingerprint:
         raise UsageError(f"expected the tokens that the run was trained on in {path}, which have changed since")
-    if tokens.vocab_size > trained.model.config.vocab_size:
+    if tokens.tokenizer != stored.tokenizer:
         raise UsageError(
-            f"expected tokens of the tokenizer {stored['tokenizer']}, got those of {tokens.tokenizer}: name other data"
+            f"--data must be tokens of the run's tokenizer, {stored.tokenizer}, got those of {tokens.tokenizer}. Name "
+            "other data."
         )
     seq_len = trained.model.config.seq_len
     count = tokens.val.num_windows(seq_len)
     if count == 0:
         raise UsageError(f"expected at least {seq_len + 1} validation tokens in {path}, got {len(tokens.val)}")
-    is_masked = trained.description["config"]["train"]["mask_documents"]
+    is_masked = trained.description.config.train.mask_documents
     validation = Validation(
         trained.model.config,
         tokens.val,
         num_windows=count,
         batch_size=batch_size,
-        end_of_text=load_tokenizer(stored["tokenizer"]).eot_token if is_masked else None,
+        end_of_text=load_tokenizer(stored.tokenizer).eot_token if is_masked else None,
     )
+    params = split_params(trained.model)
+    validation.fit(params)
     loss = validation.loss(
-        split_params(trained.model),
+        params,
         lambda steps: track(steps, description="evaluating", console=console, disable=not console.is_terminal),
     )
     return Evaluation(step=trained.step, val_loss=loss, num_tokens=count * seq_len)

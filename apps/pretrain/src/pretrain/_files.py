@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pretrain._errors import UsageError
 
@@ -13,6 +13,7 @@ from pretrain._errors import UsageError
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 _logger = logging.getLogger("pretrain")
+T = TypeVar("T")
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -44,31 +45,35 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The JSON object that a file holds.
+def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T:
+    """Parse JSON as a dataclass or another type, and check the type of every field.
 
     Args:
-        path: the file.
-        remedy: what the user can do where it holds none, a sentence.
+        kind: what the JSON must hold.
+        text: the JSON.
+        name: what holds it, for the error.
+        remedy: what the user can do where the JSON is anything else, a sentence.
 
     Raises:
-        UsageError: it holds none.
+        UsageError: the JSON is damaged, or holds something else.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
+    from pydantic import TypeAdapter, ValidationError  # a tenth of a second, which `--help` does without
+
     try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        got = repr(text[:40]) if text.strip("\0 \n") else "an empty one"
-        raise UsageError(f"{path} must be a file of one JSON object, got {got}. {remedy}")
-    return value
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        reason = f"{field}: {first['msg']}" if field else first["msg"]
+        raise UsageError(
+            f"{name} must be as `pretrain train` wrote it, got JSON with an error ({reason}). {remedy}"
+        ) from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that has one per line.
+    """The JSON objects of a file that has one per line, each with a step.
 
-    A last line that a kill cut off is dropped. Other lines that are no objects, such as a power cut leaves, are
+    A last line that a kill cut off is dropped. Other lines that are no such objects, such as a power cut leaves, are
     dropped with a warning.
     """
     if not path.exists():
@@ -80,10 +85,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             value = json.loads(line)
         except ValueError:
             value = None
-        if isinstance(value, dict):
+        if (
+            isinstance(value, dict)
+            and type(value.get("step")) is int
+            and set(map(type, value.values())) <= {int, float}
+        ):
             values.append(value)
     if len(values) < len(lines):
-        _logger.warning("%s: dropped %d lines that are no JSON objects", path, len(lines) - len(values))
+        _logger.warning("%s: dropped %d lines that are no JSON objects of numbers", path, len(lines) - len(values))
     return values
 
 

@@ -28,9 +28,11 @@ from nnx_gpt2 import (
     put_batch,
     replicated,
 )
-from owt_data import WINDOW_ORDER_VERSION, DataError, TokenData, iter_steps, load_tokenizer, step_windows
+from owt_data import DataError, TokenData, iter_steps, load_tokenizer, step_windows
 from pretrain._config import PretrainConfig
+from pretrain._description import RUN, RunDescription
 from pretrain._log import RunLog, StepTimer
+from pretrain._memory import check_memory
 from pretrain._run import RunFolder
 from pretrain._sample import sample_text
 from pretrain._validation import Validation
@@ -40,19 +42,21 @@ from ray_jax_launch import Checkpoints, LaunchError, log_metrics, mark_finished,
 _COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 
 
-def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
+def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description: RunDescription) -> str:
     """Train from the newest checkpoint, or from the beginning, to the last step.
 
     Args:
         config: the resolved configuration.
         data: the tokens. Those for training come through Ray Data.
         folder: the run's folder.
+        description: the run's, a copy of which is in each checkpoint.
 
     Returns:
         On rank 0, text that the trained model generated.
     """
     train, max_steps = config.train, config.train.max_steps
     mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+    check_memory(config, mesh)
     optimizer = create_optimizer(config.optimizer, max_steps)
     with contextlib.suppress(DataError):  # without a tokenizer there is no sample; nothing else needs it
         load_tokenizer(data.tokenizer)  # it stays in memory, whatever becomes of the network and the cache
@@ -84,7 +88,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
                 {"params": state.params, "opt_state": state.opt_state},
                 metadata={
                     "record": record,
-                    "data": data_identity(config, data),
+                    RUN: description.to_json(),
                     **{name: int(getattr(state, name)) for name in _COUNTERS},
                 },
             )
@@ -104,7 +108,6 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
         first_batch = threads.submit(next, batches, None)
         if start:
             metadata = checkpoints.metadata(start)
-            _check_identity(metadata["data"], data_identity(config, data))
             like = abstract_train_state(config.model, optimizer, mesh)
             items = checkpoints.restore(start, {"params": like.params, "opt_state": like.opt_state})
             # Checkpoints of version 0.4 do not have all of the counters.
@@ -153,27 +156,6 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder) -> str:
         mark_finished("")
     params = jax.jit(lambda params: params, out_shardings=replicated(mesh))(state.params)
     return sample_text(config, load_tokenizer(data.tokenizer), params) if is_first else ""
-
-
-def data_identity(config: PretrainConfig, data: TokenData) -> dict[str, Any]:
-    """What decides which window comes when: a checkpoint is continued on no other."""
-    return {
-        **data.fingerprint,
-        "order": config.train.order,
-        "window_order_version": WINDOW_ORDER_VERSION,
-        "seed": config.seed,
-        "seq_len": config.model.seq_len,
-        "global_batch_size": config.train.global_batch_size,
-    }
-
-
-def _check_identity(stored: dict[str, Any], now: dict[str, Any]) -> None:
-    for name in sorted(stored.keys() | now.keys()):
-        if stored.get(name) != now.get(name):
-            raise ValueError(
-                f"expected the checkpoint's data, whose {name} is {stored.get(name)}, got {now.get(name)}: continue "
-                "with the former data"
-            )
 
 
 def _due(step: int, every: int, max_steps: int) -> bool:

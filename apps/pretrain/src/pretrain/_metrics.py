@@ -11,11 +11,6 @@ Record = dict[str, Any]
 """Keys among step, loss, val_loss, learning_rate, grad_norm, num_skipped, tokens_per_s, step_s, data_wait_s, mfu."""
 
 
-def read_metrics(path: Path) -> list[Record]:
-    """The records, without lines that a kill or a power cut damaged."""
-    return [record for record in read_lines(path) if isinstance(record.get("step"), int)]
-
-
 def finite(record: Record) -> Record:
     """A record without the values that are not finite, which are unknown, and which JSON does not have."""
     return {name: value for name, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
@@ -28,6 +23,6 @@ def append_metrics(path: Path, record: Record) -> None:
 
 def cut_metrics(path: Path, last_step: int) -> list[Record]:
     """Drop the records after `last_step`, which a resumed run will write again. Returns those that stay."""
-    kept = [record for record in read_metrics(path) if record["step"] <= last_step]
+    kept = [record for record in read_lines(path) if record["step"] <= last_step]
     write_durably(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept

@@ -1,5 +1,6 @@
 """What a person sees while a run trains: a live line on a terminal, plain lines elsewhere."""
 
+import logging
 import time
 from types import TracebackType
 
@@ -7,6 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pretrain._metrics import Record
+
+_logger = logging.getLogger("pretrain")
 
 
 class ProgressDisplay:
@@ -43,7 +46,19 @@ class ProgressDisplay:
         self._bar.stop()
 
     def show(self, record: Record) -> None:
-        """Show a record, the next one or, where the run went back to a checkpoint, an earlier one."""
+        """Show a record, the next one or, where the run went back to a checkpoint, an earlier one.
+
+        Where standard output cannot be written any more, the run goes on without.
+        """
+        if self._console.quiet:
+            return
+        try:
+            self._show(record)
+        except OSError as error:
+            _logger.warning("standard output cannot be written (%s); the run goes on without it", error.strerror)
+            self._console.quiet = True
+
+    def _show(self, record: Record) -> None:
         step, now = record["step"], time.monotonic()
         if self._since is None or step < self._since[1]:
             self._since = (now, step)

@@ -1,15 +1,44 @@
 """The end of a run: `result.json` and `loss.png`."""
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from pretrain._conveniences import convenience
 from pretrain._errors import UsageError
-from pretrain._files import read_lines, read_object
-from pretrain._metrics import Record, read_metrics
+from pretrain._files import parse_json, read_lines
+from pretrain._metrics import Record
 from pretrain._run import RunFolder, write_json
 
 
-def write_report(folder: RunFolder, name: str, *, wall_s: float) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """What `result.json` holds. What the run's files do not tell is None."""
+
+    steps: int | None
+    """Steps of the run."""
+
+    metrics: dict[str, float]
+    """The last value of each metric."""
+
+    wall_s: float
+    """Seconds that the last command took, from its start."""
+
+    restarts: int | None
+    """Starts of the workers after the first."""
+
+    workers: int | None
+    """Workers of the last start."""
+
+    def summary(self) -> str:
+        """Steps and validation loss in words, as far as they are known."""
+        words = [] if self.steps is None else [f"{self.steps} steps"]
+        if (loss := self.metrics.get("val_loss")) is not None:
+            words.append(f"validation loss {loss:.4f}")
+        return ", ".join(words) or "its metrics are lost"
+
+
+def write_report(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
     """Sum up a run that has ended.
 
     `result.json` is written first: once it is there, the run is finished, whatever becomes of the picture.
@@ -18,49 +47,36 @@ def write_report(folder: RunFolder, name: str, *, wall_s: float) -> dict[str, An
         folder: the run's.
         name: the run's.
         wall_s: seconds that the last command took, from its start.
-
-    Returns:
-        What `result.json` holds. What the run's files do not tell is None.
     """
-    records = read_metrics(folder.metrics)
+    records = read_lines(folder.metrics)
     final: dict[str, Any] = {}
     for record in records:
         final |= record
     starts = read_lines(folder.starts)
-    result = {
-        "steps": final.pop("step", None),
-        "metrics": final,
-        "wall_s": round(wall_s, 1),
-        "restarts": len(starts) - 1 if starts else None,
-        "workers": starts[-1].get("workers") if starts else None,
-    }
-    write_json(folder.result, result)
+    result = RunResult(
+        steps=final.pop("step", None),
+        metrics=final,
+        wall_s=round(wall_s, 1),
+        restarts=len(starts) - 1 if starts else None,
+        workers=starts[-1].get("workers") if starts else None,
+    )
+    write_json(folder.result, dataclasses.asdict(result))
     with convenience(f"the picture {folder.loss_picture}"):
         _draw_losses(records, folder, name)
     return result
 
 
-def read_result(folder: RunFolder) -> dict[str, Any] | None:
+def read_result(folder: RunFolder) -> RunResult | None:
     """The contents of `result.json`, or None for a run that is not finished.
 
-    A file that a power cut left empty or cut does not count: the run then ends again from its last checkpoint.
+    A file that is damaged does not count: the run then ends again from its last checkpoint.
     """
     if not folder.result.exists():
         return None
     try:
-        result = read_object(folder.result, "The run writes it again.")
+        return parse_json(RunResult, folder.result.read_bytes(), folder.result, "The run writes it again.")
     except UsageError:
         return None
-    return result if isinstance(result.get("metrics"), dict) else None
-
-
-def summary(result: dict[str, Any]) -> str:
-    """Steps and validation loss of a finished run, in words, as far as they are known."""
-    steps, loss = result.get("steps"), result["metrics"].get("val_loss")
-    words = [] if steps is None else [f"{steps} steps"]
-    if loss is not None:
-        words.append(f"validation loss {loss:.4f}")
-    return ", ".join(words) or "its metrics are lost"
 
 
 def _draw_losses(records: list[Record], folder: RunFolder, name: str) -> None:

@@ -1,37 +1,22 @@
 """The folder of a run: what lies where, and who may write it."""
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import json
 import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from pyarrow.fs import FileSelector
 
-from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
-from pretrain._files import read_object, write_durably
-from ray_jax_launch import StoragePath, is_uri, join_path, open_uri
-
-_PACKAGES = (
-    "pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ray",
-    "numpy",
-)  # fmt: skip
-
-# What may change between the start of a run and its continuation: none of it changes the result.
-_FREE_FIELDS = (
-    "preset", "data", "hardware", "storage_path", "name", "prepare", "prompt", "train.max_failures", "mesh",
-    "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s",
-)  # fmt: skip
+from pretrain._files import write_durably
+from ray_jax_launch import StoragePath, as_storage_path, join_path, latest_step, open_uri
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,169 +114,84 @@ class RunFolder:
         if self.uri is not None:
             shutil.rmtree(self.path)
 
+    def is_new(self) -> bool:
+        """Whether nothing is there yet."""
+        if self.path.exists() or self.uri is None:
+            return not self.path.exists()
+        filesystem, root = open_uri(self.uri)
+        return not filesystem.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
+
+    def check(self) -> None:
+        """Check that the run's files are files, and its folders are folders.
+
+        Raises:
+            UsageError: something else has one of their names.
+        """
+        for path in (self.config, self.metrics, self.starts, self.result):
+            if path.exists() and not path.is_file():
+                raise UsageError(f"{path} must be a file, got something else. Move it away, or choose another --name.")
+        for path in (self.path / "checkpoints", self.path / ".ray"):
+            if path.exists() and not path.is_dir():
+                raise UsageError(f"{path} must be a folder, got a file. Move it away, or choose another --name.")
+
+    def delete(self) -> None:
+        """Delete all of the run."""
+        shutil.rmtree(self.path)
+        if self.uri is not None:
+            filesystem, root = open_uri(self.uri)
+            filesystem.delete_dir_contents(root, missing_dir_ok=True)
+
     def _files(self) -> list[Path]:
         return [path for path in self.path.rglob("*") if path.is_file() and not path.name.startswith(".")]
 
 
-def locate(place: str) -> RunFolder:
+def locate(place: str | Path) -> RunFolder:
     """A run by its folder or URI. Nothing is made or fetched.
 
     The copy of a run in object storage is in the user's cache, found by the URI.
     """
-    if not is_uri(place):
-        return RunFolder(Path(place).expanduser().absolute())
+    place = as_storage_path(place)
+    if isinstance(place, Path):
+        return RunFolder(place.absolute())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{hashlib.sha256(place.encode()).hexdigest()[:16]}-{place.partition('?')[0].rpartition('/')[2]}"
     return RunFolder(cache / "pretrain" / "runs" / name, place)
 
 
 @contextlib.contextmanager
-def claim(place: str) -> Iterator[RunFolder]:
-    """Make a run's folder if need be, and hold it against a second command of this machine until the block ends.
+def claim(place: StoragePath) -> Iterator[RunFolder]:
+    """Make a run's folder if need be, and lock it against a second command of this machine until the block ends.
 
-    If the block fails before anything was recorded in a folder made here, the folder goes again.
+    If the block rejects its input, or fails before it has written anything, a folder that was made here is deleted,
+    unless there is a checkpoint in it.
 
     Args:
         place: the run's folder, or its URI in object storage.
 
     Raises:
-        UsageError: the folder cannot be written, or another command holds it.
+        UsageError: another command has locked the folder, or something in it is not what a run writes.
+        OSError: the folder cannot be written.
         LaunchError: the object storage cannot be reached.
     """
     run = locate(place)
-    path = run.path
-    made = not path.exists()
-    lock = path / ".lock"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        file = lock.open("a")
-    except OSError as error:
-        raise UsageError(
-            f"expected a storage path that can be written, but {path} cannot be made: {error.strerror}: "
-            "choose another with --storage-path"
-        ) from error
-    with file:
+    is_new = run.is_new()
+    run.path.mkdir(parents=True, exist_ok=True)
+    with (run.path / ".lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UsageError(f"another command is training in {run}: wait for it, or choose another --name") from error
-        with contextlib.ExitStack() as undo:
-            if made:
-                undo.callback(_remove_unused, run, lock)
+        try:
             run.pull()
+            run.check()
             yield run
-            undo.pop_all()
-
-
-def _remove_unused(run: RunFolder, lock: Path) -> None:
-    if not run.config.exists():
-        lock.unlink()
-        run.path.rmdir()
+        except BaseException as error:
+            is_rejected = isinstance(error, ValueError) or not run.config.exists()
+            if is_new and is_rejected and latest_step(run.checkpoints) is None:
+                run.delete()
+            raise
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that the file is there complete or not at all, also after a power cut."""
     write_durably(path, json.dumps(value, indent=2) + "\n")
-
-
-def read_description(folder: RunFolder) -> dict[str, Any]:
-    """The description of a run, as `describe` gave it when the run was started.
-
-    Raises:
-        UsageError: `config.json` is damaged, as a power cut left it under older versions.
-    """
-    remedy = "Restore it from a copy, or choose another --name for a new run."
-    description = read_object(folder.config, remedy)
-    missing = [name for name in ("config", "data", "versions") if not isinstance(description.get(name), dict)]
-    if missing:
-        raise UsageError(
-            f"{folder.config} must have the objects config, data and versions, got none as {missing[0]}. {remedy}"
-        )
-    return description
-
-
-def describe(config: PretrainConfig, data: dict[str, Any], hardware: str) -> dict[str, Any]:
-    """The contents of `config.json`.
-
-    Args:
-        config: the resolved configuration.
-        data: where the tokens are, and their fingerprint.
-        hardware: what `auto` came to.
-    """
-    return {
-        "config": dataclasses.asdict(config),
-        "data": data,
-        "hardware": hardware,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
-    }
-
-
-def check_layout(stored: dict[str, Any], folder: RunFolder) -> None:
-    """Refuse a run whose checkpoints have another layout.
-
-    Args:
-        stored: the run's `config.json`.
-        folder: the run's.
-
-    Raises:
-        UsageError: an older version wrote them.
-    """
-    wrote = stored["versions"]["nnx-gpt2"]
-    if wrote.startswith("0.1."):
-        raise UsageError(
-            f"expected a run of nnx-gpt2 0.2 or later, got {wrote}'s in {folder}, whose parameters have another "
-            "layout: use pretrain 0.2 for it, or another --name for a new run"
-        )
-
-
-def check_same_settings(stored: dict[str, Any], config: PretrainConfig, folder: RunFolder) -> None:
-    """Refuse to continue a run under other settings, which would not be the same run.
-
-    Args:
-        stored: the run's `config.json`.
-        config: what is asked for now.
-        folder: the run's.
-
-    Raises:
-        UsageError: a setting that matters differs; the message names it.
-    """
-    before, after = _flatten(stored["config"]), _flatten(dataclasses.asdict(config))
-    free = tuple(f"{name}." for name in _FREE_FIELDS)
-    for name in sorted(before.keys() | after.keys()):
-        if not f"{name}.".startswith(free) and before.get(name) != after.get(name):
-            raise UsageError(
-                f"the run in {folder} was started with {name} {before.get(name)}, not {after.get(name)}: give the "
-                "former settings to continue it, or another --name for a new run"
-            )
-
-
-def check_same_data(stored: dict[str, Any], fingerprint: dict[str, Any], folder: RunFolder) -> None:
-    """Refuse to continue a run on other data.
-
-    Args:
-        stored: the run's `config.json`.
-        fingerprint: of the data that is given now.
-        folder: the run's.
-
-    Raises:
-        UsageError: the data differs; the message says in what.
-    """
-    before = stored["data"]["fingerprint"]
-    differing = [
-        name for name in sorted(before.keys() | fingerprint.keys()) if before.get(name) != fingerprint.get(name)
-    ]
-    if differing:
-        raise UsageError(
-            f"the run in {folder} was started on other data ({', '.join(differing)} differs): give the former --data "
-            "to continue it, or another --name for a new run"
-        )
-
-
-def _flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat

@@ -1,13 +1,14 @@
 """Text by a trained model: the command `sample`, and the sample at the end of a run."""
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from nnx_gpt2 import GPT2, generate, merge
 from owt_data import load_tokenizer
-from pretrain._config import PretrainConfig
+from pretrain._config import NUM_SEEDS, PretrainConfig
 from pretrain._errors import UsageError
 from pretrain._trained import load_trained
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _END_TOKENS = 400
 _END_TEMPERATURE = 0.8
 _END_TOP_K = 40
+_SAMPLES_AT_ONCE = 32
 
 
 def sample(
@@ -29,8 +31,8 @@ def sample(
     top_p: float | None,
     seed: int,
     num_samples: int,
-) -> list[str]:
-    """Continue a prompt several times.
+) -> Iterator[str]:
+    """Continue a prompt several times. Nothing is computed, or rejected, before the first text is asked for.
 
     Args:
         run: the run's folder or name.
@@ -45,31 +47,31 @@ def sample(
     Raises:
         ValueError: a subclass says what is wrong.
     """
-    if not prompt:
-        raise UsageError("prompt must not be empty: the model continues something")
-    if max_new_tokens < 0 or num_samples < 1:
-        raise UsageError(
-            f"expected --max-new-tokens of at least 0 and --num-samples of at least 1, got {max_new_tokens} and "
-            f"{num_samples}"
-        )
-    if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
-        raise UsageError(
-            f"expected --temperature of at least 0 and --top-k of at least 1, got {temperature} and {top_k}"
-        )
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"expected --top-p above 0 and at most 1, got {top_p}")
+    for name, value, holds, constraint in (
+        ("prompt", prompt, prompt != "", "not empty, as the model continues it"),
+        ("max-new-tokens", max_new_tokens, max_new_tokens >= 0, "at least 0"),
+        ("num-samples", num_samples, num_samples >= 1, "at least 1"),
+        ("temperature", temperature, 0 <= temperature < math.inf, "finite and at least 0"),
+        ("top-k", top_k, top_k is None or top_k >= 1, "at least 1"),
+        ("top-p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
+        ("seed", seed, 0 <= seed < NUM_SEEDS, f"at least 0 and below {NUM_SEEDS}"),
+    ):
+        if not holds:
+            raise UsageError(f"--{name} must be {constraint}, got {value!r}. Give another.")
     trained = load_trained(run)
-    return _continue(
-        trained.model,
-        load_tokenizer(trained.description["data"]["tokenizer"]),
-        prompt,
-        num_samples=num_samples,
-        max_new_tokens=max_new_tokens,
-        key=jax.random.key(seed),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-    )
+    tokenizer, key = load_tokenizer(trained.description.data.tokenizer), jax.random.key(seed)
+    for first in range(0, num_samples, _SAMPLES_AT_ONCE):
+        yield from _continue(
+            trained.model,
+            tokenizer,
+            prompt,
+            num_samples=min(_SAMPLES_AT_ONCE, num_samples - first),
+            max_new_tokens=max_new_tokens,
+            key=jax.random.fold_in(key, first) if first else key,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+        )
 
 
 def sample_text(config: PretrainConfig, tokenizer: "tiktoken.Encoding", params: Any) -> str:

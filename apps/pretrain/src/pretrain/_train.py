@@ -2,8 +2,6 @@
 
 import dataclasses
 import time
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -13,21 +11,13 @@ from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._conveniences import convenience
 from pretrain._data import data_label, load_tokens
+from pretrain._description import check_same_data, check_same_settings, describe, describe_data, read_description
 from pretrain._errors import UsageError
 from pretrain._progress import ProgressDisplay
-from pretrain._report import read_result, summary, write_report
-from pretrain._run import (
-    RunFolder,
-    check_layout,
-    check_same_data,
-    check_same_settings,
-    claim,
-    describe,
-    read_description,
-    write_json,
-)
+from pretrain._report import RunResult, read_result, write_report
+from pretrain._run import RunFolder, claim, write_json
 from pretrain._worker import train_worker
-from ray_jax_launch import Hardware, is_uri, join_path, latest_step, parse_hardware
+from ray_jax_launch import Hardware, as_storage_path, join_path, latest_step, parse_hardware
 
 # The training windows are read by tasks of Ray Data, which need a CPU beside the workers'.
 DATA_CPUS = 1
@@ -52,24 +42,19 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
     if hardware is not None:
         check_batch(config, hardware)
     name = config.name or f"{config.preset}-{data_label(config.data)}"
-    storage_path = config.storage_path if is_uri(config.storage_path) else Path(config.storage_path).expanduser()
-    with claim(str(join_path(storage_path, name))) as folder:
-        stored = read_description(folder) if folder.config.exists() else None
+    storage_path = as_storage_path(config.storage_path)
+    with claim(join_path(storage_path, name)) as folder:
+        stored = read_description(folder)
         if stored is not None:
-            check_layout(stored, folder)
             if not vocab_size_given:
-                config = _with_vocab_size(config, stored["config"]["model"]["vocab_size"])
+                config = _with_vocab_size(config, stored.config.model.vocab_size)
             check_same_settings(stored, config, folder)
         data = load_tokens(config, console)
         _look_for_tokenizer(config, data, console)
         config = _fit_vocabulary(config, data, vocab_size_given)
-        identity = {
-            "tokens": data.names,
-            "tokenizer": data.tokenizer,
-            "fingerprint": data.fingerprint,
-        }
+        tokens = describe_data(data)
         if stored is not None:
-            check_same_data(stored, data.fingerprint, folder)
+            check_same_data(stored, tokens, folder)
         if (result := read_result(folder)) is not None:
             _say_finished(folder, result, console)
             return
@@ -80,14 +65,14 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
             check_batch(config, hardware)
         wait_s = config.wait_for_resources_s
         ray_jax_launch.check_resources(hardware, data_cpus=DATA_CPUS, wait_for_resources_s=wait_s)
-        if stored is None:
-            write_json(folder.config, describe(config, identity, str(hardware)))
-            folder.push()
+        description = stored or describe(config, tokens, str(hardware))
+        write_json(folder.config, description.to_json())
+        folder.push()
         _introduce(config, data, hardware, folder, console)
         with ProgressDisplay(config.train.max_steps, console) as progress:
             result = ray_jax_launch.launch(
                 train_worker,
-                {"config": config, "data": data, "folder": folder},
+                {"config": config, "data": data, "folder": folder, "description": description},
                 hardware=hardware,
                 storage_path=storage_path,
                 name=name,
@@ -183,13 +168,13 @@ def _introduce(
     )
 
 
-def _say_done(folder: RunFolder, result: dict[str, Any], sample: str, console: Console) -> None:
+def _say_done(folder: RunFolder, result: RunResult, sample: str, console: Console) -> None:
     if sample:
         console.rule("sample")
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
         console.rule()
     console.print(
-        f"done in {result['wall_s']:.0f} s: {summary(result)}\n"
+        f"done in {result.wall_s:.0f} s: {result.summary()}\n"
         f"run folder: {folder}\n"
         f"more text: uv run apps/pretrain sample {folder}",
         highlight=False,
@@ -198,9 +183,9 @@ def _say_done(folder: RunFolder, result: dict[str, Any], sample: str, console: C
     )
 
 
-def _say_finished(folder: RunFolder, result: dict[str, Any], console: Console) -> None:
+def _say_finished(folder: RunFolder, result: RunResult, console: Console) -> None:
     console.print(
-        f"the run in {folder} is finished: {summary(result)}; choose another --name for a new one",
+        f"the run in {folder} is finished: {result.summary()}; choose another --name for a new one",
         highlight=False,
         soft_wrap=True,
         markup=False,

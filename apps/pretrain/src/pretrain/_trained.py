@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from nnx_gpt2 import GPT2, GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, merge
+from nnx_gpt2 import GPT2, abstract_train_state, create_optimizer, merge
+from pretrain._description import RunDescription, read_description
 from pretrain._errors import UsageError
-from pretrain._run import RunFolder, check_layout, locate, read_description
+from pretrain._run import RunFolder, locate
 from ray_jax_launch import Checkpoints, is_uri
 
 DEFAULT_STORAGE = Path("runs")
@@ -19,8 +19,8 @@ class TrainedModel:
     folder: RunFolder
     """Its run."""
 
-    description: dict[str, Any]
-    """The run's `config.json`."""
+    description: RunDescription
+    """Its configuration and data."""
 
     step: int
     """Updates that the model has seen."""
@@ -36,20 +36,11 @@ def load_trained(name: str) -> TrainedModel:
         name: the run's folder or URI, or its name in `runs`.
 
     Raises:
-        UsageError: there is no such run, it has no checkpoint yet, or its `config.json` is damaged.
+        UsageError: there is no such run, it has no checkpoint yet, or its description is damaged.
     """
-    candidates = [locate(name)] if is_uri(name) else [locate(name), locate(str(DEFAULT_STORAGE / name))]
-    for candidate in candidates:
-        candidate.pull()
-    folder = next((candidate for candidate in candidates if candidate.config.exists()), None)
-    if folder is None:
-        raise UsageError(f"expected the folder or URI of a run, or the name of one in {DEFAULT_STORAGE}, got {name}")
-    description = read_description(folder)
-    check_layout(description, folder)
-    config = GPT2Config(**description["config"]["model"])
-    optimizer = create_optimizer(
-        OptimizerConfig(**description["config"]["optimizer"]), description["config"]["train"]["max_steps"]
-    )
+    folder, description = _find_run(name)
+    config = description.config.model
+    optimizer = create_optimizer(description.config.optimizer, description.config.train.max_steps)
     like = abstract_train_state(config, optimizer).params
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         restored = checkpoints.restore_latest({"params": like})
@@ -57,3 +48,12 @@ def load_trained(name: str) -> TrainedModel:
         raise UsageError(f"the run must have a checkpoint, got none in {folder}. Train it further.")
     model = merge(config, restored.items["params"])
     return TrainedModel(folder=folder, description=description, step=restored.step, model=model)
+
+
+def _find_run(name: str) -> tuple[RunFolder, RunDescription]:
+    places = [name] if is_uri(name) else [name, DEFAULT_STORAGE / name]
+    for folder in map(locate, places):
+        folder.pull()
+        if (description := read_description(folder)) is not None:
+            return folder, description
+    raise UsageError(f"expected the folder or URI of a run, or the name of one in {DEFAULT_STORAGE}, got {name}")

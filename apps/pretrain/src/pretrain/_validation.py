@@ -8,6 +8,7 @@ import numpy as np
 
 from nnx_gpt2 import GPT2Config, make_eval_step, put_batch
 from owt_data import Tokens
+from pretrain._memory import compile_what_fits
 
 
 class Validation:
@@ -34,7 +35,16 @@ class Validation:
     ) -> None:
         self._val, self._seq_len, self._batch_size, self._mesh = val, model.seq_len, batch_size, mesh
         self.num_windows = min(val.num_windows(model.seq_len), num_windows)
-        self._step = make_eval_step(model, mesh, end_of_text=end_of_text)
+        self._step: Any = make_eval_step(model, mesh, end_of_text=end_of_text)
+
+    def fit(self, params: Any) -> None:
+        """Lower the batch size to one that fits the memory of this process's device. For a single device.
+
+        Args:
+            params: the parameters.
+        """
+        largest = min(self._batch_size, self.num_windows)
+        self._step, self._batch_size = compile_what_fits(self._step, params, largest, self._seq_len)
 
     def loss(self, params: Any, track: Callable[[range], Iterable[int]] = iter) -> float:
         """In nats per token.

@@ -1,0 +1,29 @@
+"""Standard output and standard error, as odd as they come: closed, full, or of an encoding with few characters."""
+
+import os
+import sys
+from typing import TextIO
+
+
+def open_streams() -> None:
+    """Let both streams take any text: a closed one is discarded, and characters that it does not have are escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - open until the end
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def can_be_written(stream: TextIO) -> bool:
+    """Whether a stream takes what it still has to write."""
+    try:
+        stream.flush()
+    except OSError:
+        return False
+    return True
+
+
+def discard(stream: TextIO) -> None:
+    """Discard what a stream still has to write, and what it is given from now on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

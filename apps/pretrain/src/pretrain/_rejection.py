@@ -1,0 +1,16 @@
+"""Which errors are the answer to a command's input, and the sentence that each of them is shown as."""
+
+
+def rejection(error: Exception) -> str | None:
+    """The sentence for an error that the user can mend; None for any other."""
+    from owt_data import DataError
+    from pretrain._errors import UsageError
+    from ray_jax_launch import DamagedCheckpointError, LaunchError
+
+    if isinstance(error, DamagedCheckpointError | DataError | LaunchError | UsageError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} must be accessible, got {error.strerror}. Change its permissions, or name another."
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return f"the model and its batch must fit the memory, got {error or 'no memory'}. Ask for less at a time."
+    return None
