@@ -232,9 +232,9 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"expected a folder with a config\.json, got .*absent, which is none"):
         GPT2.from_pretrained(tmp_path / "absent")
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="expected a folder to save the model in, got the file"):
+    with pytest.raises(FileExistsError):
         GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "file")
-    with pytest.raises(ValueError, match=r"expected a folder to save the model in, got .*below a file: name another"):
+    with pytest.raises(NotADirectoryError):
         GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "file" / "model")
     with pytest.raises(ValueError, match="expected at least 1 as max_shard_bytes, got 0"):
         GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "model", max_shard_bytes=0)

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from pretrain._config import PretrainConfig
-from pretrain._output import can_be_written, discard, open_streams
+from pretrain._output import discard_unwritten, open_streams
 from pretrain._presets import PRESETS
 from pretrain._rejection import rejection
 
@@ -47,18 +47,16 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("interrupted: the same command continues from the newest checkpoint")
         return _INTERRUPTED
-    except Exception as error:  # each is raised again, or said in a sentence
-        if isinstance(error, OSError) and not can_be_written(sys.stdout):
-            discard(sys.stdout)
-            if isinstance(error, BrokenPipeError):
-                return _NO_READER  # whoever read the output, such as `head`, has seen enough
-            sentence = f"standard output must be writable, got {error.strerror}. Write it elsewhere."
-        else:
-            sentence = rejection(error)
+    except BrokenPipeError:
+        return _NO_READER  # whoever read the output, such as `head`, has seen enough
+    except Exception as error:  # any other than these is raised again
+        sentence = rejection(error)
         if sentence is None:
             raise
         errors.print(f"error: {sentence}", markup=False)
         return _BAD_INPUT
+    finally:
+        discard_unwritten(sys.stdout)
 
 
 def read_config(arguments: list[str]) -> PretrainConfig:

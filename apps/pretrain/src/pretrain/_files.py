@@ -66,7 +66,7 @@ def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T
         field = ".".join(map(str, first["loc"]))
         reason = f"{field}: {first['msg']}" if field else first["msg"]
         raise UsageError(
-            f"{name} must be as `pretrain train` wrote it, got JSON with an error ({reason}). {remedy}"
+            f"{name} must be JSON that a run has written, got an error in it ({reason}). {remedy}"
         ) from error
 
 

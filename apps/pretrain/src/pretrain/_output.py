@@ -15,15 +15,9 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def can_be_written(stream: TextIO) -> bool:
-    """Whether a stream takes what it still has to write."""
+def discard_unwritten(stream: TextIO) -> None:
+    """Discard what a stream holds and cannot write, so that Python does not try again when it exits."""
     try:
         stream.flush()
     except OSError:
-        return False
-    return True
-
-
-def discard(stream: TextIO) -> None:
-    """Discard what a stream still has to write, and what it is given from now on."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

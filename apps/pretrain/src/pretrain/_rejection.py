@@ -1,5 +1,10 @@
 """Which errors are the answer to a command's input, and the sentence that each of them is shown as."""
 
+import errno
+
+# What a write to a file that is open fails with. Such an error names no file.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
 
 def rejection(error: Exception) -> str | None:
     """The sentence for an error that the user can mend; None for any other."""
@@ -11,6 +16,8 @@ def rejection(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename} must be accessible, got {error.strerror}. Change its permissions, or name another."
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+        return f"the output must be writable, got {error.strerror}. Free some space, or write it elsewhere."
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return f"the model and its batch must fit the memory, got {error or 'no memory'}. Ask for less at a time."
     return None

@@ -214,7 +214,7 @@ class GPT2(nnx.Module):
             max_shard_bytes: beyond this the weights are split over several files with an index.
 
         Raises:
-            ValueError: `path` is a file.
+            OSError: `path` is a file, is below a file, or cannot be written.
         """
         from nnx_gpt2._pretrained import save_pretrained  # it needs this module
 

@@ -113,14 +113,9 @@ def save_pretrained(
 ) -> None:
     """See `GPT2.save_pretrained`."""
     folder, config = Path(path), model.config
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"expected a folder to save the model in, got the file {folder}: name another")
     if max_shard_bytes < 1:
         raise ValueError(f"expected at least 1 as max_shard_bytes, got {max_shard_bytes}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except NotADirectoryError as error:
-        raise ValueError(f"expected a folder to save the model in, got {folder}, below a file: name another") from error
+    folder.mkdir(parents=True, exist_ok=True)
     params = split_params(model)
     itemsize = jnp.dtype(config.param_dtype).itemsize
     shards: list[dict[str, _Tensor]] = [{}]
