@@ -8,6 +8,10 @@ class LaunchError(ValueError):
     """
 
 
+class OutOfMemoryError(LaunchError):
+    """What a loop computes does not fit in memory. A restart does not help, so `launch` does not try."""
+
+
 class PermanentError(RuntimeError):
     """A failure of a loop that would happen again after a restart, such as a loss that is no longer finite.
 
