@@ -27,6 +27,10 @@ class DeletedCheckpointError(ValueError):
     """A checkpoint was deleted while it was read, because the run that writes it has a newer one."""
 
 
+class MismatchedCheckpointError(ValueError):
+    """A checkpoint does not hold the arrays that it is to be restored into: another model has written it."""
+
+
 class UnsavedCheckpointError(RuntimeError):
     """A checkpoint could not be written. The error that prevented it is the cause (`__cause__`)."""
 
