@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ray_jax_launch import Checkpoints, intact_step, latest_step, open_uri
+from ray_jax_launch import Checkpoints, MismatchedCheckpointError, intact_step, latest_step, open_uri
 from ray_jax_launch._steps import list_steps
 
 
@@ -77,14 +77,28 @@ def test_only_what_was_saved_can_be_restored(place):
         checkpoints.save(1, {"params": {"h": [{"w": jnp.ones((3, 2)), "b": jnp.ones(2)}]}}, metadata={})
         checkpoints.wait()
         for like, message in [
-            ({"opt_state": {"mu": jnp.ones(2)}}, "expected an item among params, which were saved, got 'opt_state'"),
-            ({"params": {"h": [{"w": jnp.ones((3, 2))}]}}, "h.0.b was saved, and is not asked for"),
-            ({"params": {"h": [{"w": jnp.ones((3, 2)), "b": jnp.ones(2), "c": 1}]}}, "h.0.c is asked for, and was not"),
-            ({"params": {"h": [{"w": jnp.ones((2, 3)), "b": jnp.ones(2)}]}}, "was saved in, (3, 2), got (2, 3)"),
-            ({"params": jnp.ones(2)}, "expected a tree of arrays as the item params, got a single"),
+            ({"opt_state": {"mu": jnp.ones(2)}}, "opt_state.mu: not saved, wanted with shape (2,)"),
+            ({"params": {}}, "params.h.0.b: saved with shape (2,), not wanted"),
+            ({"params": {"h": [{"w": jnp.ones((3, 2))}]}}, "params.h.0.b: saved with shape (2,), not wanted"),
+            (
+                {"params": {"h": [{"w": jnp.ones((3, 2)), "b": jnp.ones(2), "c": 1}]}},
+                "params.h.0.c: not saved, wanted with shape ()",
+            ),
+            (
+                {"params": {"h": [{"w": jnp.ones((2, 3)), "b": jnp.ones(2)}]}},
+                "params.h.0.w: saved with shape (3, 2), wanted with shape (2, 3)",
+            ),
         ]:
-            with pytest.raises(ValueError, match=re.escape(message)):
+            with pytest.raises(MismatchedCheckpointError) as said:
                 checkpoints.restore(1, like)
+            assert str(said.value) == (
+                f"the checkpoint must hold the arrays that are to be restored, got {message}. Restore into the model "
+                "that wrote it, or read another checkpoint"
+            )
+        with pytest.raises(ValueError, match="expected a tree of arrays as the item params, got a single"):
+            checkpoints.restore(1, {"params": jnp.ones(2)})
+    with Checkpoints(place, read_only=True) as checkpoints, pytest.raises(MismatchedCheckpointError):
+        checkpoints.restore_latest({"params": {"h": jnp.ones(2)}})
 
 
 def test_a_buffer_may_be_reused_once_save_returns(place):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,23 @@ def spoil_the_checksums(checkpoint):
     return "checksums.json cannot be read"
 
 
+def empty_the_folder(checkpoint):
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+    return "checksums.json is missing"
+
+
+def remove_the_checksums_and_the_metadata(checkpoint):
+    (checkpoint / "checksums.json").unlink()
+    shutil.rmtree(checkpoint / "metadata")
+    return "checksums.json is missing"
+
+
+DAMAGES = [
+    flip_a_byte, cut_short, remove_a_file, spoil_the_checksums, empty_the_folder, remove_the_checksums_and_the_metadata
+]  # fmt: skip
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Checkpoints 10, 20 and 30, of other values each."""
@@ -50,7 +68,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, remove_a_file, spoil_the_checksums])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_names_both(
     folder, caplog, damage, record_property
 ):
@@ -70,6 +88,17 @@ def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_nam
     assert intact_step(folder) == 30
     record_property("fault", f"newest checkpoint in a folder: {damage.__name__.replace('_', ' ')}")
     record_property("lost", "steps since the checkpoint before it")
+
+
+# The reader does not need the file that is removed, which is beside the items.
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage is not remove_a_file])
+def test_a_reader_passes_over_a_damaged_checkpoint(folder, damage):
+    damage(folder / "30")
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        found = checkpoints.restore_latest({"params": TREE})
+    assert found is not None
+    assert (found.step, found.metadata) == (20, {"step": 20})
+    assert (folder / "30").is_dir()
 
 
 def test_reading_only_leaves_the_damaged_one_where_it_is(folder, caplog):

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ray_jax_launch import Checkpoints, DeletedCheckpointError, intact_step, latest_step, newest_metadata
+from ray_jax_launch import (
+    Checkpoints,
+    DeletedCheckpointError,
+    MismatchedCheckpointError,
+    intact_step,
+    latest_step,
+    newest_metadata,
+)
 
 WRITER = """
 import sys, time
@@ -96,5 +103,5 @@ def test_the_newest_is_restored_by_the_run_itself(place):
         found = checkpoints.restore_latest({"params": LIKE})
         assert found is not None
         assert (found.step, found.metadata) == (3, {"step": 3})
-    with Checkpoints(place, read_only=True) as checkpoints, pytest.raises(ValueError, match="expected an item among"):
+    with Checkpoints(place, read_only=True) as checkpoints, pytest.raises(MismatchedCheckpointError):
         checkpoints.restore_latest({"opt_state": LIKE})

@@ -22,25 +22,32 @@ SHIM = r"""
 #include <string.h>
 #include <unistd.h>
 
-ssize_t read(int descriptor, void *buffer, size_t size) {
-  static ssize_t (*real_read)(int, void *, size_t);
+static int faulty(int descriptor) {
   static int left = -1;
-  if (!real_read) real_read = (ssize_t (*)(int, void *, size_t))dlsym(RTLD_NEXT, "read");
   if (left < 0) left = atoi(getenv("FAULT_READS"));
-  if (left > 0) {
-    char link[64], path[4096];
-    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
-    ssize_t length = readlink(link, path, sizeof path - 1);
-    if (length > 0) {
-      path[length] = 0;
-      if (strstr(path, getenv("FAULT_PATH"))) {
-        left--;
-        errno = atoi(getenv("FAULT_ERRNO"));
-        return -1;
-      }
-    }
-  }
-  return real_read(descriptor, buffer, size);
+  if (left == 0) return 0;
+  char link[64], path[4096];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+  ssize_t length = readlink(link, path, sizeof path - 1);
+  if (length <= 0) return 0;
+  path[length] = 0;
+  if (!strstr(path, getenv("FAULT_PATH"))) return 0;
+  left--;
+  errno = atoi(getenv("FAULT_ERRNO"));
+  return 1;
+}
+
+ssize_t read(int descriptor, void *buffer, size_t size) {
+  static ssize_t (*real)(int, void *, size_t);
+  if (!real) real = (ssize_t (*)(int, void *, size_t))dlsym(RTLD_NEXT, "read");
+  return faulty(descriptor) ? -1 : real(descriptor, buffer, size);
+}
+
+/* By tensorstore. */
+ssize_t pread(int descriptor, void *buffer, size_t size, off_t offset) {
+  static ssize_t (*real)(int, void *, size_t, off_t);
+  if (!real) real = (ssize_t (*)(int, void *, size_t, off_t))dlsym(RTLD_NEXT, "pread");
+  return faulty(descriptor) ? -1 : real(descriptor, buffer, size, offset);
 }
 """
 
@@ -53,6 +60,19 @@ try:
     print(intact_step(sys.argv[1], set_aside=True))
 except LaunchError as error:
     print("LaunchError:", error)
+"""
+
+# What a process that restores does after another has verified the checkpoint.
+RESTORE = """
+import sys
+import jax.numpy as jnp
+from ray_jax_launch import Checkpoints, LaunchError, _retry
+_retry.DELAYS_S = (0.05,) * 5
+with Checkpoints(sys.argv[1], verify=False) as checkpoints:
+    try:
+        print(checkpoints.restore(20, {"params": {"w": jnp.zeros(10)}})["params"]["w"][0])
+    except LaunchError as error:
+        print("LaunchError:", error)
 """
 
 FULL = """
@@ -132,9 +152,9 @@ def in_mount_namespace():
     return run
 
 
-def start(folder, environment):
+def start(folder, environment, code=START):
     done = subprocess.run(
-        [sys.executable, "-c", START, str(folder)], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True, check=True
     )
     return done.stdout.strip(), done.stderr
 
@@ -170,6 +190,26 @@ def test_a_read_error_of_the_checksums_does_not_condemn_a_checkpoint(folder, shi
     assert log.count("checksums.json cannot be accessed") == 2
     record_property("fault", "two reads of a checkpoint's checksums fail with ESTALE")
     record_property("lost", "nothing")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
+def test_a_read_error_that_passes_does_not_fail_a_restore(folder, shim, name, record_property):
+    began = time.monotonic()
+    answer, log = start(folder, shim(f"/20/params/{name}", errno.EIO, 2), RESTORE)
+    assert answer == "20.0"
+    assert log.count("20 cannot be accessed") == 2
+    record_property("fault", f"two reads of {name} fail with EIO in a restore")
+    record_property("lost", "nothing")
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+
+
+@pytest.mark.fault
+def test_a_read_error_that_stays_ends_a_restore_with_a_sentence(folder, shim, record_property):
+    answer, _ = start(folder, shim("/20/params/d/", errno.EIO, 1_000_000), RESTORE)
+    assert answer.startswith(f"LaunchError: {folder}/20 must be accessible, got [Errno 5]")
+    record_property("fault", "every read of the arrays fails with EIO in a restore")
+    record_property("lost", "nothing: the restore is refused, and works once the storage does")
 
 
 @pytest.mark.fault

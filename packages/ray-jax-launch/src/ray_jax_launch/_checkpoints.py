@@ -254,7 +254,8 @@ class Checkpoints:
                 result has. These need not be those it was saved from; its leaves and their shapes must.
 
         Raises:
-            ValueError: there is no checkpoint of this number, or no such item, leaf or shape in it.
+            ValueError: there is no checkpoint of this number.
+            MismatchedCheckpointError: there is no such item, leaf or shape in it.
             DamagedCheckpointError: it was damaged since it was last read (object storage only).
             DeletedCheckpointError: it was opened read-only, and the run that writes deleted it meanwhile.
             LaunchError: the storage cannot be read, or a node does not see the folder.
@@ -277,7 +278,7 @@ class Checkpoints:
             The checkpoint, or None where there is none.
 
         Raises:
-            ValueError: there is no such item, leaf or shape in it.
+            MismatchedCheckpointError: there is no such item, leaf or shape in it.
             DamagedCheckpointError: there are checkpoints, and all of them are damaged.
             LaunchError: the storage cannot be read; or checkpoints are deleted faster than they can be read.
         """

@@ -8,6 +8,10 @@ class LaunchError(ValueError):
     """
 
 
+class OutOfMemoryError(LaunchError):
+    """What a loop computes does not fit in memory. A restart does not help, so `launch` does not try."""
+
+
 class PermanentError(RuntimeError):
     """A failure of a loop that would happen again after a restart, such as a loss that is no longer finite.
 
@@ -21,6 +25,10 @@ class DamagedCheckpointError(ValueError):
 
 class DeletedCheckpointError(ValueError):
     """A checkpoint was deleted while it was read, because the run that writes it has a newer one."""
+
+
+class MismatchedCheckpointError(ValueError):
+    """A checkpoint does not hold the arrays that it is to be restored into: another model has written it."""
 
 
 class UnsavedCheckpointError(RuntimeError):

@@ -13,7 +13,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ class Folders:
         Raises:
             DamagedCheckpointError: a file is not what was written.
         """
-        files = self._files(step) or {
+        files: Mapping[str, tuple[int, int] | None] = self._files(step) or {
             str(path.relative_to(self._path(step))): None for path in self._path(step).rglob("*") if path.is_file()
         }
         for name, expected in files.items():
@@ -133,9 +133,9 @@ class Folders:
         except OSError:
             return str(checkpoint)
         try:
-            files = json.loads((checkpoint / CHECKSUMS).read_bytes())["files"]
-        except (OSError, ValueError):
-            files = {}  # written by a version before 0.3
+            files = self._files(step)
+        except DamagedCheckpointError:
+            return str(checkpoint / CHECKSUMS)
         for name, (size, _) in files.items():
             path = checkpoint / name
             try:
@@ -183,15 +183,19 @@ class Folders:
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
 
-    def _files(self, step: int) -> dict[str, tuple[int, int] | None]:
-        """Size and CRC-32 of each file by its name; none of them where a version before 0.3 has written it."""
+    def _files(self, step: int) -> dict[str, tuple[int, int]]:
+        """Size and CRC-32 of each file by its name; nothing where a version before 0.3 wrote the checkpoint.
+
+        Raises:
+            DamagedCheckpointError: no version wrote it so.
+        """
         path = self._path(step) / CHECKSUMS
         try:
             content = retry(str(path), path.read_bytes)
         except ABSENT as error:
-            if self.mark(step) is None:
-                raise DamagedCheckpointError("it is missing") from error
-            return {}
+            if self._read_json(step, METADATA) is None:
+                raise DamagedCheckpointError(f"{CHECKSUMS} is missing") from error
+            return {}  # a version before 0.3 wrote metadata alone
         try:
             files = json.loads(content)["files"]
             return {name: (int(size), int(checksum)) for name, (size, checksum) in files.items()}

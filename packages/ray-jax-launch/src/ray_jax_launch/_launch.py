@@ -27,8 +27,8 @@ from ray_jax_launch._backend import backend_config, worker_environment
 from ray_jax_launch._board import BoardHandle, Metrics, start_board
 from ray_jax_launch._cluster import DATA_CPUS, check_resources, connect, is_started_here, log_folder
 from ray_jax_launch._data import DataReservation, RankedDataConfig, RankedDataset
-from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, TrainingFailed
-from ray_jax_launch._failures import ForwardReports, first_failure, in_a_line, note_traceback
+from ray_jax_launch._errors import LaunchError, TrainingFailed
+from ray_jax_launch._failures import ForwardReports, first_failure, in_a_line, note_traceback, to_raise
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._interrupt import Interrupt
 from ray_jax_launch._restart import RestartPolicy
@@ -126,6 +126,7 @@ def launch(
     Raises:
         LaunchError: an argument cannot be; the cluster has too little, or does not answer; the storage cannot be
             reached, or is a folder that the nodes do not share; or the loop raised one.
+        OutOfMemoryError: memory could not be allocated, or Ray's memory monitor killed workers twice in a row.
         DamagedCheckpointError: the run has checkpoints, and all of them are damaged.
         TrainingFailed: a worker failed once more than `max_failures`.
         KeyboardInterrupt: Ctrl-C, or SIGTERM. A loop that listens (`stop_requested`) has saved and returned; a
@@ -182,14 +183,8 @@ def launch(
     except SystemExit:
         raise KeyboardInterrupt from None  # see Interrupt
     except WorkerGroupError as error:
-        rank, details = first_failure(error.worker_failures)
-        failure = error.worker_failures[rank]
-        if isinstance(failure, LaunchError | DamagedCheckpointError):
-            # Its traceback, in the worker, says nothing to the user.
-            raise (LaunchError if isinstance(failure, LaunchError) else DamagedCheckpointError)(str(failure)) from None
-        failed = TrainingFailed(f"worker {rank} of {hardware} failed", rank, details, log_folder())
-        failed.add_note(failed.details)
-        raise failed from None  # Ray's error repeats the traceback
+        # Ray's error repeats the traceback.
+        raise to_raise(error.worker_failures, hardware, log_folder()) from None
     except PreemptionError as error:
         raise TrainingFailed(f"{hardware} lost nodes", None, str(error), log_folder()) from error
     except TrainingFailedError as error:

@@ -1,12 +1,14 @@
 """The two ways in which Orbax writes a checkpoint for us: all processes into one folder, or each into its own."""
 
 import contextlib
+import re
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +18,7 @@ from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler, ScalarHan
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._folders import METADATA, METRICS, SCORE, Folders
 from ray_jax_launch._objects import Listing, Objects, part_name
+from ray_jax_launch._retry import retry
 from ray_jax_launch._staging import Staging
 from ray_jax_launch._trees import to_restore
 
@@ -25,6 +28,10 @@ RESERVED = (METADATA, METRICS)
 _WRITE_TIMEOUT_S = 3600
 # How long a host may go on seeing an old listing of a shared folder: NFS keeps one for at most 60 s by default.
 _STALE_S = 90.0
+# Tensorstore, which Orbax reads by, raises ValueError, and tells the number of the system's error in its text.
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+
+T = TypeVar("T")
 
 
 class Writer(Protocol):
@@ -91,10 +98,16 @@ class FolderWriter:
         if jax.process_index() > 0:
             self._wait_until_visible(step)
         checkpoint = self._folder / str(step)
-        folders = [path for path in checkpoint.iterdir() if path.is_dir() and path.name not in RESERVED]
-        wanted = to_restore(like, {path.name: _saved_tree(path) for path in folders})
+
+        def read_trees() -> dict[str, Any]:
+            folders = [path for path in checkpoint.iterdir() if path.is_dir() and path.name not in RESERVED]
+            return {path.name: _saved_tree(path) for path in folders}
+
+        wanted = to_restore(like, _read(checkpoint, read_trees))
+        # One by one: the processes meet at the end of each.
         return {
-            name: self._reader.restore(checkpoint / name, args=_restore_args(tree)) for name, tree in wanted.items()
+            name: _read(checkpoint, partial(self._reader.restore, checkpoint / name, args=_restore_args(tree)))
+            for name, tree in wanted.items()
         }
 
     def restore_copy(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,6 +226,21 @@ def make_writer(folder: Path | str, kept: Any, run_id: str) -> Writer:
     if isinstance(folder, Path):
         return FolderWriter(folder, kept)
     return ObjectWriter(folder, kept, run_id)
+
+
+def _read(checkpoint: Path, read: Callable[[], T]) -> T:
+    """Call a function of Orbax that reads from a folder, and repeat it like other reads (see `retry`)."""
+
+    def attempt() -> T:
+        try:
+            return read()
+        except ValueError as error:
+            number = _OS_ERROR.search(str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), str(error)) from error
+
+    return retry(str(checkpoint), attempt)
 
 
 def _arrays_handler(**options: Any) -> ocp.PyTreeCheckpointHandler:

@@ -10,8 +10,7 @@ from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_act
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 
 from ray_jax_launch._board import BoardHandle
-from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, PermanentError
-from ray_jax_launch._failures import Preempted, first_failure, has_raised, in_a_line, may_pass
+from ray_jax_launch._failures import Preempted, first_failure, identity, in_a_line, is_permanent
 
 # Nodes that are lost come back, or an autoscaler replaces them, within this time or the one that the user gives.
 _MIN_RESTART_WAIT_S = 240.0
@@ -35,7 +34,7 @@ class RestartPolicy(FailurePolicy):
         self._wait_s = max(wait_for_resources_s, _MIN_RESTART_WAIT_S)
         self._waiting_since_s: float | None = None
         self._num_failures = 0
-        self._last_details = ""
+        self._last: str | None = None
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Retry or raise. Called once for each failure of the group."""
@@ -62,13 +61,12 @@ class RestartPolicy(FailurePolicy):
         rank, details = first_failure(failures)
         failure = failures[rank]
         what = in_a_line(rank, failure)
-        if isinstance(failure, LaunchError | DamagedCheckpointError | PermanentError):
+        if is_permanent(failure):
             return FailureDecision.RAISE
-        if has_raised(failure) and not may_pass(failure):
-            if details == self._last_details:
-                self._tell(f"{what}; the workers do not start again, because they failed in the same way before")
-                return FailureDecision.RAISE
-            self._last_details = details
+        before, self._last = self._last, identity(failure, details)
+        if self._last is not None and self._last == before:
+            self._tell(f"{what}; the workers do not start again, because they failed in the same way before")
+            return FailureDecision.RAISE
         return self._count(what)
 
     def _count(self, what: str) -> FailureDecision:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ray_jax_launch._errors import MismatchedCheckpointError
+
 # Kinds of NumPy arrays that hold no numbers: objects, texts, bytes, records.
 _NO_NUMBERS = "OUSV"
 
@@ -38,17 +40,21 @@ def to_restore(like: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
         saved: Orbax's metadata of the leaves of each item.
 
     Raises:
-        ValueError: that is not what was saved; the message names the leaf.
+        MismatchedCheckpointError: that is not what was saved; the message names the leaf.
     """
-    wanted: dict[str, Any] = {}
     for name, tree in like.items():
         _check_is_tree(name, tree)
-        if name in saved:
-            wanted[name] = jax.tree.map(_data_of, tree)
-            _compare(name, _shapes(wanted[name]), _shapes(saved[name]))
-        elif jax.tree.leaves(tree):
-            raise ValueError(f"expected an item among {', '.join(sorted(saved))}, which were saved, got {name!r}")
-    return wanted
+    trees = {name: jax.tree.map(_data_of, tree) for name, tree in like.items() if jax.tree.leaves(tree)}
+    saved_shapes, shapes = _shapes({name: saved[name] for name in like if name in saved}), _shapes(trees)
+    for path in sorted(saved_shapes.keys() | shapes.keys()):
+        if saved_shapes.get(path) != shapes.get(path):
+            was = f"saved with shape {saved_shapes[path]}" if path in saved_shapes else "not saved"
+            now = f"wanted with shape {shapes[path]}" if path in shapes else "not wanted"
+            raise MismatchedCheckpointError(
+                f"the checkpoint must hold the arrays that are to be restored, got {path}: {was}, {now}. Restore into "
+                "the model that wrote it, or read another checkpoint"
+            )
+    return trees
 
 
 def as_wanted(like: Any, restored: Any) -> Any:
@@ -68,15 +74,6 @@ def _check_is_tree(name: str, tree: Any) -> None:
         raise ValueError(
             f"expected a tree of arrays as the item {name}, got a single {type(tree).__name__}: put it into a dict"
         )
-
-
-def _compare(name: str, shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
-    for path in sorted(shapes.keys() ^ saved.keys()):
-        what = "was saved, and is not asked for" if path in saved else "is asked for, and was not saved"
-        raise ValueError(f"expected the leaves that {name} was saved with, but {path} {what}: restore into that tree")
-    for path, shape in shapes.items():
-        if shape != saved[path]:
-            raise ValueError(f"expected {path} of {name} in the shape it was saved in, {saved[path]}, got {shape}")
 
 
 def _savable(where: str, x: Any) -> Any:
