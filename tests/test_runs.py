@@ -23,7 +23,7 @@ from support import COMMAND
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
 from pretrain._cli import read_config
 from pretrain._data import load_tokens
-from pretrain._metrics import read_metrics
+from pretrain._files import read_lines
 from pretrain._run import locate
 from pretrain._trained import load_trained
 from ray_jax_launch import latest_step
@@ -283,7 +283,7 @@ def test_two_workers_train_like_one_until_they_are_interrupted_and_keep_it_in_ob
     ]
     folder = locate(run)
     folder.pull()
-    two = losses(read_metrics(folder.metrics))
+    two = losses(read_lines(folder.metrics))
     assert 10 <= len(two) < MAX_STEPS
     np.testing.assert_allclose(two, losses(plain)[: len(two)], rtol=0, atol=1e-4)
     # What was done was saved, wherever it was.

@@ -26,7 +26,7 @@ from support import COMMAND
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
 from pretrain._cli import read_config
 from pretrain._data import load_tokens
-from pretrain._metrics import read_metrics
+from pretrain._files import read_lines
 from pretrain._validation import Validation
 
 BOOT_ID = "proc/sys/kernel/random/boot_id"
@@ -135,7 +135,7 @@ def test_two_machines_train_like_one_device(machines, plain, corpus, environment
     assert done.returncode == 0, done.stderr
     run = storage / "run"
     assert json.loads((run / "result.json").read_text())["workers"] == 2  # of one CPU each, as the machines are
-    records = read_metrics(run / "metrics.jsonl")
+    records = read_lines(run / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]
     np.testing.assert_allclose(losses, plain[0], rtol=0, atol=1e-5)
     assert records[-1]["val_loss"] == pytest.approx(plain[1], abs=1e-5)

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -19,12 +22,13 @@ from pretrain._description import RUN, describe, describe_data
 from pretrain._run import RunFolder, write_json
 from ray_jax_launch import Checkpoints
 
-MODEL = ["--model.num-layers=1", "--model.num-heads=2", "--model.embed-dim=16", "--train.max-steps=10"]
-TRAIN = ["--name=run", "--data=book.txt", *MODEL]
-SAMPLE = ["sample", "run", "--max-new-tokens=3"]
-EVAL = ["eval", "run"]
-EXPORT = ["export", "run", "out"]
-SEED = str(2**63)
+SMALL = "--data book.txt --model.num-layers 1 --model.num-heads 2 --model.embed-dim 16 --train.max-steps 10"
+TRAIN = f"--name run {SMALL}"
+SAMPLE = "sample run --max-new-tokens 3"
+EVAL = "eval run"
+EXPORT = "export run out"
+COMMANDS = (TRAIN, SAMPLE, EVAL, EXPORT)
+END = 2**63
 LONG = "n" * 300
 
 
@@ -33,8 +37,10 @@ def finished(tmp_path_factory):
     """A folder to work in, with a text, its token files, and a finished run of a small model."""
     place = tmp_path_factory.mktemp("place")
     (place / "book.txt").write_text("A short book, of some words. " * 200)
+    (place / "odd.bin").write_bytes(b"123")
+    np.full(2000, 300, "<u2").tofile(place / "ids.bin")
     (place / "loop").symlink_to("loop")
-    config = read_config(TRAIN)
+    config = read_config(shlex.split(TRAIN))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=257))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
@@ -64,12 +70,10 @@ def place(finished, tmp_path, monkeypatch):
 
 
 def contents(place):
-    """Every file below a folder with its size, without locks and caches."""
-    return {
-        str(path.relative_to(place)): path.stat().st_size
-        for path in place.rglob("*")
-        if path.is_file() and path.name != ".lock" and "cache" not in path.parts
-    }
+    """Every file and its size, but for caches, locks, and what Ray keeps in the run that was there before."""
+    sizes = {str(path.relative_to(place)): path.stat().st_size for path in place.rglob("*") if path.is_file()}
+    apart = ("cache/", "runs/run/.ray/", "runs/run/.lock")
+    return {name: size for name, size in sizes.items() if not name.startswith(apart)}
 
 
 def rejection(capsys, args, place):
@@ -94,11 +98,12 @@ def old(place):
 
 
 def config_of(contents):
-    """Damage the `config.json` of an old run."""
+    """Damage the `config.json` of an old run, or delete it."""
 
     def damage(place):
         old(place)
-        (place / "runs/run/config.json").write_bytes(contents)
+        path = place / "runs/run/config.json"
+        path.unlink() if contents is None else path.write_bytes(contents)
 
     return damage
 
@@ -141,132 +146,197 @@ def file_for(name):
 
 
 def without(name):
+    """Delete a file of the run."""
+
     def damage(place):
         (place / "runs/run" / name).unlink()
 
     return damage
 
 
-def unreadable(name):
-    def damage(place):
-        (place / name).chmod(0)
-
-    return damage
+def nothing(place):
+    pass
 
 
-COMMANDS = {"train": TRAIN, "sample": SAMPLE, "eval": EVAL, "export": EXPORT}
-CONFIGS = {
-    "empty": (config_of(b""), "Invalid JSON: EOF while parsing a value"),
-    "cut": (config_of(b'{"config": {"pre'), "Invalid JSON: EOF while parsing a string"),
-    "list": (config_of(b"[1]"), "Input should be an object"),
-    "other-json": (config_of(b'{"config": {}, "data": 3}'), "config.prepare: Field required"),
-    "not-utf-8": (config_of(b"\xff\xfe{"), "Invalid JSON: expected value"),
-    "text-for-number": (field("config", "model", "num_layers", value="1"), "config.model.num_layers: Input should be"),
-    "zero-layers": (
-        field("config", "model", "num_layers", value=0),
-        "config.model: Value error, model.num_layers must be",
+# A command line without a damaged file, and what its sentence has.
+LINES = [
+    ("--preset huge", "invalid choice 'huge' for argument '--preset'"),
+    ("--model.num-layer 3", "Unrecognized options: --model.num-layer"),
+    ("--model.num-heads 5", "model.embed_dim must be a multiple of model.num_heads, got 128 and 5"),
+    ("--train.max-steps 0", "train.max_steps must be at least 1, got 0"),
+    ("--train.max-steps many", "invalid literal for int() with base 10: 'many'"),
+    ("launch", "Unrecognized options: launch"),
+    ("--data nowhere.txt", "nowhere.txt"),
+    ("--data nowhere.bin", "nowhere.bin"),
+    ("--data book.txt --model.seq-len 1024", "expected at least 1025 validation tokens"),
+    ("--data book.txt --tokenizer gpt2", "the files of tokenizer 'gpt2' could not be downloaded"),
+    ("--data someone/something", "as a dataset of the Hugging Face hub it could not be loaded"),
+    ("--data odd.bin", "odd.bin"),
+    ("--data ids.bin", "must be below 257, the vocabulary of the tokenizer"),
+    ("--data book.txt --hardware cpu:3", "must be a multiple of the 3 devices of cpu:3 that share it, got 16."),
+    (
+        "--data book.txt --hardware tpu:v7x:2x2x2 --train.global-batch-size 24",
+        "must be a multiple of the 16 devices of tpu:v7x:2x2x2 that share it, got 24. Change it, or --hardware.",
     ),
-    "number-for-data": (field("data", value=7), "data: Input should be an object"),
-    "number-for-tokens": (field("data", "tokens", value=7), "data.tokens.str: Input should be a valid string"),
-    "list-for-versions": (field("versions", value=[]), "versions: Input should be an object"),
-}
-CASES = {
-    **{
-        f"config-{kind}-{command}": (
-            args,
-            damage,
-            f"config.json must be JSON that a run has written, got an error in it ({found}",
-        )
-        for kind, (damage, found) in CONFIGS.items()
-        for command, args in COMMANDS.items()
-    },
-    "config-missing-old-run": (TRAIN, lambda place: (old(place), without("config.json")(place)), "config.json must be"),
-    "config-folder": (TRAIN, folder_for("config.json"), "config.json must be a file, got something else. Move it away"),
-    "config-deleted": (
-        [*TRAIN, "--optimizer.learning-rate=0.01"],
+    (
+        "--data book.txt --hardware tpu:v6e:4x4 --mesh.tensor 8 --model.num-heads 8",
+        "tpu:v6e:4x4: mesh axis tensor must divide the 4 devices of one process, got 8. Choose a smaller size, or",
+    ),
+    (
+        "--data book.txt --hardware gpu:3x2 --mesh.fsdp 4 --train.global-batch-size 24",
+        "gpu:3x2: mesh axes fsdp and tensor must be at least 1 and their product must divide the 6 devices, got 4",
+    ),
+    (
+        "--data book.txt --hardware tpu:v4:2x2x2:2 --mesh.fsdp 16",
+        "a product that divides the 8 devices of one TPU slice, got 16 and 1. Choose smaller sizes: only the data",
+    ),
+    ("--data book.txt --hardware tpu", "hardware"),
+    ("--data book.txt --hardware gpu:2", "The Ray cluster must have 2 GPUs for gpu:2, got 0. Ask for fewer workers"),
+    ("--data book.txt --storage-path book.txt", "must be accessible, got Not a directory."),
+    ("--data book.txt --storage-path loop", "got Too many levels of symbolic links"),
+    ("--data book.txt --storage-path file:book.txt", "a storage path must be"),
+    ("--data book.txt --storage-path nowhere://x", "nowhere://x"),
+    (
+        "--data book.txt --model.vocab-size 100",
+        "--model.vocab-size must be at least 257, which the tokenizer bytes has",
+    ),
+    (f"--data book.txt --seed {END}", f"seed must be at least 0 and below {END}, got {END}"),
+    (f"--data book.txt --name {LONG}", "must be accessible, got File name too long"),
+    ("--data book.txt --model.vocab-size 999999999", "the model and its batch must fit the"),
+    (f"{SMALL} --train.global-batch-size 100000000", "the model and its batch must fit the"),
+    ("sample nowhere", "run must be the folder or URI of a run, or the name of one in runs, got nowhere."),
+    ("sample nowhere --top-k 0", "--top-k must be at least 1, got 0."),
+    ("sample nowhere --top-p 1.5", "--top-p must be above 0 and at most 1, got 1.5."),
+    ("sample nowhere --temperature nan", "--temperature must be finite and at least 0, got nan."),
+    ("sample nowhere --max-new-tokens -5", "--max-new-tokens must be at least 0, got -5."),
+    ("sample nowhere --num-samples 0", "--num-samples must be at least 1, got 0."),
+    ("sample nowhere --prompt ''", "--prompt must be not empty, as the model continues it, got ''."),
+    (f"{SAMPLE} --seed {END}", f"--seed must be at least 0 and below {END}, got {END}"),
+    (f"{SAMPLE} --seed -1", f"--seed must be at least 0 and below {END}, got -1"),
+    (f"sample {LONG}", "File name too long"),
+    ("sample loop", "Too many levels of symbolic links"),
+    ("sample book.txt", "run must be the folder or URI of a run"),
+    ("eval nowhere", "run must be the folder or URI of a run, or the name of one in runs, got nowhere."),
+    (f"{EVAL} --batch-size 0", "--batch-size must be at least 1, got 0."),
+    (f"{EVAL} --data loop", "loop"),
+    ("export run s3://bucket/x", "out must be a folder, got s3://bucket/x. Export to a folder, and copy it"),
+    ("export run book.txt/x", "must be accessible, got Not a directory"),
+    ("export run book.txt", "out must be a new or empty folder, got book.txt."),
+    ("export run loop", "loop must be accessible, got File exists."),
+]
+# Contents of the `config.json` of an old run, and what the sentence has.
+CONFIGS = [
+    (config_of(b""), "Invalid JSON: EOF while parsing a value"),
+    (config_of(b'{"config": {"pre'), "Invalid JSON: EOF while parsing a string"),
+    (config_of(b"[1]"), "Input should be an object"),
+    (config_of(b'{"config": {}, "data": 3}'), "config.prepare: Field required"),
+    (config_of(b"\xff\xfe{"), "Invalid JSON: expected value"),
+    (field("config", "model", "num_layers", value="1"), "config.model.num_layers: Input should be"),
+    (field("config", "model", "num_layers", value=0), "config.model: Value error, model.num_layers must be"),
+    (field("data", value=7), "data: Input should be an object"),
+    (field("data", "tokens", value=7), "data.tokens.str: Input should be a valid string"),
+    (field("versions", value=[]), "versions: Input should be an object"),
+]
+# A command line, what is damaged before, and what the sentence has.
+DAMAGED = [
+    *(
+        (line, damage, f"config.json must be JSON that a run has written, got an error in it ({message}")
+        for damage, message in CONFIGS
+        for line in COMMANDS
+    ),
+    (TRAIN, config_of(None), "config.json must be JSON that a run has written, got an error in it (Invalid JSON"),
+    (TRAIN, folder_for("config.json"), "config.json must be a file, got something else. Move it away, or choose"),
+    (
+        f"{TRAIN} --optimizer.learning-rate 0.01",
         without("config.json"),
         "optimizer.learning_rate must be 0.002, as when the run in",
     ),
-    "config-of-nnx-gpt2-0.1": (
-        SAMPLE,
-        field("versions", "nnx-gpt2", value="0.1.3"),
-        "must be of nnx-gpt2 0.2 or later",
+    (SAMPLE, field("versions", "nnx-gpt2", value="0.1.3"), "must be of nnx-gpt2 0.2 or later"),
+    (SAMPLE, field("config", "model", "num_layers", value=2), "error: the checkpoint must hold the arrays"),
+    (EVAL, field("config", "model", "embed_dim", value=32), "error: the checkpoint must hold the arrays"),
+    (EXPORT, field("config", "model", "scan_layers", value=True), "error: the checkpoint must hold the arrays"),
+    (
+        f"{TRAIN} --model.num-layers 2",
+        lambda place: (field("config", "model", "num_layers", value=2)(place), without("result.json")(place)),
+        "error: the checkpoint must hold the arrays",
     ),
-    "config-of-another-model-sample": (SAMPLE, field("config", "model", "num_layers", value=2), "checkpoint 1 in"),
-    "config-of-another-model-eval": (EVAL, field("config", "model", "embed_dim", value=32), "checkpoint 1 in"),
-    "config-of-another-model-export": (EXPORT, field("config", "model", "scan_layers", value=True), "checkpoint 1 in"),
-    "metrics-folder": (TRAIN, folder_for("metrics.jsonl"), "metrics.jsonl must be a file, got something else."),
-    "starts-folder": (TRAIN, folder_for("starts.jsonl"), "starts.jsonl must be a file, got something else."),
-    "result-folder": (TRAIN, folder_for("result.json"), "result.json must be a file, got something else."),
-    "checkpoints-file": (TRAIN, file_for("checkpoints"), "checkpoints must be a folder, got a file."),
-    "ray-file": (TRAIN, file_for(".ray"), ".ray must be a folder, got a file."),
-    "seed-train": ([*TRAIN, "--seed", SEED], None, f"seed must be at least 0 and below {SEED}, got {SEED}"),
-    "seed-sample": ([*SAMPLE, "--seed", SEED], None, f"--seed must be at least 0 and below {SEED}, got {SEED}"),
-    "seed-sample-negative": ([*SAMPLE, "--seed", "-1"], None, f"--seed must be at least 0 and below {SEED}, got -1"),
-    "name-long": (["--name", LONG, "--data=book.txt"], None, "must be accessible, got File name too long"),
-    "run-name-long": (["sample", LONG], None, "File name too long"),
-    "storage-loop": (["--data=book.txt", "--storage-path=loop"], None, "got Too many levels of symbolic links"),
-    "storage-file-uri": (["--data=book.txt", "--storage-path=file:book.txt"], None, "a storage path must be"),
-    "run-loop": (["sample", "loop"], None, "got [Errno 40] Too many levels of symbolic links"),
-    "export-uri": (["export", "run", "s3://bucket/x"], None, "out must be a folder, got s3://bucket/x. Export to"),
-    "export-below-file": (["export", "run", "book.txt/x"], None, "must be accessible, got Not a directory"),
-    "export-over-file": (["export", "run", "book.txt"], None, "out must be a new or empty folder, got book.txt."),
-    "export-loop": (["export", "run", "loop"], None, "loop must be accessible, got File exists."),
-}
+    (TRAIN, folder_for("metrics.jsonl"), "metrics.jsonl must be a file, got something else."),
+    (TRAIN, folder_for("starts.jsonl"), "starts.jsonl must be a file, got something else."),
+    (TRAIN, folder_for("result.json"), "result.json must be a file, got something else."),
+    (TRAIN, file_for("checkpoints"), "checkpoints must be a folder, got a file."),
+    (TRAIN, file_for(".ray"), ".ray must be a folder, got a file."),
+]
 
 
-@pytest.mark.parametrize(("args", "damage", "message"), CASES.values(), ids=CASES)
-def test_rejected(args, damage, message, place, capsys):
-    if damage is not None:
-        damage(place)
-    sentence = rejection(capsys, args, place)
-    assert message in sentence
-
-
-RIGHT = {
-    **{
-        f"config-{kind}": (
-            SAMPLE,
-            lambda place, contents=contents: (place / "runs/run/config.json").write_bytes(contents),
-        )
-        for kind, contents in {"empty": b"", "list": b"[1]", "not-utf-8": b"\xff"}.items()
-    },
-    "config-missing": (SAMPLE, without("config.json")),
-    "config-missing-train": (TRAIN, without("config.json")),
-    "eval-batch-size": ([*EVAL, "--batch-size=100000000"], None),
-    "seed-largest": ([*SAMPLE, "--seed", str(2**63 - 1)], None),
-    "file-uri": (["sample", "file:PLACE/runs/run", "--max-new-tokens=3"], None),
-    "export-file-uri": (["export", "run", "file://PLACE/out"], None),
-}
-
-
-@pytest.mark.parametrize(("args", "damage"), RIGHT.values(), ids=RIGHT)
-def test_right(args, damage, place, capsys):
-    if damage is not None:
-        damage(place)
-    assert main([arg.replace("PLACE", str(place)) for arg in args]) == 0
-    captured = capsys.readouterr()
-    assert captured.out
-    assert "error" not in captured.err
-    assert ("out" in args[-1]) == (place / "out" / "model.safetensors").exists()
-
-
-def run_in_shell(place, line, **environment):
-    """Run a line of shell, where $PRETRAIN is the command."""
-    command = f"{sys.executable} -c 'import sys; from pretrain import main; sys.exit(main())'"
-    return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line.replace("$PRETRAIN", command)],
-        cwd=place, env=os.environ | environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("is_buffered", [True, False])
 @pytest.mark.parametrize(
-    "args", [SAMPLE, EVAL, EXPORT, ["--help"], TRAIN], ids=["sample", "eval", "export", "help", "train"]
+    ("line", "damage", "message"), [*((line, nothing, message) for line, message in LINES), *DAMAGED]
 )
-@pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full")
-def test_standard_output_is_full(args, is_buffered, place):
-    done = run_in_shell(place, f"$PRETRAIN {' '.join(args)} > /dev/full", PYTHONUNBUFFERED="" if is_buffered else "1")
-    assert (done.returncode, done.stderr) == (
-        2, "error: the output must be writable, got No space left on device. Free some space, or write it elsewhere.\n"
+def test_rejected(line, damage, message, place, capsys):
+    damage(place)
+    assert message in rejection(capsys, shlex.split(line), place)
+
+
+def test_what_is_damaged_has_a_copy(place, capsys):
+    """Each checkpoint holds a copy of `config.json`, and a damaged `result.json` is no result."""
+    path = place / "runs/run/config.json"
+    expected = path.read_text()
+    for contents in (b"", b"[1]", b"\xff", None):
+        path.unlink() if contents is None else path.write_bytes(contents)
+        assert main(shlex.split(SAMPLE)) == 0
+    assert main(shlex.split(TRAIN)) == 0
+    assert "is finished: 1 steps, validation loss 5.5000" in capsys.readouterr().out
+    assert path.read_text() == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "out"),
+    [
+        (f"{EVAL} --batch-size 100000000", '"step": 1'),
+        (f"{SAMPLE} --seed {END - 1}", "\n"),
+        ("sample file:$PLACE/runs/run --max-new-tokens 3 --num-samples 40", "\n"),
+        ("export run file://$PLACE/out", "wrote the model of step 1 to file://"),
+    ],
+)
+def test_right(line, out, place, capsys):
+    assert main(shlex.split(line.replace("$PLACE", str(place)))) == 0
+    captured = capsys.readouterr()
+    assert out in captured.out
+    assert captured.err == ""
+    assert ("out" in line) == (place / "out" / "model.safetensors").exists()
+
+
+FULL = "the output must be writable, got No space left on device. Free some space, or write it elsewhere."
+# What bash runs, the exit code, and what standard error has.
+SHELL = [
+    *((f"PYTHONUNBUFFERED=1 $PRETRAIN {line} > /dev/full", 2, FULL) for line in (SAMPLE, "--help")),
+    *((f"PYTHONUNBUFFERED= $PRETRAIN {line} > /dev/full", 2, FULL) for line in (TRAIN, "--help")),
+    (f"$PRETRAIN {EVAL} >&- 2>&-", 0, ""),
+    (f"$PRETRAIN {EXPORT} >&-", 0, ""),
+    (f"$PRETRAIN {SAMPLE} | true", 141, ""),
+    (f"PYTHONIOENCODING=ascii $PRETRAIN {SAMPLE} --prompt \u00fc | grep '^.xfc'", 0, ""),
+    (f"LC_ALL=C $PRETRAIN {SAMPLE} --prompt $'\\xff'", 0, ""),
+    (f"chmod 0 runs/run; $LIMITED $PRETRAIN {SAMPLE}", 2, "Permission denied"),
+    (f"chmod 0 book.txt; $LIMITED $PRETRAIN {TRAIN}", 2, "Permission denied"),
+    (
+        f"chmod 500 runs; $LIMITED $PRETRAIN --name new {SMALL}",
+        2,
+        "runs/new must be accessible, got Permission denied.",
+    ),
+    (f"chmod 0 runs/run/result.json; $LIMITED $PRETRAIN {TRAIN}", 2, "result.json must be accessible, got Permission"),
+    (f"chmod 500 .; $LIMITED $PRETRAIN {EXPORT}", 2, "out must be accessible, got Permission denied."),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full, and gives up root's rights by setpriv")
+@pytest.mark.parametrize(("line", "code", "message"), SHELL)
+def test_in_a_shell(line, code, message, place):
+    # root may read everything, unless it gives up the right to.
+    limited = "setpriv --bounding-set=-dac_override,-dac_read_search" if os.geteuid() == 0 else ""
+    pretrain = f"{sys.executable} {Path(__file__).parent.parent}"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line.replace("$PRETRAIN", pretrain).replace("$LIMITED", limited)],
+        cwd=place, capture_output=True, text=True, check=False,
     )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert done.stderr.count("\n") == (1 if message else 0)

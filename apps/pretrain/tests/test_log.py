@@ -22,8 +22,8 @@ from nnx_gpt2 import (
     make_train_step,
 )
 from pretrain import PRESETS
+from pretrain._files import read_lines
 from pretrain._log import RunLog, StepTimer
-from pretrain._metrics import read_metrics
 from pretrain._run import RunFolder
 
 events: Any = event_pb2  # its classes are made when it is imported, unseen by type checkers
@@ -186,7 +186,7 @@ def test_a_kill_after_a_save_loses_no_metric_before_it(tmp_path, record_property
         # Whatever of the steps after the save is there: all those before it are.
         assert {step: {"loss": float(step), "grad_norm": 0.5} for step in range(20)}.items() <= scalars(folder).items()
     assert [*scalars(folder)] == [*range(40)]
-    assert [record["step"] for record in read_metrics(folder.metrics)] == [*range(40)]
+    assert [record["step"] for record in read_lines(folder.metrics)] == [*range(40)]
 
 
 @pytest.mark.fault
@@ -199,7 +199,7 @@ def test_tensorboard_that_cannot_be_written_does_not_stop_the_log(tmp_path, capl
         log.begin(0)
         log.write({"step": 0, "val_loss": 5.0})
         log.push()
-    assert read_metrics(folder.metrics) == [{"step": 0, "val_loss": 5.0}]
+    assert read_lines(folder.metrics) == [{"step": 0, "val_loss": 5.0}]
     (warning,) = caplog.messages
     assert warning.startswith("the run goes on without TensorBoard's events: FileExistsError: ")
 
@@ -209,4 +209,4 @@ def test_what_is_not_finite_is_left_out(tmp_path):
     with RunLog(folder, send=sent.append) as log:
         log.begin(0)
         log.write({"step": 0, "val_loss": float("nan"), "learning_rate": 0.5})
-    assert sent == read_metrics(folder.metrics) == [{"step": 0, "learning_rate": 0.5}]
+    assert sent == read_lines(folder.metrics) == [{"step": 0, "learning_rate": 0.5}]

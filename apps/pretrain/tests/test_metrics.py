@@ -4,22 +4,22 @@ from pathlib import Path
 import pytest
 
 from pretrain._files import append_line, read_lines, write_durably
-from pretrain._metrics import append_metrics, cut_metrics, read_metrics
+from pretrain._metrics import append_metrics, cut_metrics
 
 
 def test_records_come_back_in_order(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert read_metrics(path) == []
+    assert read_lines(path) == []
     records = [{"step": 0, "val_loss": 5.5}, {"step": 10, "loss": 0.1 + 0.2}]
     for record in records:
         append_metrics(path, record)
-    assert read_metrics(path) == records
+    assert read_lines(path) == records
 
 
 def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
-    assert read_metrics(path) == [{"step": 1}]
+    assert read_lines(path) == [{"step": 1}]
 
 
 def test_what_a_resumed_run_repeats_is_cut(tmp_path):
@@ -35,9 +35,12 @@ def test_lines_that_a_power_cut_damaged_do_not_stop_a_run(tmp_path, caplog, reco
     record_property("fault", "metrics.jsonl with zeros and half lines, as a power cut leaves it")
     record_property("lost", "the damaged lines")
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 0}\n\0\0\0\0\n{"step": 2, "lo\n[3]\n{"loss": 4.0}\n\xff\xfe\n{"step": 5}\n')
-    assert [record["step"] for record in read_metrics(path)] == [0, 5]
-    assert caplog.messages == [f"{path}: dropped 4 lines that are no JSON objects"]
+    path.write_bytes(
+        b'{"step": 0}\n\0\0\0\0\n{"step": 2, "lo\n[3]\n{"loss": 4.0}\n\xff\xfe\n{"step": 5}\n'
+        b'{"step": "6"}\n{"step": 7, "loss": []}\n'
+    )
+    assert [record["step"] for record in read_lines(path)] == [0, 5]
+    assert caplog.messages == [f"{path}: dropped 7 lines that are no JSON objects of numbers"]
     path.write_bytes(b"")
     assert cut_metrics(path, 10) == []
 

@@ -12,8 +12,9 @@ from owt_data import load_tokenizer
 from pretrain import PRESETS
 from pretrain._conveniences import convenience
 from pretrain._data import load_tokens
+from pretrain._description import describe, describe_data
 from pretrain._evaluate import evaluate
-from pretrain._run import RunFolder, describe, write_json
+from pretrain._run import RunFolder, write_json
 from pretrain._sample import sample, sample_text
 from ray_jax_launch import Checkpoints
 
@@ -37,8 +38,7 @@ def make_run(tmp_path):
         tokens = load_tokens(config, Console(quiet=True))
         folder = RunFolder(tmp_path / "run")
         folder.path.mkdir()
-        identity = {"tokens": tokens.names, "tokenizer": tokens.tokenizer, "fingerprint": tokens.fingerprint}
-        write_json(folder.config, describe(config, identity, "cpu:1"))
+        write_json(folder.config, describe(config, describe_data(tokens), "cpu:1").to_json())
         optimizer = create_optimizer(config.optimizer, config.train.max_steps)
         params = create_train_state(model, optimizer, jax.random.key(0)).params
         with Checkpoints(folder.checkpoints) as checkpoints:

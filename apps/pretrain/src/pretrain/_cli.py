@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from pretrain._config import PretrainConfig
-from pretrain._output import discard_unwritten, open_streams
+from pretrain._output import Output, discard_unwritten, open_streams
 from pretrain._presets import PRESETS
 from pretrain._rejection import rejection
 
@@ -77,7 +77,7 @@ def _train(arguments: list[str]) -> int:
     from ray_jax_launch import TrainingFailed
 
     try:
-        train(config, Console(), vocab_size_given=vocab_size_given)
+        train(config, Output(), vocab_size_given=vocab_size_given)
     except TrainingFailed as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(
             f"{error.details}\nerror: {error}: the same command continues from the newest checkpoint", markup=False
@@ -134,7 +134,7 @@ def _sample_command(
         seed=seed,
         num_samples=num_samples,
     )
-    console = Console(soft_wrap=True, highlight=False)
+    console = Output(soft_wrap=True, highlight=False)
     for number, text in enumerate(texts):
         if number:
             console.rule()
@@ -181,7 +181,7 @@ def _export_command(run: tyro.conf.Positional[str], out: tyro.conf.Positional[st
     from pretrain._export import export
 
     step = export(run, out)
-    Console(soft_wrap=True, highlight=False).print(f"wrote the model of step {step} to {out}", markup=False)
+    Output(soft_wrap=True, highlight=False).print(f"wrote the model of step {step} to {out}", markup=False)
     return 0
 
 

@@ -1,5 +1,6 @@
 """The description of a run: `config.json`, of which each checkpoint holds a copy."""
 
+import contextlib
 import dataclasses
 import json
 import platform
@@ -11,12 +12,13 @@ from owt_data import WINDOW_ORDER_VERSION, TokenData
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
 from pretrain._files import parse_json
-from pretrain._run import RunFolder
+from pretrain._run import RunFolder, write_json
 from ray_jax_launch import newest_metadata
 
 RUN = "run"
 """The key of the description in a checkpoint's metadata."""
 
+_REMEDY = "Restore it from a copy, or choose another --name for a new run."
 _PACKAGES = (
     "pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ray",
     "numpy",
@@ -92,14 +94,13 @@ def read_description(folder: RunFolder) -> RunDescription | None:
     Raises:
         UsageError: `config.json` is needed and damaged, or is missing; or the run is of nnx-gpt2 0.1.
     """
-    remedy = "Restore it from a copy, or choose another --name for a new run."
     metadata = newest_metadata(folder.checkpoints)
     if metadata is not None and RUN in metadata:
         place = f"the description in the newest checkpoint of {folder}"
-        description = parse_json(RunDescription, json.dumps(metadata[RUN]), place, remedy)
+        description = parse_json(RunDescription, json.dumps(metadata[RUN]), place, _REMEDY)
     elif metadata is not None or folder.config.exists():
         text = folder.config.read_bytes() if folder.config.exists() else b""
-        description = parse_json(RunDescription, text, folder.config, remedy)
+        description = parse_json(RunDescription, text, folder.config, _REMEDY)
     else:
         return None
     if description.versions.get("nnx-gpt2", "").startswith("0.1."):
@@ -108,6 +109,14 @@ def read_description(folder: RunFolder) -> RunDescription | None:
             f"{description.versions['nnx-gpt2']}. Use pretrain 0.2 for it, or another --name for a new run."
         )
     return description
+
+
+def write_description(folder: RunFolder, description: RunDescription) -> None:
+    """Write `config.json`, unless it holds this description already."""
+    with contextlib.suppress(FileNotFoundError, UsageError):
+        if parse_json(RunDescription, folder.config.read_bytes(), folder.config, _REMEDY) == description:
+            return
+    write_json(folder.config, description.to_json())
 
 
 def check_same_settings(stored: RunDescription, config: PretrainConfig, folder: RunFolder) -> None:

@@ -41,13 +41,13 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
         ValueError: a subclass says what is wrong.
     """
     if batch_size < 1:
-        raise UsageError(f"expected a batch size of at least 1, got {batch_size}")
+        raise UsageError(f"--batch-size must be at least 1, got {batch_size}. Give another.")
     trained = load_trained(run)
     stored = trained.description.data
     path = data or stored.tokens
     tokens = open_tokens(path, tokenizer=stored.tokenizer)
     if data is None and tokens.fingerprint != stored.fingerprint:
-        raise UsageError(f"expected the tokens that the run was trained on in {path}, which have changed since")
+        raise UsageError(f"{path} must hold the tokens of the run, got others. Restore them, or name --data.")
     if tokens.tokenizer != stored.tokenizer:
         raise UsageError(
             f"--data must be tokens of the run's tokenizer, {stored.tokenizer}, got those of {tokens.tokenizer}. Name "
@@ -56,7 +56,9 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
     seq_len = trained.model.config.seq_len
     count = tokens.val.num_windows(seq_len)
     if count == 0:
-        raise UsageError(f"expected at least {seq_len + 1} validation tokens in {path}, got {len(tokens.val)}")
+        raise UsageError(
+            f"{path} must hold at least {seq_len + 1} validation tokens, got {len(tokens.val)}. Name other --data."
+        )
     is_masked = trained.description.config.train.mask_documents
     validation = Validation(
         trained.model.config,

@@ -4,6 +4,16 @@ import os
 import sys
 from typing import TextIO
 
+from rich.console import Console
+
+
+class Output(Console):
+    """A console that leaves it to the command what to do when the reader of its output is gone."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError again, where rich would exit."""
+        raise
+
 
 def open_streams() -> None:
     """Let both streams take any text: a closed one is discarded, and characters that it does not have are escaped."""

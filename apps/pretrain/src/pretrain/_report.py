@@ -7,7 +7,7 @@ from typing import Any
 from pretrain._conveniences import convenience
 from pretrain._errors import UsageError
 from pretrain._files import parse_json, read_lines
-from pretrain._metrics import Record
+from pretrain._metrics import Record, finite
 from pretrain._run import RunFolder, write_json
 
 
@@ -51,7 +51,7 @@ def write_report(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
     records = read_lines(folder.metrics)
     final: dict[str, Any] = {}
     for record in records:
-        final |= record
+        final |= finite(record)
     starts = read_lines(folder.starts)
     result = RunResult(
         steps=final.pop("step", None),

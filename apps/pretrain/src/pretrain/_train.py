@@ -11,11 +11,18 @@ from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._conveniences import convenience
 from pretrain._data import data_label, load_tokens
-from pretrain._description import check_same_data, check_same_settings, describe, describe_data, read_description
+from pretrain._description import (
+    check_same_data,
+    check_same_settings,
+    describe,
+    describe_data,
+    read_description,
+    write_description,
+)
 from pretrain._errors import UsageError
 from pretrain._progress import ProgressDisplay
 from pretrain._report import RunResult, read_result, write_report
-from pretrain._run import RunFolder, claim, write_json
+from pretrain._run import RunFolder, claim
 from pretrain._worker import train_worker
 from ray_jax_launch import Hardware, as_storage_path, join_path, latest_step, parse_hardware
 
@@ -55,7 +62,8 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         tokens = describe_data(data)
         if stored is not None:
             check_same_data(stored, tokens, folder)
-        if (result := read_result(folder)) is not None:
+        if (result := read_result(folder)) is not None and stored is not None:
+            write_description(folder, stored)
             _say_finished(folder, result, console)
             return
         console.print("starting Ray", highlight=False)
@@ -66,7 +74,7 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         wait_s = config.wait_for_resources_s
         ray_jax_launch.check_resources(hardware, data_cpus=DATA_CPUS, wait_for_resources_s=wait_s)
         description = stored or describe(config, tokens, str(hardware))
-        write_json(folder.config, description.to_json())
+        write_description(folder, description)
         folder.push()
         _introduce(config, data, hardware, folder, console)
         with ProgressDisplay(config.train.max_steps, console) as progress:
@@ -142,8 +150,8 @@ def _fit_vocabulary(config: PretrainConfig, data: TokenData, given: bool) -> Pre
     """Give the model the tokenizer's vocabulary, unless the user asked for a larger one."""
     if given and config.model.vocab_size < data.vocab_size:
         raise UsageError(
-            f"expected a model.vocab_size of at least {data.vocab_size}, which the tokenizer {data.tokenizer} has, got "
-            f"{config.model.vocab_size}: leave it out to take the tokenizer's"
+            f"--model.vocab-size must be at least {data.vocab_size}, which the tokenizer {data.tokenizer} has, got "
+            f"{config.model.vocab_size}. Leave it out to take the tokenizer's."
         )
     return config if given else _with_vocab_size(config, data.vocab_size)
 

@@ -56,4 +56,6 @@ def _find_run(name: str) -> tuple[RunFolder, RunDescription]:
         folder.pull()
         if (description := read_description(folder)) is not None:
             return folder, description
-    raise UsageError(f"expected the folder or URI of a run, or the name of one in {DEFAULT_STORAGE}, got {name}")
+    raise UsageError(
+        f"run must be the folder or URI of a run, or the name of one in {DEFAULT_STORAGE}, got {name}. Name another."
+    )

@@ -27,7 +27,7 @@ class DeletedCheckpointError(ValueError):
     """A checkpoint was deleted while it was read, because the run that writes it has a newer one."""
 
 
-class MismatchedCheckpointError(ValueError):
+class MismatchedCheckpointError(LaunchError):
     """A checkpoint does not hold the arrays that it is to be restored into: another model has written it."""
 
 

@@ -17,7 +17,8 @@ StoragePath = Path | str
 _SCHEME = r"[a-z][a-z0-9+.-]+:"
 _URI = re.compile(rf"(?!file:){_SCHEME}//", re.IGNORECASE)
 _FILE_URI = re.compile("file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
-_LOST_URI = re.compile(f"{_SCHEME}/", re.IGNORECASE)  # `Path("s3://bucket")` has lost a slash
+# `Path("s3://bucket")` has lost a slash, and a file's URI has no relative path.
+_LOST_URI = re.compile(f"{_SCHEME}/|file:", re.IGNORECASE)
 
 
 def as_storage_path(place: StoragePath) -> StoragePath:

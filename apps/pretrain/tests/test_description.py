@@ -1,0 +1,147 @@
+"""A run is continued under the settings and on the data that it was started with, and under no others."""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+
+from pretrain import PRESETS
+from pretrain._description import (
+    DataDescription,
+    RunDescription,
+    check_same_data,
+    check_same_settings,
+    describe,
+    read_description,
+    write_description,
+)
+from pretrain._errors import UsageError
+from pretrain._files import parse_json
+from pretrain._run import RunFolder
+
+# Another value for each setting, as far as the settings allow one that differs in this field alone.
+CHANGED = {
+    "seed": 1,
+    "model.vocab_size": 300,
+    "model.seq_len": 32,
+    "model.num_layers": 6,
+    "model.num_heads": 2,
+    "model.embed_dim": 256,
+    "model.mlp_dim": 100,
+    "model.norm_epsilon": 1e-6,
+    "model.dropout_rate": 0.5,
+    "model.dtype": "bfloat16",
+    "model.param_dtype": "bfloat16",
+    "model.scan_layers": True,
+    "train.global_batch_size": 64,
+    "train.max_steps": 7,
+    "train.log_every": 7,
+    "train.eval_every": 7,
+    "train.eval_batches": 7,
+    "train.checkpoint_every": 7,
+    "train.checkpoints_to_keep": 7,
+    "train.grad_accum_steps": 4,
+    "train.order": "random",
+    "train.mask_documents": True,
+    "optimizer.name": "muon",
+    "optimizer.schedule": "wsd",
+    "optimizer.learning_rate": 0.01,
+    "optimizer.min_learning_rate": 1e-6,
+    "optimizer.warmup_steps": 7,
+    "optimizer.decay_steps": 7,
+    "optimizer.weight_decay": 0.5,
+    "optimizer.beta1": 0.5,
+    "optimizer.beta2": 0.5,
+    "optimizer.clip_norm": 0.5,
+}
+FREE = {
+    "preset": "baby",
+    "data": "elsewhere",
+    "hardware": "gpu:8",
+    "storage_path": "elsewhere",
+    "name": "other",
+    "wait_for_resources_s": 5.0,
+    "prompt": "class ",
+    "prepare.tokenizer": "gpt2",
+    "prepare.split": "position",
+    "prepare.val_fraction": 0.5,
+    "prepare.split_seed": 1,
+    "prepare.text_column": "content",
+    "model.attention": "xla",
+    "model.remat": "full",
+    "model.loss_chunk_tokens": 64,
+    "train.max_failures": 0,
+    "mesh.fsdp": 2,
+    "mesh.tensor": 2,
+}
+DATA = DataDescription(tokens="a", tokenizer="bytes", fingerprint={"train.bin": "x", "tokenizer": "bytes"})
+
+
+def names(value, prefix=""):
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            yield from names(inner, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def changed(value: Any, name: str, new: Any) -> Any:
+    first, _, rest = name.partition(".")
+    return dataclasses.replace(value, **{first: changed(getattr(value, first), rest, new) if rest else new})
+
+
+@pytest.fixture
+def stored():
+    return describe(PRESETS["quickstart"](), DATA, "cpu:1")
+
+
+def test_every_setting_is_tested():
+    assert {*names(PRESETS["quickstart"]())} == CHANGED.keys() | FREE.keys()
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_another_setting_does_not_continue_a_run(name, stored, tmp_path):
+    config = changed(PRESETS["quickstart"](), name, CHANGED[name])
+    with pytest.raises(UsageError, match=re.escape(f"{name} must be ")):
+        check_same_settings(stored, config, RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_free_setting_continues_a_run(name, stored, tmp_path):
+    check_same_settings(stored, changed(PRESETS["quickstart"](), name, FREE[name]), RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fingerprint": {"train.bin": "y", "tokenizer": "bytes"}}, "train.bin must be x, as when the run in"),
+        ({"fingerprint": {"train.bin": "x"}}, "tokenizer must be bytes, as when the run in"),
+        ({"fingerprint": DATA.fingerprint | {"split": 9}}, "split must be None, as when the run in"),
+        ({"window_order_version": 1}, "window_order_version must be 2, as when the run in"),
+    ],
+)
+def test_other_data_does_not_continue_a_run(changes, message, stored, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        check_same_data(stored, dataclasses.replace(DATA, **changes), RunFolder(tmp_path))
+
+
+def test_the_same_data_elsewhere_continues_a_run(stored, tmp_path):
+    check_same_data(stored, dataclasses.replace(DATA, tokens="elsewhere"), RunFolder(tmp_path))
+
+
+def test_a_description_comes_back_as_it_was(stored, tmp_path):
+    folder = RunFolder(tmp_path)
+    assert read_description(folder) is None
+    write_description(folder, stored)
+    assert read_description(folder) == stored
+    assert set(stored.versions) >= {"python", "pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "ray"}
+
+
+def test_a_description_of_an_older_version_has_the_defaults_of_what_it_lacks(stored):
+    description = stored.to_json()
+    del description["data"]["window_order_version"], description["config"]["mesh"]
+    del description["config"]["model"]["scan_layers"]
+    assert parse_json(RunDescription, json.dumps(description), "config.json", "") == stored
