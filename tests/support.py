@@ -1,7 +1,55 @@
-"""Where things are."""
+"""Where things are, and commands that are watched."""
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, str(ROOT / "apps" / "pretrain")]
+
+
+@contextlib.contextmanager
+def started(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command in a session of its own. What is left of it at the end of the block is killed.
+
+    Args:
+        command: the command.
+        log: the file that it writes to.
+        environment: its environment variables.
+    """
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, *, idle_s: float = 300) -> None:
+    """Wait for a condition as long as the process runs and writes to its log.
+
+    Args:
+        holds: the condition.
+        process: what brings it about.
+        log: what the process writes to.
+        idle_s: seconds without a new line after which the process counts as stuck.
+    """
+    size, since = 0, time.monotonic()
+    while True:
+        has_ended = process.poll() is not None
+        if holds():
+            return
+        assert not has_ended, f"the command has ended: {log.read_text()}"
+        if log.stat().st_size > size:
+            size, since = log.stat().st_size, time.monotonic()
+        assert time.monotonic() - since < idle_s, f"nothing new for {idle_s} s: {log.read_text()}"
+        time.sleep(0.02)

@@ -9,16 +9,16 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from support import COMMAND
+from support import COMMAND, started, wait_until
 
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
 from pretrain._cli import read_config
@@ -56,24 +56,17 @@ def losses(records):
     return np.array([record["loss"] for record in records if "loss" in record])
 
 
-def stopped_by(signal_number, args, environment, newest):
-    """Start the command, signal its process group once there is a checkpoint, and return its exit code and last words.
+def stopped_by(signal_number, args, environment, newest, log):
+    """Start the command, signal its process group once there is a checkpoint, and return its exit code.
 
     SIGKILL is for the command alone, as the kernel sends it when memory runs out.
     """
-    driver = subprocess.Popen(
-        [*COMMAND, *args], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 180
-    while newest() is None:
-        assert driver.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    (os.kill if signal_number == signal.SIGKILL else os.killpg)(driver.pid, signal_number)
-    _, err = driver.communicate(timeout=60)
+    with started([*COMMAND, *args], log, environment) as driver:
+        wait_until(lambda: newest() is not None, driver, log)
+        (os.kill if signal_number == signal.SIGKILL else os.killpg)(driver.pid, signal_number)
+        wait_until(lambda: driver.poll() is not None, driver, log)
     assert newest() < MAX_STEPS
-    return driver.returncode, err
+    return driver.returncode
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +94,8 @@ def finished(pretrain, corpus, environment, tmp_path_factory):
     """The storage of a run on one worker that was killed once and continued, and what the second command printed."""
     storage = tmp_path_factory.mktemp("finished")
     args = ["--data", str(corpus), "--storage-path", str(storage), "--hardware=cpu:1", *OPTIONS]
-    code, _ = stopped_by(signal.SIGKILL, args, environment, lambda: latest_step(storage / "run" / "checkpoints"))
+    newest = partial(latest_step, storage / "run" / "checkpoints")
+    code = stopped_by(signal.SIGKILL, args, environment, newest, storage / "log")
     assert code == -signal.SIGKILL
     assert not (storage / "run" / "result.json").exists()
     done = pretrain(*args)
@@ -226,30 +220,50 @@ def test_a_run_whose_checkpoints_are_all_damaged_ends_in_a_sentence(
 
 
 @pytest.mark.fault
+def test_a_run_whose_own_files_are_damaged_ends_with_the_numbers_of_a_plain_loop(
+    finished, plain, pretrain, corpus, tmp_path, record_property
+):
+    storage, _ = finished
+    run = shutil.copytree(storage / "run", tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / str(MAX_STEPS))
+    (run / "checkpoints" / str(MAX_STEPS)).mkdir()
+    shutil.rmtree(run / "tensorboard")
+    for name in ("config.json", "result.json", "tensorboard"):
+        (run / name).write_bytes(b'\xff\xfe{"steps": 1')
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        with (run / name).open("ab") as file:
+            file.write(b'[1]\n\xff\xfe\n\0\0\n{"step": "91"}\n{"step": 91, "loss": "low"}\n{"step": 9')
+    done = pretrain("--data", corpus, "--storage-path", tmp_path, "--hardware=cpu:1", *OPTIONS)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert exact(metrics(tmp_path)) == plain
+    assert json.loads((run / "result.json").read_text())["steps"] == MAX_STEPS
+    assert json.loads((run / "config.json").read_text())["config"]["model"]["num_layers"] == 2
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "100.damaged", "90"]
+    record_property("fault", "every file of a run is damaged but its last checkpoint but one")
+    record_property("lost", "steps since that checkpoint, and TensorBoard's curves")
+
+
+@pytest.mark.fault
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_checkpoint_that_is_damaged_while_the_workers_restart_is_not_continued_from(
     plain, corpus, environment, tmp_path, record_property
 ):
     args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:1", *OPTIONS]
     checkpoints = tmp_path / "run" / "checkpoints"
-    with (tmp_path / "errors").open("w") as errors:
-        driver = subprocess.Popen(
-            [*COMMAND, *args], env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
-        )
-    deadline = time.monotonic() + 180
-    while (latest_step(checkpoints) or 0) < 20:
-        assert driver.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(worker_of(driver.pid), signal.SIGKILL)
-    killed = time.time()
-    time.sleep(1)  # a save that was under way has ended one way or the other
-    newest = latest_step(checkpoints)
-    assert newest is not None
-    file = max((checkpoints / str(newest)).rglob("*"), key=lambda path: path.stat().st_size)
-    file.write_bytes(file.read_bytes()[:-1])
-    assert driver.wait(180) == 0
-    said = (tmp_path / "errors").read_text()
+    log = tmp_path / "log"
+    with started([*COMMAND, *args], log, environment) as driver:
+        wait_until(lambda: (latest_step(checkpoints) or 0) >= 20, driver, log)
+        os.kill(worker_of(driver.pid), signal.SIGKILL)
+        killed = time.time()
+        time.sleep(1)  # a save that was under way has ended one way or the other
+        newest = latest_step(checkpoints)
+        assert newest is not None
+        file = max((checkpoints / str(newest)).rglob("*"), key=lambda path: path.stat().st_size)
+        file.write_bytes(file.read_bytes()[:-1])
+        wait_until(lambda: driver.poll() is not None, driver, log)
+    said = log.read_text()
+    assert driver.returncode == 0, said
     assert "worker 0 died, or no longer answers; the workers start again (failure 1 of at most 3)" in said
     assert f"checkpoint {newest} in {checkpoints} is damaged" in said
     assert exact(metrics(tmp_path)) == plain
@@ -271,13 +285,15 @@ def worker_of(session):
 
 
 def test_two_workers_train_like_one_until_they_are_interrupted_and_keep_it_in_object_storage(
-    plain, corpus, environment, s3
+    plain, corpus, environment, s3, tmp_path
 ):
     run = f"{s3}/runs/run"
     args = ["--data", str(corpus), "--storage-path", f"{s3}/runs", "--hardware=cpu:2", *OPTIONS]
-    code, err = stopped_by(signal.SIGTERM, args, environment, lambda: latest_step(f"{run}/checkpoints"))
-    assert code == 130, err
-    assert err.splitlines()[-2:] == [
+    log = tmp_path / "log"
+    code = stopped_by(signal.SIGTERM, args, environment, partial(latest_step, f"{run}/checkpoints"), log)
+    said = [line for line in log.read_text().splitlines() if line.startswith("interrupted")]
+    assert code == 130, log.read_text()
+    assert said == [
         "interrupted: the workers save what they have; press Ctrl-C again to stop at once",
         "interrupted: the same command continues from the newest checkpoint",
     ]

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from support import COMMAND
+from support import COMMAND, wait_until
 
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
 from pretrain._cli import read_config
@@ -88,11 +87,7 @@ def machines(environment, tmp_path):
             nodes.append(node)
             stack.callback(node.wait)
             stack.callback(node.send_signal, signal.SIGTERM)
-            deadline = time.monotonic() + 120
-            while b"Ray runtime started" not in log.read_bytes():
-                assert node.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.2)
+            wait_until(lambda: b"Ray runtime started" in log.read_bytes(), node, log)
 
         start("head", "--head", f"--port={port}", f"--temp-dir={session}", "--include-dashboard=false")
         for name in ("second", "third"):

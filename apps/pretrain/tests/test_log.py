@@ -18,7 +18,7 @@ from nnx_gpt2 import (
     TrainState,
     create_optimizer,
     create_train_state,
-    make_mesh,
+    flops_per_token,
     make_train_step,
 )
 from pretrain import PRESETS
@@ -31,7 +31,7 @@ events: Any = event_pb2  # its classes are made when it is imported, unseen by t
 
 @pytest.fixture
 def timer():
-    return StepTimer(PRESETS["quickstart"](), make_mesh())
+    return StepTimer(PRESETS["quickstart"](), "cpu", 1)
 
 
 def metrics(loss, *, grad_norm=1.0, num_skipped=0, in_a_row=0):
@@ -54,6 +54,16 @@ def test_a_record_says_what_the_steps_since_the_last_one_took(timer):
     assert record["data_wait_s"] >= 0.005
     assert record["tokens_per_s"] == pytest.approx(16 * 64 / record["step_s"])
     assert "mfu" not in record  # this device's peak is not known
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_mfu_is_the_share_of_the_peak_of_all_devices(num_devices):
+    config = PRESETS["quickstart"]()
+    timer = StepTimer(config, "NVIDIA H200", num_devices)
+    time.sleep(0.02)
+    record = timer.record(1, metrics(1.5))
+    flops_per_s = flops_per_token(config.model) * record["tokens_per_s"]
+    assert record["mfu"] == pytest.approx(flops_per_s / (989e12 * num_devices))
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf"])
@@ -81,8 +91,8 @@ SAVE_EVERY, RECORD_EVERY = 20, 10
 
 def last_step(optimizer, train_step, kill_after=None):
     """The step at which a run ends that has no finite loss from step 23 on, killed and resumed once or not at all."""
-    config, mesh = PRESETS["quickstart"](), make_mesh()
-    state, timer = create_train_state(MODEL, optimizer, jax.random.key(0)), StepTimer(config, mesh)
+    config = PRESETS["quickstart"]()
+    state, timer = create_train_state(MODEL, optimizer, jax.random.key(0)), StepTimer(config, "cpu", 1)
     saved, step = jax.tree.map(np.asarray, state), 0
     while step < 200:
         step += 1
@@ -99,7 +109,7 @@ def last_step(optimizer, train_step, kill_after=None):
             counters = {name: getattr(saved, name) for name in ("step", "num_skipped", "num_skipped_in_a_row")}
             arrays = {"params": saved.params, "opt_state": saved.opt_state}
             state = TrainState(**jax.tree.map(jnp.asarray, counters | arrays))
-            timer, step, kill_after = StepTimer(config, mesh), int(saved.step), None
+            timer, step, kill_after = StepTimer(config, "cpu", 1), int(saved.step), None
     return None
 
 

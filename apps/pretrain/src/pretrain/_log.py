@@ -88,15 +88,21 @@ class RunLog:
 
 
 class StepTimer:
-    """Turns a step's metrics into a record, with what the steps since the last record took."""
+    """Turns a step's metrics into a record, with what the steps since the last record took.
 
-    def __init__(self, config: PretrainConfig, mesh: jax.sharding.Mesh) -> None:
+    Args:
+        config: the run's.
+        device_kind: what jax calls the devices.
+        num_devices: devices of all processes.
+    """
+
+    def __init__(self, config: PretrainConfig, device_kind: str, num_devices: int) -> None:
         self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
         self._tokens_per_step = config.train.global_batch_size * config.model.seq_len
-        peak = peak_flops_per_s(mesh.devices.flat[0].device_kind)
+        peak = peak_flops_per_s(device_kind)
         flops_per_step = flops_per_token(config.model) * self._tokens_per_step
         # Seconds that a step would take at the devices' peak; None where that is not known.
-        self._ideal_step_s = None if peak is None else flops_per_step / (peak * mesh.size)
+        self._ideal_step_s = None if peak is None else flops_per_step / (peak * num_devices)
         self.restart(0)
 
     def restart(self, step: int) -> None:

@@ -125,7 +125,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
         if evaluate or _due(start, train.checkpoint_every, max_steps) or _due(start, train.log_every, max_steps):
             finish(state, record, save=False, evaluate=evaluate)
 
-        timer = StepTimer(config, mesh)
+        timer = StepTimer(config, mesh.devices.flat[0].device_kind, mesh.size)
         pending: tuple[int, dict[str, jax.Array]] | None = None
         for step in range(start + 1, max_steps + 1):
             with timer.waiting_for_data():
