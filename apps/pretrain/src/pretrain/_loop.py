@@ -107,16 +107,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
         batches = _train_batches(config, data, start)
         first_batch = threads.submit(next, batches, None)
         if start:
-            metadata = checkpoints.metadata(start)
-            like = abstract_train_state(config.model, optimizer, mesh)
-            items = checkpoints.restore(start, {"params": like.params, "opt_state": like.opt_state})
-            # Checkpoints of version 0.4 do not have all of the counters.
-            counters = {"step": start, **{name: metadata.get(name, 0) for name in _COUNTERS}}
-            state = TrainState(
-                **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()},
-                **items,
-            )
-            record = metadata["record"]
+            state, record = restore(checkpoints, start, abstract_train_state(config.model, optimizer, mesh))
         else:
             state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
             record = {"step": 0}
@@ -156,6 +147,24 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
         mark_finished("")
     params = jax.jit(lambda params: params, out_shardings=replicated(mesh))(state.params)
     return sample_text(config, load_tokenizer(data.tokenizer), params) if is_first else ""
+
+
+def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """Read the state of a run, and the record of its step.
+
+    Args:
+        checkpoints: the run's.
+        step: the number of the checkpoint.
+        like: the types and shardings that the state has.
+    """
+    metadata = checkpoints.metadata(step)
+    # Checkpoints of version 0.4 do not have all of the counters.
+    counters = {"step": step, **{name: metadata.get(name, 0) for name in _COUNTERS}}
+    state = TrainState(
+        **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()},
+        **checkpoints.restore(step, {"params": like.params, "opt_state": like.opt_state}),
+    )
+    return state, metadata["record"]
 
 
 def _due(step: int, every: int, max_steps: int) -> bool:
