@@ -31,7 +31,7 @@ def full():
 def without_reader():
     read_end, write_end = os.pipe()
     os.close(read_end)
-    return open(write_end, "w")
+    return os.fdopen(write_end, "w")
 
 
 @pytest.mark.fault
