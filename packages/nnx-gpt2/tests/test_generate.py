@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, GPT2Config, generate
+from nnx_gpt2 import GPT2, GPT2Config, abstract_train_state, generate, merge
 from nnx_gpt2._generate import _continue, _Draw, _draw_tokens
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
@@ -52,6 +53,16 @@ def test_a_key_reproduces_the_draw(model):
     assert same[0] != same[1]
 
 
+def test_each_token_has_a_draw_of_its_own(tiny):
+    """A model that likes all tokens equally, so that a token depends on nothing but the draw."""
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), abstract_train_state(tiny, optax.sgd(1.0)).params)
+    texts = generate(merge(tiny, params), [[0], [0]], 40, key=jax.random.key(0))
+    drawn = [token for text in texts for token in text[1:]]
+    # 80 draws of 65 tokens: 46 different ones are expected, with a deviation of 3.
+    assert len(set(drawn)) == pytest.approx(46, abs=12)
+    assert texts[0] != texts[1]
+
+
 def test_texts_stop_after_the_end_of_text(model):
     whole = generate(model, PROMPTS, 12, key=jax.random.key(3))
     end = whole[0][6]
@@ -87,6 +98,21 @@ def test_the_nucleus_holds_the_likeliest_tokens_up_to_its_probability():
         assert set(np.asarray(drawn).tolist()) == kept
     share = float((drawn == 1).mean())
     assert share == pytest.approx(0.5, abs=0.03)
+
+
+# The probabilities are 0.03, 0.70, 0.01, 0.25, 0.01 at temperature 0.5 and 0.16, 0.35, 0.11, 0.27, 0.11 at 2.
+# Of the two likeliest alone they are 0.63 and 0.37.
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "kept"),
+    [(0.5, None, 0.6, {1}), (2.0, None, 0.6, {1, 3}), (2.0, None, 0.7, {0, 1, 3}), (1.0, 2, 0.6, {1})],
+)
+def test_the_nucleus_is_taken_after_temperature_and_top_k(temperature, top_k, top_p, kept):
+    logits = jnp.tile(jnp.log(jnp.array([[0.1, 0.5, 0.05, 0.3, 0.05]])), (500, 1))
+    keys = jax.random.split(jax.random.key(0), 500)
+    drawn = _draw_tokens(
+        logits, keys, jnp.float32(temperature), jnp.float32(top_p), _Draw(False, top_k, top_p is not None, 5)
+    )
+    assert set(np.asarray(drawn).tolist()) == kept
 
 
 def test_one_program_serves_many_lengths():
