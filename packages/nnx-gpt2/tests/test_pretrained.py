@@ -231,8 +231,15 @@ def test_configs_that_are_not_gpt2s_are_refused(copy, fields, message):
     ("spoil", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "expected a config.json in"),
-        (lambda folder: (folder / "config.json").write_text("{"), "expected JSON in"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "expected an object in"),
+        (lambda folder: (folder / "config.json").write_text("{"), r"config\.json must be an object in JSON, got b'{'"),
+        (
+            lambda folder: (folder / "config.json").write_text("[]"),
+            r"config\.json must be an object in JSON, got b'\[\]'",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_bytes(b"\xff"),
+            r"config\.json must be an object in JSON, got b'",
+        ),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "expected a weight_map from"),
         (lambda folder: (folder / "model.safetensors").unlink(), "expected model.safetensors in"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "expected safetensors in"),
@@ -264,9 +271,9 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"expected a folder with a config\.json, got .*absent, which is none"):
         GPT2.from_pretrained(tmp_path / "absent")
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="expected a folder to save the model in, got the file"):
+    with pytest.raises(ValueError, match=r"path must be a folder, .*, got .*file\. A file is in its way"):
         GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "file")
-    with pytest.raises(ValueError, match=r"expected a folder to save the model in, got .*below a file: name another"):
+    with pytest.raises(ValueError, match=r"path must be a folder, .*, got .*file.model\. A file is in its way"):
         GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "file" / "model")
     with pytest.raises(ValueError, match="expected at least 1 as max_shard_bytes, got 0"):
         GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "model", max_shard_bytes=0)

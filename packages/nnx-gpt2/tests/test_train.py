@@ -156,6 +156,15 @@ def test_a_batch_that_holds_what_is_no_token_is_skipped(tiny, token, dtype):
     jax.tree.map(np.testing.assert_array_equal, before, state.params)
 
 
+def test_windows_that_hold_what_is_no_token_have_no_loss_in_evaluation(tiny):
+    params = create_train_state(tiny, create_optimizer(OPTIMIZER, 200), jax.random.key(0)).params
+    batch = windows(tiny).astype(np.int32)
+    batch[1, 16], batch[2, 0], batch[5, 7] = 65, -1, 300
+    losses = np.asarray(make_eval_step(tiny)(params, batch))
+    np.testing.assert_array_equal(np.isnan(losses).all(axis=1), np.isin(np.arange(8), (1, 2, 5)))
+    assert np.isfinite(losses).sum() == 5 * 16
+
+
 def test_documents_are_masked_where_their_end_is_known(tiny):
     rule = create_optimizer(OPTIMIZER, 200)
     batch = windows(tiny)

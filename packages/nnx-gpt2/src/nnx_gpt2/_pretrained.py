@@ -113,14 +113,14 @@ def save_pretrained(
 ) -> None:
     """See `GPT2.save_pretrained`."""
     folder, config = Path(path), model.config
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"expected a folder to save the model in, got the file {folder}: name another")
     if max_shard_bytes < 1:
         raise ValueError(f"expected at least 1 as max_shard_bytes, got {max_shard_bytes}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except NotADirectoryError as error:
-        raise ValueError(f"expected a folder to save the model in, got {folder}, below a file: name another") from error
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(
+            f"path must be a folder, or one that can be made, got {folder}. A file is in its way."
+        ) from error
     params = split_params(model)
     itemsize = jnp.dtype(config.param_dtype).itemsize
     shards: list[dict[str, _Tensor]] = [{}]
@@ -175,12 +175,13 @@ def _download(name: str, revision: str | None) -> Path:
 def _read_config(path: Path, fields: dict[str, Any]) -> GPT2Config:
     if not path.is_file():
         raise ValueError(f"expected a {_CONFIG} in {path.parent}, found none: name the folder of a saved model")
+    text = path.read_bytes()
     try:
-        published = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"expected JSON in {path}, got something else ({error}): save or download it again") from error
+        published = json.loads(text)
+    except ValueError:
+        published = None
     if not isinstance(published, dict):
-        raise ValueError(f"expected an object in {path}, got {str(published)[:60]!r}: save or download it again")
+        raise ValueError(f"{path} must be an object in JSON, got {text[:60]!r}. Save or download the model again.")
     for name, values in _EXPRESSIBLE.items():
         value = published.get(name, values[0])
         if value not in values:
