@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnx_gpt2 import causal_attention, document_ids
+from nnx_gpt2 import causal_attention, document_ids, make_mesh, replicated
 
 
 def heads(num_positions, num_heads=3, head_dim=16, batch_size=2):
@@ -84,6 +84,34 @@ def test_dropped_weights_keep_their_expectation():
     np.testing.assert_allclose(dropped.mean(0), expected, atol=0.15)
     # The first position has one weight: half of the time all of it is gone.
     assert float((dropped[:, 0, 0] == 0).all(-1).mean()) == pytest.approx(0.5, abs=0.04)
+
+
+def test_no_two_rows_of_weights_drop_the_same():
+    """Each value has its one at another place, which shows the weights. 128 positions are two blocks of queries."""
+    q = k = jnp.zeros((1, 128, 1, 128))
+    v = jnp.eye(128)[None, :, None]
+    drop = jax.jit(lambda q, k, v, key: causal_attention(q, k, v, dropout_rate=0.5, dropout_key=key))
+    weights = drop(q, k, v, jax.random.key(0))[0, :, 0]
+    is_kept = np.asarray(weights) > 0
+    for row in range(40, 128):  # the first rows are too short to differ for sure
+        same = (is_kept[row + 1 :, : row + 1] == is_kept[row, : row + 1]).all(axis=1)
+        assert not same.any(), f"row {row} and row {row + 1 + int(same.argmax())}"
+
+
+# Interpreted as above, on each of four devices: two with half of the rows, two with one of the heads.
+def test_splash_over_a_mesh_gives_each_device_its_own_rows_segments_and_heads():
+    mesh = make_mesh(tensor=2, devices=jax.devices()[:4])
+    q, k, v = heads(128, num_heads=2, head_dim=64)
+    ids = segments(128)
+    assert not np.array_equal(ids[0], ids[1])
+
+    def over_mesh(q, k, v, ids):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return causal_attention(q, k, v, segment_ids_BT=ids, backend="splash")
+
+    placed = jax.device_put((q, k, v, ids), replicated(mesh))
+    mixed = jax.jit(over_mesh)(*placed)
+    np.testing.assert_allclose(mixed, plain(q, k, v, np.asarray(ids)), atol=2e-5)
 
 
 def test_a_document_ends_with_its_end_of_text():

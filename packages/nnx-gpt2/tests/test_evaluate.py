@@ -5,10 +5,21 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, Question, evaluate_choices, evaluate_tokens, make_eval_step, read_questions, split_params
+from nnx_gpt2 import (
+    GPT2,
+    Question,
+    abstract_train_state,
+    evaluate_choices,
+    evaluate_tokens,
+    make_eval_step,
+    merge,
+    read_questions,
+    split_params,
+)
 
 
 @pytest.fixture
@@ -66,9 +77,9 @@ def test_progress_reaches_the_end(model, tmp_path):
     [
         ([1], {}, "expected at least 2 tokens to evaluate on, got 1"),
         ([1, 65], {}, "expected token ids in [0, 65), got 1 to 65"),
-        ([1, 2], {"stride": 17}, "expected a stride of 1 to 16, the model's context"),
-        ([1, 2], {"stride": 0}, "expected a stride of 1 to 16, the model's context"),
-        ([1, 2], {"batch_size": 0}, "a batch size of at least 1, got 16 and 0"),
+        ([1, 2], {"stride": 17}, "stride must be a whole number of 1 to 16, the model's context"),
+        ([1, 2], {"stride": 0}, "stride must be a whole number of 1 to 16, the model's context"),
+        ([1, 2], {"batch_size": 0}, "batch_size one of at least 1, got 16 and 0."),
     ],
 )
 def test_bad_arguments_are_refused(model, tokens, options, message):
@@ -99,6 +110,33 @@ def test_choices_are_scored_by_sum_and_by_mean(model):
     assert (found.accuracy, found.accuracy_norm, found.num_questions) == (right / 3, right_norm / 3, 3)
 
 
+def test_the_choice_that_is_likeliest_by_its_own_tokens_wins(tiny):
+    """40 questions, each with that choice as its answer. Half of the contexts are too long."""
+    params = jax.tree.map(
+        lambda x: jax.random.normal(jax.random.key(x.size), x.shape), abstract_train_state(tiny, optax.sgd(1.0)).params
+    )
+    model = merge(tiny, params)
+    rng = np.random.default_rng(0)
+    asked = [
+        ["".join(rng.choice([*"abcdefgh"], length)) for length in (rng.integers(1, 28), 2, 2, 2, 3, 5)]
+        for _ in range(40)
+    ]
+    rows = [(encode(context), encode(" " + choice)) for context, *choices in asked for choice in choices]
+    tokens = [(context + choice)[-17:] for context, choice in rows]
+    log_probs = jax.nn.log_softmax(jax.jit(model)(jnp.asarray([row[:-1] + [0] * (17 - len(row)) for row in tokens])))
+    sums = [
+        sum(float(log_probs[i, place - 1, row[place]]) for place in range(len(row) - len(choice), len(row)))
+        for i, (row, (_, choice)) in enumerate(zip(tokens, rows, strict=True))
+    ]
+    by_sum = np.reshape(sums, (40, 5))
+    for scores, name in ((by_sum, "accuracy"), (by_sum / [3, 3, 3, 4, 6], "accuracy_norm")):
+        questions = [
+            Question(context=context, choices=tuple(choices), answer=int(best))
+            for (context, *choices), best in zip(asked, scores.argmax(axis=1), strict=True)
+        ]
+        assert getattr(evaluate_choices(model, questions, encode), name) == 1.0
+
+
 def test_questions_are_read_from_json_lines(tmp_path):
     path = tmp_path / "hellaswag.jsonl"
     row = {"ind": 3, "activity_label": "x", "ctx": "A man sits", "endings": ["down", "up"], "label": 1}
@@ -110,18 +148,23 @@ def test_questions_are_read_from_json_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        ("{", "expected an object with ctx, endings and label in .*, line 2, got '{'"),
-        ("[]", "expected an object with ctx, endings and label in .*, line 2"),
-        ('{"ctx": "a", "endings": ["b"], "label": ""}', "expected an object with ctx, endings and label"),
-        ('{"ctx": "a", "endings": ["b"], "label": 1}', "expected a label below the number of endings in .*, line 2"),
+        "{",
+        "[]",
+        '{"ctx": "a", "endings": ["b"]}',
+        '{"ctx": "a", "endings": ["b"], "label": ""}',
+        '{"ctx": "a", "endings": ["b"], "label": 1}',
+        '{"ctx": null, "endings": ["b"], "label": 0}',
+        '{"ctx": "a", "endings": [1], "label": 0}',
     ],
 )
-def test_lines_that_are_no_questions_are_refused(tmp_path, line, message):
+def test_lines_that_are_no_questions_are_refused(tmp_path, line):
     path = tmp_path / "questions.jsonl"
     path.write_text('{"ctx": "a", "endings": ["b"], "label": 0}\n' + line + "\n")
-    with pytest.raises(ValueError, match=message):
+    message = f"line 2 of {path} must be an object with ctx, a text, endings, texts, and label, the index of one of "
+    message += f"them, got {line!r}. Correct the line, or delete it."
+    with pytest.raises(ValueError, match=re.escape(message)):
         list(read_questions(path))
 
 

@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, GPT2Config, generate
+from nnx_gpt2 import GPT2, GPT2Config, abstract_train_state, generate, merge
 from nnx_gpt2._generate import _continue, _Draw, _draw_tokens
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
@@ -52,6 +53,16 @@ def test_a_key_reproduces_the_draw(model):
     assert same[0] != same[1]
 
 
+def test_each_token_has_a_draw_of_its_own(tiny):
+    """A model that likes all tokens equally, so that a token depends on nothing but the draw."""
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), abstract_train_state(tiny, optax.sgd(1.0)).params)
+    texts = generate(merge(tiny, params), [[0], [0]], 40, key=jax.random.key(0))
+    drawn = [token for text in texts for token in text[1:]]
+    # 80 draws of 65 tokens: 46 different ones are expected, with a deviation of 3.
+    assert len(set(drawn)) == pytest.approx(46, abs=12)
+    assert texts[0] != texts[1]
+
+
 def test_texts_stop_after_the_end_of_text(model):
     whole = generate(model, PROMPTS, 12, key=jax.random.key(3))
     end = whole[0][6]
@@ -66,6 +77,14 @@ def test_the_top_token_alone_is_greedy(model):
     greedy = generate(model, PROMPTS, 10, temperature=0.0)
     assert generate(model, PROMPTS, 10, key=jax.random.key(0), top_k=1) == greedy
     assert generate(model, PROMPTS, 10, key=jax.random.key(0), top_p=1e-9) == greedy
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-40, 1e-300])
+def test_a_temperature_near_zero_takes_the_likeliest_token(model, temperature):
+    greedy = generate(model, PROMPTS, 10, temperature=0.0)
+    ways: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.9}]
+    for options in ways:
+        assert generate(model, PROMPTS, 10, key=jax.random.key(0), temperature=temperature, **options) == greedy
 
 
 def test_draws_follow_the_probabilities(model):
@@ -87,6 +106,21 @@ def test_the_nucleus_holds_the_likeliest_tokens_up_to_its_probability():
         assert set(np.asarray(drawn).tolist()) == kept
     share = float((drawn == 1).mean())
     assert share == pytest.approx(0.5, abs=0.03)
+
+
+# The probabilities are 0.03, 0.70, 0.01, 0.25, 0.01 at temperature 0.5 and 0.16, 0.35, 0.11, 0.27, 0.11 at 2.
+# Of the two likeliest alone they are 0.63 and 0.37.
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "kept"),
+    [(0.5, None, 0.6, {1}), (2.0, None, 0.6, {1, 3}), (2.0, None, 0.7, {0, 1, 3}), (1.0, 2, 0.6, {1})],
+)
+def test_the_nucleus_is_taken_after_temperature_and_top_k(temperature, top_k, top_p, kept):
+    logits = jnp.tile(jnp.log(jnp.array([[0.1, 0.5, 0.05, 0.3, 0.05]])), (500, 1))
+    keys = jax.random.split(jax.random.key(0), 500)
+    drawn = _draw_tokens(
+        logits, keys, jnp.float32(temperature), jnp.float32(top_p), _Draw(False, top_k, top_p is not None, 5)
+    )
+    assert set(np.asarray(drawn).tolist()) == kept
 
 
 def test_one_program_serves_many_lengths():
@@ -131,10 +165,10 @@ def test_no_new_tokens_is_the_prompt(model):
         ([[1] * 17], {"temperature": 0.0}, "expected prompts of 1 to 16 tokens, the model's context, got one of 17"),
         ([[61, 66]], {"temperature": 0.0}, "expected prompt ids in [0, 65), got 61 to 66"),
         ([[-1]], {"temperature": 0.0}, "expected prompt ids in [0, 65), got -1 to -1"),
-        (PROMPTS, {"temperature": -1.0}, "expected temperature >= 0, top_k >= 1 and top_p in (0, 1], got -1.0"),
-        (PROMPTS, {"temperature": float("nan")}, "expected temperature >= 0"),
-        (PROMPTS, {"temperature": 0.0, "top_k": 0}, "top_k >= 1 and top_p in (0, 1], got 0.0, 0 and None"),
-        (PROMPTS, {"temperature": 0.0, "top_p": 1.5}, "got 0.0, None and 1.5"),
+        (PROMPTS, {"temperature": -1.0}, "temperature must be finite and not negative, got -1.0."),
+        (PROMPTS, {"temperature": float("nan")}, "temperature must be finite and not negative, got nan."),
+        (PROMPTS, {"temperature": 0.0, "top_k": 0}, "top_k must be a whole number of at least 1, or None, got 0."),
+        (PROMPTS, {"temperature": 0.0, "top_p": 1.5}, "top_p must be above 0 and at most 1, or None, got 1.5."),
         (
             PROMPTS,
             {"temperature": 0.0, "vocab_size": 66},
@@ -154,5 +188,5 @@ def test_bad_arguments_are_refused(model, prompts, options, message):
 
 
 def test_fewer_than_no_tokens_are_refused(model):
-    with pytest.raises(ValueError, match="expected a whole number of at least 0 as max_new_tokens, got -1"):
+    with pytest.raises(ValueError, match=r"max_new_tokens must be a whole number, not negative, got -1\."):
         generate(model, PROMPTS, -1, temperature=0.0)

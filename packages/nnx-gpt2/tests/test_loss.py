@@ -1,6 +1,7 @@
 """The loss in parts, and its gradient, against the plain formula."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,16 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, GPT2Config, mean_loss, merge, split_params, token_losses, window_losses
+from nnx_gpt2 import (
+    GPT2,
+    GPT2Config,
+    abstract_train_state,
+    mean_loss,
+    merge,
+    split_params,
+    token_losses,
+    window_losses,
+)
 
 
 def windows(config, batch_size=3, seed=0):
@@ -38,6 +48,17 @@ def test_loss_and_gradient_are_those_of_the_full_logits(model, tiny, chunk):
     expected, expected_grads = plain(params)
     assert float(loss) == pytest.approx(float(expected), abs=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, expected_grads)
+
+
+# The positions of 8 windows that a part has: 1 at least; 1, as 2 would be 16 tokens; 2; 2, as 3 would be 24; 4 of 5.
+@pytest.mark.parametrize(("chunk", "part"), [(3, 8), (15, 8), (16, 16), (20, 16), (40, 32)])
+def test_no_more_logits_exist_at_once_than_the_config_allows(tiny, chunk, part):
+    config = dataclasses.replace(tiny, vocab_size=2000, num_layers=1, loss_chunk_tokens=chunk)
+    params = abstract_train_state(config, optax.sgd(1.0)).params
+    windows = jax.ShapeDtypeStruct((8, 17), jnp.uint16)
+    program = jax.make_jaxpr(jax.grad(lambda params, windows: mean_loss(merge(config, params), windows)))
+    sizes = {int(size) for size in re.findall(r"f32\[(\d+),2048\]", str(program(params, windows)))}
+    assert sizes == {part}
 
 
 def test_logits_of_a_part_alone_exist(tiny):
@@ -81,8 +102,9 @@ def test_gradients_are_finite_differences_in_float64(options):
             split_params(GPT2(config, rngs=nnx.Rngs(0))),
         )
         batch = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
-        loss = jax.jit(lambda params: mean_loss(merge(config, params), batch))
-        grads = jax.jit(jax.grad(lambda params: mean_loss(merge(config, params), batch)))(params)
+        # What comes after the loss has a part in the gradient too: here a factor.
+        loss = jax.jit(lambda params: 3 * mean_loss(merge(config, params), batch))
+        grads = jax.jit(jax.grad(lambda params: 3 * mean_loss(merge(config, params), batch)))(params)
         leaves, treedef = jax.tree.flatten(params)
         for number, (leaf, grad) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True)):
             assert grad.dtype == jnp.float64

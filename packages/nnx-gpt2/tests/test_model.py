@@ -4,10 +4,20 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, GPT2Config, merge, num_params, split_params, stack_layers, unstack_layers
+from nnx_gpt2 import (
+    GPT2,
+    GPT2Config,
+    abstract_train_state,
+    merge,
+    num_params,
+    split_params,
+    stack_layers,
+    unstack_layers,
+)
 
 
 def value(param: nnx.Param[jax.Array] | None) -> jax.Array:
@@ -47,13 +57,16 @@ def test_initial_values_are_those_of_gpt2():
     config = GPT2Config(vocab_size=512, seq_len=64, num_layers=8, num_heads=4, embed_dim=256)
     model = GPT2(config, rngs=nnx.Rngs(0))
     for kernel, std in (
-        (model.wte.embedding, 0.02),
+        (model.wpe.embedding, 0.02),
         (model.h[3].attn.c_attn.kernel, 0.02),
         (model.h[3].mlp.c_fc.kernel, 0.02),
         (model.h[3].attn.c_proj.kernel, 0.005),
         (model.h[3].mlp.c_proj.kernel, 0.005),
     ):
         assert float(jnp.std(value(kernel))) == pytest.approx(std, rel=0.02)
+    is_token = slice(config.vocab_size)
+    assert float(jnp.std(value(model.wte.embedding)[is_token])) == pytest.approx(0.02, rel=0.02)
+    assert not jnp.isclose(value(model.h[0].mlp.c_fc.kernel), value(model.h[1].mlp.c_fc.kernel)).mean() > 0.01
     assert not value(model.h[0].attn.c_attn.bias).any()
     assert (value(model.ln_f.scale) == 1).all()
 
@@ -96,6 +109,18 @@ def test_remat_and_scan_compute_the_same(tiny, tokens, options):
         return unstack_layers(grads) if model.config.scan_layers else grads
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient(other), gradient(plain))
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_remat_keeps_less_for_the_backward_pass(tiny, tokens, scan_layers):
+    def kept_bytes(remat):
+        config = dataclasses.replace(tiny, remat=remat, scan_layers=scan_layers)
+        params = abstract_train_state(config, optax.sgd(1.0)).params
+        pullback = jax.eval_shape(lambda params: jax.vjp(lambda p: merge(config, p)(tokens), params)[1], params)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+    assert 1.2 * kept_bytes("full") < kept_bytes("dots")
+    assert 1.2 * kept_bytes("dots") < kept_bytes("none")
 
 
 def test_layers_are_stacked_and_unstacked(tiny, model):

@@ -38,6 +38,23 @@ def test_flops_per_token():
     assert flops_per_token(gpt2()) == 855_166_464
 
 
+# TFLOP/s in dense bfloat16: NVIDIA's datasheets of A100, H100 and H200 (SXM), Google's of TPU v4, v5e, v5p and v6e.
+@pytest.mark.parametrize(
+    ("device_kind", "peak"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989),
+        ("TPU v4", 275),
+        ("TPU v5 lite", 197),
+        ("TPU v5", 459),
+        ("TPU v6 lite", 918),
+    ],
+)
+def test_peaks_are_those_of_the_datasheets(device_kind, peak):
+    assert peak_flops_per_s(device_kind) == peak * 1e12
+
+
 def test_an_unknown_device_has_no_peak():
     assert peak_flops_per_s(jax.devices("cpu")[0].device_kind) is None
-    assert peak_flops_per_s("NVIDIA H200") == 989e12

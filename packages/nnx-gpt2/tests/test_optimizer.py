@@ -1,5 +1,6 @@
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,32 @@ def test_gradients_are_clipped_before_all_else():
         (mu,) = (leaf for name, leaf in by_name(state).items() if name.endswith("mu.kernel"))
         np.testing.assert_allclose(mu, 0.1 * 5.0 * factor, rtol=1e-5)
     assert float(optax.tree.norm(params)) == 0
+
+
+def test_updates_are_those_of_adamw_in_numpy():
+    """Three steps of which the last gradient is not clipped; the bias does not decay."""
+    config = OptimizerConfig(
+        learning_rate=0.1, min_learning_rate=0.01, warmup_steps=2, weight_decay=0.3, beta1=0.8, beta2=0.9, clip_norm=2.0
+    )
+    rng = np.random.default_rng(0)
+    params = {"kernel": rng.normal(size=(3, 2)), "bias": rng.normal(size=2)}
+    optimizer = create_optimizer(config, 10)
+    ours: Any = jax.tree.map(jnp.asarray, params)
+    state = optimizer.init(ours)
+    mean, square = ({name: np.zeros_like(x) for name, x in params.items()} for _ in range(2))
+    for count, (rate, scale) in enumerate(((1 / 30, 3.0), (2 / 30, 5.0), (0.1, 0.1)), start=1):
+        grads = {name: scale * rng.normal(size=x.shape) for name, x in params.items()}
+        updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, ours)
+        ours = optax.apply_updates(ours, updates)
+        length = np.sqrt(sum((grad**2).sum() for grad in grads.values()))
+        assert (length > 2) == (count < 3)
+        for name, grad in grads.items():
+            clipped = grad * min(1, 2 / length)
+            mean[name] = 0.8 * mean[name] + 0.2 * clipped
+            square[name] = 0.9 * square[name] + 0.1 * clipped**2
+            step = mean[name] / (1 - 0.8**count) / (np.sqrt(square[name] / (1 - 0.9**count)) + 1e-8)
+            params[name] = params[name] - rate * (step + (0.3 * params[name] if name == "kernel" else 0))
+            np.testing.assert_allclose(ours[name], params[name], rtol=1e-5, atol=1e-6)
 
 
 def test_runs_that_are_too_short_are_refused():

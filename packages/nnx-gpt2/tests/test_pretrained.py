@@ -1,5 +1,6 @@
 """Weights in Hugging Face's layout: against transformers' own figures, and there and back."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -89,6 +90,35 @@ def test_the_saved_config_agrees_with_the_original(published, tmp_path):
     assert {"model_type", "vocab_size", "n_positions", "n_layer", "n_head", "n_embd"} <= shared
 
 
+def test_the_saved_config_describes_the_model(tmp_path):
+    model = GPT2(dataclasses.replace(ODD, dropout_rate=0.25, param_dtype="bfloat16"), rngs=nnx.Rngs(0))
+    model.save_pretrained(tmp_path, end_of_text=7)
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
+        "vocab_size": 203, "n_positions": 64, "n_ctx": 64, "n_layer": 3, "n_head": 5, "n_embd": 40, "n_inner": 72,
+        "layer_norm_epsilon": 1e-6, "initializer_range": 0.02,
+        "embd_pdrop": 0.25, "attn_pdrop": 0.25, "resid_pdrop": 0.25,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True,
+        "bos_token_id": 7, "eos_token_id": 7, "dtype": "bfloat16", "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    loaded = GPT2.from_pretrained(tmp_path, dropout_rate=0.25, param_dtype="bfloat16").config
+    assert loaded == model.config
+
+
+@pytest.mark.fault
+def test_a_save_that_fails_leaves_the_model_that_was_there(tmp_path, record_property):
+    record_property("fault", "a parameter that cannot be read in the middle of an export")
+    record_property("lost", "nothing: the former export is as it was")
+    model = GPT2(ODD, rngs=nnx.Rngs(0))
+    model.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model.wpe.embedding[...] += 1
+    model.h[2].ln_2.scale[...].delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        model.save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize(("scan_layers", "param_dtype"), [(False, "float32"), (True, "bfloat16")])
 def test_any_shape_comes_back(tmp_path, scan_layers, param_dtype):
     model = GPT2(ODD, rngs=nnx.Rngs(0))
@@ -113,6 +143,8 @@ def test_large_models_are_split_over_files_with_an_index(tmp_path):
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     assert set(index["weight_map"].values()) == set(names)
     assert index["metadata"]["total_size"] == sum(a.nbytes for n in names for a in load_file(tmp_path / n).values())
+    for name in names:  # the format's tensors begin at a multiple of 8
+        assert int.from_bytes((tmp_path / name).read_bytes()[:8], "little") % 8 == 0
     assert_same_params(GPT2.from_pretrained(tmp_path), model)
     model.save_pretrained(tmp_path)  # whole again: nothing of the split model stays behind
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
@@ -199,8 +231,15 @@ def test_configs_that_are_not_gpt2s_are_refused(copy, fields, message):
     ("spoil", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "expected a config.json in"),
-        (lambda folder: (folder / "config.json").write_text("{"), "expected JSON in"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "expected an object in"),
+        (lambda folder: (folder / "config.json").write_text("{"), r"config\.json must be an object in JSON, got b'{'"),
+        (
+            lambda folder: (folder / "config.json").write_text("[]"),
+            r"config\.json must be an object in JSON, got b'\[\]'",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_bytes(b"\xff"),
+            r"config\.json must be an object in JSON, got b'",
+        ),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "expected a weight_map from"),
         (lambda folder: (folder / "model.safetensors").unlink(), "expected model.safetensors in"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "expected safetensors in"),

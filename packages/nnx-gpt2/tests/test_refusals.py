@@ -29,6 +29,16 @@ for call in (
     lambda: step(ids, grad_accum_steps=3),
     lambda: step(ids, grad_accum_steps=0),
     lambda: GPT2Config(num_layers=2.5),
+    lambda: generate(model, [[1]], 3, key=jax.random.key(0), top_k=2.5),
+    lambda: step(ids[:0]),
+    lambda: make_eval_step(config)(split_params(model), ids.astype(np.float32)),
+    lambda: make_eval_step(config)(split_params(model), ids[0]),
+    lambda: evaluate_tokens(model, np.linspace(0, 60, 40)),
+    lambda: evaluate_tokens(model, ids),
+    lambda: evaluate_tokens(model, ids[0], stride=2.5),
+    lambda: Question(context=None, choices=('a', 'b'), answer=0),
+    lambda: Question(context='a', choices=(), answer=0),
+    lambda: Question(context='a', choices=('a', 'b'), answer=-1),
 ):
     try:
         call()
@@ -41,7 +51,7 @@ EXPECTED = [
     "expected each prompt to be a sequence of whole numbers, token ids, got 1: for one prompt pass a list",
     "expected each prompt to be a sequence of whole numbers, token ids, got [1.5]: for one prompt pass a list",
     "expected each prompt to be a sequence of whole numbers, token ids, got ab: for one prompt pass a list",
-    "expected a whole number of at least 0 as max_new_tokens, got 2.5",
+    "max_new_tokens must be a whole number, not negative, got 2.5.",
     "expected token ids, whole numbers of shape [batch, positions], got int32[3]",
     "expected token ids, whole numbers of shape [batch, positions], got float64[1, 3]",
     "expected windows of token ids, whole numbers of shape [batch, 17], got float32[8, 17]",
@@ -49,6 +59,16 @@ EXPECTED = [
     "expected a batch that 1 devices, the data and fsdp axes, divide in 3 parts each, got 8 windows",
     "expected a whole number of at least 1 as grad_accum_steps, got 0",
     "model.num_layers must be at least 1, got 2.5",
+    "top_k must be a whole number of at least 1, or None, got 2.5.",
+    "expected a batch that 1 devices, the data and fsdp axes, divide in 1 parts each, got 0 windows",
+    "expected windows of token ids, whole numbers of shape [batch, 17], got float32[8, 17]",
+    "expected windows of token ids, whole numbers of shape [batch, 17], got uint16[17]",
+    "expected token ids, whole numbers of shape [batch, positions], got float64[3, 17]",
+    "expected token ids, whole numbers of shape [batch, positions], got uint16[1, 8, 17]",
+    "stride must be a whole number of 1 to 16, the model's context, and batch_size one of at least 1, got 2.5 and 8.",
+    "a question's context and choices must be texts, got None and ('a', 'b').",
+    "answer must be the index of one of the 0 choices, got 0.",
+    "answer must be the index of one of the 2 choices, got -1.",
 ]
 
 

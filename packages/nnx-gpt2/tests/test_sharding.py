@@ -13,6 +13,7 @@ from nnx_gpt2 import (
     GPT2Config,
     OptimizerConfig,
     abstract_train_state,
+    batch_sharding,
     create_optimizer,
     create_train_state,
     make_eval_step,
@@ -20,6 +21,7 @@ from nnx_gpt2 import (
     make_train_step,
     param_spec,
     put_batch,
+    replicated,
 )
 
 CONFIG = GPT2Config(vocab_size=65, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
@@ -81,6 +83,28 @@ def test_options_do_the_same_over_a_mesh(changes):
     np.testing.assert_allclose(train(4, mesh, **changes)[1], train(4, **changes)[1], atol=1e-4)
 
 
+# Of each parameter that is split: its shape, and that of the part on one of the devices of fsdp=4, tensor=2.
+PARTS = {
+    "wte.embedding": ((128, 32), (64, 8)),
+    "wpe.embedding": ((16, 32), (16, 8)),
+    "attn.c_attn.kernel": ((32, 3, 32), (8, 3, 16)),
+    "attn.c_attn.bias": ((3, 32), (3, 16)),
+    "attn.c_proj.kernel": ((32, 32), (16, 8)),
+    "mlp.c_fc.kernel": ((32, 128), (8, 64)),
+    "mlp.c_fc.bias": ((128,), (64,)),
+    "mlp.c_proj.kernel": ((128, 32), (64, 8)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_matrix_is_split_along_the_dimensions_that_the_axes_are_for(name):
+    """`tensor` splits heads, hidden units and the vocabulary; `fsdp` the other dimension of each matrix."""
+    whole, part = PARTS[name]
+    mesh = make_mesh(fsdp=4, tensor=2)
+    assert jax.NamedSharding(mesh, param_spec(name, len(whole))).shard_shape(whole) == part
+    assert jax.NamedSharding(mesh, param_spec(name, len(whole) + 1)).shard_shape((2, *whole)) == (2, *part)
+
+
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_what_the_rules_shard_is_nowhere_whole(scan_layers):
     """Parameters and both of the optimizer's moments, as they are created and after a step."""
@@ -93,13 +117,10 @@ def test_what_the_rules_shard_is_nowhere_whole(scan_layers):
     for tree in (state, created):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            split = {
-                "wte.embedding": 8, "wpe.embedding": 4, "c_attn.kernel": 8, "c_attn.bias": 2,
-                "c_proj.kernel": 8, "c_fc.kernel": 8, "c_fc.bias": 2,
-            }  # fmt: skip
-            parts = next((number for suffix, number in split.items() if name.endswith(suffix)), 1)
-            assert leaf.addressable_shards[0].data.size * parts == leaf.size, name
-            num_sharded += parts > 1
+            part = next((part for suffix, (_, part) in PARTS.items() if name.endswith(suffix)), None)
+            held = leaf.addressable_shards[0].data.shape
+            assert held == leaf.shape if part is None else held[leaf.ndim - len(part) :] == part, name
+            num_sharded += part is not None
     per_layer = 6 if not scan_layers else 6 / CONFIG.num_layers
     assert num_sharded == 2 * 3 * (2 + per_layer * CONFIG.num_layers)
 
@@ -147,6 +168,28 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(changes, sizes, messag
         create_train_state(config, rule, jax.random.key(0), make_mesh(**sizes))
     with pytest.raises(ValueError, match=re.escape(message)):
         make_train_step(config, rule, make_mesh(**sizes))
+
+
+def test_a_batch_whose_parts_have_fewer_rows_than_devices_is_rejected():
+    mesh, rule = make_mesh(), create_optimizer(OPTIMIZER, 200)
+    step = make_train_step(CONFIG, rule, mesh, grad_accum_steps=2)
+    message = "expected a batch that 8 devices, the data and fsdp axes, divide in 2 parts each, got 8 windows"
+    with pytest.raises(ValueError, match=message):
+        step.lower(abstract_train_state(CONFIG, rule, mesh), put_batch(windows(0), mesh), jax.random.key(0))
+
+
+def test_rows_of_accumulated_parts_stay_on_their_devices():
+    """Only sums of gradients pass between the devices: no rows of whole numbers."""
+    mesh, rule = make_mesh(), create_optimizer(OPTIMIZER, 200)
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    step = make_train_step(config, rule, mesh, grad_accum_steps=2)
+    batch = jax.ShapeDtypeStruct((16, 17), jnp.int32, sharding=batch_sharding(mesh))
+    key = jax.device_put(jax.random.key(0), replicated(mesh))
+    program = step.lower(abstract_train_state(config, rule, mesh), batch, key).compile().as_text()
+    assert program is not None
+    moved = re.findall(r"= (\S+) (all-gather|all-to-all|all-reduce|collective-permute)\(", program)
+    assert moved
+    assert not [shape for shape, _ in moved if shape.startswith("s32[") and ",17]" in shape], moved
 
 
 def test_rows_that_do_not_divide_are_refused():

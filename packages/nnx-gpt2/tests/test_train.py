@@ -54,6 +54,20 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tiny):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole.params, parts.params)
 
 
+def test_gradients_of_the_parts_of_a_batch_are_averaged(tiny):
+    """Neither Adam, which forgets the gradient's scale, nor a clip, which hides it."""
+    optimizer = optax.sgd(1.0)
+    ends, norms = [], []
+    for num_parts in (1, 4):
+        state = create_train_state(tiny, optimizer, jax.random.key(0))
+        step = make_train_step(tiny, optimizer, grad_accum_steps=num_parts)
+        state, metrics = step(state, windows(tiny), jax.random.key(7))
+        ends.append(state.params)
+        norms.append(float(metrics["grad_norm"]))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *ends)
+
+
 def test_randomness_follows_the_step_not_the_history(tiny):
     config = dataclasses.replace(tiny, dropout_rate=0.2)
     optimizer = create_optimizer(OPTIMIZER, 200)
@@ -106,6 +120,21 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tiny
     assert not np.array_equal(state.params["wpe"]["embedding"], moved_from["wpe"]["embedding"])
 
 
+def test_a_gradient_that_overflows_under_a_finite_loss_is_skipped(tiny):
+    """Activations of zero pass each norm as zero; on the way back each norm multiplies by 1e15."""
+    config, rule = dataclasses.replace(tiny, norm_epsilon=1e-30), create_optimizer(OPTIMIZER, 200)
+    state = create_train_state(config, rule, jax.random.key(0))
+    wte, wpe = (state.params[name]["embedding"] for name in ("wte", "wpe"))
+    params = {**state.params, "wte": {"embedding": wte.at[0].set(0)}, "wpe": {"embedding": jnp.zeros_like(wpe)}}
+    state = dataclasses.replace(state, params=params)
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    state, metrics = make_train_step(config, rule)(state, np.zeros((8, 17), np.uint16), jax.random.key(7))
+    assert float(metrics["loss"]) == pytest.approx(np.log(65), abs=1e-5)
+    assert not np.isfinite(float(metrics["grad_norm"]))
+    assert (int(state.step), int(state.num_skipped), int(metrics["num_skipped_in_a_row"])) == (1, 1, 1)
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state))
+
+
 def test_a_type_that_ends_with_the_vocabulary_is_taken(tiny):
     config = dataclasses.replace(tiny, vocab_size=256)
     rule = create_optimizer(OPTIMIZER, 200)
@@ -114,17 +143,26 @@ def test_a_type_that_ends_with_the_vocabulary_is_taken(tiny):
     assert np.isfinite(float(metrics["loss"]))
 
 
-@pytest.mark.parametrize("token", [65, 65535])
-def test_a_batch_that_holds_what_is_no_token_is_skipped(tiny, token):
+@pytest.mark.parametrize(("token", "dtype"), [(65, np.uint16), (65535, np.uint16), (-1, np.int32)])
+def test_a_batch_that_holds_what_is_no_token_is_skipped(tiny, token, dtype):
     rule = create_optimizer(OPTIMIZER, 200)
     state = create_train_state(tiny, rule, jax.random.key(0))
     before = jax.tree.map(np.asarray, state.params)
-    batch = windows(tiny).astype(np.uint16)
+    batch = windows(tiny).astype(dtype)
     batch[3, -1] = token
     state, metrics = make_train_step(tiny, rule)(state, batch, jax.random.key(7))
     assert np.isnan(float(metrics["loss"]))
     assert int(state.num_skipped) == 1
     jax.tree.map(np.testing.assert_array_equal, before, state.params)
+
+
+def test_windows_that_hold_what_is_no_token_have_no_loss_in_evaluation(tiny):
+    params = create_train_state(tiny, create_optimizer(OPTIMIZER, 200), jax.random.key(0)).params
+    batch = windows(tiny).astype(np.int32)
+    batch[1, 16], batch[2, 0], batch[5, 7] = 65, -1, 300
+    losses = np.asarray(make_eval_step(tiny)(params, batch))
+    np.testing.assert_array_equal(np.isnan(losses).all(axis=1), np.isin(np.arange(8), (1, 2, 5)))
+    assert np.isfinite(losses).sum() == 5 * 16
 
 
 def test_documents_are_masked_where_their_end_is_known(tiny):

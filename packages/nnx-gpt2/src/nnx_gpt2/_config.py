@@ -69,7 +69,7 @@ class GPT2Config:
     """Compile one block and loop over it: a deep model compiles sooner, and its parameters are stacked."""
 
     loss_chunk_tokens: int = 4096
-    """Tokens per device whose logits exist at once. The loss is computed in parts no larger than this."""
+    """Tokens per device whose logits exist at once: at most this many, but one position of each window at least."""
 
     def __post_init__(self) -> None:
         """Check every field once; code downstream trusts it."""

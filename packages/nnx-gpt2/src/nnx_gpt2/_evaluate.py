@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from nnx_gpt2._model import GPT2
+from nnx_gpt2._model import GPT2, check_ids
 from nnx_gpt2._train import make_eval_step, split_params
 
 Tokens = Integer[np.ndarray, " N"]
@@ -61,10 +61,10 @@ def evaluate_tokens(
     stride = seq_len if stride is None else stride
     if num_predicted < 1:
         raise ValueError(f"expected at least 2 tokens to evaluate on, got {len(tokens)}")
-    if not 1 <= stride <= seq_len or batch_size < 1:
+    if not 1 <= stride <= seq_len or batch_size < 1 or stride % 1 or batch_size % 1:
         raise ValueError(
-            f"expected a stride of 1 to {seq_len}, the model's context, and a batch size of at least 1, got {stride} "
-            f"and {batch_size}"
+            f"stride must be a whole number of 1 to {seq_len}, the model's context, and batch_size one of at least 1, "
+            f"got {stride} and {batch_size}."
         )
     length = min(seq_len, num_predicted)
     # Where windows begin; the last is moved back so as to end with the tokens.
@@ -73,8 +73,8 @@ def evaluate_tokens(
     total, done = 0.0, 0
     for first in range(0, len(starts), batch_size):
         batch = starts[first : first + batch_size]
-        windows = np.stack([tokens[start : start + length + 1] for start in batch]).astype(np.int32)
-        _check_ids(windows, model)
+        windows = np.stack([tokens[start : start + length + 1] for start in batch])
+        check_ids(windows, model.config)
         # The last batch is filled up so that one program serves all.
         filled = np.pad(windows, ((0, batch_size - len(batch)), (0, 0)))
         losses = np.asarray(step(params, filled), np.float64)
@@ -88,7 +88,11 @@ def evaluate_tokens(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A text and its possible continuations."""
+    """A text and its possible continuations.
+
+    Raises:
+        ValueError: a field is no text, or the answer is none of the choices.
+    """
 
     context: str
     """How it begins."""
@@ -98,6 +102,15 @@ class Question:
 
     answer: int
     """Index of the right one."""
+
+    def __post_init__(self) -> None:
+        """Check every field once."""
+        if not all(isinstance(text, str) for text in (self.context, *self.choices)):
+            raise ValueError(
+                f"a question's context and choices must be texts, got {self.context!r} and {self.choices!r}."
+            )
+        if not 0 <= self.answer < len(self.choices):
+            raise ValueError(f"answer must be the index of one of the {len(self.choices)} choices, got {self.answer}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,14 +144,9 @@ def read_questions(path: str | os.PathLike[str]) -> Iterator[Question]:
                 question = Question(context=row["ctx"], choices=tuple(row["endings"]), answer=int(row["label"]))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"expected an object with ctx, endings and label in {path}, line {number}, got "
-                    f"{line.strip()[:80]!r}"
+                    f"line {number} of {path} must be an object with ctx, a text, endings, texts, and label, the index "
+                    f"of one of them, got {line.strip()[:80]!r}. Correct the line, or delete it."
                 ) from error
-            if not 0 <= question.answer < len(question.choices):
-                raise ValueError(
-                    f"expected a label below the number of endings in {path}, line {number}, got {question.answer} of "
-                    f"{len(question.choices)}"
-                )
             yield question
 
 
@@ -179,7 +187,7 @@ def evaluate_choices(
         windows = np.zeros((len(rows), size), np.int32)
         for window, row in zip(windows, rows, strict=True):
             window[: len(row)] = row
-        _check_ids(windows, model)
+        check_ids(windows, model.config)
         losses = np.asarray(step(params, windows), np.float64)
         sums = np.array(
             [
@@ -197,9 +205,3 @@ def evaluate_choices(
     return ChoiceEvaluation(
         accuracy=num_right / num_questions, accuracy_norm=num_right_norm / num_questions, num_questions=num_questions
     )
-
-
-def _check_ids(windows: np.ndarray, model: GPT2) -> None:
-    low, high, vocab_size = int(windows.min()), int(windows.max()), model.config.vocab_size
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"expected token ids in [0, {vocab_size}), got {low} to {high}")

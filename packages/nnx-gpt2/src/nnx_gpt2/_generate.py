@@ -23,6 +23,9 @@ from nnx_gpt2._model import GPT2, Block
 # Prompts are padded to this many tokens, or a power of two above.
 _SMALLEST_PROMPT = 32
 
+# Below it a division by the temperature would overflow, or be one by zero. The likeliest token is then the only one.
+_SMALLEST_TEMPERATURE = 1e-30
+
 
 class _Draw(NamedTuple):
     """How a token is drawn: what the compiler must know."""
@@ -87,7 +90,7 @@ def generate(
     _check(model, rows, max_new_tokens, key, temperature, top_k, top_p, vocab_size)
     context = model.config.seq_len
     draw = _Draw(
-        greedy=temperature == 0,
+        greedy=temperature < _SMALLEST_TEMPERATURE,
         top_k=top_k and min(top_k, vocab_size),
         nucleus=top_p is not None,
         vocab_size=vocab_size,
@@ -151,22 +154,21 @@ def _check(
             )
         if min(row) < 0 or max(row) >= vocab_size:
             raise ValueError(f"expected prompt ids in [0, {vocab_size}), got {min(row)} to {max(row)}")
-    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 0:
-        raise ValueError(f"expected a whole number of at least 0 as max_new_tokens, got {max_new_tokens}")
-    if (
-        not 0 <= temperature < math.inf
-        or (top_k is not None and top_k < 1)
-        or (top_p is not None and not 0 < top_p <= 1)
+    for name, value, holds, constraint in (
+        ("max_new_tokens", max_new_tokens, _is_whole(max_new_tokens, 0), "a whole number, not negative"),
+        ("temperature", temperature, 0 <= temperature < math.inf, "finite and not negative"),
+        ("top_k", top_k, top_k is None or _is_whole(top_k, 1), "a whole number of at least 1, or None"),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
+        ("vocab_size", num_ids, _is_whole(num_ids, 1, vocab_size), f"a whole number of 1 to {vocab_size}, the model's"),
     ):
-        raise ValueError(
-            f"expected temperature >= 0, top_k >= 1 and top_p in (0, 1], got {temperature}, {top_k} and {top_p}"
-        )
-    if not isinstance(num_ids, int | np.integer) or not 1 <= num_ids <= vocab_size:
-        raise ValueError(
-            f"vocab_size must be a whole number of 1 to {vocab_size}, the model's, got {num_ids}. Give the tokenizer's."
-        )
+        if not holds:
+            raise ValueError(f"{name} must be {constraint}, got {value}.")
     if temperature > 0 and key is None:
         raise ValueError("expected a key to draw with: pass key=jax.random.key(seed), or temperature=0")
+
+
+def _is_whole(value: Any, low: int, high: int | None = None) -> bool:
+    return isinstance(value, int | np.integer) and bool(low <= value) and (high is None or bool(value <= high))
 
 
 def _padded_size(num_tokens: int, context: int) -> int:
@@ -274,7 +276,8 @@ def _draw_tokens(
 ) -> Int[Array, " B"]:
     if draw.greedy:
         return logits_BV.argmax(axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV / temperature
+    # The largest logit becomes 0, since others could divide to infinity.
+    logits_BV = (logits_BV - logits_BV.max(axis=-1, keepdims=True)) / temperature
     if draw.top_k is not None:
         smallest_kept_B1 = jax.lax.top_k(logits_BV, draw.top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV < smallest_kept_B1, -jnp.inf, logits_BV)

@@ -172,9 +172,8 @@ def _part_losses(
 def _parts(config: GPT2Config, x_BT: Array) -> Array:
     """Cut along positions, so that rows stay where they are: `[B, T, ...]` to `[K, B, S, ...]`, padded by zeros."""
     batch_size, num_positions = x_BT.shape[:2]
-    num_parts = min(num_positions, -(-batch_size * num_positions // config.loss_chunk_tokens))
+    num_parts = -(-num_positions // max(1, config.loss_chunk_tokens // batch_size))
     part_positions = -(-num_positions // num_parts)
-    num_parts = -(-num_positions // part_positions)
     padding = num_parts * part_positions - num_positions
     x_BT = jnp.pad(x_BT, ((0, 0), (0, padding), *[(0, 0)] * (x_BT.ndim - 2)))
     return x_BT.reshape(batch_size, num_parts, part_positions, *x_BT.shape[2:]).swapaxes(0, 1)

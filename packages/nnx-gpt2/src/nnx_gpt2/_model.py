@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._config import DType, GPT2Config
@@ -293,7 +293,7 @@ class GPT2(nnx.Module):
         return nnx.merge(graphdef, jax.tree.map(lambda x: x[i], states))
 
 
-def check_ids(tokens: Int[Array, "B T"], config: GPT2Config) -> None:
+def check_ids(tokens: Integer[Array | np.ndarray, "B T"], config: GPT2Config) -> None:
     """Refuse ids outside the vocabulary, where they can be seen: not while jit traces."""
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(

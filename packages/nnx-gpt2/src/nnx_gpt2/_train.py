@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding, use_abstract_mesh
-from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
 
 from nnx_gpt2._config import GPT2Config
 from nnx_gpt2._loss import mean_loss, token_losses
@@ -208,10 +208,7 @@ def make_train_step(
         _check_windows(config, windows, mesh, grad_accum_steps)
         with _traced_over(mesh):
             loss, grads = accumulated(state.params, windows, jax.random.fold_in(key, state.step))
-            # On the device nothing can be raised: what is no token has no loss, so that the update is skipped.
-            ids = windows.astype(jnp.int32)
-            is_token = ((ids >= 0) & (ids < config.vocab_size)).all()
-            loss = jnp.where(is_token, loss, jnp.nan)
+            loss = jnp.where(_are_tokens(config, windows).all(), loss, jnp.nan)  # the update is then skipped
             grad_norm = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -242,11 +239,17 @@ def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_pa
             f"expected windows of token ids, whole numbers of shape [batch, {config.seq_len + 1}], got "
             f"{windows.dtype}{list(windows.shape)}"
         )
-    if windows.shape[0] % (num_shares * num_parts):
+    if not windows.shape[0] or windows.shape[0] % (num_shares * num_parts):
         raise ValueError(
             f"expected a batch that {num_shares} devices, the data and fsdp axes, divide in {num_parts} parts each, "
             f"got {windows.shape[0]} windows: change the batch size or grad_accum_steps"
         )
+
+
+def _are_tokens(config: GPT2Config, windows: Integer[Array, "B W"]) -> Bool[Array, "B 1"]:
+    """Whether a window's ids are all in the vocabulary. On the device nothing can be raised."""
+    ids = windows.astype(jnp.int32)
+    return ((ids >= 0) & (ids < config.vocab_size)).all(axis=1, keepdims=True)
 
 
 @cache
@@ -255,7 +258,9 @@ def make_eval_step(
 ) -> jax.stages.Wrapped:
     """Compile `step(params, windows) -> losses`: each prediction's loss in nats, without dropout.
 
-    With a mesh, every process gets the losses of all rows of the global batch, in the order of its rows.
+    With a mesh, every process gets the losses of all rows of the global batch, in the order of its rows. The losses of
+    a window with ids out of the vocabulary are not numbers. The step raises ValueError for a batch that is no
+    `[batch, tokens]` of whole numbers, or that the devices do not divide.
 
     Args:
         config: the model's shape.
@@ -266,9 +271,11 @@ def make_eval_step(
     graphdef = _graphdef(config)
 
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
+        _check_windows(config, windows, mesh, 1)
         with _traced_over(mesh):
             segment_ids = _segment_ids(windows, end_of_text)
-            return token_losses(nnx.merge(graphdef, params), windows, segment_ids=segment_ids)
+            losses = token_losses(nnx.merge(graphdef, params), windows, segment_ids=segment_ids)
+            return jnp.where(_are_tokens(config, windows), losses, jnp.nan)
 
     options = compiler_options()
     if mesh is None:

@@ -2,6 +2,9 @@
 
 import os
 import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
 StoragePath = Path | str
 """A folder, or a URI such as `s3://bucket/runs`."""
 
+_GOOGLE, _PATIENCE = ("gs://", "gcs://"), "retry_limit_seconds"
+_ANSWER_WITHIN_S = 20.0
 _SCHEME = r"[a-z][a-z0-9+.-]+:"
 _URI = re.compile(rf"(?!file:){_SCHEME}//", re.IGNORECASE)
 _FILE_URI = re.compile("file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
@@ -73,19 +78,49 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
         create: make the folder, which also tells whether writing is allowed. A bucket is never made.
 
     Raises:
-        LaunchError: no such filesystem is known, or it does not let us in.
+        LaunchError: no such filesystem is known, it does not answer within 20 s, or it does not let us in.
     """
     from pyarrow.fs import FileSystem, FileType  # half a second: only where object storage is used
 
     try:
+        found = _in_time(lambda: _look(uri))
         filesystem, path = FileSystem.from_uri(uri)
-        if create:
+        if create and found.type != FileType.File:
             filesystem.create_dir(path, recursive=True)
-        found: Any = filesystem.get_file_info(path)
     except (OSError, ValueError) as error:
+        reason = str(error) or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
         raise LaunchError(
-            f"expected a folder, s3://bucket/path or gs://bucket/path that can be reached, got {uri}: {error}"
+            f"expected a folder, s3://bucket/path or gs://bucket/path that can be reached, got {uri}: {reason}"
         ) from error
     if found.type == FileType.File:
         raise LaunchError(f"expected a folder as storage, but {uri} is a file: name another")
     return filesystem, path
+
+
+def _look(uri: str) -> Any:
+    """What is at a URI."""
+    from pyarrow.fs import FileSystem  # see open_uri
+
+    if uri.startswith(_GOOGLE) and _PATIENCE not in uri:
+        # By default, Google's client repeats each request for 15 minutes.
+        uri = f"{uri}{'&' if '?' in uri else '?'}{_PATIENCE}=5"
+    filesystem, path = FileSystem.from_uri(uri)
+    return filesystem.get_file_info(path)
+
+
+def _in_time(action: Callable[[], Any]) -> Any:
+    """The result of a function, which may take minutes where a server is silent: the clients repeat their requests.
+
+    Raises:
+        TimeoutError: it took too long. It goes on in a thread that does not keep the process alive.
+    """
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(action())
+        except (OSError, ValueError) as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="open-storage", daemon=True).start()
+    return answer.result(timeout=_ANSWER_WITHIN_S)

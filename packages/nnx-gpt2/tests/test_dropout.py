@@ -1,0 +1,99 @@
+"""Each mask of dropout is drawn by itself, and in training alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from nnx_gpt2 import (
+    GPT2Config,
+    abstract_train_state,
+    create_train_state,
+    evaluate_tokens,
+    generate,
+    make_train_step,
+    mean_loss,
+    merge,
+)
+
+SGD = optax.sgd(1.0)
+
+
+def windows(config, batch_size):
+    return np.random.default_rng(0).integers(0, config.vocab_size, (batch_size, 17)).astype(np.int32)
+
+
+@pytest.fixture
+def dropping(tiny) -> GPT2Config:
+    return dataclasses.replace(tiny, dropout_rate=0.5)
+
+
+@pytest.fixture
+def sharp(tiny):
+    """Parameters so large that dropout changes which token is the likeliest."""
+    params = create_train_state(tiny, SGD, jax.random.key(0)).params
+    return jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_embeddings_and_both_branches_of_each_layer_drop_by_themselves(scan_layers):
+    """The stream is a sum of five constants, 1 to 16, each dropped by its own mask: all 32 sums are equally likely."""
+    config = GPT2Config(
+        vocab_size=4, seq_len=64, num_layers=2, num_heads=2, embed_dim=512, dropout_rate=0.5, scan_layers=scan_layers
+    )
+    params = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), abstract_train_state(config, SGD).params)
+    params["wte"]["embedding"][:] = 1
+    params["ln_f"]["scale"][:] = 1
+    for layer, (attn, mlp) in enumerate(((2, 4), (8, 16))):
+        block, at = (params["h"], layer) if scan_layers else (params["h"][layer], ...)
+        block["attn"]["c_proj"]["bias"][at] = attn
+        block["mlp"]["c_proj"]["bias"][at] = mlp
+    tokens = jnp.zeros((1, 64), jnp.int32)
+    hidden = jax.jit(lambda params, key: merge(config, params).hidden(tokens, dropout_key=key))
+    x_MC = np.asarray(hidden(params, jax.random.key(0)))
+    # The final norm moves and scales each row, of which the smallest sum is 0 and the largest 31.
+    low, high = x_MC.min(axis=1, keepdims=True), x_MC.max(axis=1, keepdims=True)
+    sums = 31 * (x_MC - low) / (high - low)
+    np.testing.assert_allclose(sums, sums.round(), atol=1e-3)
+    shares = np.bincount(sums.round().astype(int).ravel(), minlength=32) / sums.size
+    np.testing.assert_allclose(shares, 1 / 32, atol=0.006)  # six standard deviations
+
+
+def test_each_step_has_its_own_key(dropping):
+    """The same batch, key and parameters at steps 0, 1 and 2."""
+    optimizer = optax.sgd(0.0)
+    state, step = create_train_state(dropping, optimizer, jax.random.key(0)), make_train_step(dropping, optimizer)
+    params, batch, key = jax.tree.map(jnp.array, state.params), windows(dropping, 2), jax.random.key(7)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch, key)
+        losses.append(float(metrics["loss"]))
+    assert len(set(losses)) == 3
+    loss_of = jax.jit(lambda key: mean_loss(merge(dropping, params), jnp.asarray(batch), dropout_key=key))
+    np.testing.assert_allclose(losses, [loss_of(jax.random.fold_in(key, i)) for i in range(3)], atol=1e-5)
+
+
+def test_each_part_of_a_batch_has_its_own_key(dropping):
+    """An element of a position's embedding gets no gradient where it is dropped in all four parts of the batch."""
+    state = create_train_state(dropping, SGD, jax.random.key(0))
+    before = np.asarray(state.params["wpe"]["embedding"])
+    state, _ = make_train_step(dropping, SGD, grad_accum_steps=4)(state, windows(dropping, 4), jax.random.key(7))
+    is_unmoved = np.asarray(state.params["wpe"]["embedding"]) == before
+    assert is_unmoved.mean() == pytest.approx(1 / 16, abs=0.05)  # one half if all four drop the same
+
+
+def test_evaluation_drops_nothing(tiny, dropping, sharp):
+    tokens = windows(tiny, 8).ravel()
+    assert evaluate_tokens(merge(dropping, sharp), tokens).loss == evaluate_tokens(merge(tiny, sharp), tokens).loss
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_drops_nothing(tiny, dropping, sharp, use_cache):
+    dropped, kept = (
+        generate(merge(config, sharp), [[1, 2, 3], [4]], 12, temperature=0.0, use_cache=use_cache)
+        for config in (dropping, tiny)
+    )
+    assert dropped == kept

@@ -1,0 +1,61 @@
+"""What is summed in float32 although the model computes in bfloat16, which holds eight bits of a number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_gpt2 import GPT2Config, causal_attention
+from nnx_gpt2._embedding import lookup
+from nnx_gpt2._loss import _losses_by_part, _mean_head_loss
+
+CONFIG = GPT2Config(
+    vocab_size=128, seq_len=512, num_layers=1, num_heads=1, embed_dim=16, dtype="bfloat16", loss_chunk_tokens=1
+)
+
+
+def test_the_gradient_of_an_embedding_counts_beyond_256_tokens():
+    """In bfloat16 256 and 1 are 256."""
+    table, tokens = jnp.zeros((128, 4)), jnp.full((2, 500), 3)
+    grad = jax.grad(lambda table: jnp.sum(lookup(table, tokens, "bfloat16"), dtype=jnp.float32))(table)
+    assert grad.dtype == jnp.float32
+    np.testing.assert_array_equal(grad, np.where(np.arange(128)[:, None] == 3, 1000.0, 0.0) * np.ones(4))
+
+
+def head_inputs(scale):
+    """Activations, a head and targets in bfloat16, and the logits and losses that they have in float64."""
+    x = (scale * jax.random.normal(jax.random.key(0), (1, 1, 16))).astype(jnp.bfloat16)
+    head = jax.random.normal(jax.random.key(1), (128, 16))
+    logits = np.asarray(x[0, 0], np.float64) @ np.asarray(head.astype(jnp.bfloat16), np.float64).T
+    return x, head, logits
+
+
+def test_the_gradient_of_the_head_is_summed_over_all_parts():
+    """512 equal parts: in bfloat16 most of them would be lost."""
+    x, head, logits = head_inputs(1.0)
+    x_BTC, targets = jnp.tile(x, (1, 512, 1)), jnp.full((1, 512), 7)
+    grad = jax.jit(jax.grad(lambda head: _mean_head_loss(CONFIG, x_BTC, head, targets)))
+    probs = np.exp(logits) / np.exp(logits).sum()
+    expected = (probs - (np.arange(128) == 7))[:, None] * np.asarray(x[0, 0], np.float64)
+    np.testing.assert_allclose(grad(head), expected, rtol=0.01, atol=1e-5)
+
+
+def test_logits_are_not_rounded():
+    """Above 32, numbers of type bfloat16 lie a quarter apart."""
+    x, head, logits = head_inputs(8.0)
+    expected = np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits
+    targets = jnp.arange(128)[None]
+    losses = jax.jit(lambda x: _losses_by_part(CONFIG, x, head, targets))(jnp.tile(x, (1, 128, 1)))
+    np.testing.assert_allclose(losses[0], expected, rtol=0, atol=1e-3)
+
+
+def test_attention_scores_are_not_rounded():
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        (scale * jax.random.normal(key, (1, 128, 1, 64))).astype(jnp.bfloat16)
+        for key, scale in zip(keys, (16, 1, 1), strict=True)
+    )
+    found = causal_attention(q, k, v, backend="xla")[0, :, 0]  # the scale of heads of 64, 1/8, is exact
+    q_TH, k_TH, v_TH = (np.asarray(x[0, :, 0], np.float64) for x in (q, k, v))
+    weights = np.tril(np.exp(q_TH @ k_TH.T / 8))
+    expected = weights / weights.sum(1, keepdims=True) @ v_TH
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0, atol=0.04)
