@@ -31,7 +31,6 @@ TREE = {"w": jnp.ones(3)}
         ("file:///data/my%20runs", Path("/data/my runs")),
         ("FILE:///data", Path("/data")),
         ("file:/data", Path("/data")),
-        ("file:", Path("file:")),
         ("file://localhost/data", Path("/data")),
         ("file:///data/a?b#c", Path("/data/a?b#c")),
         ("s3://bucket/~/a%20b?region=x", "s3://bucket/~/a%20b?region=x"),
@@ -45,7 +44,7 @@ def test_a_place_is_what_its_text_names(written, place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "written", ["", None, 3, b"runs", "a\0b", "file://host/data", "file:////data", Path("s3://bucket/runs")]
+    "written", ["", None, 3, b"runs", "a\0b", "file://host/data", "file:////data", "file:runs", Path("s3://bucket/runs")]
 )
 def test_what_is_no_place_is_refused(written):
     with pytest.raises(LaunchError, match=re.escape(f"must be a folder, or the text of a URI, got {written!r}. Name")):

@@ -170,12 +170,13 @@ def _download(name: str, revision: str | None) -> Path:
 def _read_config(path: Path, fields: dict[str, Any]) -> GPT2Config:
     if not path.is_file():
         raise ValueError(f"expected a {_CONFIG} in {path.parent}, found none: name the folder of a saved model")
+    text = path.read_bytes()
     try:
-        published = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"expected JSON in {path}, got something else ({error}): save or download it again") from error
+        published = json.loads(text)
+    except ValueError:
+        published = None
     if not isinstance(published, dict):
-        raise ValueError(f"expected an object in {path}, got {str(published)[:60]!r}: save or download it again")
+        raise ValueError(f"{path} must be an object in JSON, got {text[:60]!r}. Save or download the model again.")
     for name, values in _EXPRESSIBLE.items():
         value = published.get(name, values[0])
         if value not in values:
