@@ -164,6 +164,7 @@ LINES = [
     ("--model.num-layer 3", "Unrecognized options: --model.num-layer"),
     ("--model.num-heads 5", "model.embed_dim must be a multiple of model.num_heads, got 128 and 5"),
     ("--train.max-steps 0", "train.max_steps must be at least 1, got 0"),
+    (f"--train.max-steps {2**31}", f"train.max_steps must be at most {2**31 - 1}, got {2**31}"),
     ("--train.max-steps many", "invalid literal for int() with base 10: 'many'"),
     ("launch", "Unrecognized options: launch"),
     ("--data nowhere.txt", "nowhere.txt"),
@@ -315,6 +316,7 @@ SHELL = [
     (f"$PRETRAIN {SAMPLE} | true", 141, ""),
     (f"PYTHONIOENCODING=ascii $PRETRAIN {SAMPLE} --prompt \u00fc | grep '^.xfc'", 0, ""),
     (f"LC_ALL=C $PRETRAIN {SAMPLE} --prompt $'\\xff'", 0, ""),
+    (f"GCE_METADATA_ROOT=127.0.0.1:9 $PRETRAIN --storage-path gs://bucket/runs {SMALL}", 2, "got gs://bucket/runs/"),
     (f"chmod 0 runs/run; $LIMITED $PRETRAIN {SAMPLE}", 2, "Permission denied"),
     (f"chmod 0 book.txt; $LIMITED $PRETRAIN {TRAIN}", 2, "Permission denied"),
     (

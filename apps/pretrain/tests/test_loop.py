@@ -2,7 +2,7 @@ import jax
 import numpy as np
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, create_train_state, make_mesh
-from pretrain._loop import restore
+from pretrain._loop import is_due, restore
 from ray_jax_launch import Checkpoints
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)
@@ -24,3 +24,7 @@ def test_a_state_comes_back_with_its_counters_and_its_record(tmp_path):
     assert found_record == record
     for name in ("params", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, getattr(found, name), getattr(state, name))
+
+
+def test_what_is_done_every_so_many_steps_is_also_done_at_the_last_step():
+    assert [step for step in range(1, 11) if is_due(step, 4, 10)] == [4, 8, 10]

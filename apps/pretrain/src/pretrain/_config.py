@@ -9,6 +9,9 @@ import tyro
 from nnx_gpt2 import GPT2Config, OptimizerConfig
 from owt_data import OrderKind, PrepareOptions
 
+MAX_STEPS = 2**31 - 1
+"""Steps are counted by numbers of 32 bits."""
+
 NUM_SEEDS = 2**63
 """Seeds are below this: they are signed numbers of 64 bits."""
 
@@ -73,6 +76,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"train.{name} must be at least 1, got {value}")
+        if self.max_steps > MAX_STEPS:
+            raise ValueError(f"train.max_steps must be at most {MAX_STEPS}, got {self.max_steps}")
         if self.max_failures < 0:
             raise ValueError(f"train.max_failures must not be negative, got {self.max_failures}")
         if self.global_batch_size % self.grad_accum_steps:

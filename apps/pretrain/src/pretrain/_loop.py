@@ -112,8 +112,8 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
             state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
             record = {"step": 0}
         log.begin(start)
-        evaluate = start == 0 or _due(start, train.eval_every, max_steps)
-        if evaluate or _due(start, train.checkpoint_every, max_steps) or _due(start, train.log_every, max_steps):
+        evaluate = start == 0 or is_due(start, train.eval_every, max_steps)
+        if evaluate or is_due(start, train.checkpoint_every, max_steps) or is_due(start, train.log_every, max_steps):
             finish(state, record, save=False, evaluate=evaluate)
 
         timer = StepTimer(config, mesh.devices.flat[0].device_kind, mesh.size)
@@ -129,9 +129,9 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
             # A step's metrics are fetched only once the next step is under way, so that devices never wait.
             if pending is not None:
                 log.write(timer.record(*pending))
-            save = _due(step, train.checkpoint_every, max_steps)
-            evaluate = _due(step, train.eval_every, max_steps)
-            pending = (step, metrics) if _due(step, train.log_every, max_steps) else None
+            save = is_due(step, train.checkpoint_every, max_steps)
+            evaluate = is_due(step, train.eval_every, max_steps)
+            pending = (step, metrics) if is_due(step, train.log_every, max_steps) else None
             if stop_requested(step):
                 # What else is due at this step is done by the run that continues. To leave the checkpoints is to wait
                 # for this one.
@@ -167,7 +167,8 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
     return state, metadata["record"]
 
 
-def _due(step: int, every: int, max_steps: int) -> bool:
+def is_due(step: int, every: int, max_steps: int) -> bool:
+    """Whether a step is a multiple of `every`, or the last."""
     return step % every == 0 or step == max_steps
 
 

@@ -18,6 +18,8 @@ def rejection(error: Exception) -> str | None:
         return f"{error.filename} must be accessible, got {error.strerror}. Change its permissions, or name another."
     if isinstance(error, OSError) and error.errno in _UNWRITABLE:
         return f"the output must be writable, got {error.strerror}. Free some space, or write it elsewhere."
+    if isinstance(error, OSError) and error.errno is None:  # as pyarrow tells of object storage
+        return f"the storage must be accessible, got {error}. Check its address, and the network."
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return f"the model and its batch must fit the memory, got {error or 'no memory'}. Ask for less at a time."
     return None
