@@ -24,8 +24,8 @@ def test_bad_train_fields_are_named(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"seed": -1}, "seed must be a number from 0 on, got -1"),
-        ({"wait_for_resources_s": float("nan")}, "wait_for_resources_s must be a number from 0 on, got nan"),
+        ({"seed": -1}, "seed must be at least 0 and below 9223372036854775808, got -1"),
+        ({"wait_for_resources_s": float("nan")}, "wait_for_resources_s must be at least 0 and below inf, got nan"),
         ({"name": "../x"}, "name must be a plain folder name, got '../x'"),
         ({"name": ""}, "name must be a plain folder name, got ''"),
         ({"prompt": ""}, "prompt must not be empty"),
