@@ -19,6 +19,7 @@ from pretrain import main
 from pretrain._cli import read_config
 from pretrain._data import load_tokens
 from pretrain._description import RUN, describe, describe_data
+from pretrain._rejection import rejection
 from pretrain._run import RunFolder, write_json
 from ray_jax_launch import Checkpoints
 
@@ -76,7 +77,7 @@ def contents(place):
     return {name: size for name, size in sizes.items() if not name.startswith(apart)}
 
 
-def rejection(capsys, args, place):
+def rejected(capsys, args, place):
     """The sentence that a command ends with."""
     before = contents(place)
     try:
@@ -274,7 +275,7 @@ DAMAGED = [
 )
 def test_rejected(line, damage, message, place, capsys):
     damage(place)
-    assert message in rejection(capsys, shlex.split(line), place)
+    assert message in rejected(capsys, shlex.split(line), place)
 
 
 def test_what_is_damaged_has_a_copy(place, capsys):
@@ -304,6 +305,14 @@ def test_right(line, out, place, capsys):
     assert out in captured.out
     assert captured.err == ""
     assert ("out" in line) == (place / "out" / "model.safetensors").exists()
+
+
+def test_an_allocation_that_fails_is_said_in_a_sentence():
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.numpy.zeros(10**13).block_until_ready()
+    expected = "the model and its batch must fit the memory, got RESOURCE_EXHAUSTED: Out of memory allocating"
+    assert (rejection(caught.value) or "").startswith(expected)
+    assert rejection(KeyError("step")) is None
 
 
 FULL = "the output must be writable, got No space left on device. Free some space, or write it elsewhere."
