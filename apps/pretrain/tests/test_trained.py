@@ -1,6 +1,10 @@
 """Commands on a trained model: one of random weights, saved as a run saves it, without Ray."""
 
 import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +17,7 @@ from pretrain import PRESETS
 from pretrain._conveniences import convenience
 from pretrain._data import load_tokens
 from pretrain._description import describe, describe_data
+from pretrain._errors import UsageError
 from pretrain._evaluate import evaluate
 from pretrain._run import RunFolder, write_json
 from pretrain._sample import sample, sample_text
@@ -75,6 +80,46 @@ def test_a_vocabulary_that_is_padded_can_be_sampled(make_run, record_property):
         seed=config.seed, num_samples=1,
     )  # fmt: skip
     assert text == again
+
+
+def test_a_prompt_that_is_longer_than_the_context_is_continued_at_its_end(make_run):
+    folder, config, _, _ = make_run()
+    prompt = "0123456789" * 5
+    assert config.model.seq_len < len(prompt)
+    options: dict[str, Any] = {"temperature": 0, "top_k": None, "top_p": None, "seed": 0, "num_samples": 1}
+    (text,) = sample(str(folder.path), prompt=prompt, max_new_tokens=4, **options)
+    (end,) = sample(str(folder.path), prompt=prompt[-config.model.seq_len :], max_new_tokens=4, **options)
+    assert text == prompt[: -config.model.seq_len] + end
+
+
+def test_no_two_of_many_samples_are_equal(make_run):
+    folder, _, _, _ = make_run()
+    texts = [
+        *sample(
+            str(folder.path), prompt="a", max_new_tokens=20, temperature=1, top_k=None, top_p=None, seed=0,
+            num_samples=70,
+        )
+    ]  # fmt: skip
+    assert len(texts) == len(set(texts)) == 70
+
+
+def test_tokens_that_changed_are_not_evaluated(make_run):
+    folder, _, _, tokens = make_run()
+    prepared = Path(tokens.names)
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    manifest["files"]["val.bin"]["sha256"] = "0" * 64
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match="must hold the tokens of the run, got others"):
+        evaluate(str(folder.path), data=None, batch_size=7, console=Console(quiet=True))
+
+
+def test_tokens_of_another_tokenizer_are_not_evaluated(make_run, tmp_path):
+    folder, _, _, tokens = make_run()
+    prepared = shutil.copytree(tokens.names, tmp_path / "prepared")
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    (prepared / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": "gpt2"}))
+    with pytest.raises(UsageError, match="must be tokens of the run's tokenizer, bytes, got those of gpt2"):
+        evaluate(str(folder.path), data=str(prepared), batch_size=7, console=Console(quiet=True))
 
 
 @pytest.mark.fault
