@@ -246,10 +246,8 @@ def test_what_cannot_be_saved_or_restored_is_said(place, tree):
         checkpoints.save(10, {"params": tree}, metadata={})
         checkpoints.wait()
         for step in (10, 5, -1):
-            with pytest.raises(ValueError, match=f"expected a step after .*, got {step}"):
+            with pytest.raises(ValueError, match=rf"must be a whole number of at least 11, got {step}\. Continue from"):
                 checkpoints.save(step, {"params": tree}, metadata={})
-        with pytest.raises(ValueError, match=r"expected a whole number from 0 on as a checkpoint's step, got 10\.5"):
-            checkpoints.save(10.5, {"params": tree}, metadata={})  # pyright: ignore[reportArgumentType]
         for name in ("metadata", "metrics", "a/b", ".x", "", "checksums.json", "a\0", "_CHECKPOINT_METADATA"):
             with pytest.raises(
                 ValueError, match=r"expected names of items in letters, digits, - and _, .*, got"
@@ -274,5 +272,3 @@ def test_what_cannot_be_saved_or_restored_is_said(place, tree):
         checkpoints.save(20, {"params": tree}, metadata={})
     with Checkpoints(place, read_only=True) as checkpoints, pytest.raises(ValueError, match="are opened read-only"):
         checkpoints.save(20, {"params": tree}, metadata={})
-    with pytest.raises(ValueError, match="expected to keep at least 1 checkpoint, and 0 or more of the best, got 0"):
-        Checkpoints(place, num_to_keep=0)

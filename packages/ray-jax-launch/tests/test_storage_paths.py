@@ -54,6 +54,16 @@ def test_what_is_no_place_is_refused(written):
 def test_names_are_joined_below_any_place():
     assert join_path("file:///data/my%20runs", "a%20b") == Path("/data/my runs/a%20b")
     assert join_path("gs://bucket/runs/?x=1", "a") == "gs://bucket/runs/a?x=1"
+    assert join_path("gs://bucket/runs?x=1", "50% of #1", "a:b") == "gs://bucket/runs/50%25%20of%20%231/a:b?x=1"
+
+
+def test_a_name_with_signs_of_a_uri_is_one_folder_of_object_storage(s3, tmp_path):
+    place = join_path(s3, tmp_path.name, "50% of #1")
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(10, {"params": TREE}, metadata={"seed": 1})
+    assert open_uri(str(place))[1] == f"bucket/{tmp_path.name}/50% of #1"
+    assert newest_metadata(place) == {"seed": 1}
+    assert newest_metadata(join_path(s3, tmp_path.name, "50% of ")) is None
 
 
 def test_checkpoints_below_the_uri_of_a_folder_are_in_that_folder(tmp_path):

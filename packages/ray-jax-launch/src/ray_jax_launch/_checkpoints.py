@@ -24,6 +24,7 @@ from ray_jax_launch._errors import (
     StorageFullError,
     UnsavedCheckpointError,
 )
+from ray_jax_launch._numbers import check_number
 from ray_jax_launch._orbax import RESERVED, make_writer
 from ray_jax_launch._steps import all_damaged, intact_step, kept_in
 from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
@@ -107,18 +108,14 @@ class Checkpoints:
         read_only: bool = False,
         verify: bool = True,
     ) -> None:
-        if num_to_keep < 1 or num_best_to_keep < 0:
-            raise ValueError(
-                f"expected to keep at least 1 checkpoint, and 0 or more of the best, got {num_to_keep} and "
-                f"{num_best_to_keep}"
-            )
         if folder is None:
             from ray_jax_launch._session import current_session  # imports Ray Train, which takes seconds
 
             folder = join_path(current_session().run_path, "checkpoints")
         place = as_storage_path(folder)
         self._folder = place.absolute() if isinstance(place, Path) else place
-        self._num_to_keep, self._num_best_to_keep = num_to_keep, num_best_to_keep
+        self._num_to_keep = check_number("num_to_keep", num_to_keep, at_least=1)
+        self._num_best_to_keep = check_number("num_best_to_keep", num_best_to_keep, at_least=0)
         self._read_only, self._closed = read_only, False
         self._pending: _Pending | None = None
 
@@ -201,13 +198,12 @@ class Checkpoints:
             )
         self.wait()
         newest = self.latest_step()
-        if newest is not None and step <= newest:
-            raise ValueError(
-                f"expected a step after {newest}, the newest checkpoint in {self._folder}, got {step}: continue from "
-                "that one, or start a new run in another folder"
-            )
-        if step < 0 or step != int(step):
-            raise ValueError(f"expected a whole number from 0 on as a checkpoint's step, got {step}")
+        step = check_number(
+            f"the step of the next checkpoint in {self._folder}",
+            step,
+            at_least=0 if newest is None else newest + 1,
+            remedy="Continue from the newest checkpoint, or start a new run in another folder",
+        )
         for name in items:
             if name in RESERVED or not re.fullmatch(r"[a-zA-Z][\w-]{0,99}", str(name), re.ASCII):
                 raise ValueError(
@@ -218,9 +214,9 @@ class Checkpoints:
         json.dumps(dict(metadata))
         # A number of jax's or NumPy's would not become JSON.
         score = None if score is None or not math.isfinite(score) else float(score)
-        self._writer.begin(int(step), trees, dict(metadata), score)
-        scores = self._kept_of({**self._scores, int(step): score})
-        self._pending = _Pending(int(step), scores, self._thread.submit(self._finish, int(step), scores))
+        self._writer.begin(step, trees, dict(metadata), score)
+        scores = self._kept_of({**self._scores, step: score})
+        self._pending = _Pending(step, scores, self._thread.submit(self._finish, step, scores))
 
     def wait(self) -> None:
         """Return once the checkpoint that is being saved is durable and listed.

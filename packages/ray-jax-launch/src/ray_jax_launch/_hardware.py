@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._numbers import check_number
 
 # Ray's names of the TPU generations, by the names that people type.
 _TPU_TYPES = {
@@ -22,6 +23,7 @@ _CHIPS_PER_HOST = 4
 _SINGLE_HOST_TYPES = ("TPU-V5LITEPOD", "TPU-V6E")
 _SINGLE_HOST_CHIPS = 8
 
+_COUNT = "([0-9]{1,6})"
 _FORMS = (
     "auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or "
     "tpu:TYPE:TOPOLOGY:SLICES, where a range such as 1-4 in the place of WORKERS or SLICES is elastic"
@@ -95,8 +97,8 @@ def cpu(num_workers: int, devices_per_worker: int = 1, *, min_workers: int | Non
     Raises:
         LaunchError: fewer than one of any, or more at the least than at the most.
     """
-    _at_least_one(devices_per_worker, "devices per worker")
-    min_workers = _check_range(num_workers, min_workers, "CPU workers")
+    devices_per_worker = check_number("the number of devices per worker", devices_per_worker, at_least=1)
+    num_workers, min_workers = _check_range(num_workers, min_workers, "CPU workers")
     return Hardware(kind="cpu", num_workers=num_workers, devices_per_worker=devices_per_worker, min_workers=min_workers)
 
 
@@ -111,8 +113,8 @@ def gpu(num_workers: int, gpus_per_worker: int = 1, *, min_workers: int | None =
     Raises:
         LaunchError: fewer than one of any, or more at the least than at the most.
     """
-    _at_least_one(gpus_per_worker, "GPUs per worker")
-    min_workers = _check_range(num_workers, min_workers, "GPU workers")
+    gpus_per_worker = check_number("the number of GPUs per worker", gpus_per_worker, at_least=1)
+    num_workers, min_workers = _check_range(num_workers, min_workers, "GPU workers")
     return Hardware(kind="gpu", num_workers=num_workers, devices_per_worker=gpus_per_worker, min_workers=min_workers)
 
 
@@ -130,12 +132,12 @@ def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices
     Raises:
         LaunchError: the type is unknown, or the topology is not one.
     """
-    ray_type = _TPU_TYPES.get(accelerator_type.lower())
+    ray_type = _TPU_TYPES.get(str(accelerator_type).lower())
     if ray_type is None:
         raise LaunchError(f"expected a TPU type among {', '.join(_TPU_TYPES)}, got {accelerator_type!r}")
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", str(topology)):
+    if not re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", str(topology)):
         raise LaunchError(f"expected a TPU topology such as 4x4 or 2x2x2, got {topology!r}")
-    min_slices = _check_range(num_slices, min_slices, "TPU slices")
+    num_slices, min_slices = _check_range(num_slices, min_slices, "TPU slices")
     chips = 1
     for length in topology.split("x"):
         chips *= int(length)
@@ -163,23 +165,16 @@ def parse_hardware(text: str) -> Hardware:
     if text == "auto":
         raise LaunchError("expected hardware that is known beforehand, got 'auto': call auto(), which asks the cluster")
     kind, _, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if kind in ("cpu", "gpu") and (match := re.fullmatch(r"(?:(\d+)-)?(\d+)(?:x(\d+))?", rest, re.ASCII)):
+    if kind in ("cpu", "gpu") and (match := re.fullmatch(rf"(?:{_COUNT}-)?{_COUNT}(?:x{_COUNT})?", rest)):
         make = cpu if kind == "cpu" else gpu
         return make(int(match[2]), int(match[3] or 1), min_workers=int(match[1]) if match[1] else None)
-    if kind == "tpu" and (match := re.fullmatch(r"([^:]+):([^:]+)(?::(?:(\d+)-)?(\d+))?", rest, re.ASCII)):
+    if kind == "tpu" and (match := re.fullmatch(rf"([^:]+):([^:]+)(?::(?:{_COUNT}-)?{_COUNT})?", rest)):
         return tpu(match[1], match[2], int(match[4] or 1), min_slices=int(match[3]) if match[3] else None)
     raise LaunchError(f"expected hardware as {_FORMS}, got {text!r}")
 
 
-def _at_least_one(number: int, what: str) -> None:
-    if not isinstance(number, int) or number < 1:
-        raise LaunchError(f"expected a whole number of at least 1 for the number of {what}, got {number!r}")
-
-
-def _check_range(number: int, smallest: int | None, what: str) -> int:
-    smallest = number if smallest is None else smallest
-    _at_least_one(number, what)
-    _at_least_one(smallest, what)
-    if smallest > number:
-        raise LaunchError(f"expected a range of {what} from fewer to more, got {smallest}-{number}")
-    return smallest
+def _check_range(number: int, smallest: int | None, what: str) -> tuple[int, int]:
+    """The number of workers or slices, and the smallest that it may shrink to."""
+    at_least = 1 if smallest is None else check_number(f"the smallest number of {what}", smallest, at_least=1)
+    number = check_number(f"the number of {what}", number, at_least=at_least)
+    return number, number if smallest is None else at_least

@@ -31,6 +31,7 @@ from ray_jax_launch._errors import LaunchError, TrainingFailed
 from ray_jax_launch._failures import ForwardReports, first_failure, in_a_line, note_traceback, to_raise
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._interrupt import Interrupt
+from ray_jax_launch._numbers import check_number
 from ray_jax_launch._restart import RestartPolicy
 from ray_jax_launch._session import Session, begin, end, note_step
 from ray_jax_launch._storage import StoragePath, join_path, open_uri
@@ -40,6 +41,7 @@ from ray_jax_launch._storage import StoragePath, join_path, open_uri
 _ELASTIC_START_TIMEOUT_S = 15
 _COLLECT_EVERY_S = 0.5
 _MARKER = ".launch-"
+_NAME = re.compile(r"[^./?\s\x00-\x1f][^/?\x00-\x1f]*")
 
 OnMetrics = Callable[[int, Metrics], None]
 
@@ -132,12 +134,15 @@ def launch(
         KeyboardInterrupt: Ctrl-C, or SIGTERM. A loop that listens (`stop_requested`) has saved and returned; a
             second Ctrl-C does not wait for it. The workers have been stopped.
     """
-    _check_arguments(train_loop, config, hardware, name, datasets, on_metrics, max_failures)
+    _check_arguments(train_loop, config, hardware, name, datasets, on_metrics, backend)
     data_cpus = (DATA_CPUS if datasets else 0) if data_cpus is None else data_cpus
-    with _run_folder(storage_path, name) as run_path:
+    for what, number in (("max_failures", max_failures), ("data_cpus", data_cpus)):
+        check_number(what, number, at_least=0)
+    for what, number in (("preemption_grace_s", preemption_grace_s), ("wait_for_resources_s", wait_for_resources_s)):
+        check_number(what, number, at_least=0, whole=False)
+    with _run_folder(storage_path, name) as (run_path, marker):
         connect(hardware)
         check_resources(hardware, data_cpus=data_cpus, wait_for_resources_s=wait_for_resources_s)
-        marker = _write_marker(run_path)
     board = start_board()
     interrupt = Interrupt(board)
     trainer = _Trainer(
@@ -198,55 +203,66 @@ def launch(
 
 
 def _check_arguments(
-    train_loop: Any, config: Any, hardware: Any, name: Any, datasets: Any, on_metrics: Any,
-    max_failures: Any,
-) -> None:  # fmt: skip
-    functions = {"train_loop": train_loop, **{f"datasets[{key!r}]": make for key, make in (datasets or {}).items()}}
-    if on_metrics is not None:
-        functions["on_metrics"] = on_metrics
-    for what, function in functions.items():
-        if not callable(function):
-            raise LaunchError(f"expected a function as {what}, got {function!r}")
-    if not isinstance(config, dict):
-        raise LaunchError(f"expected a dict as config, which the loop is called with, got {config!r}")
-    if not isinstance(hardware, Hardware):
-        raise LaunchError(f"expected hardware that cpu, gpu, tpu, auto or parse_hardware made, got {hardware!r}")
-    if not isinstance(name, str) or not re.fullmatch(r"[^./?\s][^/?\n]*", name):
-        raise LaunchError(f"expected a run's name that can be a folder's, without / and ? in it, got {name!r}")
-    if not isinstance(max_failures, int) or max_failures < 0:
-        raise LaunchError(f"expected a number of failures to recover from, 0 or more, got {max_failures!r}")
-    for what, value in [("train_loop", train_loop), *((f"config[{key!r}]", config[key]) for key in config)]:
+    train_loop: Any, config: Any, hardware: Any, name: Any, datasets: Any, on_metrics: Any, backend: Any
+) -> None:
+    makers = {f"datasets[{key!r}]": make for key, make in datasets.items()} if isinstance(datasets, Mapping) else {}
+    rules: list[tuple[str, Any, bool, str]] = [
+        ("train_loop", train_loop, callable(train_loop), "a function"),
+        ("datasets", datasets, datasets is None or isinstance(datasets, Mapping), "a dict"),
+        *((what, make, callable(make), "a function") for what, make in makers.items()),
+        ("on_metrics", on_metrics, on_metrics is None or callable(on_metrics), "a function"),
+        ("config", config, isinstance(config, dict), "a dict"),
+        ("hardware", hardware, isinstance(hardware, Hardware), "made by cpu, gpu, tpu, auto or parse_hardware"),
+        ("backend", backend, backend is None or isinstance(backend, JaxConfig), "a JaxConfig"),
+        (
+            "name", name, isinstance(name, str) and _NAME.fullmatch(name) is not None,
+            "a text that begins with no dot or space and has no /, ? and control character in it",
+        ),
+    ]  # fmt: skip
+    for what, value, holds, constraint in rules:
+        if not holds:
+            raise LaunchError(f"{what} must be {constraint}, got {value!r}. Pass another")
+    sent = {"train_loop": train_loop, "backend": backend, **makers}
+    for what, value in (sent | {f"config[{key!r}]": config[key] for key in config}).items():
         try:
             cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
-        except (PicklingError, TypeError, ValueError, AttributeError) as error:  # as what is pickled sees fit
+        except (PicklingError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # as the value sees fit
             raise LaunchError(
-                f"expected what can be sent to the workers, but {what} cannot be pickled ({error}): make it in the loop"
+                f"{what} must be picklable, as the workers get it, got {type(value).__name__} ({error}). Make it in "
+                "the loop"
             ) from None
 
 
 @contextlib.contextmanager
-def _run_folder(storage_path: StoragePath, name: str) -> Iterator[StoragePath]:
-    """Make the run's folder. If the block fails, it goes again."""
+def _run_folder(storage_path: StoragePath, name: str) -> Iterator[tuple[StoragePath, Path | None]]:
+    """Make the run's folder, and in it a file that every worker must find (see `Session`).
+
+    If the block fails, both are deleted. Yields the folder, and the file; no file in object storage.
+    """
     run_path = join_path(storage_path, name)
     if not isinstance(run_path, Path):
         open_uri(run_path, create=True)
-        yield run_path
+        yield run_path, None
         return
     run_path = run_path.absolute()
-    made = not run_path.exists()
+    marker = run_path / f"{_MARKER}{uuid.uuid4().hex}"
+    made: list[Path] = []
     try:
-        run_path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"expected a storage path that can be written, but {run_path} cannot be made: {error.strerror}: choose "
-            "another"
-        ) from error
-    try:
-        yield run_path
+        try:
+            made += (path for path in (*reversed(run_path.parents), run_path) if not path.exists())
+            run_path.mkdir(parents=True, exist_ok=True)
+            for left in run_path.glob(f"{_MARKER}*"):  # by a launch that was killed
+                left.unlink(missing_ok=True)
+            marker.touch()
+        except OSError as error:
+            raise LaunchError(
+                f"storage_path must be a folder that can be written, got {run_path} ({error.strerror}). Choose another"
+            ) from error
+        yield run_path, marker
     except LaunchError:
-        if made:
-            with contextlib.suppress(OSError):  # where another has put something into it
-                run_path.rmdir()
+        for path, delete in ((marker, Path.unlink), *((path, Path.rmdir) for path in reversed(made))):
+            with contextlib.suppress(OSError):  # where there is none, or another has put something into it
+                delete(path)
         raise
 
 
@@ -262,26 +278,6 @@ def _fit(trainer: "_Trainer", board: BoardHandle) -> Any:
         what = in_a_line(rank, error.worker_failures[rank])
         _logger.warning("%s; this was after the training had ended, and nothing is lost", what)
         return finished[0]
-
-
-def _write_marker(run_path: StoragePath) -> Path | None:
-    """Write a file that every worker must find, if the run is in a folder: see `Session`.
-
-    Raises:
-        LaunchError: the folder cannot be written.
-    """
-    if not isinstance(run_path, Path):
-        return None
-    try:
-        for left in run_path.glob(f"{_MARKER}*"):  # by a launch that was killed
-            left.unlink(missing_ok=True)
-        marker = run_path / f"{_MARKER}{uuid.uuid4().hex}"
-        marker.touch()
-    except OSError as error:
-        raise LaunchError(
-            f"storage_path must be writable, got {run_path} ({error.strerror}). Choose another"
-        ) from error
-    return marker
 
 
 class _Trainer(JaxTrainer):

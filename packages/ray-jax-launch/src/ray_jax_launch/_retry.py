@@ -16,7 +16,7 @@ ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _LASTING = frozenset(
     {
         errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE,
-        errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP,
+        errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
     }
 )  # fmt: skip
 _LASTING_ANSWERS = ("ACCESS_DENIED", "NO_SUCH_BUCKET")

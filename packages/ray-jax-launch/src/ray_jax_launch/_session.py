@@ -119,12 +119,11 @@ def log_metrics(metrics: Mapping[str, float]) -> None:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, int):
-        return value
     try:
-        return float(value)
-    except (TypeError, ValueError) as error:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"expected a number as the metric {name}, got {value!r}") from error
+    return value if isinstance(value, int) else number
 
 
 def mark_finished(return_value: Any = None) -> None:

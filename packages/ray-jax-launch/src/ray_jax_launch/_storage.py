@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from ray_jax_launch._errors import LaunchError
 
@@ -57,12 +57,15 @@ def as_storage_path(place: StoragePath) -> StoragePath:
 
 
 def join_path(place: StoragePath, *names: str) -> StoragePath:
-    """A name below a place, of the same kind. The options of a URI, after `?`, stay at its end."""
+    """A name below a place, of the same kind.
+
+    In a URI the name is percent-encoded where it must be, and the options, after `?`, stay at the end.
+    """
     place = as_storage_path(place)
     if isinstance(place, Path):
         return place.joinpath(*names)
     address, mark, options = place.partition("?")
-    return "/".join((address.rstrip("/"), *names)) + mark + options
+    return "/".join((address.rstrip("/"), *(quote(name, safe="/:+") for name in names))) + mark + options
 
 
 def is_uri(place: StoragePath) -> bool:

@@ -1,0 +1,233 @@
+"""What a hostile caller passes. Every case ends in one sentence before anything starts, and leaves nothing behind."""
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ray
+
+from ray_jax_launch import (
+    Checkpoints,
+    LaunchError,
+    cpu,
+    latest_step,
+    launch,
+    parse_hardware,
+    tpu,
+)
+
+NAN = float("nan")
+NONE: Any = None
+
+
+def no_loop(config):
+    raise AssertionError("must not start")
+
+
+def launching(**changed: Any):
+    """A launch with other arguments than good ones."""
+
+    def call(folder):
+        given = {
+            "train_loop": no_loop,
+            "config": {},
+            "hardware": cpu(1),
+            "storage_path": folder / "runs",
+            "name": "run",
+        }
+        launch(**given | changed)
+
+    return call
+
+
+def launching_below(name, make):
+    """A launch below a path that is not a good one."""
+
+    def call(folder):
+        make(folder / name)
+        launch(no_loop, {}, hardware=cpu(1), storage_path=folder / name, name="run")
+
+    return call
+
+
+def make_loop(path):
+    path.symlink_to(path)
+
+
+def opening(name, make, action: Callable[[Path], Any] = Checkpoints):
+    def call(folder):
+        make(folder / name)
+        action(folder / name)
+
+    return call
+
+
+def saving(step: Any):
+    def call(folder):
+        with Checkpoints(folder / "runs") as checkpoints:
+            checkpoints.save(step, {"params": {"w": jnp.ones(1)}}, metadata={})
+
+    def call_and_clean_up(folder):
+        try:
+            call(folder)
+        finally:
+            shutil.rmtree(folder / "runs")
+
+    return call_and_clean_up
+
+
+def write_file(path):
+    path.write_text("x")
+
+
+def make_file_of_run(path):
+    path.mkdir()
+    (path / "run").write_text("x")
+
+
+def keeping(**changed: Any):
+    return lambda folder: Checkpoints(folder, **changed)
+
+
+LONG = "a" * 300
+WRITABLE = "storage_path must be a folder that can be written, got "
+NO_PLACE = "a storage path must be a folder, or the text of a URI, got "
+UNWRITABLE = "the folder of the checkpoints must be writable, got "
+PICKLABLE = "must be picklable, as the workers get it, got "
+BAD_INTS: list[Any] = [True, 1.5, -1, "2", NAN]
+BAD_SECONDS: list[Any] = [NAN, float("inf"), -1.0, "9"]
+
+CASES = {
+    "long name": (launching(name=LONG), WRITABLE),
+    "long folder": (launching_below(LONG, lambda path: None), WRITABLE),
+    "long path": (launching_below("/".join(["a" * 200] * 30), lambda path: None), WRITABLE),
+    "symlink loop": (launching_below("loop", make_loop), WRITABLE),
+    "file as storage": (launching_below("file", write_file), WRITABLE),
+    "file as run": (launching_below("folder", make_file_of_run), WRITABLE),
+    "no storage": (launching(storage_path=None), f"{NO_PLACE}None"),
+    "null in path": (launching(storage_path="a\0b"), NO_PLACE),
+    "storage of nobody": (launching(storage_path="nowhere://x"), "expected a folder, s3://bucket/path or gs://bucket/"),
+    **{f"name={name!r}": (launching(name=name), "name must be a text") for name in ("..", "a/b", "", ".hidden", " ")},
+    "null in name": (launching(name="a\0b"), "name must be a text"),
+    "newline in name": (launching(name="a\nb"), "name must be a text"),
+    "name in bytes": (launching(name=b"run"), "name must be a text"),
+    **{
+        f"{name}={value!r}": (launching(**{name: value}), f"{name} must be a whole number of at least 0, got {value!r}")
+        for name in ("max_failures", "data_cpus")
+        for value in BAD_INTS
+    },
+    **{
+        f"{name}={value!r}": (launching(**{name: value}), f"{name} must be a number of at least 0, got {value!r}")
+        for name in ("wait_for_resources_s", "preemption_grace_s")
+        for value in BAD_SECONDS
+    },
+    "loop": (launching(train_loop=None), "train_loop must be a function, got None"),
+    "callback": (launching(on_metrics=3), "on_metrics must be a function, got 3"),
+    "dataset": (launching(datasets={"a": 3}), "datasets['a'] must be a function, got 3"),
+    "datasets": (launching(datasets=[no_loop]), "datasets must be a dict, got [<function no_loop"),
+    "lock in dataset": (launching(datasets={"a": threading.Lock().acquire}), f"datasets['a'] {PICKLABLE}builtin"),
+    "config": (launching(config=None), "config must be a dict, got None"),
+    "lock": (launching(config={"x": threading.Lock()}), f"config['x'] {PICKLABLE}lock ("),
+    "lock of processes": (launching(config={"x": multiprocessing.Lock()}), f"config['x'] {PICKLABLE}Lock ("),
+    "hardware": (launching(hardware="cpu:1"), "hardware must be made by cpu, gpu, tpu, auto or parse_hardware, got"),
+    "backend": (launching(backend="jax"), "backend must be a JaxConfig, got 'jax'"),
+    "endless number": (lambda _: parse_hardware(f"cpu:{'9' * 5000}"), "expected hardware as auto"),
+    "Arabic digit": (lambda _: parse_hardware("tpu:v6e:4x1\N{ARABIC-INDIC DIGIT THREE}"), "expected a TPU topology"),
+    "no hardware": (lambda _: parse_hardware(NONE), "expected hardware as auto"),
+    "no TPU": (lambda _: tpu(NONE, "4x4"), "expected a TPU type among v2, v3"),
+    **{
+        f"cpu({value!r})": (
+            lambda _, value=value: cpu(value),
+            f"the number of CPU workers must be a whole number of at least 1, got {value!r}",
+        )
+        for value in BAD_INTS
+    },
+    "checkpoints in a file": (opening("checkpoints", write_file), UNWRITABLE),
+    "checkpoints in a loop": (opening("loop", make_loop), UNWRITABLE),
+    "loop that is read": (opening("loop", make_loop, latest_step), "loop must be accessible, got [Errno "),
+    "checkpoints nowhere": (lambda _: Checkpoints(3), f"{NO_PLACE}3"),  # pyright: ignore[reportArgumentType]
+    "none kept": (keeping(num_to_keep=0), "num_to_keep must be a whole number of at least 1, got 0"),
+    **{
+        f"{name}={value!r}": (keeping(**{name: value}), f"{name} must be a whole number of at least ")
+        for name in ("num_to_keep", "num_best_to_keep")
+        for value in BAD_INTS
+    },
+    **{
+        f"step={value!r}": (saving(value), f"/runs must be a whole number of at least 0, got {value!r}")
+        for value in (*BAD_INTS, np.int64(-1), float("inf"))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_answered_by_one_sentence_before_anything_starts(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    call, message = CASES[name]
+    (tmp_path / "inputs").mkdir()
+    with pytest.raises(LaunchError) as said:
+        call(tmp_path / "inputs")
+    text = str(said.value)
+    assert message in text
+    assert "\n" not in text
+    assert not ray.is_initialized()
+    left = {path.name for path in (tmp_path / "inputs").iterdir()} - {"loop", "file", "folder", "checkpoints"}
+    assert left == set()
+
+
+FORBIDDEN = """
+import sys
+from pathlib import Path
+from ray_jax_launch import *
+
+def no_loop(config):
+    pass
+
+folder = Path(sys.argv[1])
+for action in (
+    lambda: launch(no_loop, {}, hardware=cpu(1), storage_path=folder / "closed" / "runs", name="run"),
+    lambda: launch(no_loop, {}, hardware=cpu(1), storage_path=folder / "closed", name="run"),
+    lambda: launch(no_loop, {}, hardware=cpu(1), storage_path=folder / "seen", name="run"),
+    lambda: Checkpoints(folder / "closed"),
+    lambda: Checkpoints(folder / "closed", read_only=True),
+    lambda: latest_step(folder / "closed"),
+    lambda: intact_step(folder / "closed"),
+    lambda: newest_metadata(folder / "closed" / "checkpoints"),
+):
+    try:
+        action()
+    except LaunchError as error:
+        print(error)
+"""
+
+
+def test_a_folder_that_may_not_be_read_or_written_is_said_to_be(tmp_path):
+    prefix = []
+    if os.geteuid() == 0:
+        prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+        if shutil.which("setpriv") is None or subprocess.run([*prefix, "true"], check=False).returncode != 0:
+            pytest.skip("root may read everything, and setpriv cannot take that away here")
+    for name, mode in (("closed", 0), ("seen", 0o555)):
+        (tmp_path / name).mkdir(mode=mode)
+    try:
+        done = subprocess.run(
+            [*prefix, sys.executable, "-c", FORBIDDEN, str(tmp_path)], capture_output=True, text=True, check=False
+        )
+    finally:
+        (tmp_path / "closed").chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    *launched, writing, reading, step, intact, metadata = done.stdout.splitlines()
+    for path, said in zip(("closed/runs/run", "closed/run", "seen/run"), launched, strict=True):
+        assert said.startswith(f"{WRITABLE}{tmp_path}/{path} (Permission denied). ")
+    assert writing.startswith("the folder of the checkpoints must be writable, got [Errno 13] Permission denied")
+    for said in (reading, step, intact, metadata):
+        assert "must be accessible, got [Errno 13] Permission denied" in said
+    assert [*tmp_path.glob("*/*")] == []
