@@ -30,11 +30,11 @@ class Interruption(Exception):
     """What a test interrupts a preparation with."""
 
 
-def interrupt(corpus, out, options=OPTIONS):
+def interrupt(corpus, out, options=OPTIONS, num_documents=500):
     """Prepare some parts, and no more."""
 
     def stop(progress):
-        if progress.num_documents > 500:
+        if progress.num_documents > num_documents:
             raise Interruption
 
     with pytest.raises(Interruption):
@@ -212,6 +212,19 @@ def test_records_spoiled_by_a_power_cut_cost_only_their_parts(tail, corpus, tmp_
     prepare(str(corpus), out, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert_same(corpus, out)
+
+
+@pytest.mark.fault
+def test_records_that_follow_a_cut_one_are_kept_by_later_starts(corpus, tmp_path, record_property):
+    record_property("fault", "a record of a part cut by a kill, and the next start killed, too")
+    record_property("lost", "the part of the cut record")
+    out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
+    interrupt(corpus, out)
+    journal.write_bytes(journal.read_bytes()[:-20])
+    before = journal.read_bytes().count(b"\n")
+    interrupt(corpus, out, num_documents=900)
+    assert journal.read_bytes().count(b"\n") >= before + 3
+    assert_goes_on(corpus, out, record_property)
 
 
 @pytest.mark.fault

@@ -360,6 +360,17 @@ def test_a_disk_that_is_full_while_assembling_is_said(corpus, tmp_path, record_p
     assert "Traceback" not in done.stderr
 
 
+def test_a_mount_point_is_rejected_before_the_work(corpus, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    done = in_small_filesystem(small, 8, COMMAND, "prepare", str(corpus), str(small), "--tokenizer", "bytes")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        f"error: {small} must not be a mount point, which cannot be renamed. Name a new folder in it.\n"
+    )
+    assert list(tmp_path.iterdir()) == [small]
+
+
 @pytest.mark.fault
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc or /sys")
 def test_a_read_only_folder_is_refused(articles, record_property):

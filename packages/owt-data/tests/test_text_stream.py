@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from owt_data import DataError, every_row, is_wikitext_title, load_tokenizer, stream_text
+from owt_data._text_stream import _pack
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -71,6 +72,20 @@ def test_wikitext_itself(corpora, gpt2):
     assert expected.count(gpt2.eot_token) == len(titles) > 50
     for num_cpus in (1, 2):
         assert_blocks(collect(stream_text(str(path), block_size=BLOCK, num_cpus=num_cpus)), expected)
+
+
+@pytest.mark.parametrize("rows_per_batch", [1, 2, 7])
+def test_what_a_batch_of_rows_leaves_over_begins_the_next_block(rows_per_batch):
+    tokens = np.arange(5000, dtype=np.uint16)
+    pieces = np.split(tokens, [3, 200, 201, 201, 700, 1900, 1950, 4444])
+    assert_blocks(np.concatenate(list(_pack(pieces, BLOCK, rows_per_batch))), tokens)
+
+
+def test_blocks_of_a_long_text_are_the_tokens_of_a_plain_loop(tmp_path, monkeypatch):
+    monkeypatch.setattr("owt_data._text_stream._BLOCK_BYTES", 10 * 2 * BLOCK)
+    (tmp_path / "long.txt").write_text("".join(f"line {number}\n" for number in range(3000)))
+    expected = plain_loop(lines(tmp_path / "long.txt"), load_tokenizer("bytes"), lambda row: False)
+    assert_blocks(collect(stream_text(str(tmp_path / "long.txt"), block_size=BLOCK, tokenizer="bytes")), expected)
 
 
 @pytest.mark.parametrize("start_block", [1, 37, 10_000])

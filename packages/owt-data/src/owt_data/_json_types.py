@@ -34,7 +34,7 @@ def _convert(declared: Any, value: Any, field: str) -> Any:
     names = getattr(declared, "_fields", None)
     if names is not None and isinstance(value, list) and len(value) == len(names):
         value = dict(zip(names, value, strict=True))
-    if isinstance(value, dict) and (names is not None or dataclasses.is_dataclass(declared)):
+    if isinstance(value, dict) and isinstance(declared, type) and (names or dataclasses.is_dataclass(declared)):
         hints = get_type_hints(declared)
         fields = {key: _convert(hints.get(key, Any), item, key) for key, item in value.items()}
         try:
