@@ -160,6 +160,12 @@ def test_rows_that_are_no_utf8_are_refused(suffix, tmp_path):
         read(str(path))
 
 
+def test_a_parquet_row_without_text_is_named_by_its_number_in_the_file(tmp_path):
+    path = write_rows(tmp_path / "rows.parquet", [*ROWS[:2500], None, *ROWS[2500:]])
+    with pytest.raises(DataError, match=r"must hold text in every row, got none in row 2500\."):
+        read(str(path))
+
+
 def test_several_sources_must_be_of_one_kind(tmp_path):
     names = [str(write_rows(tmp_path / "a.jsonl", ["a"])), str(write_rows(tmp_path / "b.parquet", ["b"]))]
     with pytest.raises(DataError, match=r"Several sources must be files of one kind, .* got \['json', 'parquet'\]"):

@@ -61,14 +61,15 @@ def test_token_files_are_those_of_a_plain_script(kind, articles, tmp_path, reque
     ("num_documents", "fraction", "num_val"),
     [(300, 0.0005, 1), (2000, 0.0005, 1), (2001, 0.0005, 2), (3000, 0.0005, 2), (300, 0.101, 31), (10, 0.25, 3)],
 )
-def test_the_number_of_validation_documents_is_rounded_up(num_documents, fraction, num_val):
+def test_the_split_is_that_of_datasets_with_validation_documents_rounded_up(num_documents, fraction, num_val):
     rows = datasets.Dataset.from_dict({"number": range(num_documents)})
-    expected = rows.train_test_split(test_size=fraction, seed=2357, shuffle=True)
-    ranges = split_documents(np.arange(1, num_documents + 1), fraction, 2357)
-    assert len(ranges["val"][0]) == num_val
-    for split, (starts, stops) in zip(("train", "test"), (ranges["train"], ranges["val"]), strict=True):
-        assert starts.tolist() == list(expected[split]["number"])
-        assert (stops - starts == 1).all()
+    for seed in (2357, 7):
+        expected = rows.train_test_split(test_size=fraction, seed=seed, shuffle=True)
+        ranges = split_documents(np.arange(1, num_documents + 1), fraction, seed)
+        assert len(ranges["val"][0]) == num_val
+        for split, (starts, stops) in zip(("train", "test"), (ranges["train"], ranges["val"]), strict=True):
+            assert starts.tolist() == list(expected[split]["number"])
+            assert (stops - starts == 1).all()
 
 
 def test_parquet_and_folders_of_files_hold_the_same_documents(articles, tmp_path):
