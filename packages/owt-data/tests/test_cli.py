@@ -71,18 +71,21 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["prepare", "nowhere.txt", "out"], "error: expected a file or folder, but nowhere.txt does not exist"),
-        (["prepare", "only-one"], "error: expected one or more sources and a folder to write into, got only-one"),
-        (["inspect", "nowhere.bin", "--window-tokens", "0"], "error: expected window_tokens of at least 1, got 0"),
-        (["inspect", "nowhere"], "error: expected token files in "),
-        (["verify", "nowhere"], "error: expected a folder that owt-data prepared, but nowhere is none: check the path"),
+        (["prepare", "nowhere.txt", "out"], "error: nowhere.txt must be a file or a folder of files, got a name that"),
+        (["prepare", "only-one"], "error: The names must be of sources and of a folder, got only-one. Name"),
+        (
+            ["inspect", "nowhere.bin", "--window-tokens", "0"],
+            "error: window_tokens must be an integer of at least 1, got 0. ",
+        ),
+        (["inspect", "nowhere"], "error: {}/nowhere must be a folder of token files or a .bin file, got a name that"),
+        (["verify", "nowhere"], "error: {}/nowhere must be a folder that owt-data prepared, got a name that does not"),
     ],
 )
 def test_refusals_are_one_sentence_and_exit_2(args, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(args) == 2
     err = capsys.readouterr().err
-    assert err.startswith(message)
+    assert err.startswith(message.format(tmp_path))
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 

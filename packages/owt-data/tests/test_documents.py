@@ -136,13 +136,13 @@ def test_a_byte_that_is_no_utf8_is_named_wherever_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._documents._TEXT_BLOCK_BYTES", 64)
     text = ("naïve words " * 50).encode()
     (tmp_path / "bad.txt").write_bytes(text + b"\xff" + text)
-    with pytest.raises(DataError, match=rf"expected UTF-8 text in .*bad.txt, found another byte at {len(text)}"):
+    with pytest.raises(DataError, match=rf"bad.txt must hold UTF-8 text, got other bytes at byte {len(text)}\."):
         read(str(tmp_path / "bad.txt"))
 
 
 def test_a_file_cut_off_in_a_character_is_refused(tmp_path):
     (tmp_path / "cut.txt").write_bytes("naïve 日".encode()[:-1])
-    with pytest.raises(DataError, match="found another byte at 7"):
+    with pytest.raises(DataError, match="must hold UTF-8 text, got other bytes at byte 7"):
         read(str(tmp_path / "cut.txt"))
 
 
@@ -156,17 +156,21 @@ def test_rows_that_are_no_utf8_are_refused(suffix, tmp_path):
             pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xe9\xff")]
         )
         pq.write_table(pa.table({"text": column}), path)
-    with pytest.raises(DataError, match=r"The column 'text' of .* must hold UTF-8 text, got other bytes"):
+    with pytest.raises(DataError, match=r"bad.* must hold UTF-8 text, got other bytes .*(column 'text'|line 1)"):
+        read(str(path))
+
+
+def test_a_parquet_row_without_text_is_named_by_its_number_in_the_file(tmp_path):
+    path = write_rows(tmp_path / "rows.parquet", [*ROWS[:2500], None, *ROWS[2500:]])
+    with pytest.raises(DataError, match=r"must hold text in every row, got none in row 2500\."):
         read(str(path))
 
 
 def test_several_sources_must_be_of_one_kind(tmp_path):
     names = [str(write_rows(tmp_path / "a.jsonl", ["a"])), str(write_rows(tmp_path / "b.parquet", ["b"]))]
-    with pytest.raises(
-        DataError, match=r"expected several sources to be files of one kind, .* got \['json', 'parquet'\]"
-    ):
+    with pytest.raises(DataError, match=r"Several sources must be files of one kind, .* got \['json', 'parquet'\]"):
         find_source(names)
-    with pytest.raises(DataError, match="expected several sources"):
+    with pytest.raises(DataError, match="Several sources must be files of one kind"):
         find_source([names[0], "builtin"])
 
 
@@ -180,7 +184,7 @@ def test_splits_are_named_together_or_not_at_all(tmp_path):
     assert find_splits(name).keys() == {"all"}
     assert find_splits([f"train={name}", f"val={name}"]).keys() == {"train", "val"}
     for names in ([f"train={name}"], [f"train={name}", name]):
-        with pytest.raises(DataError, match="expected every source to name its split"):
+        with pytest.raises(DataError, match="The sources must all name their split"):
             find_splits(names)
 
 

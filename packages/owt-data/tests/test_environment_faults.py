@@ -30,11 +30,11 @@ class Interruption(Exception):
     """What a test interrupts a preparation with."""
 
 
-def interrupt(corpus, out, options=OPTIONS):
+def interrupt(corpus, out, options=OPTIONS, num_documents=500):
     """Prepare some parts, and no more."""
 
     def stop(progress):
-        if progress.num_documents > 500:
+        if progress.num_documents > num_documents:
             raise Interruption
 
     with pytest.raises(Interruption):
@@ -156,7 +156,9 @@ def test_a_source_that_cannot_be_read_for_a_while_costs_no_finished_part(corpus,
             corpus.rename(hidden)
             corpus.mkdir()  # which opens and cannot be read, as a file of a failing mount
 
-    with pytest.raises(DataError, match=r"corpus.jsonl could not be read: Is a directory. Run the same command again"):
+    with pytest.raises(
+        DataError, match=r"corpus.jsonl must be readable, got Is a directory. Mend that and run the same"
+    ):
         prepare(str(corpus), out, OPTIONS, num_processes=1, progress=hide)
     corpus.rmdir()
     hidden.rename(corpus)
@@ -213,6 +215,19 @@ def test_records_spoiled_by_a_power_cut_cost_only_their_parts(tail, corpus, tmp_
 
 
 @pytest.mark.fault
+def test_records_that_follow_a_cut_one_are_kept_by_later_starts(corpus, tmp_path, record_property):
+    record_property("fault", "a record of a part cut by a kill, and the next start killed, too")
+    record_property("lost", "the part of the cut record")
+    out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
+    interrupt(corpus, out)
+    journal.write_bytes(journal.read_bytes()[:-20])
+    before = journal.read_bytes().count(b"\n")
+    interrupt(corpus, out, num_documents=900)
+    assert journal.read_bytes().count(b"\n") >= before + 3
+    assert_goes_on(corpus, out, record_property)
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("spoiled", ["empty", "cut"])
 def test_a_manifest_spoiled_by_a_power_cut_is_said_in_a_sentence(spoiled, corpus, tmp_path, record_property):
     record_property("fault", f"manifest.json {spoiled} after a power cut")
@@ -223,7 +238,7 @@ def test_a_manifest_spoiled_by_a_power_cut_is_said_in_a_sentence(spoiled, corpus
     manifest.write_bytes(manifest.read_bytes()[:100] if spoiled == "cut" else b"")
     for command in (("prepare", corpus, out), ("verify", out), ("inspect", out)):
         assert_rejected(
-            run(*command), f"error: {manifest} must be a manifest of owt-data, got a file that does not read"
+            run(*command), f"error: {manifest} must be a manifest of owt-data, got another or a damaged one: "
         )
 
 
@@ -268,7 +283,7 @@ def test_a_preparation_beside_another_costs_neither_its_parts(corpus, tmp_path, 
 
     with pytest.raises(Interruption):
         prepare(str(corpus), out, OPTIONS, num_processes=1, progress=beside)
-    assert_rejected(done[0], f"error: another process is preparing into {out}: wait for it to end")
+    assert_rejected(done[0], f"error: {out} must be prepared by one process at a time, got two. Wait for the other.")
     assert_goes_on(corpus, out, record_property)
 
 

@@ -180,7 +180,7 @@ def test_a_part_damaged_while_assembling_is_said_and_mended_by_the_next_start(
         if progress.stage == "tokenizing" and progress.num_documents == 4000:
             (staging / "parts-all/000001.bin").write_bytes(b"\0\0")
 
-    with pytest.raises(DataError, match=r"expected .*000001.bin as it was written, but it has changed since"):
+    with pytest.raises(DataError, match=r"000001.bin must be as it was written, got other contents"):
         prepare(str(corpus), out, OPTIONS, progress=damage)
     assert not out.exists()
     began = time.monotonic()
@@ -204,7 +204,7 @@ def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_refused(
         (other, OPTIONS, "contents"),
     ):
         with pytest.raises(
-            DataError, match=rf"expected to go on with the interrupted .* is another: {what} differ: repeat"
+            DataError, match=rf"must be the interrupted one of .*, got one of .*: {what} differ\. Repeat"
         ):
             prepare(str(source), interrupted, options)
     assert sorted(interrupted.with_name(".out.partial").rglob("*")) == kept
@@ -224,7 +224,7 @@ def test_two_prepares_into_one_folder_are_refused_and_the_first_goes_on(corpus, 
         assert first.poll() is None
         time.sleep(0.002)
     first.send_signal(signal.SIGSTOP)
-    with pytest.raises(DataError, match="another process is preparing into"):
+    with pytest.raises(DataError, match="out must be prepared by one process at a time, got two"):
         prepare(str(corpus), out, OPTIONS)
     first.send_signal(signal.SIGCONT)
     first.communicate()
@@ -240,7 +240,7 @@ def test_a_lock_left_by_nobody_holds_nobody_up(articles, tmp_path, record_proper
     staging.mkdir()
     holder = os.open(staging, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
-    with pytest.raises(DataError, match="another process is preparing into"):
+    with pytest.raises(DataError, match="out must be prepared by one process at a time, got two"):
         prepare(str(articles), tmp_path / "out", OPTIONS)
     os.close(holder)
     prepare(str(articles), tmp_path / "out", OPTIONS)
@@ -337,8 +337,10 @@ subprocess.run(["cp", "-r", folder / "out", kept], check=True)
     done = in_small_filesystem(small, 8, script, str(small), str(corpus), str(kept))
     assert done.returncode == 0, done.stderr
     message, state = done.stdout.splitlines()
-    assert "could not be written to" in message
-    assert "No space left on device: mend that and run the same again, which goes on from where it was" in message
+    assert message == (
+        f"{small}/out must be readable and writable, got No space left on device. Mend that and run the same command "
+        "again."
+    )
     parts, *rest = state.split(" ", 1)
     assert int(parts) > 5
     assert rest == ["False []"]
@@ -354,9 +356,19 @@ def test_a_disk_that_is_full_while_assembling_is_said(corpus, tmp_path, record_p
     arguments = ["prepare", str(corpus), str(small / "out"), "--tokenizer", "bytes"]
     done = in_small_filesystem(small, 30, COMMAND, *arguments)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: the token files could not be written to")
-    assert "No space left on device" in done.stderr
+    assert done.stderr.startswith(f"error: {small}/out must be readable and writable, got No space left on device. ")
     assert "Traceback" not in done.stderr
+
+
+def test_a_mount_point_is_rejected_before_the_work(corpus, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    done = in_small_filesystem(small, 8, COMMAND, "prepare", str(corpus), str(small), "--tokenizer", "bytes")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        f"error: {small} must not be a mount point, which cannot be renamed. Name a new folder in it.\n"
+    )
+    assert list(tmp_path.iterdir()) == [small]
 
 
 @pytest.mark.fault
@@ -365,7 +377,7 @@ def test_a_read_only_folder_is_refused(articles, record_property):
     record_property("fault", "a read-only folder to write into")
     record_property("lost", "nothing")
     # The kernel's own file system refuses everyone, the superuser included.
-    with pytest.raises(DataError, match="the token files could not be written to /sys/out: "):
+    with pytest.raises(DataError, match=r"/sys/.out.partial must be readable and writable, got "):
         prepare(str(articles), "/sys/out", OPTIONS)
 
 

@@ -132,12 +132,15 @@ def test_forms_of_json_are_read(block_bytes, data, expected, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b'{"text": "a"}\n{"text": 5}\n', "'text' of .* must hold text in every row, got a number in row 1"),
-        (b'{"text": "a"}\n{"text": ["b"]}\n', "must hold text in every row, got an array in row 1"),
-        (b'{"text": "a"}\n{"text": null}\n', "must hold text in every row, got none in row 1"),
-        (b'{"text": "a"}\n{"body": "b"}\n', "must hold text in every row, got none in row 1"),
-        (b'{"body": "a", "id": 1}\n', r"The text column must be one of the columns \['body', 'id'\] of .*, got 'text'"),
-        (b'{"text": "a"}\nnull\n', "must hold JSON lines, one object in each, got another file: row 1 is null"),
+        (b'{"text": "a"}\n{"text": 5}\n', "'text' of .* must hold text in every row, got a number in line 2"),
+        (b'{"text": "a"}\n{"text": ["b"]}\n', "must hold text in every row, got an array in line 2"),
+        (b'{"text": "a"}\n{"text": null}\n', "must hold text in every row, got none in line 2"),
+        (b'{"text": "a"}\n{"body": "b"}\n', "must hold text in every row, got none in line 2"),
+        (
+            b'{"body": "a", "id": 1}\n',
+            r"The text column must be exactly one of the columns \['body', 'id'\] of .*, got 'text'",
+        ),
+        (b'{"text": "a"}\nnull\n', "must hold JSON lines, one object in each, got another file: null in line 2"),
         (b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "Expecting ',' delimiter in line 2. "),
         (b'{"text": "a"\n', "Expecting ',' delimiter in line 1. "),
         (b'{"text": "a"}\n\n{"text": "b",\n{"text": "c"}\n', "Expecting property name .* in line 3. "),
@@ -148,8 +151,8 @@ def test_forms_of_json_are_read(block_bytes, data, expected, tmp_path, monkeypat
         (b'{"text": "a"}\n{"text": "\\x"}\n', r"got another file: Invalid \\escape in line 2. "),
         (b'{"text": "a"}\n{"text": "b', "got another file: Unterminated string starting in line 2. "),
         (b'{"text": "a"}\n\0\0\0\0', "Expecting value in line 2"),
-        (b'{"text": "te\xe9"}\n', "must hold UTF-8 text, got other bytes or half a surrogate pair in row 0"),
-        (b'{"text": "\\ud800"}\n', "must hold UTF-8 text, got other bytes or half a surrogate pair in row 0"),
+        (b'{"text": "te\xe9"}\n', "must hold UTF-8 text, got other bytes or half a surrogate pair in line 1"),
+        (b'{"text": "\\ud800"}\n', "must hold UTF-8 text, got other bytes or half a surrogate pair in line 1"),
         (b'{"text": "a", "meta": ' + b"[" * 100_000 + b"\n", "must hold JSON lines"),
     ],
 )
@@ -176,5 +179,5 @@ def test_a_file_that_begins_with_null_is_rejected_and_crashes_nothing(tmp_path):
     arguments = ["prepare", str(path), str(tmp_path / "out"), "--tokenizer", "bytes"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "row 0 is null" in done.stderr
+    assert "null in line 1" in done.stderr
     assert "Traceback" not in done.stderr

@@ -64,14 +64,14 @@ def test_what_counts_as_prepared(prepared, tmp_path):
 def test_an_odd_length_is_refused(prepared):
     with (prepared / "val.bin").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DataError, match=r"expected an even number of bytes in .*val.bin, two per token, got"):
+    with pytest.raises(DataError, match=r"val.bin must have \d+ bytes, as manifest.json says, got \d+\. Restore it"):
         open_tokens(str(prepared), tokenizer="bytes")
 
 
 def test_a_truncated_file_is_refused(prepared):
     with (prepared / "train.bin").open("ab") as file:
         file.truncate(100)
-    with pytest.raises(DataError, match=r"expected \d+ tokens in .*train.bin, as its manifest says, found 50"):
+    with pytest.raises(DataError, match=r"train.bin must have \d+ bytes, as manifest.json says, got 100\."):
         open_tokens(str(prepared), tokenizer="bytes")
     assert len(verify(prepared)) == 1
 
@@ -89,17 +89,19 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"ids in .*x.bin must be below 257, .*bytes, got 257\.") as caught:
         open_tokens(str(tmp_path / "x.bin"), tokenizer="bytes")
     # Not every command that opens token files has an option for it.
-    assert str(caught.value).endswith(" Give the tokenizer that wrote the file, or a folder with its manifest.json.")
+    assert str(caught.value).endswith(
+        "Give the tokenizer that wrote the file or a folder with its manifest.json, or restore a damaged file."
+    )
 
 
 def test_formats_that_are_taken_for_token_files_are_refused(tmp_path):
     path = tmp_path / "x.bin"
     np.arange(1000, dtype="<u4").tofile(path)
-    with pytest.raises(DataError, match=r"expected uint16 tokens in .*x.bin, found what looks like 32-bit ones"):
+    with pytest.raises(DataError, match=r"x.bin must hold raw uint16 tokens, got 32-bit values"):
         open_tokens(str(path), tokenizer="bytes")
     with path.open("wb") as file:
         np.save(file, np.arange(1000, dtype="<u2"))
-    with pytest.raises(DataError, match=r"expected raw uint16 tokens in .*x.bin, found a .npy file"):
+    with pytest.raises(DataError, match=r"x.bin must hold raw uint16 tokens, got a .npy file"):
         open_tokens(str(path), tokenizer="bytes")
 
 
@@ -107,10 +109,10 @@ def test_a_manifest_of_another_dtype_or_without_a_file_is_refused(prepared):
     path = prepared / "manifest.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, "dtype": "<u4"}))
-    with pytest.raises(DataError, match=r"expected tokens of dtype <u2 in .*, its manifest says <u4"):
+    with pytest.raises(DataError, match=r'manifest.json must be a manifest of owt-data, got .*: dtype is "<u4"\.'):
         open_tokens(str(prepared), tokenizer="bytes")
     path.write_text(json.dumps({**manifest, "files": {"train.bin": manifest["files"]["train.bin"]}}))
-    with pytest.raises(DataError, match=r"expected val.bin in the manifest of .*, found \['train.bin'\]"):
+    with pytest.raises(DataError, match=r"must be a manifest of owt-data, got .*: files are \['train.bin'\]"):
         open_tokens(str(prepared), tokenizer="bytes")
 
 
@@ -123,7 +125,7 @@ def test_files_that_match_a_pattern_are_one_sequence(prepared, tmp_path):
     np.testing.assert_array_equal(sequence(data).read(), sequence(one).read())
     np.testing.assert_array_equal(data.val.read(), one.val.read())
     assert open_tokens(data.names, tokenizer="bytes") == data
-    with pytest.raises(DataError, match=r"nothing matches .*other"):
+    with pytest.raises(DataError, match=r"other-\*.bin must match token files, got none"):
         open_tokens(str(tmp_path / "other-*.bin"), tokenizer="bytes")
 
 
@@ -148,12 +150,12 @@ def test_folders_are_read_one_after_the_other(prepared, tmp_path):
 def test_tokens_of_different_tokenizers_are_not_joined(prepared, tmp_path, small_bpe):
     (tmp_path / "book.txt").write_text("abc" * 100)
     prepare(str(tmp_path / "book.txt"), tmp_path / "book", PrepareOptions(tokenizer="gpt2"))
-    with pytest.raises(DataError, match=r"expected tokens of one tokenizer, got those of \['bytes', 'gpt2'\]"):
+    with pytest.raises(DataError, match=r"The tokens must be of one tokenizer, got those of \['bytes', 'gpt2'\]"):
         open_tokens([str(prepared), str(tmp_path / "book")], tokenizer="bytes")
 
 
 def test_no_name_is_refused():
-    with pytest.raises(DataError, match="expected the name of a token file or folder, got none"):
+    with pytest.raises(DataError, match="The names must be those of token files or folders, got none"):
         open_tokens([], tokenizer="bytes")
 
 
@@ -176,7 +178,7 @@ def test_verify_without_the_tokenizer_says_so_and_compares_the_rest(prepared, ca
     path = prepared / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": "words"}))
     assert verify(prepared) == []
-    assert "the tokenizer is not compared: expected the tokenizer bytes or gpt2, got 'words'" in caplog.text
+    assert "the tokenizer is not compared: The tokenizer must be bytes or gpt2, got 'words'" in caplog.text
 
 
 def test_verify_finds_ids_above_the_vocabulary(prepared):
@@ -188,10 +190,10 @@ def test_verify_finds_ids_above_the_vocabulary(prepared):
 
 
 def test_missing_files_are_refused(prepared):
-    with pytest.raises(DataError, match=r"expected the token file .*nowhere.bin, which does not exist"):
+    with pytest.raises(DataError, match=r"nowhere.bin must be a token file, got a name that does not exist"):
         open_tokens("nowhere.bin", tokenizer="bytes")
     (prepared / "val.bin").unlink()
-    with pytest.raises(DataError, match=r"expected the token file .*val.bin"):
+    with pytest.raises(DataError, match=r"val.bin must be a token file, got a name that does not exist"):
         open_tokens(str(prepared), tokenizer="bytes")
 
 

@@ -104,12 +104,12 @@ def test_the_order_is_the_same_everywhere():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"order": "shuffled"}, "expected the order shuffle, random, sequential, got 'shuffled'"),
-        ({"seq_len": 0}, "expected a seq_len of at least 1, got 0"),
-        ({"seq_len": 1.5}, "expected a seq_len of at least 1, got 1.5"),
-        ({"indices": [-1]}, "expected window indices as an array"),
-        ({"indices": [0.5]}, "expected window indices as an array"),
-        ({"indices": [[0]]}, "expected window indices as an array"),
+        ({"order": "shuffled"}, "The order must be one of shuffle, random, sequential, got 'shuffled'"),
+        ({"seq_len": 0}, "seq_len must be an integer of at least 1, got 0"),
+        ({"seq_len": 1.5}, "seq_len must be an integer of at least 1, got 1.5"),
+        ({"indices": [-1]}, "The window indices must be int64"),
+        ({"indices": [0.5]}, r"The window indices must be .* got float64\[1\]"),
+        ({"indices": [[0]]}, r"The window indices must be .* got int64\[1, 1\]"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):
@@ -118,5 +118,5 @@ def test_arguments_out_of_range_are_refused(arguments, message):
 
 
 def test_too_few_tokens_are_refused():
-    with pytest.raises(DataError, match=r"expected at least 11 tokens, .* got 10"):
+    with pytest.raises(DataError, match=r"The tokens must be at least 11, .* got 10"):
         starts([0], "shuffle", num_tokens=10)

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from owt_data import DataError, PrepareOptions, Source, load_tokenizer, prepare, read_manifest, verify
+from owt_data._assemble import split_documents
 
 BYTES = PrepareOptions(tokenizer="bytes")
 
@@ -54,6 +55,21 @@ def test_token_files_are_those_of_a_plain_script(kind, articles, tmp_path, reque
     assert manifest.files["train.bin"].num_documents + manifest.files["val.bin"].num_documents == 300
     assert read_manifest(tmp_path / "out") == manifest
     assert verify(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("num_documents", "fraction", "num_val"),
+    [(300, 0.0005, 1), (2000, 0.0005, 1), (2001, 0.0005, 2), (3000, 0.0005, 2), (300, 0.101, 31), (10, 0.25, 3)],
+)
+def test_the_split_is_that_of_datasets_with_validation_documents_rounded_up(num_documents, fraction, num_val):
+    rows = datasets.Dataset.from_dict({"number": range(num_documents)})
+    for seed in (2357, 7):
+        expected = rows.train_test_split(test_size=fraction, seed=seed, shuffle=True)
+        ranges = split_documents(np.arange(1, num_documents + 1), fraction, seed)
+        assert len(ranges["val"][0]) == num_val
+        for split, (starts, stops) in zip(("train", "test"), (ranges["train"], ranges["val"]), strict=True):
+            assert starts.tolist() == list(expected[split]["number"])
+            assert (stops - starts == 1).all()
 
 
 def test_parquet_and_folders_of_files_hold_the_same_documents(articles, tmp_path):
@@ -109,7 +125,7 @@ def test_splits_that_are_given_are_kept(articles, tmp_path):
         assert read(tmp_path / "out" / file).tolist() == expected
         assert manifest.files[file].num_documents == len(part)
     assert prepare(sources, tmp_path / "out", BYTES) == manifest
-    with pytest.raises(DataError, match="but it was prepared from"):
+    with pytest.raises(DataError, match="got it prepared from"):
         prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", BYTES)
 
 
@@ -147,7 +163,7 @@ def test_the_same_again_is_left_alone_and_another_is_refused(articles, tmp_path)
     before = (tmp_path / "out/train.bin").stat().st_mtime_ns
     assert prepare(str(articles), tmp_path / "out", BYTES) == first
     assert (tmp_path / "out/train.bin").stat().st_mtime_ns == before
-    with pytest.raises(DataError, match=r"but it was prepared from .*, and split_seed 2357 and 1 differ"):
+    with pytest.raises(DataError, match=r"got it prepared from .*: split_seed 2357 and 1 differ"):
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", split_seed=1))
 
 
@@ -163,27 +179,31 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", "", "expected documents in .*, found none"),
-        ("other.jsonl", '{"body": "x"}\n', r"The text column must be one of the columns \['body'\] of .*, got 'text'"),
+        ("empty.jsonl", "", "must hold documents with text, got none"),
+        (
+            "other.jsonl",
+            '{"body": "x"}\n',
+            r"The text column must be exactly one of the columns \['body'\] of .*, got 'text'",
+        ),
         (
             "numbers.jsonl",
             '{"text": 5}\n',
-            "The column 'text' of .* must hold text .*, got a number in row 0",
+            "The column 'text' of .* must hold text .*, got a number in line 1",
         ),
         (
             "nulls.jsonl",
             '{"text": "x"}\n{"text": null}\n',
-            "The column 'text' of .*nulls.jsonl must hold text in every row, got none in row 1",
+            "The column 'text' of .*nulls.jsonl must hold text in every row, got none in line 2",
         ),
-        ("rowless.parquet", parquet([]), "expected documents in .*, found none"),
-        ("blank.txt", "", "expected documents in .*, found empty ones"),
-        ("blank.jsonl", '{"text": ""}\n', "expected documents in .*, found empty ones"),
+        ("rowless.parquet", parquet([]), "must hold documents with text, got none"),
+        ("blank.txt", "", "must hold documents with text, got empty ones"),
+        ("blank.jsonl", '{"text": ""}\n', "must hold documents with text, got empty ones"),
         (
             "mixed.jsonl",
             '{"text": "x"}\n{"text": 5}\n',
-            "The column 'text' of .* must hold text in every row, got a number in row 1",
+            "The column 'text' of .* must hold text in every row, got a number in line 2",
         ),
-        ("lists.jsonl", '[1, 2]\n"x"\n', ".*lists.jsonl must hold JSON lines, .*: row 0 is an array"),
+        ("lists.jsonl", '[1, 2]\n"x"\n', ".*lists.jsonl must hold JSON lines, .*: an array in line 1"),
         ("plain.jsonl.gz", '{"text": "x"}\n', ".*plain.jsonl.gz must hold JSON lines, .*: Not a gzipped file"),
         (
             "cut.jsonl.gz",
@@ -197,9 +217,13 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
             r"torn.jsonl must hold .*: Expecting ',' delimiter in line 1\.",
         ),
         ("fake.parquet", "no parquet", "fake.parquet must hold parquet rows"),
-        ("latin.txt", b"tea\xe9", "expected UTF-8 text in .*, found another byte at 3"),
-        ("one.jsonl", '{"text": "x"}\n', "expected two documents or more"),
-        ("notes.doc", "x", "expected a .txt, .jsonl or .parquet file"),
+        ("latin.txt", b"tea\xe9", "latin.txt must hold UTF-8 text, got other bytes at byte 3"),
+        (
+            "one.jsonl",
+            '{"text": "x"}\n',
+            "must suffice for training and validation, got 1 documents of 2 tokens, which leave none for train",
+        ),
+        ("notes.doc", "x", "must be files of one of the kinds .txt, .jsonl and .parquet, got .doc"),
     ],
 )
 def test_sources_that_cannot_be_read_are_refused(name, content, message, tmp_path):
@@ -219,7 +243,7 @@ def test_a_source_mended_after_it_was_refused_is_prepared(tmp_path):
     path.write_text('{"text": "x"}\n' * 50)
     prepare(str(path), tmp_path / "out", BYTES)
     path.write_text('{"text": "y"}\n' * 50)
-    with pytest.raises(DataError, match=r"as it is now and with these options, but it was .* contents differ"):
+    with pytest.raises(DataError, match=r"as it is now and with these options, got it .* contents differ"):
         prepare(str(path), tmp_path / "out", BYTES)
 
 
@@ -232,24 +256,28 @@ def test_an_interruption_before_the_first_part_binds_nobody(articles, tmp_path):
 
 def test_names_that_make_no_sense_are_refused(articles, tmp_path):
     for sources, out, message in (
-        ("", "out", "expected the name of a source, got an empty one"),
-        (["train=", f"val={articles}"], "out", "expected the name of a source, got an empty one"),
-        (str(articles), "", "expected the name of a folder to write into, got an empty one"),
-        (str(articles), articles, r"expected a folder to write into as the last name, but .*articles.jsonl is a file"),
-        (f"{tmp_path}/nowhere/", "out", r"expected a file or folder, but .*nowhere/ does not exist"),
+        ("", "out", "The sources must be names of files, folders or datasets, got "),
+        (["train=", f"val={articles}"], "out", "The sources must be names of files, folders or datasets, got "),
+        (str(articles), "", "The last name must be a folder to write into, got an empty one"),
+        (str(articles), articles, r"The last name must be a folder to write into, got .*articles.jsonl"),
+        (f"{tmp_path}/nowhere/", "out", r"nowhere must be a file or a folder of files, got a name that does not exist"),
     ):
         with pytest.raises(DataError, match=message):
             prepare(sources, out and tmp_path / out, BYTES)
     prepare(str(articles), tmp_path / "out", BYTES)
-    with pytest.raises(DataError, match="which holds token files already"):
+    with pytest.raises(DataError, match="must hold text to prepare, got a folder of token files"):
         prepare(str(tmp_path / "out"), tmp_path / "again", BYTES)
     options = PrepareOptions(tokenizer="bytes", val_fraction=0.2)
-    with pytest.raises(DataError, match=r"expected no --split and no --val-fraction where train=... and val=... give"):
+    with pytest.raises(
+        DataError, match=r"--split and --val-fraction must be left out where train=... and val=... give"
+    ):
         prepare([f"train={articles}", f"val={articles}"], tmp_path / "given", options)
 
 
 def test_paths_that_do_not_exist_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere.txt does not exist: check the path"):
+    with pytest.raises(
+        DataError, match=r"nowhere.txt must be a file or a folder of files, got a name that does not exist"
+    ):
         prepare(str(tmp_path / "nowhere.txt"), tmp_path / "out", BYTES)
 
 
@@ -257,27 +285,29 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(articles, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("mine")
-    with pytest.raises(DataError, match="to be empty or missing, but it holds other files"):
+    with pytest.raises(DataError, match="must be empty or missing, got a folder of other files"):
         prepare(str(articles), out, BYTES)
     assert [entry.name for entry in out.iterdir()] == ["thesis.tex"]
 
 
 def test_a_source_that_cannot_be_read_is_named(articles, tmp_path):
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
-    with pytest.raises(DataError, match=r"loop.jsonl does not exist"):
+    with pytest.raises(
+        DataError, match=r"loop.jsonl must be a file or a folder of files, got a name that does not exist"
+    ):
         prepare(str(tmp_path / "loop.jsonl"), tmp_path / "out", BYTES)
-    with pytest.raises(DataError, match=r"could not be read: Is a directory"):
+    with pytest.raises(DataError, match=r"must be readable, got Is a directory"):
         Source(name="folder", kind="text", files=(tmp_path,)).digest()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(articles, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"the token files could not be written to .*: Not a directory"):
+    with pytest.raises(DataError, match=r"file/.out.partial must be readable and writable, got Not a directory"):
         prepare(str(articles), tmp_path / "file" / "out", BYTES)
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(DataError, match=r"expected a val_fraction between 0 and 1, got 1.5"):
+    with pytest.raises(DataError, match=r"val_fraction must be between 0 and 1, got 1.5"):
         PrepareOptions(val_fraction=1.5)
-    with pytest.raises(DataError, match="expected a split_seed of at least 0, got -1"):
+    with pytest.raises(DataError, match="split_seed must be an integer of at least 0, got -1"):
         PrepareOptions(split_seed=-1)

@@ -77,16 +77,20 @@ def test_a_folder_on_the_server_is_verified_and_inspected(both, capsys):
         stream.write(b"xx")
     (difference,) = verify(remote)
     assert difference.startswith("val.bin: expected ")
-    with pytest.raises(DataError, match=r"expected \d+ tokens in s3://.*/val.bin, as its manifest says, found 1"):
+    with pytest.raises(DataError, match=r"s3://.*/val.bin must have \d+ bytes, as manifest.json says, got 2\."):
         open_tokens(remote, tokenizer="bytes")
 
 
 def test_what_is_not_there_is_said(s3):
-    with pytest.raises(DataError, match=r"expected token files in s3://bucket/nowhere, which does not exist"):
+    with pytest.raises(
+        DataError, match=r"s3://bucket/nowhere must be a folder of token files or a .bin file, got a name that does"
+    ):
         open_tokens(f"{s3}/nowhere", tokenizer="bytes")
-    with pytest.raises(DataError, match=r"expected the token file s3://bucket/nowhere.bin, which does not exist"):
+    with pytest.raises(
+        DataError, match=r"s3://bucket/nowhere.bin must be a token file, got a name that does not exist"
+    ):
         open_tokens(f"{s3}/nowhere.bin", tokenizer="bytes")
-    with pytest.raises(DataError, match=r"expected a path, s3://... or gs://..., got ftp://host/x.bin"):
+    with pytest.raises(DataError, match=r"must be a path, s3://bucket/... or gs://bucket/..., got ftp://host/x.bin"):
         open_tokens("ftp://host/x.bin", tokenizer="bytes")
 
 

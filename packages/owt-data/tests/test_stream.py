@@ -62,20 +62,20 @@ def test_token_windows_are_inputs_and_targets(tokens):
 
 
 def test_workers_that_do_not_divide_the_batch_are_refused(tokens):
-    with pytest.raises(DataError, match="expected a global batch that 3 workers divide, got 8"):
+    with pytest.raises(DataError, match="global_batch_size must be a multiple of the 3 workers, got 8"):
         steps_of(tokens, rank=0, world_size=3, start_step=0, stop_step=1)
 
 
 def test_a_rank_that_is_none_of_theirs_is_refused(tokens):
-    with pytest.raises(DataError, match="expected a rank from 0 to 1, got 2"):
+    with pytest.raises(DataError, match="rank must be an integer from 0 to 1, got 2"):
         steps_of(tokens, rank=2, world_size=2, start_step=0, stop_step=1)
 
 
 def test_no_steps_are_refused(tokens):
-    with pytest.raises(DataError, match="expected 0 <= start_step < stop_step, got 5 and 5"):
+    with pytest.raises(DataError, match="stop_step must be an integer of at least 6, got 5"):
         steps_of(tokens, rank=0, world_size=1, start_step=5, stop_step=5)
 
 
 def test_too_few_tokens_are_refused_at_once(tokens):
-    with pytest.raises(DataError, match="expected at least 6001 tokens"):
+    with pytest.raises(DataError, match="The tokens must be at least 6001"):
         token_windows(tokens, seq_len=6000, num_rows=1)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from owt_data import DataError, every_row, is_wikitext_title, load_tokenizer, stream_text
+from owt_data._text_stream import _pack
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -73,6 +74,20 @@ def test_wikitext_itself(corpora, gpt2):
         assert_blocks(collect(stream_text(str(path), block_size=BLOCK, num_cpus=num_cpus)), expected)
 
 
+@pytest.mark.parametrize("rows_per_batch", [1, 2, 7])
+def test_what_a_batch_of_rows_leaves_over_begins_the_next_block(rows_per_batch):
+    tokens = np.arange(5000, dtype=np.uint16)
+    pieces = np.split(tokens, [3, 200, 201, 201, 700, 1900, 1950, 4444])
+    assert_blocks(np.concatenate(list(_pack(pieces, BLOCK, rows_per_batch))), tokens)
+
+
+def test_blocks_of_a_long_text_are_the_tokens_of_a_plain_loop(tmp_path, monkeypatch):
+    monkeypatch.setattr("owt_data._text_stream._BLOCK_BYTES", 10 * 2 * BLOCK)
+    (tmp_path / "long.txt").write_text("".join(f"line {number}\n" for number in range(3000)))
+    expected = plain_loop(lines(tmp_path / "long.txt"), load_tokenizer("bytes"), lambda row: False)
+    assert_blocks(collect(stream_text(str(tmp_path / "long.txt"), block_size=BLOCK, tokenizer="bytes")), expected)
+
+
 @pytest.mark.parametrize("start_block", [1, 37, 10_000])
 def test_a_stream_goes_on_from_a_block(start_block, wikitext, monkeypatch):
     monkeypatch.setattr("owt_data._text_stream._BLOCK_BYTES", 10 * 2 * BLOCK)
@@ -110,13 +125,15 @@ def test_a_text_shorter_than_a_block_gives_none(tmp_path):
 
 
 def test_bad_arguments_are_refused_at_once(tmp_path):
-    with pytest.raises(DataError, match="expected block_size >= 1, start_block >= 0 and num_cpus >= 1, got 0, 0 and 1"):
+    with pytest.raises(DataError, match="block_size must be an integer of at least 1, got 0"):
         stream_text("builtin", block_size=0, tokenizer="bytes")
-    with pytest.raises(DataError, match=r"nowhere.txt does not exist"):
+    with pytest.raises(
+        DataError, match=r"nowhere.txt must be a file or a folder of files, got a name that does not exist"
+    ):
         stream_text(str(tmp_path / "nowhere.txt"), block_size=8, tokenizer="bytes")
 
 
 def test_bad_text_is_named_by_the_task(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"tea\ntea\xe9\n")
-    with pytest.raises(Exception, match=r"expected UTF-8 text in .*bad.txt, found another byte in line 2"):
+    with pytest.raises(Exception, match=r"bad.txt must hold UTF-8 text, got other bytes in line 2"):
         collect(stream_text(str(tmp_path / "bad.txt"), block_size=2, tokenizer="bytes"))

@@ -31,5 +31,5 @@ def test_digests_tell_tokenizers_apart(small_bpe):
 
 
 def test_an_unknown_tokenizer_is_refused():
-    with pytest.raises(DataError, match="expected the tokenizer bytes or gpt2, got 'words'"):
+    with pytest.raises(DataError, match="The tokenizer must be bytes or gpt2, got 'words'"):
         load_tokenizer("words")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from owt_data._cpus import num_usable_cpus
-from owt_data._errors import DataError, RejectedDocumentsError
+from owt_data._errors import DataError
 from owt_data._manifest import FileRecord
 from owt_data._parts import PartRecord, checksum, part_path
 from owt_data._summary import Summary
@@ -46,8 +46,8 @@ def document_ends(
         path = part_path(folder, index)
         if checksum(path) != records[index].sha256:
             raise DataError(
-                f"expected {path} as it was written, but it has changed since or is not on storage that all machines "
-                "share: the same command again mends it, but the disk or the memory may be failing"
+                f"{path} must be as it was written, got other contents: the disk or the memory may be failing, or not "
+                "all machines share the folder. Run the same command again, which makes the file again."
             )
         return np.flatnonzero(np.fromfile(path, dtype="<u2") == end_of_text) + 1
 
@@ -61,17 +61,8 @@ def document_ends(
 
 
 def split_documents(ends: NDArray[np.int64], fraction: float, seed: int) -> dict[str, Ranges]:
-    """Documents in the order of `datasets`' `train_test_split(test_size=fraction, seed=seed, shuffle=True)`.
-
-    Raises:
-        RejectedDocumentsError: a side would have no document.
-    """
+    """Documents in the order of `datasets`' `train_test_split(test_size=fraction, seed=seed, shuffle=True)`."""
     num_val = math.ceil(fraction * len(ends))
-    if num_val == len(ends):
-        raise RejectedDocumentsError(
-            f"expected documents for training and validation, got {len(ends)} with a val_fraction of {fraction}: "
-            "use --split position"
-        )
     starts = np.concatenate([[0], ends[:-1]])
     order = np.random.default_rng(seed).permutation(len(ends))
     train, val = order[num_val:], order[:num_val]

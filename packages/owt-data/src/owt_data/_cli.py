@@ -2,10 +2,10 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import tyro
@@ -14,7 +14,7 @@ from rich.console import Console
 from owt_data._errors import DataError
 from owt_data._options import PrepareOptions, TokenizerName
 
-_FAILED, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
+_FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 
 
 def _prepare(
@@ -40,20 +40,23 @@ def _prepare(
         ray: Tokenize as tasks of the Ray cluster at RAY_ADDRESS, whose machines must all see OUT.
     """
     if len(paths) < 2:
-        raise DataError(f"expected one or more sources and a folder to write into, got {' '.join(paths) or 'nothing'}")
+        raise DataError(f"The names must be of sources and of a folder, got {' '.join(paths) or 'none'}. Name both.")
     # Imported here because it takes seconds, which --help must not wait for.
+    from owt_data._files import join
     from owt_data._manifest import read_manifest
     from owt_data._prepare import local_folder, prepare
     from owt_data._progress import progress_bar
 
     console = _console()
     *sources, out = paths
-    if read_manifest(local_folder(out)) is not None:
-        console.print(f"{out} is prepared already: only its source, options and sizes are compared", markup=False)
+    was_prepared = read_manifest(local_folder(out)) is not None
     with progress_bar(console) as progress:
         manifest = prepare(sources, out, options, num_processes=num_processes, use_ray=ray, progress=progress)
+    if was_prepared:
+        console.print(f"{out} was prepared already: its source, options and sizes are the same", markup=False)
     for name, record in manifest.files.items():
-        console.print(f"{Path(out) / name}: {record.num_tokens:,} tokens, {record.num_documents:,} documents")
+        counts = f"{record.num_tokens:,} tokens, {record.num_documents:,} documents"
+        console.print(f"{join(out, name)}: {counts}", markup=False)
     return 0
 
 
@@ -71,7 +74,8 @@ def _verify(folder: tyro.conf.Positional[str], /) -> int:
         differences = verify(folder, report=report)
     for difference in differences:
         console.print(difference, markup=False)
-    console.print(f"{folder}: {len(differences)} differences" if differences else f"{folder}: as its manifest says")
+    found = "1 difference" if len(differences) == 1 else f"{len(differences)} differences"
+    console.print(f"{folder}: {found if differences else 'as its manifest says'}", markup=False)
     return _FAILED if differences else 0
 
 
@@ -86,7 +90,7 @@ def _inspect(name: tyro.conf.Positional[str], /, *, tokenizer: TokenizerName = "
     from owt_data._inspect import inspect
 
     found = inspect(name, tokenizer=tokenizer, window_tokens=window_tokens)
-    console = Console(soft_wrap=True, highlight=False)
+    console = _console(stderr=False)
     console.print(f"{name}: tokenizer {found.tokenizer}, vocabulary of {found.vocab_size:,}", markup=False)
     if found.manifest is not None:
         console.print(f"made from {found.manifest.source} by owt-data {found.manifest.version}", markup=False)
@@ -99,8 +103,35 @@ def _inspect(name: tyro.conf.Positional[str], /, *, tokenizer: TokenizerName = "
     return 0
 
 
-def _console() -> Console:
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+class _Console(Console):
+    """A console that leaves it to `main` what to do without a reader."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while the error is handled."""
+        raise
+
+
+def _console(*, stderr: bool = True) -> Console:
+    return _Console(stderr=stderr, soft_wrap=True, highlight=False)
+
+
+def _open_streams() -> None:
+    """Let both streams take any text: a closed one discards it, and characters that it does not have are escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - open until the end
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """Let streams that cannot be written discard what they hold, which Python writes again when it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
@@ -122,8 +153,28 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run `owt-data` with these arguments, or those of the process.
 
     Returns:
-        The exit code: 0, 1 where `verify` found a difference, 2 for bad input, or 130 after Ctrl-C or SIGTERM.
+        The exit code: 0, 1 where `verify` found a difference, 2 for bad input and output that cannot be written, 130
+        after Ctrl-C or SIGTERM, or 141 where nobody reads the output any more.
     """
+    _open_streams()
+    try:
+        try:
+            return _run(args)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+    except BrokenPipeError:
+        _discard_output()
+        return _NO_READER
+    # Of a stream: those of files are DataErrors.
+    except OSError as error:
+        _discard_output()
+        with suppress(OSError):  # the stream for errors may be the full one
+            _console().print(f"error: The output must be writable, got {error.strerror}. Write it elsewhere.")
+        return _BAD_INPUT
+
+
+def _run(args: Sequence[str] | None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what fails there is said here, in a sentence
     try:
         with _sigterm_as_ctrl_c():
@@ -134,7 +185,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 args=args,
             )
     except DataError as error:
-        _console().print(f"error: {error}", markup=False)
+        _console().print(f"error: {' '.join(str(error).split())}", markup=False)
         return _BAD_INPUT
     except KeyboardInterrupt:
         _console().print("interrupted: the same command again goes on from there")

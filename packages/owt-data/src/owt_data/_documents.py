@@ -12,9 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, RejectedDocumentsError
+from owt_data._errors import (
+    RejectedDocumentsError,
+    file_errors,
+    missing_column,
+    missing_text,
+    not_utf8,
+    one_line,
+    wrong_type,
+)
 from owt_data._hub import HubLayout, HubRows
-from owt_data._json_lines import missing_column, missing_text, read_json_texts, wrong_type
+from owt_data._json_lines import read_json_texts
 from owt_data._sources import BUILTIN, Source
 
 _ROWS_PER_READ = 1024
@@ -131,22 +139,20 @@ class Documents:
 
 def _check_texts(table: pa.Table, column: str, name: str, before: int) -> pa.Array:
     """The text column of a table, `before` rows into a file, as `large_string[N]`."""
-    if column not in table.column_names:
+    if table.column_names.count(column) != 1:
         raise missing_column(column, table.column_names, name)
     texts = table[column]
     if pa.types.is_dictionary(texts.type):
         texts = texts.cast(texts.type.value_type)
     if texts.null_count:
-        raise missing_text(column, before + texts.is_null().index(True).as_py(), name)
-    if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
+        raise missing_text(column, f"row {before + texts.is_null().index(True).as_py()}", name)
+    if texts.type not in (pa.string(), pa.large_string(), pa.string_view()):
         raise wrong_type(column, _type_name(texts.type), name)
     combined = texts.cast(pa.large_string()).combine_chunks()
     try:
         combined.validate(full=True)  # that it is UTF-8, which a file may claim wrongly
     except pa.ArrowInvalid as error:
-        raise RejectedDocumentsError(
-            f"The column {column!r} of {name} must hold UTF-8 text, got other bytes ({error}). Convert the file."
-        ) from error
+        raise not_utf8(name, f"in the column {column!r} ({one_line(error)})") from error
     return combined
 
 
@@ -157,7 +163,7 @@ def _type_name(dtype: pa.DataType) -> str:
 
 def _read_parquet_texts(path: Path, column: str) -> Iterator[pa.Array]:
     with _parquet_errors(path), pyarrow.parquet.ParquetFile(path) as file:
-        if column not in file.schema_arrow.names:
+        if file.schema_arrow.names.count(column) != 1:
             raise missing_column(column, file.schema_arrow.names, path)
         num_rows = 0
         for batch in file.iter_batches(_ROWS_PER_READ, columns=[column]):
@@ -168,42 +174,34 @@ def _read_parquet_texts(path: Path, column: str) -> Iterator[pa.Array]:
 @contextmanager
 def _parquet_errors(path: Path) -> Iterator[None]:
     """Tell a damaged file from one that cannot be read just now."""
-    try:
-        yield
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-        # What decompression finds wrong is an OSError without a number.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise _unreadable(path, error) from error
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise RejectedDocumentsError(
-            f"{path} must hold parquet rows, got another or a damaged file: {reason}. Mend the file or leave it out."
-        ) from error
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{path} could not be read: {error.strerror or error}. Run the same command again, which goes on from there."
-    )
+    with file_errors("readable", path):
+        try:
+            yield
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+            # What decompression finds wrong is an OSError without a number.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise RejectedDocumentsError(
+                f"{path} must hold parquet rows, got another or a damaged file: {one_line(error)}. Mend the file or "
+                "leave it out."
+            ) from error
 
 
 def _read_pieces(path: Path, begin: int, errors: str) -> Iterator[tuple[str, int | None]]:
     """A text file in pieces of some megabytes, each with the byte after it, or None after the last."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     held, offset = "", begin
-    try:
-        with path.open("rb") as file:
-            file.seek(begin)
-            while block := file.read(_TEXT_BLOCK_BYTES):
-                held += _decode(decoder, block, path, file.tell())
-                # With errors replaced, bytes cannot be counted back from characters: such files are read whole.
-                cut = _last_cut(held) if errors == "strict" else 0
-                if cut:
-                    offset += len(held[:cut].encode())
-                    yield held[:cut], offset
-                    held = held[cut:]
-            held += _decode(decoder, b"", path, file.tell(), final=True)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with file_errors("readable", path), path.open("rb") as file:
+        file.seek(begin)
+        while block := file.read(_TEXT_BLOCK_BYTES):
+            held += _decode(decoder, block, path, file.tell())
+            # With errors replaced, bytes cannot be counted back from characters: such files are read at once.
+            cut = _last_cut(held) if errors == "strict" else 0
+            if cut:
+                offset += len(held[:cut].encode())
+                yield held[:cut], offset
+                held = held[cut:]
+        held += _decode(decoder, b"", path, file.tell(), final=True)
     yield held, None
 
 
@@ -222,9 +220,7 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, end: i
         return decoder.decode(block, final)
     except UnicodeDecodeError as error:
         position = end - len(error.object) + error.start
-        raise RejectedDocumentsError(
-            f"expected UTF-8 text in {path}, found another byte at {position}: convert it, for instance with iconv"
-        ) from error
+        raise not_utf8(path, f"at byte {position}") from error
 
 
 def _parquet_text_bytes(path: Path, text_column: str) -> int:

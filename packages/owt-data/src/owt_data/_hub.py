@@ -36,6 +36,10 @@ class HubLayout:
     num_shards: int
     """Number of shards."""
 
+    def __str__(self) -> str:
+        """As errors name it."""
+        return f"revision {self.revision} in {self.num_shards} shards"
+
 
 def is_offline() -> bool:
     """Whether the user asked for copies instead of the network."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from owt_data._errors import DataError
+from owt_data._errors import check_integer
 from owt_data._manifest import Manifest, read_manifest
-from owt_data._open import open_tokens
+from owt_data._open import check_ids, open_tokens
 from owt_data._tokenizers import load_tokenizer
 from owt_data._tokens import TokenSequence
 
@@ -40,18 +40,18 @@ def inspect(name: str, *, tokenizer: str = "gpt2", window_tokens: int = 64) -> I
     Raises:
         DataError: as `open_tokens`, or the length makes no sense.
     """
-    if window_tokens < 1:
-        raise DataError(f"expected window_tokens of at least 1, got {window_tokens}")
+    check_integer("window_tokens", window_tokens, least=1)
     data = open_tokens(name, tokenizer=tokenizer)
-    decode = load_tokenizer(data.tokenizer).decode
+    encoding = load_tokenizer(data.tokenizer)
     samples = {}
     for split, tokens in (("train", data.train), ("val", data.val)):
         assert isinstance(tokens, TokenSequence), "one name gives a sequence"
         last = max(0, len(tokens) - window_tokens)
-        samples[split] = {
-            place: decode(tokens.read(start, min(start + window_tokens, len(tokens))).tolist())
-            for place, start in (("first", 0), ("middle", last // 2), ("last", last))
-        }
+        samples[split] = {}
+        for place, start in (("first", 0), ("middle", last // 2), ("last", last)):
+            window = tokens.read(start, min(start + window_tokens, len(tokens)))
+            check_ids(window, encoding.n_vocab, name, data.tokenizer)
+            samples[split][place] = encoding.decode(window.tolist())
     return Inspection(
         tokenizer=data.tokenizer,
         vocab_size=data.vocab_size,

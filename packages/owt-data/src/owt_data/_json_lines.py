@@ -12,7 +12,14 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 import pyarrow.json
 
-from owt_data._errors import DataError, RejectedDocumentsError
+from owt_data._errors import (
+    RejectedDocumentsError,
+    file_errors,
+    missing_column,
+    missing_text,
+    not_utf8,
+    wrong_type,
+)
 
 _BLOCK_BYTES = 4 << 20
 _MAX_ARROW_BYTES = (1 << 31) - 1  # a block's length is a C int there
@@ -45,17 +52,13 @@ def read_json_texts(path: Path, column: str) -> Iterator[pa.Array]:
         RejectedDocumentsError: the file is no JSON, or a row has no text.
         DataError: the file cannot be read.
     """
-    rows = _Rows(path, column)
-    try:
-        with cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
-            yield from rows.read(file)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise rows.rejected(str(error).rstrip(".")) from error
-    except OSError as error:
-        raise DataError(
-            f"{path} could not be read: {error.strerror or error}. Run the same command again, which goes on from "
-            "there."
-        ) from error
+    with file_errors("readable", path):
+        rows = _Rows(path, column)
+        try:
+            with cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
+                yield from rows.read(file)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise rows.rejected(str(error).rstrip(".")) from error
 
 
 class _Rows:
@@ -113,9 +116,11 @@ class _Rows:
         # The other fields may hold bytes that are no UTF-8.
         decoded = block.decode("utf-8", "surrogateescape")
         texts: list[str] = []
+        line = self._num_lines + 1
         end = len(decoded.rstrip())
-        position = _skip_space(decoded, 0)
+        before, position = 0, _skip_space(decoded, 0)
         while position < end:
+            line, before = line + decoded.count("\n", before, position), position
             try:
                 row, after = _DECODER.raw_decode(decoded, position)
             except json.JSONDecodeError as error:
@@ -123,63 +128,36 @@ class _Rows:
                     return pa.array(texts, pa.large_string()), decoded[position:].encode("utf-8", "surrogateescape")
                 # What is missing is noticed at the next character, which may stand lines below the text that lacks it.
                 noticed = position + len(decoded[position : error.pos].rstrip())
-                first, line = (self._num_lines + decoded.count("\n", 0, at) + 1 for at in (position, noticed))
-                row = "" if array or line == first else f" of the row that begins in line {first}"
-                raise self.rejected(f"{error.msg.removesuffix(' at')} in line {line}{row}") from error
+                last_line = line + decoded.count("\n", position, noticed)
+                row = "" if array or last_line == line else f" of the row that begins in line {line}"
+                raise self.rejected(f"{error.msg.removesuffix(' at')} in line {last_line}{row}") from error
             except RecursionError as error:
-                raise self.rejected(f"row {self._num_rows + len(texts)} is nested too deeply") from error
+                raise self.rejected(f"the row in line {line} is nested too deeply") from error
             if array and isinstance(row, list) and not texts and not decoded[after:].strip():
-                for item in row:
-                    texts.append(self._text({self._column: item} if isinstance(item, str) else item, len(texts)))
+                for number, item in enumerate(row):
+                    text = {self._column: item} if isinstance(item, str) else item
+                    texts.append(self._text(text, f"item {number}", first=number == 0))
             else:
-                texts.append(self._text(row, len(texts)))
+                texts.append(self._text(row, f"line {line}", first=self._num_rows + len(texts) == 0))
             position = _skip_space(decoded, after)
         return pa.array(texts, pa.large_string()), b""
 
-    def _text(self, row: Any, number: int) -> str:
-        """The text of a row, whose number in the block it is."""
-        number += self._num_rows
+    def _text(self, row: Any, place: str, *, first: bool) -> str:
+        """The text of a row, given where in the file it is, and whether it is the first."""
         if not isinstance(row, dict):
-            raise self.rejected(f"row {number} is {_NAMES[type(row)]}")
-        if self._column not in row and number == 0:
+            raise self.rejected(f"{_NAMES[type(row)]} in {place}")
+        if self._column not in row and first:
             raise missing_column(self._column, list(row), self._path)
         text = row.get(self._column)
         if text is None:
-            raise missing_text(self._column, number, self._path)
+            raise missing_text(self._column, place, self._path)
         if not isinstance(text, str):
-            raise wrong_type(self._column, f"{_NAMES[type(text)]} in row {number}", self._path)
+            raise wrong_type(self._column, f"{_NAMES[type(text)]} in {place}", self._path)
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RejectedDocumentsError(
-                f"The column {self._column!r} of {self._path} must hold UTF-8 text, got other bytes or half a "
-                f"surrogate pair in row {number}. Convert the file, for instance with iconv, or remove the row."
-            ) from error
+            raise not_utf8(self._path, f"or half a surrogate pair in {place}") from error
         return text
-
-
-def missing_column(column: str, found: list[str], name: object) -> RejectedDocumentsError:
-    """The error of a file without the text column."""
-    return RejectedDocumentsError(
-        f"The text column must be one of the columns {found} of {name}, got {column!r}. Name another with "
-        "--text-column."
-    )
-
-
-def missing_text(column: str, number: int, name: object) -> RejectedDocumentsError:
-    """The error of a row that is null."""
-    return RejectedDocumentsError(
-        f"The column {column!r} of {name} must hold text in every row, got none in row {number}. Remove the rows "
-        "without text."
-    )
-
-
-def wrong_type(column: str, found: str, name: object) -> RejectedDocumentsError:
-    """The error of a text column that holds something else."""
-    return RejectedDocumentsError(
-        f"The column {column!r} of {name} must hold text in every row, got {found}. Name another column with "
-        "--text-column, or make it text."
-    )
 
 
 def _skip_space(text: str, position: int) -> int:

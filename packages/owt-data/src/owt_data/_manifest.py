@@ -1,18 +1,19 @@
-"""`manifest.json`: what a folder of token files holds and how it came to be."""
+"""`manifest.json`: the contents of a folder of token files, and how they were made."""
 
 import dataclasses
 import json
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pyarrow.fs import FileType
 
-from owt_data._errors import DataError
-from owt_data._files import file_type, join, normalize, read_blocks
+from owt_data._errors import DataError, one_line
+from owt_data._files import BYTES_PER_TOKEN, check_type, file_info, join, normalize, read_blocks
+from owt_data._json_types import parse_json
 
 TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
-DTYPE = "<u2"
+DTYPE: Literal["<u2"] = "<u2"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +43,7 @@ class Manifest:
     tokenizer_sha256: str
     """Of the tokenizer's pieces, in the order of their ids."""
 
-    dtype: str
+    dtype: Literal["<u2"]
     """Type of a token on disk, as numpy writes it."""
 
     files: dict[str, FileRecord]
@@ -63,9 +64,29 @@ class Manifest:
     revisions: dict[str, str] = dataclasses.field(default_factory=dict)
     """Commit of each source on the hub: by split, `all` where one source was split."""
 
+    def __post_init__(self) -> None:
+        """Check that both token files are there."""
+        if self.files.keys() != {TRAIN_NAME, VAL_NAME}:
+            raise ValueError(f"files are {sorted(self.files)}")
+
     def to_json(self) -> str:
         """As it is written to disk."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def check_sizes(folder: str, manifest: Manifest) -> None:
+    """Check that the token files of a folder have the sizes that its manifest says.
+
+    Raises:
+        DataError: a file is missing or of another size.
+    """
+    for name, record in manifest.files.items():
+        size = check_type(join(folder, name), FileType.File, "a token file").size
+        if size != BYTES_PER_TOKEN * record.num_tokens:
+            raise DataError(
+                f"{join(folder, name)} must have {BYTES_PER_TOKEN * record.num_tokens} bytes, as {MANIFEST_NAME} says, "
+                f"got {size}. Restore it from a copy, or delete the folder and prepare it again."
+            )
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
@@ -78,14 +99,15 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         DataError: the manifest cannot be understood.
     """
     path = join(normalize(os.fspath(folder)), MANIFEST_NAME)
-    if file_type(path) is not FileType.File:
+    found = file_info(path).type
+    if found is FileType.NotFound:
         return None
+    # Anything else than a file would be read without an error, or without an end.
+    text = b"".join(read_blocks(path)) if found is FileType.File else b""
     try:
-        fields = dict(json.loads(b"".join(read_blocks(path))))
-        files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
-        return Manifest(files=files, **fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return parse_json(Manifest, text)
+    except ValueError as error:
         raise DataError(
-            f"{path} must be a manifest of owt-data, got a file that does not read as one ({error}). Delete the folder "
-            "and prepare it again."
+            f"{path} must be a manifest of owt-data, got another or a damaged one: {one_line(error)}. Restore it from "
+            "a copy, or delete the folder and prepare it again."
         ) from error

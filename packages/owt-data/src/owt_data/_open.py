@@ -1,4 +1,4 @@
-"""Opening token files: what they are, checked, with a fingerprint."""
+"""Opening token files: checked, with a fingerprint."""
 
 import glob
 import hashlib
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pyarrow.fs import FileType
 
-from owt_data._errors import DataError
-from owt_data._files import BYTES_PER_TOKEN, base_name, file_size, file_type, is_uri, join, normalize, read_blocks
-from owt_data._manifest import DTYPE, TRAIN_NAME, VAL_NAME, Manifest, read_manifest
-from owt_data._tokenizers import load_tokenizer
+from owt_data._errors import DataError, file_errors
+from owt_data._files import BYTES_PER_TOKEN, base_name, check_type, is_uri, join, normalize, read_blocks
+from owt_data._manifest import TRAIN_NAME, VAL_NAME, check_sizes, read_manifest
+from owt_data._tokenizers import vocab_size
 from owt_data._tokens import TokenMixture, TokenSequence, TokenSpan, concatenate
 
 # Validation's share of token files that are not split, taken from their end.
@@ -43,12 +44,14 @@ class TokenData:
     """Equal for equal tokens under an equal tokenizer: what a checkpoint remembers of the data."""
 
 
+@file_errors("readable")
 def is_prepared(name: str) -> bool:
     """Whether a data path names token files, rather than text that is yet to be prepared."""
-    path = Path(name).expanduser()
+    path = Path(normalize(name))
     return is_uri(name) or path.suffix == ".bin" or (path.is_dir() and (path / TRAIN_NAME).exists())
 
 
+@file_errors("readable")
 def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: str) -> TokenData:
     """Open token files, on disk or in object storage.
 
@@ -69,7 +72,7 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
         return _open_mixture({normalize(name): weight for name, weight in names.items()}, tokenizer)
     expanded = [name for given in ([names] if isinstance(names, str) else names) for name in _expand(given)]
     if not expanded:
-        raise DataError("expected the name of a token file or folder, got none")
+        raise DataError("The names must be those of token files or folders, got none. Name one.")
     if all(base_name(name).endswith(".bin") for name in expanded):
         return _open_files(expanded, tokenizer)
     if len(expanded) == 1:
@@ -99,7 +102,7 @@ def _expand(name: str) -> list[str]:
         return [path]
     found = sorted(glob.glob(path))  # noqa: PTH207 - takes a pattern with an absolute path
     if not found:
-        raise DataError(f"expected token files, but nothing matches {name}: check the pattern")
+        raise DataError(f"{name} must match token files, got none. Correct the pattern.")
     return found
 
 
@@ -117,7 +120,7 @@ def _combine(
 ) -> TokenData:
     tokenizers = {part.tokenizer for part in parts}
     if len(tokenizers) != 1:
-        raise DataError(f"expected tokens of one tokenizer, got those of {sorted(tokenizers)}: prepare them alike")
+        raise DataError(f"The tokens must be of one tokenizer, got those of {sorted(tokenizers)}. Prepare them alike.")
     return TokenData(
         names=names,
         train=train,
@@ -129,47 +132,30 @@ def _combine(
 
 
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
-    if file_type(folder) is FileType.File:
-        raise DataError(f"expected a folder of token files or a .bin file, got {folder}: prepare the text first")
-    if file_type(folder) is FileType.NotFound:
-        raise DataError(f"expected token files in {folder}, which does not exist: check the path, or prepare the text")
-    spans = {name: _whole_file(join(folder, name)) for name in (TRAIN_NAME, VAL_NAME)}
+    check_type(folder, FileType.Directory, "a folder of token files or a .bin file")
     manifest = read_manifest(folder)
+    if manifest is not None:
+        check_sizes(folder, manifest)
+    spans = {name: _span(join(folder, name)) for name in (TRAIN_NAME, VAL_NAME)}
     if manifest is None:
         digests = {name: _scan(span, tokenizer) for name, span in spans.items()}
-        vocab_size = load_tokenizer(tokenizer).n_vocab
+        num_ids = vocab_size(tokenizer)
     else:
-        _check_manifest(manifest, spans, folder)
         digests = {name: record.sha256 for name, record in manifest.files.items()}
-        tokenizer, vocab_size = manifest.tokenizer, manifest.vocab_size
+        tokenizer, num_ids = manifest.tokenizer, manifest.vocab_size
     return TokenData(
         names=folder,
         train=_sequence_of(spans[TRAIN_NAME]),
         val=_sequence_of(spans[VAL_NAME]),
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
+        vocab_size=num_ids,
         fingerprint={"tokenizer": tokenizer, **digests},
     )
 
 
-def _check_manifest(manifest: Manifest, spans: dict[str, TokenSpan], folder: str) -> None:
-    if manifest.dtype != DTYPE:
-        raise DataError(
-            f"expected tokens of dtype {DTYPE} in {folder}, its manifest says {manifest.dtype}: prepare it again"
-        )
-    for name, span in spans.items():
-        if name not in manifest.files:
-            raise DataError(f"expected {name} in the manifest of {folder}, found {sorted(manifest.files)}")
-        expected = manifest.files[name].num_tokens
-        if len(span) != expected:
-            raise DataError(
-                f"expected {expected} tokens in {span.path}, as its manifest says, found {len(span)}: prepare it again"
-            )
-
-
 def _open_files(paths: list[str], tokenizer: str) -> TokenData:
     """Token files without a split of their own: the first 90 % of their tokens are for training."""
-    spans = [_whole_file(path) for path in paths]
+    spans = [_span(path) for path in paths]
     whole = concatenate([_sequence_of(span) for span in spans])
     boundary = round(len(whole) * (1 - _VAL_FRACTION))
     digests = [_scan(span, tokenizer) for span in spans]
@@ -178,7 +164,7 @@ def _open_files(paths: list[str], tokenizer: str) -> TokenData:
         train=whole.between(0, boundary),
         val=whole.between(boundary, len(whole)),
         tokenizer=tokenizer,
-        vocab_size=load_tokenizer(tokenizer).n_vocab,
+        vocab_size=vocab_size(tokenizer),
         fingerprint={
             "tokenizer": tokenizer,
             "split": boundary,
@@ -191,42 +177,48 @@ def _sequence_of(span: TokenSpan) -> TokenSequence:
     return TokenSequence((span,) if len(span) else ())
 
 
-def _whole_file(path: str) -> TokenSpan:
-    if file_type(path) is not FileType.File:
-        raise DataError(f"expected the token file {path}, which does not exist: check the path, or prepare the text")
-    size = file_size(path)
+def _span(path: str) -> TokenSpan:
+    """All tokens of a file."""
+    size = check_type(path, FileType.File, "a token file").size
     if size % BYTES_PER_TOKEN:
         raise DataError(
-            f"expected an even number of bytes in {path}, two per token, got {size}: it is truncated or no token "
-            "file, write it again"
+            f"{path} must have an even number of bytes, two for each token, got {size}. It is truncated or no token "
+            "file: write it again."
         )
     return TokenSpan(path=path, start=0, stop=size // BYTES_PER_TOKEN)
 
 
 def _scan(span: TokenSpan, tokenizer: str) -> str:
     """SHA-256 of a file without a manifest, whose ids are checked on the way."""
-    vocab_size = load_tokenizer(tokenizer).n_vocab
+    num_ids = vocab_size(tokenizer)
     digest = hashlib.sha256()
     for number, block in enumerate(read_blocks(span.path)):
         tokens = np.frombuffer(block, dtype="<u2")
         if number == 0:
             _check_format(span.path, block, tokens)
-        largest = int(tokens.max())
-        if largest >= vocab_size:
-            raise DataError(
-                f"The ids in {span.path} must be below {vocab_size}, the vocabulary of the tokenizer {tokenizer}, got "
-                f"{largest}. Give the tokenizer that wrote the file, or a folder with its manifest.json."
-            )
+        check_ids(tokens, num_ids, span.path, tokenizer)
         digest.update(block)
     return digest.hexdigest()
 
 
-def _check_format(path: str, block: bytes, tokens: np.ndarray) -> None:
-    """Refuse the formats that people take for token files."""
-    if block.startswith(b"\x93NUMPY"):
-        raise DataError(f"expected raw uint16 tokens in {path}, found a .npy file: write numpy.load(...).tofile(...)")
-    if len(tokens) >= 64 and not tokens[1::2].any():
+def check_ids(tokens: NDArray[np.uint16], num_ids: int, name: str, tokenizer: str) -> None:
+    """Check that tokens are ids of a tokenizer.
+
+    Raises:
+        DataError: an id is outside the vocabulary.
+    """
+    largest = int(tokens.max(initial=0))
+    if largest >= num_ids:
         raise DataError(
-            f"expected uint16 tokens in {path}, found what looks like 32-bit ones, every second value being 0: "
-            "write them as uint16"
+            f"The ids in {name} must be below {num_ids}, the vocabulary of the tokenizer {tokenizer}, got {largest}. "
+            "Give the tokenizer that wrote the file or a folder with its manifest.json, or restore a damaged file."
         )
+
+
+def _check_format(path: str, block: bytes, tokens: NDArray[np.uint16]) -> None:
+    """Reject the formats that are taken for token files."""
+    found = "a .npy file" if block.startswith(b"\x93NUMPY") else None
+    if len(tokens) >= 64 and not tokens[1::2].any():
+        found = "32-bit values, as every second one of 16 bits is 0"
+    if found is not None:
+        raise DataError(f"{path} must hold raw uint16 tokens, got {found}. Write them with astype('<u2').tofile(...).")

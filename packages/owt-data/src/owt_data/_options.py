@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, check_integer
 
 TokenizerName = Literal["bytes", "gpt2"]
 OrderKind = Literal["shuffle", "random", "sequential"]
@@ -37,6 +37,5 @@ class PrepareOptions:
     def __post_init__(self) -> None:
         """Check every field once."""
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
-            raise DataError(f"expected a val_fraction between 0 and 1, got {self.val_fraction}")
-        if self.split_seed < 0:
-            raise DataError(f"expected a split_seed of at least 0, got {self.split_seed}")
+            raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}. Choose another share.")
+        check_integer("split_seed", self.split_seed, least=0)

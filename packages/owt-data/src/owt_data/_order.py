@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, check_integer
 from owt_data._options import OrderKind
 
 WINDOW_ORDER_VERSION = 2
@@ -33,8 +33,7 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
     Raises:
         DataError: `seq_len` is no positive number.
     """
-    if not isinstance(seq_len, int | np.integer) or seq_len < 1:
-        raise DataError(f"expected a seq_len of at least 1, got {seq_len}")
+    check_integer("seq_len", seq_len, least=1)
     return max(0, num_tokens - 1) // seq_len
 
 
@@ -67,13 +66,16 @@ def window_starts(
     count = num_windows(num_tokens, seq_len)
     if count == 0:
         raise DataError(
-            f"expected at least {seq_len + 1} tokens, which one window of {seq_len} inputs needs, got {num_tokens}: "
-            "give more text or a shorter seq_len"
+            f"The tokens must be at least {seq_len + 1}, one window of {seq_len} inputs and a target, got "
+            f"{num_tokens}. Give more text or a shorter seq_len."
         )
     if order not in get_args(OrderKind):
-        raise DataError(f"expected the order {', '.join(get_args(OrderKind))}, got {order!r}")
+        raise DataError(f"The order must be one of {', '.join(get_args(OrderKind))}, got {order!r}. Choose one.")
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or (len(indices) and indices.min() < 0):
-        raise DataError("expected window indices as an array int64[N] of numbers from 0, got others")
+        raise DataError(
+            f"The window indices must be int64[N] of numbers from 0, got {indices.dtype}{list(indices.shape)}. Correct "
+            "them."
+        )
     starts = np.empty(len(indices), dtype=np.int64)
     for begin in range(0, len(indices), _BLOCK):
         block, out = indices[begin : begin + _BLOCK], starts[begin : begin + _BLOCK]

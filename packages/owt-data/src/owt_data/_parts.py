@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 
 from owt_data._documents import START, Chunk, Cursor, Documents
 from owt_data._errors import DataError
+from owt_data._json_types import parse_json
 from owt_data._tokenizers import load_tokenizer
 from owt_data._worker import encode_part
 
@@ -173,9 +174,8 @@ def _read_record(line: bytes) -> PartRecord | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        row = json.loads(line)
-        return PartRecord(**{**row, "stop": Cursor(*row["stop"])})
-    except (ValueError, TypeError, KeyError):
+        return parse_json(PartRecord, line)
+    except ValueError:
         return None
 
 

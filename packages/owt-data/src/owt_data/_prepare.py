@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -20,8 +19,18 @@ from owt_data._assemble import Ranges, copy_ranges, document_ends, split_at, spl
 from owt_data._cpus import num_usable_cpus
 from owt_data._documents import Documents
 from owt_data._durable import rename_durably, write_durably
-from owt_data._errors import DataError, RejectedDocumentsError
-from owt_data._manifest import DTYPE, MANIFEST_NAME, TRAIN_NAME, VAL_NAME, FileRecord, Manifest, read_manifest
+from owt_data._errors import DataError, RejectedDocumentsError, check_integer, file_errors
+from owt_data._files import is_uri, local_path
+from owt_data._manifest import (
+    DTYPE,
+    MANIFEST_NAME,
+    TRAIN_NAME,
+    VAL_NAME,
+    FileRecord,
+    Manifest,
+    check_sizes,
+    read_manifest,
+)
 from owt_data._options import PrepareOptions
 from owt_data._parts import MIN_PART_BYTES, Encoder, PartRecord, local_encoder, part_path, tokenize
 from owt_data._plan import Plan, Request, find_plan, name_differences, open_documents, revisions
@@ -35,9 +44,6 @@ _POSITION_VAL_FRACTION = 0.1
 _DOCUMENTS_VAL_FRACTION = 0.0005
 
 _RESULT_NAME = "result"
-
-# Also what `Path` makes of a URI, with one slash less.
-_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,14 +103,14 @@ def prepare(
             written, another process is preparing into it, or it was interrupted with another source or
             other options.
     """
-    if num_processes is not None and num_processes < 1:
-        raise DataError(f"expected num_processes of at least 1, got {num_processes}")
+    if num_processes is not None:
+        check_integer("num_processes", num_processes, least=1)
     report = progress or _silent
     splits = find_splits(sources)
     if "all" not in splits and (options.split != "auto" or options.val_fraction is not None):
-        raise DataError("expected no --split and no --val-fraction where train=... and val=... give the split")
+        raise DataError("--split and --val-fraction must be left out where train=... and val=... give the split.")
     out = local_folder(out)
-    try:
+    with file_errors("readable and writable", out):
         digest = _digest(splits, report)
         name = " ".join([sources] if isinstance(sources, str) else sources)
         existing = _existing(out, name, digest, options)
@@ -128,31 +134,25 @@ def prepare(
                 raise
             rename_durably(staging / _RESULT_NAME, out)
             shutil.rmtree(staging)
-    except OSError as error:
-        raise DataError(
-            f"the token files could not be written to {out}: {error.strerror or error}: mend that and run the same "
-            "again, which goes on from where it was"
-        ) from error
     return manifest
 
 
+@file_errors("readable and writable")
 def local_folder(out: str | os.PathLike[str]) -> Path:
-    """The folder to write into, as an absolute path.
+    """The folder to write into, as an absolute path without links.
 
     Raises:
         DataError: it is a file, or no local folder.
     """
     name = os.fspath(out)
-    if not name:
-        raise DataError("expected the name of a folder to write into, got an empty one")
-    if _URI.match(name):
+    path = Path(os.path.realpath(local_path(name)))
+    if is_uri(name):
         raise DataError(
             f"The folder to write into must be a local or mounted one, got {name}. Prepare into a local folder and "
             "copy it to the storage, where it can be read."
         )
-    path = Path(name).expanduser().absolute()
-    if path.is_file():
-        raise DataError(f"expected a folder to write into as the last name, but {path} is a file")
+    if not name or (os.path.lexists(path) and not path.is_dir()):
+        raise DataError(f"The last name must be a folder to write into, got {name or 'an empty one'}. Name a folder.")
     return path
 
 
@@ -174,20 +174,15 @@ def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Man
     manifest = read_manifest(out)
     if manifest is None:
         if out.exists() and any(out.iterdir()):
-            raise DataError(f"expected {out} to be empty or missing, but it holds other files: choose another folder")
+            raise DataError(f"{out} must be empty or missing, got a folder of other files. Choose another folder.")
         return None
     if (manifest.source_sha256, manifest.options) != (digest, dataclasses.asdict(options)):
         different = name_differences(manifest.options, options, manifest.source_sha256 == digest)
         raise DataError(
-            f"expected {out} to be empty or prepared from {name} as it is now and with these options, but it was "
-            f"prepared from {manifest.source}, and {different} differ: choose another folder"
+            f"{out} must be empty or prepared from {name} as it is now and with these options, got it prepared from "
+            f"{manifest.source}: {different} differ. Choose another folder."
         )
-    for file, record in manifest.files.items():
-        if not (out / file).exists() or os.path.getsize(out / file) != 2 * record.num_tokens:
-            raise DataError(
-                f"expected {record.num_tokens} tokens in {out / file}, as its manifest says, but the file is missing "
-                "or of another size: delete the folder and prepare it again"
-            )
+    check_sizes(os.fspath(out), manifest)
     return manifest
 
 
@@ -203,13 +198,15 @@ def _staging_folder(out: Path) -> Iterator[Path]:
     the next start, unless it was the source that was found unfit.
     """
     staging = _staging_path(out)
+    if out.is_mount():
+        raise DataError(f"{out} must not be a mount point, which cannot be renamed. Name a new folder in it.")
     staging.mkdir(parents=True, exist_ok=True)
     folder = os.open(staging, os.O_RDONLY)
     try:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise DataError(f"another process is preparing into {out}: wait for it to end") from error
+            raise DataError(f"{out} must be prepared by one process at a time, got two. Wait for the other.") from error
         yield staging
     finally:
         os.close(folder)
@@ -255,12 +252,12 @@ class _Run:
         manifest = Manifest(
             tokenizer=self._options.tokenizer,
             vocab_size=self._tokenizer.n_vocab,
-            tokenizer_sha256=self._plan["tokenizer_sha256"],
+            tokenizer_sha256=self._plan.tokenizer_sha256,
             dtype=DTYPE,
             files=files,
-            source=self._plan["source"],
-            source_sha256=self._plan["source_sha256"],
-            options=self._plan["options"],
+            source=self._plan.source,
+            source_sha256=self._plan.source_sha256,
+            options=self._plan.options,
             version=version("owt-data"),
             revisions=revisions(self._plan),
         )
@@ -276,11 +273,11 @@ class _Run:
         return self._staging / f"parts-{split}"
 
     def _tokenize(self, split: str, encoder: Encoder) -> list[PartRecord]:
-        part_bytes, folder = self._plan["part_bytes"], self._folder(split)
+        part_bytes, folder = self._plan.part_bytes, self._folder(split)
         return tokenize(self._documents[split], folder, part_bytes=part_bytes, encoder=encoder, report=self._count)
 
     def _count(self, record: PartRecord) -> None:
-        before, total = self._done, self._plan["num_bytes"]
+        before, total = self._done, self._plan.num_bytes
         num_bytes = before.num_bytes + record.num_bytes
         self._done = Progress(
             stage="tokenizing",
@@ -307,11 +304,20 @@ class _Run:
             folder = self._folder(split)
             ends[split] = document_ends(folder, records, end_of_text, advance)
             if sum(record.num_tokens for record in records) == len(ends[split]):
-                what = "empty ones" if len(ends[split]) else "none"
-                raise RejectedDocumentsError(f"expected documents in {self._splits[split].name}, found {what}")
+                found = "empty ones" if len(ends[split]) else "none"
+                raise RejectedDocumentsError(
+                    f"{self._splits[split].name} must hold documents with text, got {found}. Give another source."
+                )
             sequences[split] = local_sequence([part_path(folder, index) for index in range(len(records))])
         whole = concatenate(list(sequences.values()))
         ranges = self._ranges(sequences, ends)
+        for split, (starts, stops) in ranges.items():
+            if not (stops > starts).any():
+                raise RejectedDocumentsError(
+                    f"The text must suffice for training and validation, got {sum(map(len, ends.values()))} documents "
+                    f"of {len(whole)} tokens, which leave none for {split}. Give more text, or another --split or "
+                    "--val-fraction."
+                )
         return {
             name: copy_ranges(whole, ranges[split], self._result / name, end_of_text, advance)
             for split, name in (("train", TRAIN_NAME), ("val", VAL_NAME))
@@ -326,9 +332,5 @@ class _Run:
         by_position = options.split == "position" or (options.split == "auto" and num_documents == 1)
         if by_position:
             return split_at(round(num_tokens * (1 - (options.val_fraction or _POSITION_VAL_FRACTION))), num_tokens)
-        if num_documents < 2:
-            raise RejectedDocumentsError(
-                f"expected two documents or more in {source.name} to split: use --split position"
-            )
         default = _BUILTIN_VAL_FRACTION if source.kind == BUILTIN else _DOCUMENTS_VAL_FRACTION
         return split_documents(ends["all"], options.val_fraction or default, options.split_seed)

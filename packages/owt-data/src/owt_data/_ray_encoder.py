@@ -60,33 +60,27 @@ def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
 def _start() -> None:
     """Connect to the cluster that `RAY_ADDRESS` names, or start one here."""
     address = os.environ.get("RAY_ADDRESS")
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if not address:
-        ray.init(address="local", include_dashboard=False, **quiet)
-        return
-    _check_address(address)
+    constraint = "Ray must start a cluster on this machine, got a failure"
+    remedy = "Run the same command again, or without --ray."
+    options: dict[str, Any] = {"address": "local", "include_dashboard": False}
+    if address:
+        constraint = f"RAY_ADDRESS must name a Ray cluster that answers, got {address}"
+        remedy = "Correct it, or unset it to start a cluster here."
+        options = {"address": address}
     try:
-        ray.init(address=address, **quiet)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        _check_address(address or "")
+        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+    # Where its processes do not come up in time, Ray raises an Exception of no class of its own.
+    except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise DataError(
-            f"RAY_ADDRESS must name a Ray cluster that answers, got {address} ({reason}). Correct it, or unset it to "
-            "start a cluster here."
-        ) from error
+        raise DataError(f"{constraint} ({reason}). {remedy}") from error
 
 
 def _check_address(address: str) -> None:
     """Ask whether anyone is there; Ray itself would ask for minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if not colon:
-        return
-    try:
+    if colon:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"RAY_ADDRESS must name a Ray cluster that answers, got {address} ({error}). Correct it, or unset it to "
-            "start a cluster here."
-        ) from error
 
 
 @ray.remote(num_cpus=1)

@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from owt_data._errors import DataError
+from pyarrow.fs import FileType
+
+from owt_data._errors import DataError, file_errors
+from owt_data._files import check_type, is_uri, local_path
 
 BUILTIN = "builtin"
 
@@ -45,15 +48,12 @@ class Source:
         total, done = self.num_bytes or 1, 0
         for path in self.files:
             contents = hashlib.sha256()
-            try:
-                with path.open("rb") as file:
-                    while block := file.read(_BLOCK_BYTES):
-                        contents.update(block)
-                        done += len(block)
-                        if report is not None:
-                            report(done / total)
-            except OSError as error:
-                raise DataError(f"{path} could not be read: {error.strerror}: mend that or leave it out") from error
+            with file_errors("readable", path), path.open("rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    contents.update(block)
+                    done += len(block)
+                    if report is not None:
+                        report(done / total)
             digest.update(contents.digest())
         return digest.hexdigest()
 
@@ -70,6 +70,7 @@ class Source:
         return _HUB_ALIASES.get(repository, repository), configuration or None, split or "train"
 
 
+@file_errors("readable")
 def find_source(names: str | Sequence[str]) -> Source:
     """Find what one or more names mean, without reading it.
 
@@ -83,16 +84,16 @@ def find_source(names: str | Sequence[str]) -> Source:
         DataError: nothing of that name can be read.
     """
     given = [names] if isinstance(names, str) else list(names)
-    if not given:
-        raise DataError("expected the name of a source, got none")
+    if not all(given) or not given:
+        raise DataError(f"The sources must be names of files, folders or datasets, got {given}. Name one.")
     found = [_find_one(name) for name in given]
     if len(found) == 1:
         return found[0]
     kinds = {source.kind for source in found}
     if len(kinds) != 1 or kinds & {BUILTIN, "hub"}:
         raise DataError(
-            f"expected several sources to be files of one kind, .txt, .jsonl or .parquet, got {sorted(kinds)}: "
-            "prepare them one by one"
+            f"Several sources must be files of one kind, .txt, .jsonl or .parquet, got {sorted(kinds)}. Prepare them "
+            "one by one."
         )
     files = tuple(path for source in found for path in source.files)
     return Source(name=" ".join(given), kind=kinds.pop(), files=files)
@@ -116,52 +117,46 @@ def find_splits(names: str | Sequence[str]) -> dict[str, Source]:
         )
     if by_split.keys() not in ({"all"}, set(_SPLITS)):
         raise DataError(
-            f"expected every source to name its split, with train=... and val=... both there, or none to, got {given}"
+            f"The sources must all name their split, train=... or val=..., or must not name one, got {given}. Name "
+            "sources for both splits, or for neither."
         )
     return {split: find_source(by_split[split]) for split in sorted(by_split)}
 
 
 def _find_one(name: str) -> Source:
-    if not name:
-        raise DataError("expected the name of a source, got an empty one")
-    if "://" in name:
+    if is_uri(name):
         raise DataError(
             f"The source must be files of this machine or a dataset of the Hugging Face hub, got {name}. Copy the "
             "files here first."
         )
     if name == BUILTIN:
         return Source(name=name, kind=BUILTIN, files=_builtin_files())
-    path = Path(name).expanduser()
-    if path.is_file():
-        return Source(name=name, kind=_kind(path), files=(path,))
-    if (path / "train.bin").exists():
-        raise DataError(f"expected text to prepare in {name}, which holds token files already: give it as it is")
-    if path.is_dir() or glob.has_magic(name):
-        files = sorted(path.iterdir()) if path.is_dir() else sorted(map(Path, glob.glob(os.fspath(path))))  # noqa: PTH207
-        files = [file for file in files if _suffix(file) in _KINDS and file.is_file()]
-        kinds = {_kind(file) for file in files}
-        if len(kinds) != 1:
-            raise DataError(
-                f"expected {name} to hold token files (train.bin, val.bin) or files of one of the kinds "
-                f".txt, .jsonl and .parquet, found {' and '.join(sorted(kinds)) or 'none of them'}: name files of "
-                "one kind"
-            )
-        return Source(name=name, kind=kinds.pop(), files=tuple(files))
-    outright = name.startswith((".", "/", "~")) or name.endswith("/")
-    if _suffix(path) in {*_KINDS, ".bin"} or outright or name.partition(":")[0].count("/") > 1:
-        raise DataError(f"expected a file or folder, but {name} does not exist: check the path")
-    return Source(name=name, kind="hub")
+    path = Path(local_path(name))
+    outright = name.startswith((".", "/", "~", "file:/")) or name.endswith("/") or name.partition(":")[0].count("/") > 1
+    if path.is_dir():
+        if (path / "train.bin").exists():
+            raise DataError(f"{name} must hold text to prepare, got a folder of token files. Use it as it is.")
+        files = [file for file in sorted(path.iterdir()) if _suffix(file) in _KINDS]
+    elif glob.has_magic(name) and not path.exists():
+        files = [file for file in sorted(map(Path, glob.glob(os.fspath(path)))) if _suffix(file) in _KINDS]  # noqa: PTH207
+    elif os.path.lexists(path) or _suffix(path) in {*_KINDS, ".bin"} or outright:
+        files = [path]
+    else:
+        return Source(name=name, kind="hub")
+    for file in files:
+        check_type(os.fspath(file), FileType.File, "a file or a folder of files")
+    kinds = {_KINDS.get(_suffix(file), f"{file.suffix or 'no suffix'} ({file})") for file in files}
+    if len(kinds) != 1 or not kinds <= set(_KINDS.values()):
+        raise DataError(
+            f"{name} must be files of one of the kinds .txt, .jsonl and .parquet, got "
+            f"{' and '.join(sorted(kinds)) or 'none of them'}. Name files of one kind."
+        )
+    return Source(name=name, kind=kinds.pop(), files=tuple(files))
 
 
 def _suffix(path: Path) -> str:
     """The suffix that says the kind: JSON lines may be compressed."""
     return Path(path.stem).suffix if path.name.endswith((".jsonl.gz", ".json.gz")) else path.suffix
-
-
-def _kind(path: Path) -> str:
-    if _suffix(path) not in _KINDS:
-        raise DataError(f"expected a .txt, .jsonl or .parquet file, got {path}")
-    return _KINDS[_suffix(path)]
 
 
 def _builtin_files() -> tuple[Path, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 import ray.data
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, check_integer
 from owt_data._options import OrderKind
 from owt_data._tokens import Tokens
 
@@ -44,6 +44,7 @@ def token_windows(
         DataError: the tokens do not fill one window.
     """
     read = functools.partial(_read_rows, tokens=tokens, seq_len=seq_len, order=order, seed=seed)
+    check_integer("num_rows", num_rows, least=1)
     read({"id": np.arange(1)})  # so that too few tokens are said now, not in a task
     num_blocks = _num_blocks(num_rows, 8 * seq_len)
     return ray.data.range(num_rows, override_num_blocks=num_blocks).map_batches(untyped(read), batch_size=None)
@@ -101,14 +102,15 @@ def step_windows(
     Raises:
         DataError: the workers do not divide the batch, the rank is none of theirs, or there is no step to yield.
     """
-    if world_size < 1 or global_batch_size < 1 or global_batch_size % world_size:
+    check_integer("world_size", world_size, least=1)
+    check_integer("rank", rank, least=0, most=world_size - 1)
+    check_integer("start_step", start_step, least=0)
+    check_integer("stop_step", stop_step, least=start_step + 1)
+    check_integer("global_batch_size", global_batch_size, least=1)
+    if global_batch_size % world_size:
         raise DataError(
-            f"expected a global batch that {world_size} workers divide, got {global_batch_size}: change either"
+            f"global_batch_size must be a multiple of the {world_size} workers, got {global_batch_size}. Change either."
         )
-    if not 0 <= rank < world_size:
-        raise DataError(f"expected a rank from 0 to {world_size - 1}, got {rank}")
-    if not 0 <= start_step < stop_step:
-        raise DataError(f"expected 0 <= start_step < stop_step, got {start_step} and {stop_step}")
     local_batch_size = global_batch_size // world_size
     read = functools.partial(
         _read_steps,

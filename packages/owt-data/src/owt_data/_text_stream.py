@@ -14,7 +14,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from owt_data._documents import Documents
-from owt_data._errors import DataError
+from owt_data._errors import check_integer, file_errors, not_utf8
 from owt_data._options import TokenizerName
 from owt_data._sources import BUILTIN, Source, find_source
 from owt_data._stream import untyped
@@ -80,11 +80,9 @@ def stream_text(
         DataError: the source cannot be found, or a number makes no sense. What is wrong inside the source
             is raised by the task.
     """
-    if block_size < 1 or start_block < 0 or num_cpus < 1:
-        raise DataError(
-            f"expected block_size >= 1, start_block >= 0 and num_cpus >= 1, got {block_size}, {start_block} and "
-            f"{num_cpus}"
-        )
+    check_integer("block_size", block_size, least=1)
+    check_integer("start_block", start_block, least=0)
+    check_integer("num_cpus", num_cpus, least=1)
     found = find_source(source) if isinstance(source, str | list) else source
     load_tokenizer(tokenizer)  # so that a failing download is said now, not in a task
 
@@ -120,15 +118,12 @@ def _rows(source: Source | datasets.Dataset | datasets.IterableDataset, text_col
 
 
 def _lines(path: Path, errors: str) -> Iterator[str]:
-    with path.open("rb") as file:
+    with file_errors("readable", path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield line.decode("utf-8", errors)
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"expected UTF-8 text in {path}, found another byte in line {number}: convert it, for instance "
-                    "with iconv"
-                ) from error
+                raise not_utf8(path, f"in line {number}") from error
 
 
 def _encode(

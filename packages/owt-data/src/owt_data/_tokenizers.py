@@ -9,6 +9,18 @@ from numpy.typing import NDArray
 from owt_data._errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
+_VOCAB_SIZES = {"bytes": 257, "gpt2": 50_257}
+
+
+def vocab_size(name: str) -> int:
+    """Number of ids of a tokenizer, known without its files.
+
+    Raises:
+        DataError: the name is unknown.
+    """
+    if name not in _VOCAB_SIZES:
+        raise DataError(f"The tokenizer must be {' or '.join(_VOCAB_SIZES)}, got {name!r}. Choose one.")
+    return _VOCAB_SIZES[name]
 
 
 def load_tokenizer(name: str) -> tiktoken.Encoding:
@@ -24,6 +36,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     >>> load_tokenizer("bytes").encode_ordinary("Hi")
     [72, 105]
     """
+    vocab_size(name)
     if name == "bytes":
         return tiktoken.Encoding(
             "bytes",
@@ -31,15 +44,14 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
             mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={END_OF_TEXT: 256},
         )
-    if name != "gpt2":
-        raise DataError(f"expected the tokenizer bytes or gpt2, got {name!r}")
     try:
         return tiktoken.get_encoding(name)
     # The errors of requests are OSErrors; a download of something else, as behind a login page, is a ValueError.
     except (OSError, ValueError) as error:
         raise DataError(
-            f"the files of tokenizer {name!r} could not be downloaded ({type(error).__name__}): connect to the "
-            "network once, set TIKTOKEN_CACHE_DIR to a folder that has them, or use the tokenizer bytes"
+            f"the files of tokenizer {name!r} could not be downloaded ({type(error).__name__}). Connect to the network "
+            "once, or set TIKTOKEN_CACHE_DIR to a folder that has them. Text may be prepared with the tokenizer bytes, "
+            "which needs no files."
         ) from error
 
 

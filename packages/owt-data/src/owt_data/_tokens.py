@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, file_errors
 from owt_data._files import RemoteTokens, is_uri
 from owt_data._options import OrderKind
 from owt_data._order import num_windows, shuffled, window_starts
@@ -141,7 +141,7 @@ class SequenceReader:
 def _open_file(path: str, *, in_order: bool) -> NDArray[np.uint16] | RemoteTokens:
     if is_uri(path):
         return RemoteTokens(path)
-    with open(path, "rb") as file:  # noqa: PTH123 - a string as everywhere here
+    with file_errors("readable", path), open(path, "rb") as file:  # noqa: PTH123 - a string as everywhere here
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if not in_order:
         # Else every window of a file that is not in memory brings megabytes with it that nobody asked for.
@@ -168,13 +168,12 @@ class TokenMixture:
 
     def __post_init__(self) -> None:
         """Check the weights once."""
-        if len(self.weights) != len(self.parts) or not self.parts:
-            raise DataError(f"expected a weight for each of {len(self.parts)} parts, got {len(self.weights)}")
-        numbers = all(isinstance(weight, int | float) and 0 < weight < float("inf") for weight in self.weights)
-        if not numbers or 0 in self._shares():
+        numbers = all(isinstance(weight, int | float) and weight > 0 for weight in self.weights)
+        fit = len(self.weights) == len(self.parts) > 0 and numbers and sum(self.weights) < float("inf")
+        if not fit or 0 in self._shares():
             raise DataError(
-                f"expected weights that give every part at least one window in {_ROUND}, got {list(self.weights)}: "
-                "raise the small ones or leave their parts out"
+                f"The weights must be one number for each of {len(self.parts)} parts, and must give each part at least "
+                f"one window in {_ROUND}, got {list(self.weights)}. Raise the small ones, or leave their parts out."
             )
 
     def __len__(self) -> int:
@@ -193,7 +192,7 @@ class TokenMixture:
             DataError: the order is `sequential`, which a mixture has not.
         """
         if order == "sequential":
-            raise DataError("expected the order shuffle or random for a mixture, got sequential: read its parts singly")
+            raise DataError("The order of a mixture must be shuffle or random, got sequential. Read its parts singly.")
         windows = np.empty((len(indices), seq_len + 1), dtype=np.uint16)
         part_of, index_in_part = self._deal(indices, seed)
         for number, part in enumerate(self.parts):

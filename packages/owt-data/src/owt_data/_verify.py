@@ -8,8 +8,8 @@ import numpy as np
 from pyarrow.fs import FileType
 
 from owt_data._errors import DataError
-from owt_data._files import BYTES_PER_TOKEN, file_size, file_type, join, normalize, read_blocks
-from owt_data._manifest import DTYPE, MANIFEST_NAME, FileRecord, Manifest, read_manifest
+from owt_data._files import BYTES_PER_TOKEN, check_type, file_info, join, normalize, read_blocks
+from owt_data._manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
 from owt_data._summary import Summary
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 
@@ -32,11 +32,10 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
         DataError: the folder has no manifest, or a file cannot be read.
     """
     name = normalize(os.fspath(folder))
-    if file_type(name) is not FileType.Directory:
-        raise DataError(f"expected a folder that owt-data prepared, but {folder} is none: check the path")
+    check_type(name, FileType.Directory, "a folder that owt-data prepared")
     manifest = read_manifest(name)
     if manifest is None:
-        raise DataError(f"expected {MANIFEST_NAME} in {folder}, found none: name a folder that owt-data prepared")
+        raise DataError(f"{folder} must hold {MANIFEST_NAME}, got none. Name a folder that owt-data prepared.")
     differences = _differences_of_manifest(manifest)
     total = sum(record.num_tokens for record in manifest.files.values()) or 1
     done = 0
@@ -53,7 +52,7 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
 
 
 def _differences_of_manifest(manifest: Manifest) -> list[str]:
-    facts = [("dtype", manifest.dtype, DTYPE)]
+    facts = []
     try:
         tokenizer = load_tokenizer(manifest.tokenizer)
         facts += [
@@ -70,11 +69,11 @@ def _differences_of_manifest(manifest: Manifest) -> list[str]:
 
 
 def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: Callable[[int], None]) -> list[str]:
-    if file_type(path) is not FileType.File:
+    info, expected_size = file_info(path), BYTES_PER_TOKEN * expected.num_tokens
+    if info.type is not FileType.File:
         return ["expected a file, found none"]
-    size, expected_size = file_size(path), BYTES_PER_TOKEN * expected.num_tokens
-    if size != expected_size:
-        return [f"expected {expected_size} bytes, found {size}"]
+    if info.size != expected_size:
+        return [f"expected {expected_size} bytes, found {info.size}"]
     summary = Summary(manifest.vocab_size - 1)
     for block in read_blocks(path):
         tokens = np.frombuffer(block, dtype="<u2")
