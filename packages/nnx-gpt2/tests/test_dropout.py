@@ -64,7 +64,7 @@ def test_embeddings_and_both_branches_of_each_layer_drop_by_themselves(scan_laye
 
 def test_each_step_has_its_own_key(dropping):
     """The same batch, key and parameters at steps 0, 1 and 2."""
-    optimizer = optax.sgd(0.0)
+    dropping, optimizer = dataclasses.replace(dropping, num_layers=1), optax.sgd(0.0)
     state, step = create_train_state(dropping, optimizer, jax.random.key(0)), make_train_step(dropping, optimizer)
     params, batch, key = jax.tree.map(jnp.array, state.params), windows(dropping, 2), jax.random.key(7)
     losses = []
@@ -78,6 +78,7 @@ def test_each_step_has_its_own_key(dropping):
 
 def test_each_part_of_a_batch_has_its_own_key(dropping):
     """An element of a position's embedding gets no gradient where it is dropped in all four parts of the batch."""
+    dropping = dataclasses.replace(dropping, num_layers=1)
     state = create_train_state(dropping, SGD, jax.random.key(0))
     before = np.asarray(state.params["wpe"]["embedding"])
     state, _ = make_train_step(dropping, SGD, grad_accum_steps=4)(state, windows(dropping, 4), jax.random.key(7))

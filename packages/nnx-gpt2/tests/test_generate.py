@@ -79,12 +79,12 @@ def test_the_top_token_alone_is_greedy(model):
     assert generate(model, PROMPTS, 10, key=jax.random.key(0), top_p=1e-9) == greedy
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-40, 1e-300])
-def test_a_temperature_near_zero_takes_the_likeliest_token(model, temperature):
+def test_a_temperature_near_zero_takes_the_likeliest_token(model):
     greedy = generate(model, PROMPTS, 10, temperature=0.0)
     ways: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.9}]
     for options in ways:
-        assert generate(model, PROMPTS, 10, key=jax.random.key(0), temperature=temperature, **options) == greedy
+        for temperature in (1e-3, 1e-29, 1e-38, 1e-40, 1e-300):
+            assert generate(model, PROMPTS, 10, key=jax.random.key(0), temperature=temperature, **options) == greedy
 
 
 def test_draws_follow_the_probabilities(model):

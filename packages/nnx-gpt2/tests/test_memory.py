@@ -20,12 +20,12 @@ def test_the_state_is_counted_to_the_byte():
 
 def test_windows_take_memory_and_parts_of_a_batch_share_it():
     config = GPT2Config(vocab_size=256, seq_len=64, num_layers=1, num_heads=2, embed_dim=32)
-    few, many, parts = (
-        estimate_memory(config, global_batch_size=size, grad_accum_steps=num_parts).temporary_bytes
-        for size, num_parts in ((4, 1), (32, 1), (32, 8))
+    at_once, in_parts = (
+        estimate_memory(config, global_batch_size=32, grad_accum_steps=num_parts).temporary_bytes
+        for num_parts in (1, 8)
     )
-    assert many > 4 * few
-    assert parts < many / 2
+    assert at_once > 32 * 64 * 256 * 4  # the logits alone
+    assert in_parts < at_once / 2
 
 
 @pytest.mark.slow
