@@ -177,6 +177,10 @@ LINES = [
     ("--data ids.bin", "must be below 257, the vocabulary of the tokenizer"),
     ("--data book.txt --hardware cpu:3", "must be a multiple of the 3 devices of cpu:3 that share it, got 16."),
     (
+        "--data book.txt --hardware cpu:2 --train.grad-accum-steps 16",
+        "the 2 devices of cpu:2 that share it times the train.grad_accum_steps, 16, got 16. Change it, or --hardware.",
+    ),
+    (
         "--data book.txt --hardware tpu:v7x:2x2x2 --train.global-batch-size 24",
         "must be a multiple of the 16 devices of tpu:v7x:2x2x2 that share it, got 24. Change it, or --hardware.",
     ),

@@ -158,6 +158,16 @@ def scalars(folder):
     return shown
 
 
+def test_tensorboard_hides_what_a_later_start_records_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    for start, loss in ((0, 3.0), (2, 2.0)):
+        with RunLog(folder, send=lambda record: None) as log:
+            log.begin(start)
+            for step in range(start, 4):
+                log.write({"step": step, "loss": loss})
+    assert scalars(folder) == {0: {"loss": 3.0}, 1: {"loss": 3.0}, 2: {"loss": 2.0}, 3: {"loss": 2.0}}
+
+
 # A run's log from a step on. Once it is told that step 20 is saved, it goes on until it is killed.
 LOGGING = """
 import sys, time
