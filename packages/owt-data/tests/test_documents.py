@@ -202,6 +202,9 @@ def test_the_digest_is_of_contents_and_kind(tmp_path):
     assert find_source(str(a)).digest() == find_source(str(b)).digest()
     write_rows(b, ["c"])
     assert find_source(str(a)).digest() != find_source(str(b)).digest()
+    both = find_source([str(a), str(b)]).digest()
+    assert both != find_source([str(b), str(a)]).digest()
+    assert both != find_source([str(b), str(b)]).digest()
     shares = []
     find_source([str(a), str(b)]).digest(shares.append)
     assert shares[-1] == 1.0

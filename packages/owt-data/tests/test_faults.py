@@ -122,16 +122,16 @@ def test_killed_while_assembling_it_goes_on(corpus, undisturbed, tmp_path, recor
 def test_finished_parts_are_not_tokenized_again(corpus, interrupted, undisturbed):
     folder = interrupted.with_name(".out.partial") / "parts-all"
     before = {path.name: path.stat().st_mtime_ns for path in sorted(folder.glob("*.bin"))[:5]}
-    seen = []
-    prepare(
-        str(corpus),
-        interrupted,
-        OPTIONS,
-        progress=lambda progress: seen.append(
-            {name: (folder / name).stat().st_mtime_ns for name in before} if folder.exists() else None
-        ),
-    )
+    seen, progress = [], []
+
+    def look(now):
+        progress.append(now)
+        seen.append({name: (folder / name).stat().st_mtime_ns for name in before} if folder.exists() else None)
+
+    manifest = prepare(str(corpus), interrupted, OPTIONS, progress=look)
     assert all(now == before for now in seen if now is not None)
+    assert progress[-1].num_documents == 4000
+    assert progress[-1].num_tokens == sum(record.num_tokens for record in manifest.files.values())
     assert_same(interrupted, undisturbed)
 
 
