@@ -44,7 +44,8 @@ def test_a_place_is_what_its_text_names(written, place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "written", ["", None, 3, b"runs", "a\0b", "file://host/data", "file:////data", "file:runs", Path("s3://bucket/runs")]
+    "written",
+    ["", None, 3, b"runs", "a\0b", "file://host/data", "file:////data", "file:runs", Path("s3://bucket/runs")],
 )
 def test_what_is_no_place_is_refused(written):
     with pytest.raises(LaunchError, match=re.escape(f"must be a folder, or the text of a URI, got {written!r}. Name")):
