@@ -44,6 +44,7 @@ OPTIONS = [
     "--train.eval-batches=3",
     "--train.checkpoint-every=6",
     "--train.mask-documents",
+    "--val-fraction=0.1",
     "--optimizer.warmup-steps=4",
     "--name=run",
 ]
@@ -97,10 +98,19 @@ def machines(environment, tmp_path):
 
 
 @pytest.fixture
-def plain(corpus, environment, monkeypatch):
+def documents(corpus, tmp_path):
+    """The corpus in documents of 100 bytes: each window has the end of one in it."""
+    text, path = corpus.read_text(), tmp_path / "documents.jsonl"
+    pieces = (text[start : start + 100] for start in range(0, len(text), 100))
+    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    return path
+
+
+@pytest.fixture
+def plain(documents, environment, monkeypatch):
     """The losses of the same steps on one device, without Ray, and the validation at their end."""
     monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
-    config = read_config(["--data", str(corpus), *OPTIONS])
+    config = read_config(["--data", str(documents), *OPTIONS])
     data = load_tokens(config, Console(quiet=True))
     model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
     optimizer, mesh, key = create_optimizer(config.optimizer, MAX_STEPS), make_mesh(), jax.random.key(config.seed)
@@ -118,11 +128,11 @@ def plain(corpus, environment, monkeypatch):
 
 
 @pytest.mark.fault
-def test_two_machines_train_like_one_device(machines, plain, corpus, environment, tmp_path, record_property):
+def test_two_machines_train_like_one_device(machines, plain, documents, environment, tmp_path, record_property):
     record_property("fault", "two machines, whose devices XLA puts into two slices")
     record_property("lost", "nothing")
     storage = tmp_path / "storage"
-    args = ["--data", str(corpus), "--storage-path", str(storage), "--hardware=cpu:2", *OPTIONS]
+    args = ["--data", str(documents), "--storage-path", str(storage), "--hardware=cpu:2", *OPTIONS]
     done = subprocess.run(
         [*COMMAND, *args], env=environment | machines, cwd=tmp_path, capture_output=True, text=True,
         check=False, timeout=400,
