@@ -69,6 +69,18 @@ except DamagedCheckpointError as error:
 """
 
 
+LONG = """
+import sys
+
+import jax
+
+from ray_jax_launch._agreement import from_first_process
+
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
+sizes = [0, 1, 900, 5000]
+print("found", [len(from_first_process(lambda: "x" * size)) for size in sizes] == sizes)
+"""
+
 # Saves 1 KB, 16 MB and 1 KB of arrays whose shards are on both processes.
 SAVES = """
 import sys
@@ -144,6 +156,10 @@ def test_two_processes_read_the_newest_checkpoint_once(tmp_path):
     assert step0 == step1 == "20"
     assert 32_000_000 < int(read0) + int(read1) < 1.3 * 32_000_000
     assert int(read1) < 0.3 * 32_000_000
+
+
+def test_an_answer_of_any_length_reaches_all_processes(tmp_path):
+    assert run_ranks(LONG, [tmp_path] * 2) == ["True"] * 2
 
 
 @pytest.mark.fault

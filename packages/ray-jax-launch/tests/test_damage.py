@@ -1,8 +1,12 @@
 """Checkpoints in a folder whose files are no longer those that were written."""
 
+import contextlib
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +14,8 @@ import numpy as np
 import pytest
 
 from ray_jax_launch import Checkpoints, DamagedCheckpointError, intact_step
+from ray_jax_launch._folders import Folders
+from ray_jax_launch._steps import list_steps
 
 TREE = {"w": jnp.arange(1000.0)}
 
@@ -161,6 +167,59 @@ def test_what_has_no_checksum_is_not_needed(folder):
     with Checkpoints(folder) as checkpoints:
         np.testing.assert_array_equal(checkpoints.restore(30, {"params": TREE})["params"]["w"], TREE["w"] + 30)
         assert checkpoints.metadata(30) == {"step": 30}
+
+
+@pytest.mark.fault
+def test_the_same_step_is_quarantined_twice_and_both_are_kept(folder, record_property):
+    record_property("fault", "newest checkpoint in a folder: damaged, written again, and damaged again")
+    record_property("lost", "steps since the checkpoint before it")
+    for problem in (cut_short, spoil_the_checksums):
+        problem(folder / "30")
+        with Checkpoints(folder, num_to_keep=3) as checkpoints:
+            assert checkpoints.latest_step() == 20
+            checkpoints.save(30, {"params": TREE}, metadata={})
+    assert intact_step(folder) == 30
+    assert {path.name for path in folder.iterdir()} == {"10", "20", "30", "30.damaged", "30.damaged2"}
+    assert (folder / "30.damaged" / "checksums.json").read_text() != "{"
+    assert (folder / "30.damaged2" / "checksums.json").read_text() == "{"
+
+
+def test_a_file_shorter_than_written_by_a_multiple_of_4_gib_is_damaged(folder):
+    path = folder / "30" / "checksums.json"
+    checksums = json.loads(path.read_text())
+    name, (size, checksum) = next(iter(checksums["files"].items()))
+    checksums["files"][name] = [size + (1 << 32), checksum]
+    path.write_text(json.dumps(checksums))
+    assert Folders(folder).find_damage(30) == f"{name} has {size} bytes, not {size + (1 << 32)}"
+
+
+DELETES = """
+import sys
+from pathlib import Path
+from ray_jax_launch._folders import Folders
+Folders(Path(sys.argv[1])).delete(30)
+"""
+
+
+@pytest.mark.fault
+def test_a_process_that_is_killed_while_it_deletes_leaves_no_half_checkpoint(folder, record_property):
+    record_property("fault", "a process is killed while it deletes an old checkpoint from a folder")
+    record_property("lost", "nothing")
+    many = folder / "30" / "many"
+    many.mkdir()
+    for number in range(20_000):
+        (many / str(number)).touch()
+    process = subprocess.Popen([sys.executable, "-c", DELETES, str(folder)])
+    try:
+        with contextlib.suppress(FileNotFoundError):  # it is in another place
+            while len(os.listdir(many)) == 20_000:  # noqa: PTH208  (faster)
+                assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert sorted(list_steps(folder)) == [10, 20]
+    with Checkpoints(folder):
+        assert {path.name for path in folder.iterdir()} == {"10", "20"}
 
 
 def test_an_empty_folder_has_none(tmp_path):

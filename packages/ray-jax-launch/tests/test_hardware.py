@@ -111,6 +111,35 @@ def test_every_slice_that_ray_knows_is_found_by_its_nodes_and_refused_when_a_hos
             check_resources(hardware)
 
 
+@pytest.mark.parametrize(
+    ("text", "data_cpus", "nodes", "shortage"),
+    [
+        ("gpu:1x4", 0, [(8, 4)], None),
+        ("gpu:1x4", 0, [(8, 2), (8, 2)], "for 1 workers of 4 GPUs each for gpu:1x4, got room for 0 on nodes of 2, 2"),
+        ("gpu:2x2", 0, [(8, 3), (8, 1)], "for 2 workers of 2 GPUs each for gpu:2x2, got room for 1 on nodes of 3, 1"),
+        ("gpu:1-4x2", 0, [(8, 2)], None),
+        ("gpu:2-4x2", 0, [(8, 2)], "must have 4 GPUs for gpu:2-4x2, got 2"),
+        ("cpu:1-4", 0, [(1, 0)], None),
+        ("cpu:1-4", 1, [(1, 0)], "have 2 CPUs, 1 for the workers of cpu:1-4 and 1 for the tasks of Ray Data, got 1"),
+        ("gpu:2", 0, [(1, 2)], "must have 2 CPUs, 2 for the workers of gpu:2 and 0 for the tasks of Ray Data, got 1"),
+    ],
+)  # fmt: skip
+def test_a_cluster_has_what_the_fewest_workers_need(text, data_cpus, nodes, shortage, monkeypatch):
+    found = [{"Alive": True, "Resources": {"CPU": float(cpus), "GPU": float(gpus)}} for cpus, gpus in nodes]
+    found.append({"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}})
+    monkeypatch.setattr("ray.nodes", lambda: found)
+    if shortage is None:
+        check_resources(parse_hardware(text), data_cpus=data_cpus)
+        return
+    with pytest.raises(LaunchError, match=re.escape(shortage)):
+        check_resources(parse_hardware(text), data_cpus=data_cpus)
+
+
+def test_the_users_own_settings_of_memory_are_kept(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
+    assert worker_environment(cpu(1))["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
+
+
 def test_presets_say_what_ray_and_jax_need():
     assert scaling_config(gpu(2, 4)).resources_per_worker == {"CPU": 1, "GPU": 4}
     assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

@@ -28,6 +28,7 @@ from ray_jax_launch import (
     parse_hardware,
 )
 from ray_jax_launch._board import start_board
+from ray_jax_launch._interrupt import Interrupt
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -199,6 +200,36 @@ def test_ctrl_c_lets_a_loop_that_listens_save_and_ends_any_other(tmp_path, liste
         ]
     else:
         assert saved is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_launch_whose_loop_does_not_listen(number):
+    board, before = start_board(), signal.getsignal(number)
+    interrupt = Interrupt(board)
+    interrupt.handle()
+    try:
+        with pytest.raises(SystemExit):
+            signal.raise_signal(number)
+    finally:
+        interrupt.restore()
+        ray.kill(board)
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_does_not_wait_for_a_loop_that_listens():
+    board = start_board()
+    stop = board.wait_for_stop.remote("group", 0)
+    ray.get(board.latest.remote())
+    interrupt = Interrupt(board)
+    interrupt.handle()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert ray.get(stop, timeout=60) == "interrupt"
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        interrupt.restore()
+        ray.kill(board)
 
 
 def fail_on_rank_1(config):

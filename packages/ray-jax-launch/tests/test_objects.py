@@ -10,6 +10,7 @@ import tarfile
 import threading
 import time
 import zlib
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,8 @@ import pytest
 from pyarrow.fs import FileSelector
 
 from ray_jax_launch import Checkpoints, DamagedCheckpointError, LaunchError, _retry, intact_step, latest_step
+from ray_jax_launch._objects import Listing, Objects, _Summing
+from ray_jax_launch._steps import list_steps
 from ray_jax_launch._storage import join_path, open_uri
 
 TREE = {"w": jnp.arange(1000.0)}
@@ -130,11 +133,65 @@ def test_parts_without_a_listing_are_no_checkpoint_and_are_deleted(uri, record_p
         assert "40/process-1.tar" not in names(uri)
 
 
+@pytest.mark.fault
+def test_the_same_step_is_quarantined_twice_and_its_number_is_free_again(uri, record_property):
+    record_property("fault", "newest checkpoint in object storage: damaged, written again, and damaged again")
+    record_property("lost", "steps since the checkpoint before it")
+    for _ in range(2):
+        flip_a_byte(uri)
+        with Checkpoints(uri, num_to_keep=3) as checkpoints:
+            assert checkpoints.latest_step() == 20
+            checkpoints.save(30, {"params": TREE}, metadata={})
+        assert intact_step(uri) == 30
+        assert {name for name in names(uri) if name.startswith("30/")} == {"30/checkpoint.json", "30/process-0.tar"}
+    # Somebody lists a quarantined one again.
+    flip_a_byte(uri)
+    listing = read(uri, "30/checkpoint.json")
+    for _ in range(2):
+        write(uri, "30/checkpoint.json", listing)
+        with Checkpoints(uri, num_to_keep=3) as checkpoints:
+            assert checkpoints.latest_step() == 20
+        assert sorted(list_steps(uri)) == [10, 20]
+
+
+def test_clean_up_keeps_the_parts_of_a_quarantined_checkpoint(uri):
+    flip_a_byte(uri)
+    part = read(uri, "30/process-0.tar")
+    for _ in range(2):
+        with Checkpoints(uri, num_to_keep=3) as checkpoints:
+            assert checkpoints.latest_step() == 20
+        assert {name for name in names(uri) if name.startswith("30/")} == {
+            "30/checkpoint.json.damaged", "30/process-0.tar"
+        }  # fmt: skip
+    assert read(uri, "30/process-0.tar") == part
+
+
+def test_sizes_of_parts_beyond_4_gib_are_kept(uri):
+    size, kept = (1 << 32) + 5, Objects(uri)
+    kept.write_note(30, 1, "a save", (size, 7))
+    assert kept.read_note(30, 1, "a save") == (size, 7)
+    kept.commit(40, Listing({"process-0.tar": (size, 7)}, {}, None))
+    assert kept.listing(40).parts == {"process-0.tar": (size, 7)}
+    # A part that lost 4 GiB is not the part that was written.
+    listing = kept.listing(30)
+    (size, checksum), short = listing.parts["process-0.tar"], listing.parts["process-0.tar"][0]
+    kept.commit(30, Listing({"process-0.tar": (size + (1 << 32), checksum)}, {}, None))
+    assert kept.find_damage(30) == f"process-0.tar has {short} bytes, not {size + (1 << 32)}"
+    # What is uploaded and read is counted block by block.
+    stream = _Summing(io.BytesIO(b"abcdef"))
+    stream.size = (1 << 32) - 1
+    stream.write(b"ab")
+    stream.read_rest()
+    assert stream.size == (1 << 32) + 5
+
+
 class BusyServer(http.server.BaseHTTPRequestHandler):
     """Passes requests on to the S3 server, after it has answered some of them with 503."""
 
     num_failures = 0
     failing = ""
+    changed: ClassVar[list[tuple[str, str]]] = []
+    """Method and path of each request that wrote or deleted, in the order of the answers."""
 
     def do_GET(self):
         if f"/30/{BusyServer.failing}" in self.path and BusyServer.num_failures > 0:
@@ -145,6 +202,11 @@ class BusyServer(http.server.BaseHTTPRequestHandler):
             return
         upstream = http.client.HTTPConnection(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), timeout=60)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while (line := self.rfile.readline()) != b"\r\n":
+                size = int(line, 16)
+                body += line + self.rfile.read(size + 2 if size else 0)
+            body += line
         upstream.request(self.command, self.path, body, dict(self.headers))
         response = upstream.getresponse()
         content = response.read()
@@ -155,6 +217,8 @@ class BusyServer(http.server.BaseHTTPRequestHandler):
         if response.getheader("Content-Length") is None:
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        if self.command in ("PUT", "POST", "DELETE"):
+            BusyServer.changed.append((self.command, self.path.partition("?")[0]))
         if self.command != "HEAD":
             self.wfile.write(content)
         upstream.close()
@@ -206,6 +270,21 @@ def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(uri, busy, 
     assert intact_step(uri) == 30
     record_property("fault", f"the object storage answers 503 to every request for {name} of the newest checkpoint")
     record_property("lost", "nothing: the start is refused, and works once the storage does")
+
+
+def test_a_checkpoint_is_listed_after_its_parts_are_there_and_no_longer_before_they_go(uri, busy):
+    BusyServer.changed.clear()
+    with Checkpoints(busy, num_to_keep=3) as checkpoints:
+        checkpoints.save(40, {"params": TREE}, metadata={})
+    written = [
+        path.rpartition("/40/")[2] for method, path in BusyServer.changed if "/40/" in path and method != "DELETE"
+    ]
+    assert "process-0.tar" in written[: written.index("checkpoint.json")]
+    assert "process-0.tar" not in written[written.index("checkpoint.json") :]
+    deleted = [
+        path.rpartition("/10/")[2] for method, path in BusyServer.changed if "/10/" in path and method == "DELETE"
+    ]
+    assert deleted == ["checkpoint.json", "process-0.tar"]
 
 
 def link(name):

@@ -8,15 +8,28 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import ray
 import ray.cloudpickle
+import ray.exceptions
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
+from ray.train.v2.api.preemption import PreemptionInfo
 
-from ray_jax_launch import DistributedConfig, LaunchError, TrainingFailed, cpu, launch
+from ray_jax_launch import DistributedConfig, LaunchError, OutOfMemoryError, TrainingFailed, cpu, launch
 from ray_jax_launch._backend import _DistributedBackend
+from ray_jax_launch._board import start_board
+from ray_jax_launch._failures import Preempted, note_traceback, to_raise
+from ray_jax_launch._restart import RestartPolicy
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.fault]
+pytestmark = pytest.mark.usefixtures("cluster")
 
 # Workers cannot import this file: what they run is sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -59,6 +72,7 @@ def fail_then_finish(config):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.fault
 def test_a_taken_port_a_read_error_and_a_death_after_the_end_fail_no_run(
     tmp_path, caplog, monkeypatch, record_property
 ):
@@ -105,6 +119,7 @@ def fail_at_step_3(config):
 
 
 @pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("error", "raised", "num_starts"),
     [
@@ -129,3 +144,132 @@ def test_a_failure_that_would_happen_again_ends_the_launch(
     if error == "program":
         again = caplog.records[-1].message
         assert again.endswith("the workers do not start again, because they failed in the same way before")
+
+
+REMEDY = "Use a smaller batch or model, more gradient accumulation parts, or more devices to share it"
+# As Ray 2.60 writes it.
+KILLED = "1 worker(s) were killed due to the node running low on memory. Memory on the node was 23GB used / 23GB limit"
+
+
+def take_more_on_rank_1(config):
+    """Rank 1 cannot allocate, and rank 0 waits for it."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices("joined")
+    if jax.process_index() == 1:
+        jnp.ones(10**13)
+    multihost_utils.sync_global_devices("never")
+
+
+@pytest.mark.fault
+def test_an_array_that_no_device_can_hold_ends_the_launch_at_once(tmp_path, caplog, record_property):
+    record_property("fault", "a loop allocates 40 TB")
+    record_property("lost", "nothing: it ends at once, with its checkpoints")
+    with pytest.raises(OutOfMemoryError) as failed:
+        launch(take_more_on_rank_1, {}, hardware=cpu(2), storage_path=tmp_path, name="run")
+    assert str(failed.value) == (
+        "the training loop must fit in the memory of worker 1, got RESOURCE_EXHAUSTED: Out of memory allocating "
+        f"40000000000000 bytes. {REMEDY}"
+    )
+    assert "in take_more_on_rank_1" in failed.value.__notes__[0]
+    assert not [record.message for record in caplog.records if "start again" in record.message]
+
+
+def raised(action):
+    """The exception of an action, as a worker sends it."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        action()
+    note_traceback(caught.type, caught.value, caught.tb)
+    return caught.value
+
+
+def died(cause):
+    return WorkerHealthCheckFailedError("A worker health check failed.", failure=cause)
+
+
+@pytest.fixture
+def decide():
+    """What the policy decides on each failure of a group, given by rank."""
+    board = start_board()
+    policy = RestartPolicy(board, max_failures=3, wait_for_resources_s=0)
+    yield lambda *failures: policy.make_decision(
+        failures[0] if isinstance(failures[0], TrainingFailedError) else WorkerGroupError("", dict(enumerate(failures)))
+    )
+    ray.kill(board)
+
+
+@pytest.mark.parametrize(
+    ("allocate", "line"),
+    [
+        (lambda: jnp.ones(10**13), "RESOURCE_EXHAUSTED: Out of memory allocating 40000000000000 bytes"),
+        (lambda: np.ones(10**14), "Unable to allocate 728. TiB for an array with shape (100000000000000,)"),
+        (lambda: bytearray(10**15), "MemoryError"),
+    ],
+    ids=["jax", "numpy", "python"],
+)
+def test_memory_that_cannot_be_allocated_is_no_failure_to_retry(decide, allocate, line):
+    failure = raised(allocate)
+    other = raised(lambda: jax.block_until_ready(jax.jit(lambda x: x)(1)) and 1 / 0)
+    # Others may die or fail because of it.
+    failures = [other, died(ray.exceptions.ActorDiedError()), failure]
+    assert decide(*failures) == FailureDecision.RAISE
+    error = to_raise(dict(enumerate(failures)), cpu(3), "/logs")
+    assert isinstance(error, OutOfMemoryError)
+    assert str(error).startswith(f"the training loop must fit in the memory of worker 2, got {line}")
+    assert str(error).endswith(f". {REMEDY}")
+
+
+def test_a_second_kill_by_the_memory_monitor_in_a_row_ends_the_launch(decide):
+    killed, crashed = died(ray.exceptions.OutOfMemoryError(KILLED)), died(ray.exceptions.ActorDiedError())
+    assert [decide(failure) for failure in (killed, crashed, killed)] == [FailureDecision.RETRY] * 3
+    again = died(ray.exceptions.OutOfMemoryError(f"{KILLED.replace('23', '24')}\nOOM kill reason"))
+    assert decide(crashed, again) == FailureDecision.RAISE
+    error = to_raise({0: crashed, 1: again}, cpu(2), "/logs")
+    assert isinstance(error, OutOfMemoryError)
+    assert str(error).startswith(
+        f"the training loop must fit in the memory of worker 1, got {KILLED.replace('23', '24')}. Use"
+    )
+
+
+def test_a_death_without_a_reason_is_a_failure_to_retry(decide):
+    """The kernel's SIGKILL for want of memory looks like any other."""
+    decisions = [decide(died(ray.exceptions.ActorDiedError())) for _ in range(4)]
+    assert decisions == [FailureDecision.RETRY] * 3 + [FailureDecision.RAISE]
+
+
+def test_preemptions_are_no_failures(decide):
+    preemptions = [
+        PreemptionError(PreemptionInfo(None, {"a node": [0]})),
+        died(ray.exceptions.RayActorError(preempted=True)),
+        Preempted("saved at step 3"),
+    ]
+    # The collectives of others break meanwhile.
+    broken = raised(lambda: jax.block_until_ready(jax.jit(lambda x: x)(1)) and 1 / 0)
+    for _ in range(3):
+        assert [decide(failure) for failure in preemptions] == [FailureDecision.RETRY] * 3
+        assert decide(broken, preemptions[2]) == FailureDecision.RETRY
+    died_once = died(ray.exceptions.ActorDiedError())
+    assert [decide(died_once) for _ in range(4)] == [FailureDecision.RETRY] * 3 + [FailureDecision.RAISE]
+
+
+def test_the_same_exception_ends_the_launch_only_twice_in_a_row(decide):
+    failure = raised(lambda: {}["key"])
+    assert decide(failure) == FailureDecision.RETRY
+    assert decide(died(ray.exceptions.ActorDiedError())) == FailureDecision.RETRY
+    assert decide(failure) == FailureDecision.RETRY
+    assert decide(failure) == FailureDecision.RAISE
+
+
+def test_each_loss_of_nodes_is_waited_for_as_long(decide, monkeypatch):
+    too_few = ControllerError(WorkerGroupStartupTimeoutError(2))
+    assert decide(too_few) == FailureDecision.RETRY
+    now = time.monotonic()
+    monkeypatch.setattr("ray_jax_launch._restart.time", SimpleNamespace(monotonic=lambda: now + 239))
+    assert decide(too_few) == FailureDecision.RETRY
+    assert decide(died(ray.exceptions.ActorDiedError())) == FailureDecision.RETRY
+    monkeypatch.setattr("ray_jax_launch._restart.time", SimpleNamespace(monotonic=lambda: now + 1000))
+    assert decide(too_few) == FailureDecision.RETRY
+    monkeypatch.setattr("ray_jax_launch._restart.time", SimpleNamespace(monotonic=lambda: now + 1300))
+    assert decide(too_few) == FailureDecision.RAISE

@@ -147,7 +147,19 @@ for number in range(200):
     assert list(parent.iterdir()) == []
 
 
-def test_a_folder_of_somebody_else_is_refused(temporary, monkeypatch):
+def test_a_folder_of_another_user_is_refused(temporary):
+    folder = temporary / f"ray-jax-launch-{os.getuid()}"
+    folder.mkdir()
+    try:
+        os.chown(folder, os.getuid() + 1, -1)
+    except PermissionError:
+        pytest.skip("needs the right to give a folder away")
+    expected = f"must be a folder of this user, got one of user {os.getuid() + 1}. Set TMPDIR"
+    with pytest.raises(LaunchError, match=expected):
+        Staging("s3://bucket/run")
+
+
+def test_a_link_to_a_folder_of_somebody_else_is_refused(temporary):
     (temporary / "elsewhere").mkdir()
     (temporary / f"ray-jax-launch-{os.getuid()}").symlink_to(temporary / "elsewhere")
     with pytest.raises(LaunchError, match=r"ray-jax-launch-.* must be a folder of this user"):

@@ -78,9 +78,9 @@ with Checkpoints(sys.argv[1], verify=False) as checkpoints:
 FULL = """
 import sys
 import jax.numpy as jnp
-from ray_jax_launch import Checkpoints, UnsavedCheckpointError
+from ray_jax_launch import Checkpoints, UnsavedCheckpointError, latest_step
 
-with Checkpoints(sys.argv[1]) as checkpoints:
+with Checkpoints(sys.argv[1], num_to_keep=1) as checkpoints:
     checkpoints.save(1, {"params": {"w": jnp.ones(10)}}, metadata={})
     checkpoints.save(2, {"params": {"w": jnp.ones(8_000_000)}}, metadata={})
     try:
@@ -88,7 +88,7 @@ with Checkpoints(sys.argv[1]) as checkpoints:
     except UnsavedCheckpointError as error:
         print(error)
         print("cause:", error.__cause__)
-    assert checkpoints.latest_step() == checkpoints.durable_step() == 1
+    assert checkpoints.latest_step() == checkpoints.durable_step() == latest_step(sys.argv[1]) == 1
     checkpoints.save(4, {"params": {"w": jnp.full(10, 4.0)}}, metadata={})
     checkpoints.wait()
     assert checkpoints.latest_step() == checkpoints.durable_step() == 4
