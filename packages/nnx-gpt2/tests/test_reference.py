@@ -1,5 +1,6 @@
 """The network and its cached decoding against GPT-2 in NumPy, in float64 and with weights that are not small."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2Config, abstract_train_state, document_ids, mean_loss, merge, token_losses
+from nnx_gpt2 import GPT2Config, abstract_train_state, document_ids, mean_loss, merge, stack_layers, token_losses
 from nnx_gpt2._generate import _decode, _prefill
 from nnx_gpt2._model import MLP
 
@@ -92,8 +93,12 @@ def test_losses_are_those_of_the_formulas(model, params):
     assert float(mean_loss(model, jnp.asarray(TOKENS))) == pytest.approx(expected.mean(), abs=1e-10)
 
 
-def test_cached_decoding_has_the_logits_of_the_full_forward(model, params):
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_cached_decoding_has_the_logits_of_the_full_forward(params, scan_layers):
     """Texts of 1, 4 and 7 tokens go on by five given tokens, one at a time."""
+    arrays = jax.tree.map(jnp.asarray, params)
+    config = dataclasses.replace(CONFIG, scan_layers=scan_layers)
+    model = merge(config, stack_layers(arrays) if scan_layers else arrays)
     rows, lengths = np.arange(3), np.array([1, 4, 7])
     blocks = [model.block(i) for i in range(2)]
     prompt = np.where(np.arange(8) < lengths[:, None], TOKENS[:, :8], 0)

@@ -23,7 +23,7 @@ from nnx_gpt2._model import GPT2, Block
 # Prompts are padded to this many tokens, or a power of two above.
 _SMALLEST_PROMPT = 32
 
-# Below it a division by the temperature would overflow, or be one by zero. The likeliest token is then the only one.
+# Below it a division by the temperature could overflow, or be one by zero. The likeliest token is then the only one.
 _SMALLEST_TEMPERATURE = 1e-30
 
 
@@ -276,8 +276,7 @@ def _draw_tokens(
 ) -> Int[Array, " B"]:
     if draw.greedy:
         return logits_BV.argmax(axis=-1).astype(jnp.int32)
-    # The largest logit becomes 0, since others could divide to infinity.
-    logits_BV = (logits_BV - logits_BV.max(axis=-1, keepdims=True)) / temperature
+    logits_BV = logits_BV / temperature
     if draw.top_k is not None:
         smallest_kept_B1 = jax.lax.top_k(logits_BV, draw.top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV < smallest_kept_B1, -jnp.inf, logits_BV)
