@@ -56,7 +56,7 @@ def finished(tmp_path_factory):
         path.write_text('{"step": 0, "workers": 1}\n')
     params = create_train_state(config.model, create_optimizer(config.optimizer, 10), jax.random.key(0)).params
     with Checkpoints(folder.checkpoints) as checkpoints:
-        checkpoints.save(1, {"params": params}, metadata={RUN: description})
+        checkpoints.save(1, {"params": params}, metadata={RUN: description, "record": {"step": 1}})
     return place
 
 
@@ -71,9 +71,9 @@ def place(finished, tmp_path, monkeypatch):
 
 
 def contents(place):
-    """Every file and its size, but for caches, locks, and what Ray keeps in the run that was there before."""
-    sizes = {str(path.relative_to(place)): path.stat().st_size for path in place.rglob("*") if path.is_file()}
-    apart = ("cache/", "runs/run/.ray/", "runs/run/.lock")
+    """Every folder, and every file with its size, but for caches, and what Ray keeps in a run that was there before."""
+    sizes = {str(path.relative_to(place)): path.stat().st_size if path.is_file() else None for path in place.rglob("*")}
+    apart = ("cache/", "runs/run/.ray", "runs/run/.lock")
     return {name: size for name, size in sizes.items() if not name.startswith(apart)}
 
 
@@ -94,7 +94,7 @@ def rejected(capsys, args, place):
 def old(place):
     """Make the run one of version 0.5, whose checkpoints have no description."""
     metadata = place / "runs/run/checkpoints/1/metadata/metadata"
-    metadata.write_text("{}")
+    metadata.write_text('{"record": {"step": 1}}')
     (place / "runs/run/checkpoints/1/checksums.json").unlink()
 
 
@@ -199,6 +199,8 @@ LINES = [
     ("--data book.txt --hardware tpu", "hardware"),
     ("--data book.txt --hardware gpu:2", "The Ray cluster must have 2 GPUs for gpu:2, got 0. Ask for fewer workers"),
     ("--data book.txt --storage-path book.txt", "must be accessible, got Not a directory."),
+    ("--data book.txt --storage-path new/deep --model.vocab-size 100", "--model.vocab-size must be at least 257"),
+    ("--data book.txt --name 'a b?c'", "name must be a printable text that begins with no dot or space and has no /"),
     ("--data book.txt --storage-path loop", "got Too many levels of symbolic links"),
     ("--data book.txt --storage-path file:book.txt", "a storage path must be"),
     ("--data book.txt --storage-path nowhere://x", "nowhere://x"),
@@ -337,6 +339,17 @@ SHELL = [
         2,
         "runs/new must be accessible, got Permission denied.",
     ),
+    (
+        f"chmod 0 runs/run/metrics.jsonl; $LIMITED $PRETRAIN {TRAIN}",
+        2,
+        "metrics.jsonl must be accessible, got Permission",
+    ),
+    (
+        f"touch runs/run/.lock; chmod 500 runs/run; $LIMITED $PRETRAIN {TRAIN}",
+        2,
+        "runs/run must be writable, got a folder that you may only",
+    ),
+    ("$PRETRAIN sample nowhere 2> /dev/full", 2, ""),
     (f"chmod 0 runs/run/result.json; $LIMITED $PRETRAIN {TRAIN}", 2, "result.json must be accessible, got Permission"),
     (f"chmod 500 .; $LIMITED $PRETRAIN {EXPORT}", 2, "out must be accessible, got Permission denied."),
 ]

@@ -26,8 +26,13 @@ def test_bad_train_fields_are_named(fields, message):
     [
         ({"seed": -1}, "seed must be at least 0 and below 9223372036854775808, got -1"),
         ({"wait_for_resources_s": float("nan")}, "wait_for_resources_s must be at least 0 and below inf, got nan"),
-        ({"name": "../x"}, "name must be a plain folder name, got '../x'"),
-        ({"name": ""}, "name must be a plain folder name, got ''"),
+        (
+            {"name": "../x"},
+            "name must be a printable text that begins with no dot or space and has no / and ? in it, got '",
+        ),
+        ({"name": ""}, "name must be a printable text"),
+        ({"name": "a\nb"}, "name must be a printable text"),
+        ({"name": "\udcff"}, "name must be a printable text"),
         ({"prompt": ""}, "prompt must not be empty"),
     ],
 )

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from pretrain._config import PretrainConfig
-from pretrain._output import Output, discard_unwritten, open_streams
+from pretrain._output import Output, discard_unwritten, open_streams, say
 from pretrain._presets import PRESETS
 from pretrain._rejection import rejection
 
@@ -39,13 +39,12 @@ def main(args: Sequence[str] | None = None) -> int:
     command = _train
     if arguments and arguments[0] in _COMMANDS:
         command = _COMMANDS[arguments.pop(0)]
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         code = command(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        errors.print("interrupted: the same command continues from the newest checkpoint")
+        say("interrupted: the same command continues from the newest checkpoint")
         return _INTERRUPTED
     except BrokenPipeError:
         return _NO_READER  # whoever read the output, such as `head`, has seen enough
@@ -53,10 +52,11 @@ def main(args: Sequence[str] | None = None) -> int:
         sentence = rejection(error)
         if sentence is None:
             raise
-        errors.print(f"error: {sentence}", markup=False)
+        say(f"error: {sentence}")
         return _BAD_INPUT
     finally:
         discard_unwritten(sys.stdout)
+        discard_unwritten(sys.stderr)
 
 
 def read_config(arguments: list[str]) -> PretrainConfig:
@@ -79,9 +79,7 @@ def _train(arguments: list[str]) -> int:
     try:
         train(config, Output(), vocab_size_given=vocab_size_given)
     except TrainingFailed as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"{error.details}\nerror: {error}: the same command continues from the newest checkpoint", markup=False
-        )
+        say(f"{error.details}\nerror: {error}: the same command continues from the newest checkpoint")
         return _FAILED
     return 0
 

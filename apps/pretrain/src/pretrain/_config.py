@@ -8,6 +8,7 @@ import tyro
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig
 from owt_data import OrderKind, PrepareOptions
+from ray_jax_launch import check_run_name
 
 MAX_STEPS = 2**31 - 1
 """Steps are counted by numbers of 32 bits."""
@@ -159,8 +160,8 @@ class PretrainConfig:
         for name, end in (("seed", NUM_SEEDS), ("wait_for_resources_s", math.inf)):
             if not 0 <= getattr(self, name) < end:
                 raise ValueError(f"{name} must be at least 0 and below {end}, got {getattr(self, name)}")
-        if self.name is not None and (not self.name or self.name.startswith(".") or "/" in self.name):
-            raise ValueError(f"name must be a plain folder name, got {self.name!r}")
+        if self.name is not None:
+            check_run_name(self.name)
         self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)
         if not self.prompt:
             raise ValueError("prompt must not be empty: the model continues something")

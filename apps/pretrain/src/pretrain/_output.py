@@ -1,5 +1,6 @@
 """Standard output and standard error, as odd as they come: closed, full, or of an encoding with few characters."""
 
+import contextlib
 import os
 import sys
 from typing import TextIO
@@ -23,6 +24,12 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - open until the end
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def say(text: str) -> None:
+    """Write a line to standard error, as far as that can be written."""
+    with contextlib.suppress(OSError):
+        Output(stderr=True, soft_wrap=True, highlight=False).print(text, markup=False)
 
 
 def discard_unwritten(stream: TextIO) -> None:

@@ -15,7 +15,7 @@ def rejection(error: Exception) -> str | None:
     if isinstance(error, DamagedCheckpointError | DataError | LaunchError | UsageError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename} must be accessible, got {error.strerror}. Change its permissions, or name another."
+        return f"{error.filename} must be accessible, got {error.strerror}. Check it, or name another."
     if isinstance(error, OSError) and error.errno in _UNWRITABLE:
         return f"the output must be writable, got {error.strerror}. Free some space, or write it elsewhere."
     if isinstance(error, OSError) and error.errno is None:  # as pyarrow tells of object storage

@@ -122,14 +122,21 @@ class RunFolder:
         return not filesystem.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
 
     def check(self) -> None:
-        """Check that the run's files are files, and its folders are folders.
+        """Check that the run's files are files that can be read and written, and its folders are folders.
 
         Raises:
-            UsageError: something else has one of their names.
+            UsageError: something else has one of their names, or the run's folder cannot be written.
+            OSError: a file cannot be read or written.
         """
+        if not os.access(self.path, os.W_OK):
+            raise UsageError(
+                f"{self.path} must be writable, got a folder that you may only read. Choose another --name."
+            )
         for path in (self.config, self.metrics, self.starts, self.result):
             if path.exists() and not path.is_file():
                 raise UsageError(f"{path} must be a file, got something else. Move it away, or choose another --name.")
+            if path.exists():
+                path.open("r+b").close()
         for path in (self.path / "checkpoints", self.path / ".ray"):
             if path.exists() and not path.is_dir():
                 raise UsageError(f"{path} must be a folder, got a file. Move it away, or choose another --name.")
@@ -175,6 +182,7 @@ def claim(place: StoragePath) -> Iterator[RunFolder]:
     """
     run = locate(place)
     is_new = run.is_new()
+    made = [parent for parent in run.path.parents if not parent.exists()]
     run.path.mkdir(parents=True, exist_ok=True)
     with (run.path / ".lock").open("a") as file:
         try:
@@ -189,6 +197,9 @@ def claim(place: StoragePath) -> Iterator[RunFolder]:
             is_rejected = isinstance(error, ValueError) or not run.config.exists()
             if is_new and is_rejected and latest_step(run.checkpoints) is None:
                 run.delete()
+                with contextlib.suppress(OSError):  # where another has put something into one
+                    for parent in made:
+                        parent.rmdir()
             raise
 
 

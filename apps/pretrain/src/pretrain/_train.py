@@ -24,7 +24,7 @@ from pretrain._progress import ProgressDisplay
 from pretrain._report import RunResult, read_result, write_report
 from pretrain._run import RunFolder, claim
 from pretrain._worker import train_worker
-from ray_jax_launch import Hardware, as_storage_path, join_path, latest_step, parse_hardware
+from ray_jax_launch import Hardware, as_storage_path, join_path, newest_metadata, parse_hardware
 
 # The training windows are read by tasks of Ray Data, which need a CPU beside the workers'.
 DATA_CPUS = 1
@@ -164,8 +164,8 @@ def _introduce(
     config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console
 ) -> None:
     model = config.model
-    start = latest_step(folder.checkpoints)  # the workers verify it, and say so if they begin earlier
-    doing = "training" if start is None else f"continuing from step {start}:"
+    metadata = newest_metadata(folder.checkpoints)  # the workers verify the rest, and say so if they begin earlier
+    doing = "training" if metadata is None else f"continuing from step {metadata['record']['step']}:"
     console.print(
         f"{doing} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"
         f"{len(data.train):,} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})\n"

@@ -21,7 +21,7 @@ from ray_jax_launch._errors import (
 )
 from ray_jax_launch._hardware import Hardware, cpu, gpu, parse_hardware, tpu
 from ray_jax_launch._steps import intact_step, latest_step, newest_metadata
-from ray_jax_launch._storage import StoragePath, as_storage_path, is_uri, join_path, open_uri
+from ray_jax_launch._storage import StoragePath, as_storage_path, check_run_name, is_uri, join_path, open_uri
 
 # Under `uv run`, Ray would pack up the working folder and start every worker through `uv run` again. It reads
 # this when it is first imported, so it is set before anything here imports it.
@@ -79,6 +79,7 @@ __all__ = [
     "auto",
     "backend_config",
     "check_resources",
+    "check_run_name",
     "connect",
     "cpu",
     "gpu",

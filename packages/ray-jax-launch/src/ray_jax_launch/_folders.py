@@ -79,10 +79,7 @@ class Folders:
         """
         metadata = self._read_json(step, METADATA)
         if not isinstance(metadata, dict):
-            raise DamagedCheckpointError(
-                f"the metadata of checkpoint {step} in {self._folder} must be a JSON object, got {metadata!r}. Start "
-                "again, which goes back to an undamaged checkpoint"
-            )
+            raise DamagedCheckpointError(f"the metadata of checkpoint {step} are no JSON object")
         return metadata
 
     def score(self, step: int) -> float | None:

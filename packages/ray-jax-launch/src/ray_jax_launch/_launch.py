@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -34,14 +33,13 @@ from ray_jax_launch._interrupt import Interrupt
 from ray_jax_launch._numbers import check_number
 from ray_jax_launch._restart import RestartPolicy
 from ray_jax_launch._session import Session, begin, end, note_step
-from ray_jax_launch._storage import StoragePath, join_path, open_uri
+from ray_jax_launch._storage import StoragePath, check_run_name, join_path, open_uri
 
 # An elastic group starts where it saw room for its workers. When that was a node which had just gone, the start fails,
 # and the next one sees what there is: this is to happen soon.
 _ELASTIC_START_TIMEOUT_S = 15
 _COLLECT_EVERY_S = 0.5
 _MARKER = ".launch-"
-_NAME = re.compile(r"[^./?\s\x00-\x1f][^/?\x00-\x1f]*")
 
 OnMetrics = Callable[[int, Metrics], None]
 
@@ -214,11 +212,8 @@ def _check_arguments(
         ("config", config, isinstance(config, dict), "a dict"),
         ("hardware", hardware, isinstance(hardware, Hardware), "made by cpu, gpu, tpu, auto or parse_hardware"),
         ("backend", backend, backend is None or isinstance(backend, JaxConfig), "a JaxConfig"),
-        (
-            "name", name, isinstance(name, str) and _NAME.fullmatch(name) is not None,
-            "a text that begins with no dot or space and has no /, ? and control character in it",
-        ),
-    ]  # fmt: skip
+    ]
+    check_run_name(name)
     for what, value, holds, constraint in rules:
         if not holds:
             raise LaunchError(f"{what} must be {constraint}, got {value!r}. Pass another")

@@ -56,6 +56,19 @@ def as_storage_path(place: StoragePath) -> StoragePath:
     return Path(text)
 
 
+def check_run_name(name: str) -> None:
+    """Check that a text can be the name of a run, which is the name of a folder and a part of a URI.
+
+    Raises:
+        LaunchError: it cannot.
+    """
+    if not isinstance(name, str) or not name.isprintable() or not name or name[0] in ". " or {*name} & {*"/?"}:
+        raise LaunchError(
+            f"name must be a printable text that begins with no dot or space and has no / and ? in it, got {name!r}. "
+            "Choose another"
+        )
+
+
 def join_path(place: StoragePath, *names: str) -> StoragePath:
     """A name below a place, of the same kind.
 
