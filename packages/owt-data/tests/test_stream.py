@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from owt_data import DataError, iter_steps, step_windows, token_windows
+from owt_data import DataError, TokenSequence, TokenSpan, iter_steps, step_windows, token_windows
 
 SEQ_LEN, BATCH, STEPS = 16, 8, 700
 steps_of = functools.partial(step_windows, seq_len=SEQ_LEN, global_batch_size=BATCH, seed=3)
@@ -52,13 +52,19 @@ def test_order_holds_over_many_blocks(tokens, monkeypatch):
     np.testing.assert_array_equal(batches, expected(tokens, "shuffle", 0, STEPS)[:, BATCH // 2 :])
 
 
-def test_token_windows_are_inputs_and_targets(tokens):
+def test_token_windows_are_inputs_and_targets(tmp_path):
+    values = np.random.default_rng(0).permutation(5000).astype("<u2")
+    values.tofile(tmp_path / "mixed.bin")
+    tokens = TokenSequence((TokenSpan(path=str(tmp_path / "mixed.bin"), start=0, stop=5000),))
     rows = token_windows(tokens, seq_len=SEQ_LEN, num_rows=100, order="sequential").take_all()
     assert len(rows) == 100
     assert rows[3]["x"].dtype == rows[3]["y"].dtype == np.int32
-    np.testing.assert_array_equal(sorted(row["x"][0] for row in rows), np.arange(100) * SEQ_LEN)
-    for row in rows:
-        np.testing.assert_array_equal(row["x"] + 1, row["y"])
+    position_of = np.argsort(values)
+    starts = [int(position_of[row["x"][0]]) for row in rows]
+    assert sorted(starts) == [number * SEQ_LEN for number in range(100)]
+    for start, row in zip(starts, rows, strict=True):
+        np.testing.assert_array_equal(row["x"], values[start : start + SEQ_LEN])
+        np.testing.assert_array_equal(row["y"], values[start + 1 : start + 1 + SEQ_LEN])
 
 
 def test_workers_that_do_not_divide_the_batch_are_refused(tokens):
