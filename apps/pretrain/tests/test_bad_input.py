@@ -240,7 +240,7 @@ CONFIGS = [
     (config_of(b'{"config": {}, "data": 3}'), "config.prepare: Field required"),
     (config_of(b"\xff\xfe{"), "Invalid JSON: expected value"),
     (field("config", "model", "num_layers", value="1"), "config.model.num_layers: Input should be"),
-    (field("config", "model", "num_layers", value=0), "config.model: Value error, model.num_layers must be"),
+    (field("config", "model", "num_layers", value=0), "config.model: model.num_layers must be"),
     (field("data", value=7), "data: Input should be an object"),
     (field("data", "tokens", value=7), "data.tokens.str: Input should be a valid string"),
     (field("versions", value=[]), "versions: Input should be an object"),

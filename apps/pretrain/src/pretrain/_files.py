@@ -63,8 +63,8 @@ def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        reason = f"{field}: {first['msg']}" if field else first["msg"]
+        field, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        reason = f"{field}: {reason}" if field else reason
         raise UsageError(
             f"{name} must be JSON that a run has written, got an error in it ({reason}). {remedy}"
         ) from error
