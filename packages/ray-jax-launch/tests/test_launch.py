@@ -208,6 +208,7 @@ def test_a_signal_ends_a_launch_whose_loop_does_not_listen(number):
     interrupt = Interrupt(board)
     interrupt.handle()
     try:
+        assert signal.getsignal(number) != before
         with pytest.raises(SystemExit):
             signal.raise_signal(number)
     finally:
