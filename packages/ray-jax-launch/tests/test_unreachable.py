@@ -12,7 +12,7 @@ import sys, time
 from ray_jax_launch import LaunchError, open_uri
 began = time.monotonic()
 try:
-    open_uri(sys.argv[1], create=True)
+    open_uri(sys.argv[1])
 except LaunchError as error:
     print(error)
 print(time.monotonic() - began)
