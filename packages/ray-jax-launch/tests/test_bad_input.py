@@ -116,10 +116,13 @@ CASES = {
     "no storage": (launching(storage_path=None), f"{NO_PLACE}None"),
     "null in path": (launching(storage_path="a\0b"), NO_PLACE),
     "storage of nobody": (launching(storage_path="nowhere://x"), "expected a folder, s3://bucket/path or gs://bucket/"),
-    **{f"name={name!r}": (launching(name=name), "name must be a text") for name in ("..", "a/b", "", ".hidden", " ")},
-    "null in name": (launching(name="a\0b"), "name must be a text"),
-    "newline in name": (launching(name="a\nb"), "name must be a text"),
-    "name in bytes": (launching(name=b"run"), "name must be a text"),
+    **{
+        f"name={name!r}": (launching(name=name), "name must be a printable text")
+        for name in ("..", "a/b", "", ".hidden", " ")
+    },
+    "null in name": (launching(name="a\0b"), "name must be a printable text"),
+    "newline in name": (launching(name="a\nb"), "name must be a printable text"),
+    "name in bytes": (launching(name=b"run"), "name must be a printable text"),
     **{
         f"{name}={value!r}": (launching(**{name: value}), f"{name} must be a whole number of at least 0, got {value!r}")
         for name in ("max_failures", "data_cpus")
