@@ -48,7 +48,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except BrokenPipeError:
         return _NO_READER  # whoever read the output, such as `head`, has seen enough
-    except Exception as error:  # any other than these is raised again
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         sentence = rejection(error)
         if sentence is None:
             raise

@@ -36,7 +36,7 @@ class DataDescription:
     """The tokens of a run."""
 
     tokens: str | list[str] | dict[str, float]
-    """What `open_tokens` opens."""
+    """The names of the token files, for `open_tokens`."""
 
     tokenizer: str
     """Name of the tokenizer that wrote them."""
@@ -50,7 +50,7 @@ class DataDescription:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunDescription:
-    """What decides the numbers of a run, and what it was started with."""
+    """The configuration, the data, the hardware and the versions of a run."""
 
     config: PretrainConfig
     """The resolved configuration."""

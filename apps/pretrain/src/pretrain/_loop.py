@@ -168,7 +168,7 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
 
 
 def is_due(step: int, every: int, max_steps: int) -> bool:
-    """Whether a step is a multiple of `every`, or the last."""
+    """Tell whether a step is a multiple of `every`, or the last step."""
     return step % every == 0 or step == max_steps
 
 

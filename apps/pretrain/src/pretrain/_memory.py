@@ -1,4 +1,4 @@
-"""What fits the memory of a device."""
+"""Checks that a model and its batch fit the memory of a device."""
 
 import os
 from typing import Any
@@ -19,8 +19,8 @@ _EVALUATION_SHARE = 0.5
 def check_memory(config: PretrainConfig, mesh: jax.sharding.Mesh) -> None:
     """Reject a model or a batch that cannot fit the devices, before anything is allocated.
 
-    What is counted is the least that a step needs: the copies of the parameters, and the input of each block, which
-    the backward pass reads. A step that passes may still need more than there is.
+    The check counts the least that a step needs: the copies of the parameters, and the input of each block, which the
+    backward pass reads. A step that passes the check may still need more memory than there is.
 
     Raises:
         OutOfMemoryError: it cannot fit.

@@ -1,4 +1,4 @@
-"""Which errors are the answer to a command's input, and the sentence that each of them is shown as."""
+"""The sentences for errors that a command's input or its surroundings cause."""
 
 import errno
 

@@ -13,7 +13,7 @@ from pretrain._run import RunFolder, write_json
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """What `result.json` holds. What the run's files do not tell is None."""
+    """The contents of `result.json`. A field is None where the run's files do not have it."""
 
     steps: int | None
     """Steps of the run."""

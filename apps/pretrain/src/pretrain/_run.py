@@ -115,7 +115,7 @@ class RunFolder:
             shutil.rmtree(self.path)
 
     def is_new(self) -> bool:
-        """Whether nothing is there yet."""
+        """Tell whether the run has no folder and no objects yet."""
         if self.path.exists() or self.uri is None:
             return not self.path.exists()
         filesystem, root = open_uri(self.uri)

@@ -247,7 +247,7 @@ def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_pa
 
 
 def _are_tokens(config: GPT2Config, windows: Integer[Array, "B W"]) -> Bool[Array, "B 1"]:
-    """Whether a window's ids are all in the vocabulary. On the device nothing can be raised."""
+    """Tell which windows have all of their ids in the vocabulary. A device cannot raise an error."""
     ids = windows.astype(jnp.int32)
     return ((ids >= 0) & (ids < config.vocab_size)).all(axis=1, keepdims=True)
 
