@@ -25,6 +25,6 @@ def test_a_package_loads_nothing_beyond_its_own(package):
 
 
 def test_a_driver_loads_no_jax():
-    code = "import sys, pretrain._train; print('jax' in sys.modules)"
+    code = "import sys, pretrain._commands.train; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

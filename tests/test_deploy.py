@@ -8,7 +8,7 @@ import yaml
 from support import ROOT
 
 from pretrain._cli import read_config
-from pretrain._train import check_batch
+from pretrain._commands.train import check_batch
 from ray_jax_launch import parse_hardware
 
 MANIFESTS = sorted((ROOT / "deploy").glob("*.yaml"))

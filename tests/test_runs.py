@@ -22,10 +22,10 @@ from support import COMMAND, started, wait_until
 
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
 from pretrain._cli import read_config
+from pretrain._commands.load import load_trained
 from pretrain._data import load_tokens
-from pretrain._files import read_lines
-from pretrain._run import locate
-from pretrain._trained import load_trained
+from pretrain._run.files import read_lines
+from pretrain._run.folder import locate
 from ray_jax_launch import latest_step
 
 MAX_STEPS = 100

@@ -25,8 +25,8 @@ from support import COMMAND, wait_until
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
 from pretrain._cli import read_config
 from pretrain._data import load_tokens
-from pretrain._files import read_lines
-from pretrain._validation import Validation
+from pretrain._run.files import read_lines
+from pretrain._training.validation import Validation
 
 BOOT_ID = "proc/sys/kernel/random/boot_id"
 RAY_START = [

@@ -18,9 +18,9 @@ from nnx_gpt2 import create_optimizer, create_train_state
 from pretrain import main
 from pretrain._cli import read_config
 from pretrain._data import load_tokens
-from pretrain._description import RUN, describe, describe_data
 from pretrain._rejection import rejection
-from pretrain._run import RunFolder, write_json
+from pretrain._run.description import RUN, describe, describe_data
+from pretrain._run.folder import RunFolder, write_json
 from ray_jax_launch import Checkpoints
 
 SMALL = "--data book.txt --model.num-layers 1 --model.num-heads 2 --model.embed-dim 16 --train.max-steps 10"

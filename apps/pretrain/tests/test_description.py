@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pretrain import PRESETS
-from pretrain._description import (
+from pretrain._errors import UsageError
+from pretrain._run.description import (
     DataDescription,
     RunDescription,
     check_same_data,
@@ -17,9 +18,8 @@ from pretrain._description import (
     read_description,
     write_description,
 )
-from pretrain._errors import UsageError
-from pretrain._files import parse_json
-from pretrain._run import RunFolder
+from pretrain._run.files import parse_json
+from pretrain._run.folder import RunFolder
 
 # Another value for each setting, as far as the settings allow one that differs in this field alone.
 CHANGED = {

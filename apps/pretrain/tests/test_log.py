@@ -22,9 +22,9 @@ from nnx_gpt2 import (
     make_train_step,
 )
 from pretrain import PRESETS
-from pretrain._files import read_lines
-from pretrain._log import RunLog, StepTimer
-from pretrain._run import RunFolder
+from pretrain._run.files import read_lines
+from pretrain._run.folder import RunFolder
+from pretrain._training.run_log import RunLog, StepTimer
 
 events: Any = event_pb2  # its classes are made when it is imported, unseen by type checkers
 
@@ -173,8 +173,8 @@ def test_tensorboard_hides_what_a_later_start_records_again(tmp_path):
 LOGGING = """
 import sys, time
 from pathlib import Path
-from pretrain._log import RunLog
-from pretrain._run import RunFolder
+from pretrain._training.run_log import RunLog
+from pretrain._run.folder import RunFolder
 
 folder, start, stop = RunFolder(Path(sys.argv[1])), *map(int, sys.argv[2:])
 with RunLog(folder, send=lambda record: None) as log:

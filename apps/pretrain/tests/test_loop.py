@@ -2,7 +2,7 @@ import jax
 import numpy as np
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, create_train_state, make_mesh
-from pretrain._loop import is_due, restore
+from pretrain._training.loop import is_due, restore
 from ray_jax_launch import Checkpoints
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain._files import append_line, read_lines, write_durably
-from pretrain._metrics import append_metrics, cut_metrics
+from pretrain._run.files import append_line, read_lines, write_durably
+from pretrain._run.metrics import append_metrics, cut_metrics
 
 
 def test_records_come_back_in_order(tmp_path):

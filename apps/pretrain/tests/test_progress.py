@@ -7,8 +7,8 @@ import time
 import pytest
 from rich.console import Console
 
+from pretrain._commands.progress_display import ProgressDisplay
 from pretrain._output import Output
-from pretrain._progress import ProgressDisplay
 
 
 def test_the_time_left_is_that_of_the_steps_since_the_start():

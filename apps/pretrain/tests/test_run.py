@@ -5,12 +5,12 @@ import json
 import pytest
 
 from pretrain._errors import UsageError
-from pretrain._report import RunResult, read_result, write_report
-from pretrain._run import (
+from pretrain._run.folder import (
     RunFolder,
     claim,
     write_json,
 )
+from pretrain._run.report import RunResult, read_result, write_report
 
 
 def test_a_folder_is_held_against_a_second_command(tmp_path):

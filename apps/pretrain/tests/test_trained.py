@@ -14,13 +14,13 @@ from rich.console import Console
 from nnx_gpt2 import create_optimizer, create_train_state, make_eval_step
 from owt_data import load_tokenizer
 from pretrain import PRESETS
+from pretrain._commands.evaluate import evaluate
+from pretrain._commands.sample import sample, sample_text
 from pretrain._conveniences import convenience
 from pretrain._data import load_tokens
-from pretrain._description import describe, describe_data
 from pretrain._errors import UsageError
-from pretrain._evaluate import evaluate
-from pretrain._run import RunFolder, write_json
-from pretrain._sample import sample, sample_text
+from pretrain._run.description import describe, describe_data
+from pretrain._run.folder import RunFolder, write_json
 from ray_jax_launch import Checkpoints
 
 VOCAB_SIZE = 384  # the tokenizer has 257

@@ -51,7 +51,7 @@ def test_inspect_shows_counts_and_text(tmp_path, capsys):
 
 
 def test_without_a_terminal_progress_is_lines_for_the_log(articles, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("owt_data._progress._SECONDS_PER_LINE", 0.0)
+    monkeypatch.setattr("owt_data._prepare.progress_bar._SECONDS_PER_LINE", 0.0)
     main(["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes"])
     err = capsys.readouterr().err
     assert "tokenizing  " in err

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from owt_data import DataError, find_source, load_tokenizer
-from owt_data._documents import Cursor, Documents
-from owt_data._sources import find_splits
+from owt_data._sources.documents import Cursor, Documents
+from owt_data._sources.names import find_splits
 
 ROWS = [f"row {number} é" for number in range(3000)]
 
@@ -68,8 +68,8 @@ def test_empty_files_hold_no_rows_and_empty_text_files_an_empty_document(tmp_pat
 
 @pytest.mark.parametrize("kind", ["rows", "texts"])
 def test_reading_goes_on_from_any_place(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("owt_data._documents._TEXT_BLOCK_BYTES", 500)
-    monkeypatch.setattr("owt_data._documents._ROWS_PER_READ", 64)
+    monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 500)
+    monkeypatch.setattr("owt_data._sources.documents._ROWS_PER_READ", 64)
     if kind == "rows":
         for number in range(3):
             write_rows(tmp_path / f"{number}.jsonl", ROWS[number * 100 : (number + 1) * 100])
@@ -112,7 +112,7 @@ def random_text(rng, length):
 @pytest.mark.parametrize("kind", ["small_bpe", pytest.param("gpt2", marks=pytest.mark.shared_data)])
 def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind, tmp_path, monkeypatch, request):
     tokenizer = request.getfixturevalue(kind)
-    monkeypatch.setattr("owt_data._documents._TEXT_BLOCK_BYTES", 64)
+    monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
     rng = np.random.default_rng(0)
     for number in range(200):
         text = random_text(rng, 400)
@@ -127,13 +127,13 @@ def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind, tmp_path, monkeypat
 
 
 def test_text_without_a_blank_is_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("owt_data._documents._TEXT_BLOCK_BYTES", 64)
+    monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
     (tmp_path / "long.txt").write_text("日" * 1000)
     assert read(str(tmp_path / "long.txt")) == ["日" * 1000]
 
 
 def test_a_byte_that_is_no_utf8_is_named_wherever_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("owt_data._documents._TEXT_BLOCK_BYTES", 64)
+    monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
     text = ("naïve words " * 50).encode()
     (tmp_path / "bad.txt").write_bytes(text + b"\xff" + text)
     with pytest.raises(DataError, match=rf"bad.txt must hold UTF-8 text, got other bytes at byte {len(text)}\."):

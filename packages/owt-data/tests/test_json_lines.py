@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from owt_data import DataError, PrepareOptions, find_source, prepare, verify
-from owt_data._documents import Cursor, Documents
+from owt_data._sources.documents import Cursor, Documents
 
 # Parsers that infer types do so for some 10 MB and fail on what comes after.
 NUM_ROWS = 14_000
@@ -96,7 +96,7 @@ def test_a_file_whose_other_fields_change_is_prepared_and_resumed_byte_for_byte(
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_reading_goes_on_from_any_row_of_any_block(suffix, tmp_path, monkeypatch):
-    monkeypatch.setattr("owt_data._json_lines._BLOCK_BYTES", 300)
+    monkeypatch.setattr("owt_data._sources.json_lines._BLOCK_BYTES", 300)
     path = tmp_path / f"rows{suffix}"
     expected = [f"row {number} é\n" for number in range(200)]
     write(path, ({"text": text, "meta": 10**400 if number % 7 == 3 else 0} for number, text in enumerate(expected)))
@@ -124,7 +124,7 @@ def test_reading_goes_on_from_any_row_of_any_block(suffix, tmp_path, monkeypatch
 )
 @pytest.mark.parametrize("block_bytes", [1, 20, 1 << 20])
 def test_forms_of_json_are_read(block_bytes, data, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr("owt_data._json_lines._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("owt_data._sources.json_lines._BLOCK_BYTES", block_bytes)
     (tmp_path / "rows.json").write_bytes(data)
     assert read(tmp_path / "rows.json") == expected
 
@@ -158,7 +158,7 @@ def test_forms_of_json_are_read(block_bytes, data, expected, tmp_path, monkeypat
 )
 @pytest.mark.parametrize("block_bytes", [1, 1 << 20])
 def test_rows_without_text_are_rejected_by_number(block_bytes, data, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("owt_data._json_lines._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("owt_data._sources.json_lines._BLOCK_BYTES", block_bytes)
     (tmp_path / "rows.jsonl").write_bytes(data)
     with pytest.raises(DataError, match=message):
         read(tmp_path / "rows.jsonl")

@@ -11,7 +11,7 @@ from owt_data import PrepareOptions, prepare, verify
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr("owt_data._plan.MIN_PART_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.plan.MIN_PART_BYTES", 5000)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=pytest.mark.shared_data)])

@@ -45,7 +45,7 @@ def test_ranks_make_up_the_same_global_batches_from_any_step(tokens):
 
 
 def test_order_holds_over_many_blocks(tokens, monkeypatch):
-    monkeypatch.setattr("owt_data._stream._BLOCK_BYTES", 4096)
+    monkeypatch.setattr("owt_data._stream.windows._BLOCK_BYTES", 4096)
     dataset = steps_of(tokens, rank=1, world_size=2, start_step=0, stop_step=STEPS)
     steps, batches = collect(dataset)
     assert steps == list(range(STEPS))

@@ -113,7 +113,7 @@ def stream_of_a_part(path):
 
 def worker(received, answers, tokenizer="bytes"):
     """A tokenizing process that receives some bytes and then the end of its input."""
-    command = [sys.executable, "-m", "owt_data._worker", tokenizer]
+    command = [sys.executable, "-m", "owt_data._prepare.tokenize_worker", tokenizer]
     return subprocess.run(command, input=received, stdout=answers, stderr=subprocess.PIPE, check=False)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from owt_data import DataError, every_row, is_wikitext_title, load_tokenizer, stream_text
-from owt_data._text_stream import _pack
+from owt_data._stream.text import _pack
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -82,7 +82,7 @@ def test_what_a_batch_of_rows_leaves_over_begins_the_next_block(rows_per_batch):
 
 
 def test_blocks_of_a_long_text_are_the_tokens_of_a_plain_loop(tmp_path, monkeypatch):
-    monkeypatch.setattr("owt_data._text_stream._BLOCK_BYTES", 10 * 2 * BLOCK)
+    monkeypatch.setattr("owt_data._stream.text._BLOCK_BYTES", 10 * 2 * BLOCK)
     (tmp_path / "long.txt").write_text("".join(f"line {number}\n" for number in range(3000)))
     expected = plain_loop(lines(tmp_path / "long.txt"), load_tokenizer("bytes"), lambda row: False)
     assert_blocks(collect(stream_text(str(tmp_path / "long.txt"), block_size=BLOCK, tokenizer="bytes")), expected)
@@ -90,7 +90,7 @@ def test_blocks_of_a_long_text_are_the_tokens_of_a_plain_loop(tmp_path, monkeypa
 
 @pytest.mark.parametrize("start_block", [1, 37, 10_000])
 def test_a_stream_goes_on_from_a_block(start_block, wikitext, monkeypatch):
-    monkeypatch.setattr("owt_data._text_stream._BLOCK_BYTES", 10 * 2 * BLOCK)
+    monkeypatch.setattr("owt_data._stream.text._BLOCK_BYTES", 10 * 2 * BLOCK)
     whole = collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes"))
     rest = collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes", start_block=start_block))
     np.testing.assert_array_equal(rest, whole[start_block:])

@@ -74,7 +74,7 @@ import sys
 
 import jax
 
-from ray_jax_launch._agreement import from_first_process
+from ray_jax_launch._checkpoint.broadcast import from_first_process
 
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
 sizes = [0, 1, 900, 5000]

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from ray_jax_launch._board import Board
+from ray_jax_launch._train.control_actor import Board
 
 
 def test_all_ranks_stop_at_a_step_that_none_has_passed():

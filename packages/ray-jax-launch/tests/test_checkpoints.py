@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ray_jax_launch import Checkpoints, MismatchedCheckpointError, intact_step, latest_step, open_uri
-from ray_jax_launch._steps import list_steps
+from ray_jax_launch._checkpoint.catalog import list_steps
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from ray_jax_launch import Checkpoints, DamagedCheckpointError, intact_step
-from ray_jax_launch._folders import Folders
-from ray_jax_launch._steps import list_steps
+from ray_jax_launch._checkpoint.catalog import list_steps
+from ray_jax_launch._checkpoint.folder_store import Folders
 
 TREE = {"w": jnp.arange(1000.0)}
 
@@ -196,7 +196,7 @@ def test_a_file_shorter_than_written_by_a_multiple_of_4_gib_is_damaged(folder):
 DELETES = """
 import sys
 from pathlib import Path
-from ray_jax_launch._folders import Folders
+from ray_jax_launch._checkpoint.folder_store import Folders
 Folders(Path(sys.argv[1])).delete(30)
 """
 

@@ -4,13 +4,10 @@ import sys
 import ray_jax_launch
 
 
-def test_public_names_are_sorted_and_load():
-    assert ray_jax_launch.__all__ == sorted(
-        ray_jax_launch.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
-    )
-    for name in ray_jax_launch.__all__:
+def test_public_names_load_and_are_seen_by_completion():
+    assert "launch" in dir(ray_jax_launch)
+    for name in dir(ray_jax_launch):
         assert getattr(ray_jax_launch, name) is not None
-    assert set(ray_jax_launch._MODULE_OF) <= set(ray_jax_launch.__all__)
 
 
 def test_unknown_names_are_refused():

@@ -27,8 +27,8 @@ from ray_jax_launch import (
     launch,
     parse_hardware,
 )
-from ray_jax_launch._board import start_board
-from ray_jax_launch._interrupt import Interrupt
+from ray_jax_launch._train.control_actor import start_board
+from ray_jax_launch._train.interrupt import Interrupt
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from pyarrow.fs import FileSelector
 
-from ray_jax_launch import Checkpoints, DamagedCheckpointError, LaunchError, _retry, intact_step, latest_step
-from ray_jax_launch._objects import Listing, Objects, _Summing
-from ray_jax_launch._steps import list_steps
+from ray_jax_launch import Checkpoints, DamagedCheckpointError, LaunchError, intact_step, latest_step
+from ray_jax_launch._checkpoint.catalog import list_steps
+from ray_jax_launch._checkpoint.object_store import Listing, Objects, _Summing
 from ray_jax_launch._storage import join_path, open_uri
 
 TREE = {"w": jnp.arange(1000.0)}
@@ -260,7 +260,7 @@ def test_a_busy_server_does_not_condemn_a_checkpoint(uri, busy, caplog, record_p
 @pytest.mark.fault
 @pytest.mark.parametrize("name", ["process-0.tar", "checkpoint.json"])
 def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(uri, busy, name, monkeypatch, record_property):
-    monkeypatch.setattr(_retry, "DELAYS_S", ())  # pyarrow's client takes 6 s for each attempt
+    monkeypatch.setattr("ray_jax_launch._checkpoint.retry.DELAYS_S", ())  # pyarrow's client takes 6 s for each attempt
     before = names(uri)
     BusyServer.failing, BusyServer.num_failures = name, 1_000_000
     with pytest.raises(LaunchError, match=rf"{name} .* must be accessible, got .*503"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ray_jax_launch import Checkpoints, intact_step, latest_step
-from ray_jax_launch._steps import list_steps
+from ray_jax_launch._checkpoint.catalog import list_steps
 
 SHARDED = """
 import sys

@@ -24,10 +24,10 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Traini
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from ray_jax_launch import DistributedConfig, LaunchError, OutOfMemoryError, TrainingFailed, cpu, launch
-from ray_jax_launch._backend import _DistributedBackend
-from ray_jax_launch._board import start_board
-from ray_jax_launch._failures import Preempted, note_traceback, to_raise
-from ray_jax_launch._restart import RestartPolicy
+from ray_jax_launch._train.backend import _DistributedBackend
+from ray_jax_launch._train.control_actor import start_board
+from ray_jax_launch._train.failures import Preempted, note_traceback, to_raise
+from ray_jax_launch._train.restart_policy import RestartPolicy
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -266,10 +266,10 @@ def test_each_loss_of_nodes_is_waited_for_as_long(decide, monkeypatch):
     too_few = ControllerError(WorkerGroupStartupTimeoutError(2))
     assert decide(too_few) == FailureDecision.RETRY
     now = time.monotonic()
-    monkeypatch.setattr("ray_jax_launch._restart.time", SimpleNamespace(monotonic=lambda: now + 239))
+    monkeypatch.setattr("ray_jax_launch._train.restart_policy.time", SimpleNamespace(monotonic=lambda: now + 239))
     assert decide(too_few) == FailureDecision.RETRY
     assert decide(died(ray.exceptions.ActorDiedError())) == FailureDecision.RETRY
-    monkeypatch.setattr("ray_jax_launch._restart.time", SimpleNamespace(monotonic=lambda: now + 1000))
+    monkeypatch.setattr("ray_jax_launch._train.restart_policy.time", SimpleNamespace(monotonic=lambda: now + 1000))
     assert decide(too_few) == FailureDecision.RETRY
-    monkeypatch.setattr("ray_jax_launch._restart.time", SimpleNamespace(monotonic=lambda: now + 1300))
+    monkeypatch.setattr("ray_jax_launch._train.restart_policy.time", SimpleNamespace(monotonic=lambda: now + 1300))
     assert decide(too_few) == FailureDecision.RAISE

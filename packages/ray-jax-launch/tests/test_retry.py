@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_jax_launch import LaunchError, _retry
-from ray_jax_launch._retry import retry
+from ray_jax_launch import LaunchError
+from ray_jax_launch._checkpoint.retry import retry
 
 
 @pytest.fixture
 def sleeps(monkeypatch):
     """The seconds slept between the attempts."""
     slept = []
-    monkeypatch.setattr(_retry, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr("ray_jax_launch._checkpoint.retry.time", SimpleNamespace(sleep=slept.append))
     return slept
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from ray_jax_launch import Checkpoints, LaunchError, intact_step, latest_step
-from ray_jax_launch._staging import Staging
+from ray_jax_launch._checkpoint.staging import Staging
 
 SAVES = """
 import sys
@@ -132,7 +132,7 @@ def test_a_start_deletes_no_files_of_a_process_that_lives(s3, temporary, record_
 def test_processes_that_start_together_keep_their_own_files(temporary):
     code = """
 import sys
-from ray_jax_launch._staging import Staging
+from ray_jax_launch._checkpoint.staging import Staging
 for number in range(200):
     staging = Staging("s3://bucket/run")
     (staging.make_folder() / "shard").write_text("x")

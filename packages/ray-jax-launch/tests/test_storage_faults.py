@@ -54,8 +54,9 @@ ssize_t pread(int descriptor, void *buffer, size_t size, off_t offset) {
 # What every start does first: look for the newest undamaged checkpoint, and quarantine the damaged ones.
 START = """
 import sys
-from ray_jax_launch import LaunchError, _retry, intact_step
-_retry.DELAYS_S = (0.05,) * 5
+from ray_jax_launch import LaunchError, intact_step
+from ray_jax_launch._checkpoint import retry
+retry.DELAYS_S = (0.05,) * 5
 try:
     print(intact_step(sys.argv[1], set_aside=True))
 except LaunchError as error:
@@ -66,8 +67,9 @@ except LaunchError as error:
 RESTORE = """
 import sys
 import jax.numpy as jnp
-from ray_jax_launch import Checkpoints, LaunchError, _retry
-_retry.DELAYS_S = (0.05,) * 5
+from ray_jax_launch import Checkpoints, LaunchError
+from ray_jax_launch._checkpoint import retry
+retry.DELAYS_S = (0.05,) * 5
 with Checkpoints(sys.argv[1], verify=False) as checkpoints:
     try:
         print(checkpoints.restore(20, {"params": {"w": jnp.zeros(10)}})["params"]["w"][0])

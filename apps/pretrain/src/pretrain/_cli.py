@@ -73,7 +73,7 @@ def read_config(arguments: list[str]) -> PretrainConfig:
 def _train(arguments: list[str]) -> int:
     config = read_config(arguments)
     vocab_size_given = any(argument.replace("_", "-").startswith("--model.vocab-size") for argument in arguments)
-    from pretrain._train import train
+    from pretrain._commands.train import train
     from ray_jax_launch import TrainingFailed
 
     try:
@@ -120,7 +120,7 @@ def _sample_command(
         seed: The same seed gives the same text.
         num_samples: How many texts to write.
     """
-    from pretrain._sample import sample
+    from pretrain._commands.sample import sample
 
     texts = sample(
         run,
@@ -157,7 +157,7 @@ def _eval_command(
         data: Token files to evaluate on instead of the run's own.
         batch_size: Windows per step.
     """
-    from pretrain._evaluate import evaluate
+    from pretrain._commands.evaluate import evaluate
 
     found = evaluate(run, data=data, batch_size=batch_size, console=Console(stderr=True))
     found_json = json.dumps({"step": found.step, "val_loss": found.val_loss, "num_tokens": found.num_tokens})
@@ -176,7 +176,7 @@ def _export_command(run: tyro.conf.Positional[str], out: tyro.conf.Positional[st
         run: The run's folder or URI, or its name in ./runs.
         out: A folder for config.json and model.safetensors, new or empty.
     """
-    from pretrain._export import export
+    from pretrain._commands.export import export
 
     step = export(run, out)
     Output(soft_wrap=True, highlight=False).print(f"wrote the model of step {step} to {out}", markup=False)

@@ -42,10 +42,10 @@ def _prepare(
     if len(paths) < 2:
         raise DataError(f"The names must be of sources and of a folder, got {' '.join(paths) or 'none'}. Name both.")
     # Imported here because it takes seconds, which --help must not wait for.
-    from owt_data._files import join
-    from owt_data._manifest import read_manifest
-    from owt_data._prepare import local_folder, prepare
-    from owt_data._progress import progress_bar
+    from owt_data._paths import join
+    from owt_data._prepare.prepare import local_folder, prepare
+    from owt_data._prepare.progress_bar import progress_bar
+    from owt_data._tokens.manifest import read_manifest
 
     console = _console()
     *sources, out = paths
@@ -66,8 +66,8 @@ def _verify(folder: tyro.conf.Positional[str], /) -> int:
     Args:
         folder: The folder, on disk, or s3://... or gs://...
     """
-    from owt_data._progress import share_bar
-    from owt_data._verify import verify
+    from owt_data._prepare.progress_bar import share_bar
+    from owt_data._tokens.verify import verify
 
     console = _console()
     with share_bar(console, "verifying") as report:
@@ -87,7 +87,7 @@ def _inspect(name: tyro.conf.Positional[str], /, *, tokenizer: TokenizerName = "
         tokenizer: What wrote the tokens, where no manifest says so.
         window_tokens: Length of the samples.
     """
-    from owt_data._inspect import inspect
+    from owt_data._tokens.inspect import inspect
 
     found = inspect(name, tokenizer=tokenizer, window_tokens=window_tokens)
     console = _console(stderr=False)

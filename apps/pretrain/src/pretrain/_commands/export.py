@@ -1,0 +1,33 @@
+"""The command `export`: a trained model for other programs."""
+
+from pathlib import Path
+
+from owt_data import load_tokenizer
+from pretrain._commands.load import load_trained
+from pretrain._errors import UsageError
+from ray_jax_launch import as_storage_path
+
+
+def export(run: str, out: str) -> int:
+    """Write a run's newest checkpoint in Hugging Face's layout.
+
+    Args:
+        run: the run's folder, URI or name.
+        out: a folder that does not exist, or is empty.
+
+    Returns:
+        The step of the checkpoint.
+
+    Raises:
+        UsageError: there is no such run, it has no checkpoint, or `out` is no folder or has something in it already.
+        OSError: `out` cannot be written.
+    """
+    folder = as_storage_path(out)
+    if not isinstance(folder, Path):
+        raise UsageError(f"out must be a folder, got {out}. Export to a folder, and copy it there.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"out must be a new or empty folder, got {out}. Name another.")
+    trained = load_trained(run)
+    end_of_text = load_tokenizer(trained.description.data.tokenizer).eot_token
+    trained.model.save_pretrained(folder, end_of_text=end_of_text)
+    return trained.step

@@ -1,0 +1,61 @@
+"""A model out of a run's newest checkpoint, on this process's own devices."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nnx_gpt2 import GPT2, abstract_train_state, create_optimizer, merge
+from pretrain._errors import UsageError
+from pretrain._run.description import RunDescription, read_description
+from pretrain._run.folder import RunFolder, locate
+from ray_jax_launch import Checkpoints, is_uri
+
+DEFAULT_STORAGE = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedModel:
+    """A model and where it comes from."""
+
+    folder: RunFolder
+    """Its run."""
+
+    description: RunDescription
+    """Its configuration and data."""
+
+    step: int
+    """Updates that the model has seen."""
+
+    model: GPT2
+    """The model."""
+
+
+def load_trained(name: str) -> TrainedModel:
+    """Load the newest checkpoint of a run.
+
+    Args:
+        name: the run's folder or URI, or its name in `runs`.
+
+    Raises:
+        UsageError: there is no such run, it has no checkpoint yet, or its description is damaged.
+    """
+    folder, description = _find_run(name)
+    config = description.config.model
+    optimizer = create_optimizer(description.config.optimizer, description.config.train.max_steps)
+    like = abstract_train_state(config, optimizer).params
+    with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
+        restored = checkpoints.restore_latest({"params": like})
+    if restored is None:
+        raise UsageError(f"the run must have a checkpoint, got none in {folder}. Train it further.")
+    model = merge(config, restored.items["params"])
+    return TrainedModel(folder=folder, description=description, step=restored.step, model=model)
+
+
+def _find_run(name: str) -> tuple[RunFolder, RunDescription]:
+    places = [name] if is_uri(name) else [name, DEFAULT_STORAGE / name]
+    for folder in map(locate, places):
+        folder.pull()
+        if (description := read_description(folder)) is not None:
+            return folder, description
+    raise UsageError(
+        f"run must be the folder or URI of a run, or the name of one in {DEFAULT_STORAGE}, got {name}. Name another."
+    )

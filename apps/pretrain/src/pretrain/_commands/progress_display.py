@@ -1,0 +1,79 @@
+"""What a person sees while a run trains: a live line on a terminal, plain lines elsewhere."""
+
+import logging
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pretrain._run.metrics import Record
+
+_logger = logging.getLogger("pretrain")
+
+
+class ProgressDisplay:
+    """Shows the records of a run until the block ends.
+
+    Args:
+        max_steps: the last step.
+        console: where to.
+    """
+
+    def __init__(self, max_steps: int, console: Console) -> None:
+        self._max_steps, self._console = max_steps, console
+        self._bar = Progress(
+            TextColumn("step"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting the workers", total=max_steps)
+        self._since: tuple[float, int] | None = None
+
+    def __enter__(self) -> "ProgressDisplay":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, record: Record) -> None:
+        """Show a record, the next one or, where the run went back to a checkpoint, an earlier one.
+
+        Where standard output cannot be written any more, the run goes on without.
+        """
+        if self._console.quiet:
+            return
+        try:
+            self._show(record)
+        except OSError as error:
+            _logger.warning("standard output cannot be written (%s); the run goes on without it", error.strerror)
+            self._console.quiet = True
+
+    def _show(self, record: Record) -> None:
+        step, now = record["step"], time.monotonic()
+        if self._since is None or step < self._since[1]:
+            self._since = (now, step)
+        words = [f"{name} {record[key]:.4f}" for name, key in (("loss", "loss"), ("val", "val_loss")) if key in record]
+        if "tokens_per_s" in record:
+            words.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+        if "mfu" in record:
+            words.append(f"{record['mfu']:.1%} MFU")
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=step, description="  ".join(words))
+            if "val_loss" in record:
+                self._console.print(f"step {step}: validation loss {record['val_loss']:.4f}", highlight=False)
+            return
+        started, first = self._since
+        if step > first:
+            left_s = (now - started) / (step - first) * (self._max_steps - step)
+            words.append(f"left {int(left_s) // 60}:{int(left_s) % 60:02d}")
+        self._console.print(f"step {step}/{self._max_steps}  {'  '.join(words)}", highlight=False, soft_wrap=True)

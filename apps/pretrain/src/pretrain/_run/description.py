@@ -1,0 +1,158 @@
+"""The description of a run: `config.json`, of which each checkpoint holds a copy."""
+
+import contextlib
+import dataclasses
+import json
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from owt_data import WINDOW_ORDER_VERSION, TokenData
+from pretrain._config import PretrainConfig
+from pretrain._errors import UsageError
+from pretrain._run.files import parse_json
+from pretrain._run.folder import RunFolder, write_json
+from ray_jax_launch import newest_metadata
+
+RUN = "run"
+"""The key of the description in a checkpoint's metadata."""
+
+_REMEDY = "Restore it from a copy, or choose another --name for a new run."
+_PACKAGES = (
+    "pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ray",
+    "numpy",
+)  # fmt: skip
+
+# What may change between the start of a run and its continuation: none of it changes the result.
+_FREE_FIELDS = (
+    "preset", "data", "hardware", "storage_path", "name", "prepare", "prompt", "train.max_failures", "mesh",
+    "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataDescription:
+    """The tokens of a run."""
+
+    tokens: str | list[str] | dict[str, float]
+    """The names of the token files, for `open_tokens`."""
+
+    tokenizer: str
+    """Name of the tokenizer that wrote them."""
+
+    fingerprint: dict[str, Any]
+    """Equal for equal tokens: see `TokenData.fingerprint`."""
+
+    window_order_version: int = 2
+    """Version of the window order. (Runs of pretrain 0.5 and earlier do not say; theirs is 2.)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunDescription:
+    """The configuration, the data, the hardware and the versions of a run."""
+
+    config: PretrainConfig
+    """The resolved configuration."""
+
+    data: DataDescription
+    """The tokens."""
+
+    hardware: str
+    """The hardware of the first start, where `auto` is resolved."""
+
+    versions: dict[str, str]
+    """Versions of Python and of the packages at the first start."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The description as JSON."""
+        return dataclasses.asdict(self)
+
+
+def describe(config: PretrainConfig, data: DataDescription, hardware: str) -> RunDescription:
+    """Describe a run that begins now."""
+    versions = {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+    return RunDescription(config=config, data=data, hardware=hardware, versions=versions)
+
+
+def describe_data(data: TokenData) -> DataDescription:
+    """Describe the tokens of a run."""
+    return DataDescription(
+        tokens=data.names,
+        tokenizer=data.tokenizer,
+        fingerprint=data.fingerprint,
+        window_order_version=WINDOW_ORDER_VERSION,
+    )
+
+
+def read_description(folder: RunFolder) -> RunDescription | None:
+    """Read the description of a run, or None where no run was started.
+
+    The copy in the newest checkpoint is read. `config.json` is read where there is none: before the first checkpoint,
+    and where version 0.5 or earlier wrote the checkpoints.
+
+    Raises:
+        UsageError: `config.json` is needed and damaged, or is missing; or the run is of nnx-gpt2 0.1.
+    """
+    metadata = newest_metadata(folder.checkpoints)
+    if metadata is not None and RUN in metadata:
+        place = f"the description in the newest checkpoint of {folder}"
+        description = parse_json(RunDescription, json.dumps(metadata[RUN]), place, _REMEDY)
+    elif metadata is not None or folder.config.exists():
+        text = folder.config.read_bytes() if folder.config.exists() else b""
+        description = parse_json(RunDescription, text, folder.config, _REMEDY)
+    else:
+        return None
+    if description.versions.get("nnx-gpt2", "").startswith("0.1."):
+        raise UsageError(
+            f"the run in {folder} must be of nnx-gpt2 0.2 or later, whose parameters have another layout, got "
+            f"{description.versions['nnx-gpt2']}. Use pretrain 0.2 for it, or another --name for a new run."
+        )
+    return description
+
+
+def write_description(folder: RunFolder, description: RunDescription) -> None:
+    """Write `config.json`, unless it holds this description already."""
+    with contextlib.suppress(FileNotFoundError, UsageError):
+        if parse_json(RunDescription, folder.config.read_bytes(), folder.config, _REMEDY) == description:
+            return
+    write_json(folder.config, description.to_json())
+
+
+def check_same_settings(stored: RunDescription, config: PretrainConfig, folder: RunFolder) -> None:
+    """Refuse to continue a run under settings that would change its numbers.
+
+    Raises:
+        UsageError: a setting differs; the message names it.
+    """
+    before, now = _flatten(dataclasses.asdict(stored.config)), _flatten(dataclasses.asdict(config))
+    free = tuple(f"{name}." for name in _FREE_FIELDS)
+    _check_equal(
+        {name: value for name, value in before.items() if not f"{name}.".startswith(free)}, now, folder, "settings"
+    )
+
+
+def check_same_data(stored: RunDescription, data: DataDescription, folder: RunFolder) -> None:
+    """Refuse to continue a run on other tokens, or in another order of windows.
+
+    Raises:
+        UsageError: something differs; the message names it.
+    """
+    before, now = ({**of.fingerprint, "window_order_version": of.window_order_version} for of in (stored.data, data))
+    _check_equal(dict.fromkeys(now) | before, now, folder, "--data")
+
+
+def _check_equal(before: dict[str, Any], now: dict[str, Any], folder: RunFolder, what: str) -> None:
+    for name in sorted(before):
+        if before[name] != now.get(name):
+            raise UsageError(
+                f"{name} must be {before[name]}, as when the run in {folder} was started, got {now.get(name)}. Give "
+                f"the former {what} to continue it, or another --name for a new run."
+            )
+
+
+def _flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

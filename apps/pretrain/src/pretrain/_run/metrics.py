@@ -1,0 +1,28 @@
+"""`metrics.jsonl`: one JSON object per logged step, in the order of steps."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pretrain._run.files import append_line, read_lines, write_durably
+
+Record = dict[str, Any]
+"""Keys among step, loss, val_loss, learning_rate, grad_norm, num_skipped, tokens_per_s, step_s, data_wait_s, mfu."""
+
+
+def finite(record: Record) -> Record:
+    """A record without the values that are not finite, which are unknown, and which JSON does not have."""
+    return {name: value for name, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+def append_metrics(path: Path, record: Record) -> None:
+    """Add a record. It outlasts a kill of the process, and after `sync_file` a power cut."""
+    append_line(path, record)
+
+
+def cut_metrics(path: Path, last_step: int) -> list[Record]:
+    """Drop the records after `last_step`, which a resumed run will write again. Returns those that stay."""
+    kept = [record for record in read_lines(path) if record["step"] <= last_step]
+    write_durably(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept

@@ -1,0 +1,98 @@
+"""The end of a run: `result.json` and `loss.png`."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain._conveniences import convenience
+from pretrain._errors import UsageError
+from pretrain._run.files import parse_json, read_lines
+from pretrain._run.folder import RunFolder, write_json
+from pretrain._run.metrics import Record, finite
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """The contents of `result.json`. A field is None where the run's files do not have it."""
+
+    steps: int | None
+    """Steps of the run."""
+
+    metrics: dict[str, float]
+    """The last value of each metric."""
+
+    wall_s: float
+    """Seconds that the last command took, from its start."""
+
+    restarts: int | None
+    """Starts of the workers after the first."""
+
+    workers: int | None
+    """Workers of the last start."""
+
+    def summary(self) -> str:
+        """Steps and validation loss in words, as far as they are known."""
+        words = [] if self.steps is None else [f"{self.steps} steps"]
+        if (loss := self.metrics.get("val_loss")) is not None:
+            words.append(f"validation loss {loss:.4f}")
+        return ", ".join(words) or "its metrics are lost"
+
+
+def write_report(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
+    """Sum up a run that has ended.
+
+    `result.json` is written first: once it is there, the run is finished, whatever becomes of the picture.
+
+    Args:
+        folder: the run's.
+        name: the run's.
+        wall_s: seconds that the last command took, from its start.
+    """
+    records = read_lines(folder.metrics)
+    final: dict[str, Any] = {}
+    for record in records:
+        final |= finite(record)
+    starts = read_lines(folder.starts)
+    result = RunResult(
+        steps=final.pop("step", None),
+        metrics=final,
+        wall_s=round(wall_s, 1),
+        restarts=len(starts) - 1 if starts else None,
+        workers=starts[-1].get("workers") if starts else None,
+    )
+    write_json(folder.result, dataclasses.asdict(result))
+    with convenience(f"the picture {folder.loss_picture}"):
+        _draw_losses(records, folder, name)
+    return result
+
+
+def read_result(folder: RunFolder) -> RunResult | None:
+    """The contents of `result.json`, or None for a run that is not finished.
+
+    A file that is damaged does not count: the run then ends again from its last checkpoint.
+    """
+    if not folder.result.exists():
+        return None
+    try:
+        return parse_json(RunResult, folder.result.read_bytes(), folder.result, "The run writes it again.")
+    except UsageError:
+        return None
+
+
+def _draw_losses(records: list[Record], folder: RunFolder, name: str) -> None:
+    # Imported here: matplotlib writes to its configuration folder when it is imported, and may fail to.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for key, label in (("loss", "training"), ("val_loss", "validation")):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker="o" if key == "val_loss" else None, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(name)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(folder.loss_picture, dpi=120)

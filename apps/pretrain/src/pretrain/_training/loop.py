@@ -1,0 +1,213 @@
+"""The training loop that every worker runs. The one file of the application that computes.
+
+At a step that is saved or validated the order is: update, begin to save, evaluate, write the metrics, report (where
+validated). The save goes on in the background until the next one. A run that continues from a checkpoint writes the
+metrics of its step again, from the checkpoint. A loop that is asked to stop saves and returns: its end is like a crash
+right after a save.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ray
+import ray.train
+from numpy.typing import NDArray
+
+from nnx_gpt2 import (
+    TrainState,
+    abstract_train_state,
+    create_optimizer,
+    create_train_state,
+    make_mesh,
+    make_train_step,
+    put_batch,
+    replicated,
+)
+from owt_data import DataError, TokenData, iter_steps, load_tokenizer, step_windows
+from pretrain._commands.sample import sample_text
+from pretrain._config import PretrainConfig
+from pretrain._run.description import RUN, RunDescription
+from pretrain._run.folder import RunFolder
+from pretrain._training.device_memory import check_memory
+from pretrain._training.run_log import RunLog, StepTimer
+from pretrain._training.validation import Validation
+from ray_jax_launch import Checkpoints, LaunchError, log_metrics, mark_finished, stop_requested
+
+# What a checkpoint's metadata holds of the state, beside its step.
+_COUNTERS = ("num_skipped", "num_skipped_in_a_row")
+
+
+def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description: RunDescription) -> str:
+    """Train from the newest checkpoint, or from the beginning, to the last step.
+
+    Args:
+        config: the resolved configuration.
+        data: the tokens. Those for training come through Ray Data.
+        folder: the run's folder.
+        description: the run's, a copy of which is in each checkpoint.
+
+    Returns:
+        On rank 0, text that the trained model generated.
+    """
+    train, max_steps = config.train, config.train.max_steps
+    mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+    check_memory(config, mesh)
+    optimizer = create_optimizer(config.optimizer, max_steps)
+    with contextlib.suppress(DataError):  # without a tokenizer there is no sample; nothing else needs it
+        load_tokenizer(data.tokenizer)  # it stays in memory, whatever becomes of the network and the cache
+    end_of_text = load_tokenizer(data.tokenizer).eot_token if train.mask_documents else None
+    train_step = make_train_step(
+        config.model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text
+    )
+    _check_readable(data, config.model.seq_len)
+    validation = Validation(
+        config.model,
+        data.val,
+        num_windows=train.eval_batches * train.global_batch_size,
+        batch_size=train.global_batch_size,
+        mesh=mesh,
+        end_of_text=end_of_text,
+    )
+    key = jax.random.key(config.seed)
+
+    with (
+        Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep) as checkpoints,
+        RunLog(folder, send=log_metrics) as log,
+        ThreadPoolExecutor(1) as threads,
+    ):
+
+        def save_state(state: TrainState, record: dict[str, Any]) -> None:
+            log.push()  # a run that continues from a checkpoint finds the records before it in the log
+            checkpoints.save(
+                record["step"],
+                {"params": state.params, "opt_state": state.opt_state},
+                metadata={
+                    "record": record,
+                    RUN: description.to_json(),
+                    **{name: int(getattr(state, name)) for name in _COUNTERS},
+                },
+            )
+
+        def finish(state: TrainState, record: dict[str, Any], *, save: bool, evaluate: bool) -> None:
+            if save:
+                save_state(state, record)
+            if evaluate:
+                record = record | {"val_loss": validation.loss(state.params)}
+            log.write(record)
+            if evaluate:
+                ray.train.report(record)
+
+        start = checkpoints.latest_step() or 0  # verified, and the same on every process
+        # Ray Data takes seconds to hand out its first batch: it begins before anything is compiled.
+        batches = _train_batches(config, data, start)
+        first_batch = threads.submit(next, batches, None)
+        if start:
+            state, record = restore(checkpoints, start, abstract_train_state(config.model, optimizer, mesh))
+        else:
+            state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
+            record = {"step": 0}
+        log.begin(start)
+        evaluate = start == 0 or is_due(start, train.eval_every, max_steps)
+        if evaluate or is_due(start, train.checkpoint_every, max_steps) or is_due(start, train.log_every, max_steps):
+            finish(state, record, save=False, evaluate=evaluate)
+
+        timer = StepTimer(config, mesh.devices.flat[0].device_kind, mesh.size)
+        pending: tuple[int, dict[str, jax.Array]] | None = None
+        for step in range(start + 1, max_steps + 1):
+            with timer.waiting_for_data():
+                batch = first_batch.result() if step == start + 1 else next(batches, None)
+            windows = put_batch(_checked(batch, step - 1), mesh)
+            state, metrics = train_step(state, windows, key)
+            if step == start + 1:
+                jax.block_until_ready(metrics)  # compiling is not part of a step's time
+                timer.restart(step)
+            # A step's metrics are fetched only once the next step is under way, so that devices never wait.
+            if pending is not None:
+                log.write(timer.record(*pending))
+            save = is_due(step, train.checkpoint_every, max_steps)
+            evaluate = is_due(step, train.eval_every, max_steps)
+            pending = (step, metrics) if is_due(step, train.log_every, max_steps) else None
+            if stop_requested(step):
+                # What else is due at this step is done by the run that continues. To leave the checkpoints is to wait
+                # for this one.
+                save_state(state, timer.record(step, metrics, is_due=save or evaluate or pending is not None))
+                return ""
+            if save or evaluate:
+                finish(state, timer.record(step, metrics), save=save, evaluate=evaluate)
+                timer.restart(step)
+                pending = None
+
+    is_first = jax.process_index() == 0
+    if is_first:
+        mark_finished("")
+    params = jax.jit(lambda params: params, out_shardings=replicated(mesh))(state.params)
+    return sample_text(config, load_tokenizer(data.tokenizer), params) if is_first else ""
+
+
+def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """Read the state of a run, and the record of its step.
+
+    Args:
+        checkpoints: the run's.
+        step: the number of the checkpoint.
+        like: the types and shardings that the state has.
+    """
+    metadata = checkpoints.metadata(step)
+    # Checkpoints of version 0.4 do not have all of the counters.
+    counters = {"step": step, **{name: metadata.get(name, 0) for name in _COUNTERS}}
+    state = TrainState(
+        **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()},
+        **checkpoints.restore(step, {"params": like.params, "opt_state": like.opt_state}),
+    )
+    return state, metadata["record"]
+
+
+def is_due(step: int, every: int, max_steps: int) -> bool:
+    """Tell whether a step is a multiple of `every`, or the last step."""
+    return step % every == 0 or step == max_steps
+
+
+def _check_readable(data: TokenData, seq_len: int) -> None:
+    """Read a window of each part, before anything is computed.
+
+    Raises:
+        LaunchError: this node does not have the token files.
+    """
+    try:
+        for tokens in (data.train, data.val):
+            tokens.windows(np.zeros(1, np.int64), seq_len=seq_len, order="shuffle", seed=0)
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"data must be token files in a folder that all nodes share, got {error.filename}, which node "
+            f"{ray.util.get_node_ip_address()} does not have. Give --data a folder on a network file system, or s3:// "
+            "or gs://"
+        ) from error
+
+
+def _train_batches(config: PretrainConfig, data: TokenData, start: int) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    """This process's rows of each step's batch, read by tasks of Ray Data."""
+    if start < config.train.max_steps:
+        yield from iter_steps(
+            step_windows(
+                data.train,
+                seq_len=config.model.seq_len,
+                global_batch_size=config.train.global_batch_size,
+                rank=jax.process_index(),
+                world_size=jax.process_count(),
+                start_step=start,
+                stop_step=config.train.max_steps,
+                order=config.train.order,
+                seed=config.seed,
+            )
+        )
+
+
+def _checked(batch: tuple[int, NDArray[np.uint16]] | None, step: int) -> NDArray[np.uint16]:
+    if batch is None or batch[0] != step:
+        raise RuntimeError(f"expected the batch of step {step} from Ray Data, got {batch and batch[0]}")
+    return batch[1]

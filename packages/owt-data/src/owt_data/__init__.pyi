@@ -1,0 +1,37 @@
+"""The public names of owt_data, each by its module. `__init__.py` loads a name when it is first used."""
+
+from ._errors import DataError as DataError
+from ._options import OrderKind as OrderKind
+from ._options import PrepareOptions as PrepareOptions
+from ._options import TokenizerName as TokenizerName
+from ._prepare.prepare import Progress as Progress
+from ._prepare.prepare import prepare as prepare
+from ._prepare.progress_bar import progress_bar as progress_bar
+from ._prepare.progress_bar import share_bar as share_bar
+from ._sources.names import Source as Source
+from ._sources.names import find_source as find_source
+from ._stream.text import every_row as every_row
+from ._stream.text import is_wikitext_title as is_wikitext_title
+from ._stream.text import stream_text as stream_text
+from ._stream.windows import iter_steps as iter_steps
+from ._stream.windows import step_windows as step_windows
+from ._stream.windows import token_windows as token_windows
+from ._tokenizers import load_tokenizer as load_tokenizer
+from ._tokens.inspect import Inspection as Inspection
+from ._tokens.inspect import inspect as inspect
+from ._tokens.manifest import FileRecord as FileRecord
+from ._tokens.manifest import Manifest as Manifest
+from ._tokens.manifest import read_manifest as read_manifest
+from ._tokens.open import TokenData as TokenData
+from ._tokens.open import is_prepared as is_prepared
+from ._tokens.open import open_tokens as open_tokens
+from ._tokens.sequence import TokenMixture as TokenMixture
+from ._tokens.sequence import Tokens as Tokens
+from ._tokens.sequence import TokenSequence as TokenSequence
+from ._tokens.sequence import TokenSpan as TokenSpan
+from ._tokens.verify import verify as verify
+from ._tokens.window_order import WINDOW_ORDER_VERSION as WINDOW_ORDER_VERSION
+from ._tokens.window_order import num_windows as num_windows
+from ._tokens.window_order import window_starts as window_starts
+
+__version__: str

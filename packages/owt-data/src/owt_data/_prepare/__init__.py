@@ -1,0 +1,1 @@
+"""From documents to token files, on all cores, in a way that survives a kill."""

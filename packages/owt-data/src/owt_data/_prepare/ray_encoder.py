@@ -1,0 +1,88 @@
+"""Parts as tasks of a Ray cluster."""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# `uv run` would otherwise be repeated by every task. Ray reads this when it is first imported.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+import pyarrow as pa
+import ray
+import ray.exceptions
+import tiktoken
+
+from owt_data._errors import DataError
+from owt_data._prepare.shards import Encoder
+from owt_data._prepare.tokenize_worker import encode_part
+from owt_data._tokenizers import load_tokenizer
+
+_CONNECT_TIMEOUT_S = 10
+
+
+@cache
+def _load_once(tokenizer: str) -> tiktoken.Encoding:
+    return load_tokenizer(tokenizer)
+
+
+@contextmanager
+def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
+    """Encode parts as Ray tasks, one core each, on the cluster that `RAY_ADDRESS` names or one started here.
+
+    Raises:
+        DataError: the cluster cannot be reached, or lost a task for good.
+    """
+    started = not ray.is_initialized()
+    if started:
+        _start()
+    try:
+        yield Encoder(
+            submit=lambda part: _encode.remote(part.batch, tokenizer, part.path).future(),
+            num_workers=2 * int(ray.cluster_resources().get("CPU", 1)),
+        )
+    except ray.exceptions.RayError as error:
+        # Of what a task raised, its last line has the sentence; the lines before are where.
+        reason = str(error).strip().splitlines()[-1]
+        raise DataError(
+            f"The Ray cluster must tokenize every part, got a failure: {reason}. Run the same command again, which "
+            "goes on from there."
+        ) from error
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _start() -> None:
+    """Connect to the cluster that `RAY_ADDRESS` names, or start one here."""
+    address = os.environ.get("RAY_ADDRESS")
+    constraint = "Ray must start a cluster on this machine, got a failure"
+    remedy = "Run the same command again, or without --ray."
+    options: dict[str, Any] = {"address": "local", "include_dashboard": False}
+    if address:
+        constraint = f"RAY_ADDRESS must name a Ray cluster that answers, got {address}"
+        remedy = "Correct it, or unset it to start a cluster here."
+        options = {"address": address}
+    try:
+        _check_address(address or "")
+        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+    # Where its processes do not come up in time, Ray raises an Exception of no class of its own.
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise DataError(f"{constraint} ({reason}). {remedy}") from error
+
+
+def _check_address(address: str) -> None:
+    """Ask whether anyone is there; Ray itself would ask for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+
+
+@ray.remote(num_cpus=1)
+def _encode(batch: pa.RecordBatch, tokenizer: str, path: Path) -> dict[str, Any]:
+    return encode_part(batch, _load_once(tokenizer), path)

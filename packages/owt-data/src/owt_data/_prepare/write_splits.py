@@ -1,0 +1,124 @@
+"""Part files to token files: scanned, split, and copied together."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from owt_data._errors import DataError
+from owt_data._prepare.cpus import num_usable_cpus
+from owt_data._prepare.shards import PartRecord, checksum, part_path
+from owt_data._tokens.manifest import FileRecord
+from owt_data._tokens.sequence import SequenceReader, TokenSequence
+from owt_data._tokens.summary import Summary
+
+# Tokens put together in memory before they are written, at most. The parts are gone through once for each such
+# stretch, so a file has this many of them until they reach that size.
+_CHUNK_TOKENS = 1 << 26
+_NUM_CHUNKS = 16
+
+Ranges = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""First tokens, and ones past the last, of stretches to copy one after the other."""
+
+
+def document_ends(
+    folder: Path, records: list[PartRecord], end_of_text: int, report: Callable[[int], None]
+) -> NDArray[np.int64]:
+    """Where documents end in the sequence of all parts, one past their end-of-text tokens.
+
+    Every part is checked on the way: what is wrong with one now went wrong after it was written.
+
+    Args:
+        folder: where the parts are.
+        records: the parts.
+        end_of_text: the token.
+        report: called with the number of tokens of each part that is done.
+
+    Raises:
+        DataError: a part is not as it was written.
+    """
+
+    def ends_in(index: int) -> NDArray[np.int64]:
+        path = part_path(folder, index)
+        if checksum(path) != records[index].sha256:
+            raise DataError(
+                f"{path} must be as it was written, got other contents: the disk or the memory may be failing, or not "
+                "all machines share the folder. Run the same command again, which makes the file again."
+            )
+        return np.flatnonzero(np.fromfile(path, dtype="<u2") == end_of_text) + 1
+
+    ends, before = [np.empty(0, dtype=np.int64)], 0
+    with ThreadPoolExecutor(num_usable_cpus()) as threads:
+        for record, ends_here in zip(records, threads.map(ends_in, range(len(records))), strict=True):
+            ends.append(ends_here + before)
+            before += record.num_tokens
+            report(record.num_tokens)
+    return np.concatenate(ends)
+
+
+def split_documents(ends: NDArray[np.int64], fraction: float, seed: int) -> dict[str, Ranges]:
+    """Documents in the order of `datasets`' `train_test_split(test_size=fraction, seed=seed, shuffle=True)`."""
+    num_val = math.ceil(fraction * len(ends))
+    starts = np.concatenate([[0], ends[:-1]])
+    order = np.random.default_rng(seed).permutation(len(ends))
+    train, val = order[num_val:], order[:num_val]
+    return {"train": (starts[train], ends[train]), "val": (starts[val], ends[val])}
+
+
+def split_at(boundary: int, num_tokens: int) -> dict[str, Ranges]:
+    """Everything before a token for training, the rest for validation."""
+    return {
+        "train": (np.array([0]), np.array([boundary])),
+        "val": (np.array([boundary]), np.array([num_tokens])),
+    }
+
+
+def copy_ranges(
+    sequence: TokenSequence, ranges: Ranges, path: Path, end_of_text: int, report: Callable[[int], None]
+) -> FileRecord:
+    """Write stretches of a sequence, one after the other, to a file, and see it safely on disk.
+
+    Args:
+        sequence: what to copy from.
+        ranges: what to copy.
+        path: the file to write.
+        end_of_text: the token that ends a document.
+        report: called with the number of tokens of each write.
+    """
+    summary = Summary(end_of_text)
+    reader = SequenceReader(sequence, max_open_files=2, in_order=True)
+    chunk_tokens = min(_CHUNK_TOKENS, max(1, len(sequence) // _NUM_CHUNKS))
+    buffer = np.empty(chunk_tokens, dtype="<u2")
+    with path.open("wb") as file:
+        for starts, stops in _chunks(ranges, chunk_tokens):
+            offsets = np.concatenate([[0], np.cumsum(stops - starts)])
+            tokens = buffer[: offsets[-1]]
+            # In the order of the parts, so that each is opened once, and read from its beginning to its end.
+            for number in np.argsort(starts, kind="stable").tolist():
+                reader.copy(int(starts[number]), tokens[offsets[number] : offsets[number + 1]])
+            file.write(tokens.data)
+            summary.add(tokens)
+            report(len(tokens))
+        file.flush()
+        os.fsync(file.fileno())
+    return summary.record()
+
+
+def _chunks(ranges: Ranges, chunk_tokens: int) -> Iterator[Ranges]:
+    """The ranges in groups of `chunk_tokens` at most; longer ones are cut."""
+    starts, stops = ranges
+    if len(starts) and (stops - starts).max() > chunk_tokens:
+        cut = [np.arange(start, stop, chunk_tokens) for start, stop in zip(starts, stops, strict=True)]
+        stops = np.concatenate([np.append(piece[1:], stop) for piece, stop in zip(cut, stops, strict=True)])
+        starts = np.concatenate(cut)
+    up_to = np.cumsum(stops - starts)
+    begin = 0
+    while begin < len(starts):
+        before = up_to[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(up_to, before + chunk_tokens, side="right")))
+        yield starts[begin:end], stops[begin:end]
+        begin = end

@@ -1,0 +1,1 @@
+"""Where documents come from: names, files, the Hugging Face hub."""

@@ -1,0 +1,231 @@
+"""Reading a source's documents in order, from any place in it, a bounded amount at a time."""
+
+import codecs
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from owt_data._errors import (
+    RejectedDocumentsError,
+    file_errors,
+    missing_column,
+    missing_text,
+    not_utf8,
+    one_line,
+    wrong_type,
+)
+from owt_data._sources.hub import HubLayout, HubRows
+from owt_data._sources.json_lines import read_json_texts
+from owt_data._sources.names import BUILTIN, Source
+
+_ROWS_PER_READ = 1024
+_TEXT_BLOCK_BYTES = 1 << 20
+
+# Between a character that is no white space and a blank, every pattern that gpt2 splits text with ends a match
+# and begins the next: the tokens of both sides are those of the whole.
+_CUT = re.compile(r"\S(?=[ \n])")
+_CUT_SEARCH = 1 << 12
+
+
+class Cursor(NamedTuple):
+    """A place between two documents, or two pieces of one."""
+
+    shard: int
+    """Number of the file, or of the dataset's shard."""
+
+    offset: int
+    """Rows into it, or bytes into a text file."""
+
+
+START = Cursor(0, 0)
+
+
+class Chunk(NamedTuple):
+    """Consecutive pieces of text."""
+
+    texts: pa.Array
+    """`large_string[N]`: documents, or pieces of a long text file."""
+
+    ends: NDArray[np.bool_]
+    """`[N]`, whether a document ends with the piece."""
+
+    shard: int
+    """Where they lie: `Cursor(shard, offsets[i])` is right after piece `i`."""
+
+    offsets: NDArray[np.int64]
+    """`[N]`, see `shard`."""
+
+
+class Documents:
+    """A source, opened. The hub's is pinned to a revision, so that a second reading sees the same.
+
+    Args:
+        source: what to read.
+        text_column: the column with the text, in JSON lines, parquet and hub datasets.
+        revision: of a hub dataset; by default the newest.
+
+    Raises:
+        DataError: the hub is out of reach, or has no such dataset.
+    """
+
+    def __init__(self, source: Source, *, text_column: str = "text", revision: str | None = None) -> None:
+        self._source, self._text_column = source, text_column
+        self._hub = HubRows(source, revision) if source.kind == "hub" else None
+
+    @property
+    def layout(self) -> HubLayout | None:
+        """How a hub dataset is read, which must not change between two starts; None for files."""
+        return None if self._hub is None else self._hub.layout
+
+    def num_bytes(self) -> int | None:
+        """Bytes of text, roughly, where that can be known without reading it."""
+        if self._hub is not None:
+            return self._hub.num_bytes
+        if self._source.kind == "parquet":
+            return sum(_parquet_text_bytes(path, self._text_column) for path in self._source.files)
+        return self._source.num_bytes
+
+    def read(self, cursor: Cursor = START) -> Iterator[Chunk]:
+        """Everything from a place on.
+
+        Raises:
+            RejectedDocumentsError: a file is damaged, or the text column is missing or holds something else.
+            DataError: a file or the hub cannot be read.
+        """
+        if self._source.kind in (BUILTIN, "text"):
+            yield from self._read_texts(cursor)
+            return
+        num_shards = len(self._source.files) if self._hub is None else self._hub.layout.num_shards
+        for shard in range(cursor.shard, num_shards):
+            yield from self._read_rows(shard, cursor.offset if shard == cursor.shard else 0)
+
+    def _read_texts(self, cursor: Cursor) -> Iterator[Chunk]:
+        errors = "replace" if self._source.kind == BUILTIN else "strict"
+        for shard in range(cursor.shard, len(self._source.files)):
+            begin = cursor.offset if shard == cursor.shard else 0
+            for text, offset in _read_pieces(self._source.files[shard], begin, errors):
+                at = Cursor(shard + 1, 0) if offset is None else Cursor(shard, offset)
+                texts, ends = pa.array([text], pa.large_string()), np.array([offset is None])
+                yield Chunk(texts, ends, at.shard, np.array([at.offset]))
+
+    def _read_rows(self, shard: int, skip: int) -> Iterator[Chunk]:
+        offset = 0
+        for texts in self._texts_of(shard):
+            first, offset = max(0, skip - offset), offset + len(texts)
+            if first < len(texts):
+                rest = texts[first:]
+                yield Chunk(rest, np.ones(len(rest), bool), shard, np.arange(offset - len(rest), offset) + 1)
+
+    def _texts_of(self, shard: int) -> Iterator[pa.Array]:
+        """The texts of all rows of a shard, each `large_string[N]`."""
+        column = self._text_column
+        if self._hub is not None:
+            num_rows = 0
+            for table in self._hub.read(shard):
+                yield _check_texts(table, column, self._source.name, num_rows)
+                num_rows += len(table)
+        elif self._source.kind == "json":
+            yield from read_json_texts(self._source.files[shard], column)
+        else:
+            yield from _read_parquet_texts(self._source.files[shard], column)
+
+
+def _check_texts(table: pa.Table, column: str, name: str, before: int) -> pa.Array:
+    """The text column of a table, `before` rows into a file, as `large_string[N]`."""
+    if table.column_names.count(column) != 1:
+        raise missing_column(column, table.column_names, name)
+    texts = table[column]
+    if pa.types.is_dictionary(texts.type):
+        texts = texts.cast(texts.type.value_type)
+    if texts.null_count:
+        raise missing_text(column, f"row {before + texts.is_null().index(True).as_py()}", name)
+    if texts.type not in (pa.string(), pa.large_string(), pa.string_view()):
+        raise wrong_type(column, _type_name(texts.type), name)
+    combined = texts.cast(pa.large_string()).combine_chunks()
+    try:
+        combined.validate(full=True)  # that it is UTF-8, which a file may claim wrongly
+    except pa.ArrowInvalid as error:
+        raise not_utf8(name, f"in the column {column!r} ({one_line(error)})") from error
+    return combined
+
+
+def _type_name(dtype: pa.DataType) -> str:
+    # What datasets makes of rows that differ in type.
+    return "values of several types" if str(dtype).startswith("extension<arrow.json") else str(dtype)
+
+
+def _read_parquet_texts(path: Path, column: str) -> Iterator[pa.Array]:
+    with _parquet_errors(path), pyarrow.parquet.ParquetFile(path) as file:
+        if file.schema_arrow.names.count(column) != 1:
+            raise missing_column(column, file.schema_arrow.names, path)
+        num_rows = 0
+        for batch in file.iter_batches(_ROWS_PER_READ, columns=[column]):
+            yield _check_texts(pa.table(batch), column, str(path), num_rows)
+            num_rows += len(batch)
+
+
+@contextmanager
+def _parquet_errors(path: Path) -> Iterator[None]:
+    """Tell a damaged file from one that cannot be read just now."""
+    with file_errors("readable", path):
+        try:
+            yield
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+            # What decompression finds wrong is an OSError without a number.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise RejectedDocumentsError(
+                f"{path} must hold parquet rows, got another or a damaged file: {one_line(error)}. Mend the file or "
+                "leave it out."
+            ) from error
+
+
+def _read_pieces(path: Path, begin: int, errors: str) -> Iterator[tuple[str, int | None]]:
+    """A text file in pieces of some megabytes, each with the byte after it, or None after the last."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    held, offset = "", begin
+    with file_errors("readable", path), path.open("rb") as file:
+        file.seek(begin)
+        while block := file.read(_TEXT_BLOCK_BYTES):
+            held += _decode(decoder, block, path, file.tell())
+            # With errors replaced, bytes cannot be counted back from characters: such files are read at once.
+            cut = _last_cut(held) if errors == "strict" else 0
+            if cut:
+                offset += len(held[:cut].encode())
+                yield held[:cut], offset
+                held = held[cut:]
+        held += _decode(decoder, b"", path, file.tell(), final=True)
+    yield held, None
+
+
+def _last_cut(text: str) -> int:
+    """Where the last cut of a text may be; 0 for nowhere."""
+    near_the_end = max(0, len(text) - _CUT_SEARCH)
+    for begin in (near_the_end, 0):
+        cut = max((match.end() for match in _CUT.finditer(text, begin)), default=0)
+        if cut:
+            return cut
+    return 0
+
+
+def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, end: int, *, final: bool = False) -> str:
+    try:
+        return decoder.decode(block, final)
+    except UnicodeDecodeError as error:
+        position = end - len(error.object) + error.start
+        raise not_utf8(path, f"at byte {position}") from error
+
+
+def _parquet_text_bytes(path: Path, text_column: str) -> int:
+    with _parquet_errors(path):
+        metadata = pyarrow.parquet.read_metadata(path)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == text_column)

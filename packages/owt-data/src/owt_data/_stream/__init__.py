@@ -1,0 +1,1 @@
+"""Ray Datasets of token windows."""

@@ -1,0 +1,61 @@
+"""What a folder of token files, or a token file, holds: for people to look at."""
+
+from dataclasses import dataclass
+
+from owt_data._errors import check_integer
+from owt_data._tokenizers import load_tokenizer
+from owt_data._tokens.manifest import Manifest, read_manifest
+from owt_data._tokens.open import check_ids, open_tokens
+from owt_data._tokens.sequence import TokenSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspection:
+    """What there is to see."""
+
+    tokenizer: str
+    """Name of the tokenizer."""
+
+    vocab_size: int
+    """Number of token ids."""
+
+    num_tokens: dict[str, int]
+    """By split: `train` and `val`."""
+
+    samples: dict[str, dict[str, str]]
+    """By split, and in it under `first`, `middle` and `last`: the text of a window."""
+
+    manifest: Manifest | None
+    """The manifest, where there is one."""
+
+
+def inspect(name: str, *, tokenizer: str = "gpt2", window_tokens: int = 64) -> Inspection:
+    """Look into token files.
+
+    Args:
+        name: a folder of token files, or a `.bin` file, on disk or in object storage.
+        tokenizer: what wrote the tokens, where no manifest says so.
+        window_tokens: length of the samples.
+
+    Raises:
+        DataError: as `open_tokens`, or the length makes no sense.
+    """
+    check_integer("window_tokens", window_tokens, least=1)
+    data = open_tokens(name, tokenizer=tokenizer)
+    encoding = load_tokenizer(data.tokenizer)
+    samples = {}
+    for split, tokens in (("train", data.train), ("val", data.val)):
+        assert isinstance(tokens, TokenSequence), "one name gives a sequence"
+        last = max(0, len(tokens) - window_tokens)
+        samples[split] = {}
+        for place, start in (("first", 0), ("middle", last // 2), ("last", last)):
+            window = tokens.read(start, min(start + window_tokens, len(tokens)))
+            check_ids(window, encoding.n_vocab, name, data.tokenizer)
+            samples[split][place] = encoding.decode(window.tolist())
+    return Inspection(
+        tokenizer=data.tokenizer,
+        vocab_size=data.vocab_size,
+        num_tokens={"train": len(data.train), "val": len(data.val)},
+        samples=samples,
+        manifest=None if name.endswith(".bin") else read_manifest(name),
+    )

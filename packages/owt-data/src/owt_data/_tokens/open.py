@@ -1,0 +1,224 @@
+"""Opening token files: checked, with a fingerprint."""
+
+import glob
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pyarrow.fs import FileType
+
+from owt_data._errors import DataError, file_errors
+from owt_data._paths import BYTES_PER_TOKEN, base_name, check_type, is_uri, join, normalize, read_blocks
+from owt_data._tokenizers import vocab_size
+from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, check_sizes, read_manifest
+from owt_data._tokens.sequence import TokenMixture, TokenSequence, TokenSpan, concatenate
+
+# Validation's share of token files that are not split, taken from their end.
+_VAL_FRACTION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenData:
+    """Tokens to train on, tokens to validate on, and what identifies them."""
+
+    names: str | list[str] | dict[str, float]
+    """What `open_tokens` opened, and can again, from any working folder."""
+
+    train: TokenSequence | TokenMixture
+    """Training tokens."""
+
+    val: TokenSequence
+    """Validation tokens; of a mixture, those of all its parts, one after the other."""
+
+    tokenizer: str
+    """Name of the tokenizer that wrote them."""
+
+    vocab_size: int
+    """Number of ids; every token is below it."""
+
+    fingerprint: dict[str, Any]
+    """Equal for equal tokens under an equal tokenizer: what a checkpoint remembers of the data."""
+
+
+@file_errors("readable")
+def is_prepared(name: str) -> bool:
+    """Whether a data path names token files, rather than text that is yet to be prepared."""
+    path = Path(normalize(name))
+    return is_uri(name) or path.suffix == ".bin" or (path.is_dir() and (path / TRAIN_NAME).exists())
+
+
+@file_errors("readable")
+def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: str) -> TokenData:
+    """Open token files, on disk or in object storage.
+
+    With a manifest, sizes are checked against it and its checksums identify the data. Without one, the
+    files are read through once, to identify them and to check that every id is in the vocabulary.
+
+    Args:
+        names: a folder with `train.bin` and `val.bin`; or a `.bin` file or a glob of them, which together
+            are split 90/10 by position; or a list of such names, read one after the other; or such names
+            with weights, mixed in their proportion. `s3://` and `gs://` names are read in ranges.
+        tokenizer: what wrote the tokens, where no manifest says so; a manifest is believed.
+
+    Raises:
+        DataError: a file is missing, truncated, or holds ids outside the vocabulary; or the names do not
+            fit together.
+    """
+    if isinstance(names, Mapping):
+        return _open_mixture({normalize(name): weight for name, weight in names.items()}, tokenizer)
+    expanded = [name for given in ([names] if isinstance(names, str) else names) for name in _expand(given)]
+    if not expanded:
+        raise DataError("The names must be those of token files or folders, got none. Name one.")
+    if all(base_name(name).endswith(".bin") for name in expanded):
+        return _open_files(expanded, tokenizer)
+    if len(expanded) == 1:
+        return _open_folder(expanded[0], tokenizer)
+    parts = [open_tokens(name, tokenizer=tokenizer) for name in expanded]
+    return _combine(
+        parts,
+        names=expanded,
+        train=concatenate([_sequence(part) for part in parts]),
+        fingerprint={"sequence": [part.fingerprint for part in parts]},
+    )
+
+
+def _open_mixture(weights: dict[str, float], tokenizer: str) -> TokenData:
+    parts = [open_tokens(name, tokenizer=tokenizer) for name in weights]
+    return _combine(
+        parts,
+        names=weights,
+        train=TokenMixture(tuple(_sequence(part) for part in parts), tuple(weights.values())),
+        fingerprint={"weights": list(weights.values()), "mixture": [part.fingerprint for part in parts]},
+    )
+
+
+def _expand(name: str) -> list[str]:
+    path = normalize(name)
+    if is_uri(path) or not glob.has_magic(path) or Path(path).exists():
+        return [path]
+    found = sorted(glob.glob(path))  # noqa: PTH207 - takes a pattern with an absolute path
+    if not found:
+        raise DataError(f"{name} must match token files, got none. Correct the pattern.")
+    return found
+
+
+def _sequence(data: TokenData) -> TokenSequence:
+    assert isinstance(data.train, TokenSequence), "one name gives a sequence"
+    return data.train
+
+
+def _combine(
+    parts: list[TokenData],
+    *,
+    names: list[str] | dict[str, float],
+    train: TokenSequence | TokenMixture,
+    fingerprint: dict[str, Any],
+) -> TokenData:
+    tokenizers = {part.tokenizer for part in parts}
+    if len(tokenizers) != 1:
+        raise DataError(f"The tokens must be of one tokenizer, got those of {sorted(tokenizers)}. Prepare them alike.")
+    return TokenData(
+        names=names,
+        train=train,
+        val=concatenate([part.val for part in parts]),
+        tokenizer=parts[0].tokenizer,
+        vocab_size=parts[0].vocab_size,
+        fingerprint=fingerprint,
+    )
+
+
+def _open_folder(folder: str, tokenizer: str) -> TokenData:
+    check_type(folder, FileType.Directory, "a folder of token files or a .bin file")
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        check_sizes(folder, manifest)
+    spans = {name: _span(join(folder, name)) for name in (TRAIN_NAME, VAL_NAME)}
+    if manifest is None:
+        digests = {name: _scan(span, tokenizer) for name, span in spans.items()}
+        num_ids = vocab_size(tokenizer)
+    else:
+        digests = {name: record.sha256 for name, record in manifest.files.items()}
+        tokenizer, num_ids = manifest.tokenizer, manifest.vocab_size
+    return TokenData(
+        names=folder,
+        train=_sequence_of(spans[TRAIN_NAME]),
+        val=_sequence_of(spans[VAL_NAME]),
+        tokenizer=tokenizer,
+        vocab_size=num_ids,
+        fingerprint={"tokenizer": tokenizer, **digests},
+    )
+
+
+def _open_files(paths: list[str], tokenizer: str) -> TokenData:
+    """Token files without a split of their own: the first 90 % of their tokens are for training."""
+    spans = [_span(path) for path in paths]
+    whole = concatenate([_sequence_of(span) for span in spans])
+    boundary = round(len(whole) * (1 - _VAL_FRACTION))
+    digests = [_scan(span, tokenizer) for span in spans]
+    return TokenData(
+        names=paths[0] if len(paths) == 1 else paths,
+        train=whole.between(0, boundary),
+        val=whole.between(boundary, len(whole)),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size(tokenizer),
+        fingerprint={
+            "tokenizer": tokenizer,
+            "split": boundary,
+            "whole": digests[0] if len(digests) == 1 else digests,
+        },
+    )
+
+
+def _sequence_of(span: TokenSpan) -> TokenSequence:
+    return TokenSequence((span,) if len(span) else ())
+
+
+def _span(path: str) -> TokenSpan:
+    """All tokens of a file."""
+    size = check_type(path, FileType.File, "a token file").size
+    if size % BYTES_PER_TOKEN:
+        raise DataError(
+            f"{path} must have an even number of bytes, two for each token, got {size}. It is truncated or no token "
+            "file: write it again."
+        )
+    return TokenSpan(path=path, start=0, stop=size // BYTES_PER_TOKEN)
+
+
+def _scan(span: TokenSpan, tokenizer: str) -> str:
+    """SHA-256 of a file without a manifest, whose ids are checked on the way."""
+    num_ids = vocab_size(tokenizer)
+    digest = hashlib.sha256()
+    for number, block in enumerate(read_blocks(span.path)):
+        tokens = np.frombuffer(block, dtype="<u2")
+        if number == 0:
+            _check_format(span.path, block, tokens)
+        check_ids(tokens, num_ids, span.path, tokenizer)
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def check_ids(tokens: NDArray[np.uint16], num_ids: int, name: str, tokenizer: str) -> None:
+    """Check that tokens are ids of a tokenizer.
+
+    Raises:
+        DataError: an id is outside the vocabulary.
+    """
+    largest = int(tokens.max(initial=0))
+    if largest >= num_ids:
+        raise DataError(
+            f"The ids in {name} must be below {num_ids}, the vocabulary of the tokenizer {tokenizer}, got {largest}. "
+            "Give the tokenizer that wrote the file or a folder with its manifest.json, or restore a damaged file."
+        )
+
+
+def _check_format(path: str, block: bytes, tokens: NDArray[np.uint16]) -> None:
+    """Reject the formats that are taken for token files."""
+    found = "a .npy file" if block.startswith(b"\x93NUMPY") else None
+    if len(tokens) >= 64 and not tokens[1::2].any():
+        found = "32-bit values, as every second one of 16 bits is 0"
+    if found is not None:
+        raise DataError(f"{path} must hold raw uint16 tokens, got {found}. Write them with astype('<u2').tofile(...).")

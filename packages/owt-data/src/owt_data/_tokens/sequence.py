@@ -1,0 +1,234 @@
+"""Tokens to train on: sequences of token files, and mixtures of such sequences, read window by window."""
+
+import functools
+import mmap
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from owt_data._errors import DataError, file_errors
+from owt_data._options import OrderKind
+from owt_data._paths import RemoteTokens, is_uri
+from owt_data._tokens.window_order import num_windows, shuffled, window_starts
+
+# A mixture deals out this many windows at a time, in exact proportion.
+_ROUND = 1 << 16
+
+# A ranged read waits some tens of milliseconds for the storage, and none for this machine.
+_REMOTE_READERS = 32
+_OPEN_FILES = 256
+
+
+class Tokens(Protocol):
+    """What windows are read from. Holds no open file, so it travels between processes."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def num_windows(self, seq_len: int) -> int:
+        """How many non-overlapping windows of `seq_len` inputs it holds."""
+        ...
+
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
+        """The windows with these indices of an order, `uint16[N, seq_len + 1]`: see `window_starts`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSpan:
+    """Consecutive tokens of one file."""
+
+    path: str
+    """The file, raw little-endian uint16: a local path, or the URI of an object."""
+
+    start: int
+    """First token."""
+
+    stop: int
+    """One past the last token."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """The tokens of one or more files, one after the other. Windows may cross from a file to the next.
+
+    >>> import numpy as np, tempfile
+    >>> file = tempfile.NamedTemporaryFile()
+    >>> np.arange(10, dtype="<u2").tofile(file.name)
+    >>> tail, head = (TokenSpan(path=file.name, start=a, stop=b) for a, b in [(6, 10), (0, 6)])
+    >>> tokens = TokenSequence((tail, head))
+    >>> tokens.read_windows(np.array([2]), seq_len=3)
+    array([[8, 9, 0, 1]], dtype=uint16)
+    """
+
+    spans: tuple[TokenSpan, ...]
+    """In order."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return sum(map(len, self.spans))
+
+    def num_windows(self, seq_len: int) -> int:
+        """How many non-overlapping windows of `seq_len` inputs it holds."""
+        return num_windows(len(self), seq_len)
+
+    def between(self, start: int, stop: int) -> "TokenSequence":
+        """The tokens `[start, stop)` as a sequence of their own."""
+        spans, first = [], 0
+        for span in self.spans:
+            low, high = max(start - first, 0), min(stop - first, len(span))
+            if low < high:
+                spans.append(TokenSpan(path=span.path, start=span.start + low, stop=span.start + high))
+            first += len(span)
+        return TokenSequence(tuple(spans))
+
+    def read(self, start: int = 0, stop: int | None = None) -> NDArray[np.uint16]:
+        """The tokens `[start, stop)`, copied into memory."""
+        tokens = np.empty((len(self) if stop is None else stop) - start, dtype=np.uint16)
+        SequenceReader(self, in_order=True).copy(start, tokens)
+        return tokens
+
+    def read_windows(self, starts: NDArray[np.int64], seq_len: int) -> NDArray[np.uint16]:
+        """The windows that begin at `starts` (`int64[N]`), as `uint16[N, seq_len + 1]`."""
+        windows = np.empty((len(starts), seq_len + 1), dtype=np.uint16)
+        reader = SequenceReader(self)
+        if any(is_uri(span.path) for span in self.spans):
+            with ThreadPoolExecutor(_REMOTE_READERS) as threads:
+                list(threads.map(reader.copy, starts.tolist(), windows))
+        else:
+            for start, window in zip(starts.tolist(), windows, strict=True):
+                reader.copy(start, window)
+        return windows
+
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
+        """The windows with these indices of an order, `uint16[N, seq_len + 1]`: see `window_starts`."""
+        starts = window_starts(indices, order=order, seed=seed, num_tokens=len(self), seq_len=seq_len)
+        return self.read_windows(starts, seq_len)
+
+
+class SequenceReader:
+    """Open files of a sequence. Serves several threads."""
+
+    def __init__(self, sequence: TokenSequence, *, max_open_files: int = _OPEN_FILES, in_order: bool = False) -> None:
+        self._spans = sequence.spans
+        self._bounds = [0, *accumulate(map(len, self._spans))]
+        opening = functools.partial(_open_file, in_order=in_order)
+        self._open: Callable[[str], Any] = functools.lru_cache(max_open_files)(opening)
+
+    def copy(self, start: int, out: NDArray[np.uint16]) -> None:
+        """Fill `out` with the tokens from `start` on."""
+        number = bisect_right(self._bounds, start) - 1
+        while len(out):
+            span = self._spans[number]
+            first = span.start + start - self._bounds[number]
+            tokens = self._open(span.path)[first : min(first + len(out), span.stop)]
+            out[: len(tokens)] = tokens
+            out, start, number = out[len(tokens) :], start + len(tokens), number + 1
+
+
+def _open_file(path: str, *, in_order: bool) -> NDArray[np.uint16] | RemoteTokens:
+    if is_uri(path):
+        return RemoteTokens(path)
+    with file_errors("readable", path), open(path, "rb") as file:  # noqa: PTH123 - a string as everywhere here
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if not in_order:
+        # Else every window of a file that is not in memory brings megabytes with it that nobody asked for.
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype="<u2")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMixture:
+    """Sequences mixed by weight: of any 65 536 consecutive windows from a multiple of 65 536 on, each gives its share.
+
+    Which part gives a window, and which window of its own order that is, is a pure function of the seed
+    and the index. A part that is used up begins its next epoch, whatever the others do.
+
+    Raises:
+        DataError: the weights do not fit the parts, or are so small that a part would give nothing.
+    """
+
+    parts: tuple[TokenSequence, ...]
+    """What is mixed."""
+
+    weights: tuple[float, ...]
+    """Relative share of windows that each part gives; only their proportions count."""
+
+    def __post_init__(self) -> None:
+        """Check the weights once."""
+        numbers = all(isinstance(weight, int | float) and weight > 0 for weight in self.weights)
+        fit = len(self.weights) == len(self.parts) > 0 and numbers and sum(self.weights) < float("inf")
+        if not fit or 0 in self._shares():
+            raise DataError(
+                f"The weights must be one number for each of {len(self.parts)} parts, and must give each part at least "
+                f"one window in {_ROUND}, got {list(self.weights)}. Raise the small ones, or leave their parts out."
+            )
+
+    def __len__(self) -> int:
+        """Number of tokens in all parts."""
+        return sum(map(len, self.parts))
+
+    def num_windows(self, seq_len: int) -> int:
+        """How many non-overlapping windows of `seq_len` inputs all parts hold; none, where one has none."""
+        counts = [part.num_windows(seq_len) for part in self.parts]
+        return sum(counts) if all(counts) else 0
+
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
+        """The windows with these indices, `uint16[N, seq_len + 1]`; within a part in its order.
+
+        Raises:
+            DataError: the order is `sequential`, which a mixture has not.
+        """
+        if order == "sequential":
+            raise DataError("The order of a mixture must be shuffle or random, got sequential. Read its parts singly.")
+        windows = np.empty((len(indices), seq_len + 1), dtype=np.uint16)
+        part_of, index_in_part = self._deal(indices, seed)
+        for number, part in enumerate(self.parts):
+            here = part_of == number
+            if here.any():
+                windows[here] = part.windows(index_in_part[here], seq_len=seq_len, order=order, seed=seed + number)
+        return windows
+
+    def _deal(self, indices: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each index, the part that gives its window, and that window's index in the part's own order."""
+        shares = np.array(self._shares())
+        bounds = np.concatenate([[0], np.cumsum(shares)])
+        part_of, index_in_part = np.empty_like(indices), np.empty_like(indices)
+        if len(indices):
+            for where, number, positions in shuffled(indices, _ROUND, seed):
+                parts = np.searchsorted(bounds, positions, side="right") - 1
+                part_of[where] = parts
+                index_in_part[where] = number * shares[parts] + positions - bounds[parts]
+        return part_of, index_in_part
+
+    def _shares(self) -> list[int]:
+        """Windows per part in a round, which they fill: rounded down, the rest to the largest remainders."""
+        exact = [weight / sum(self.weights) * _ROUND for weight in self.weights]
+        shares = [int(share) for share in exact]
+        by_remainder = sorted(range(len(exact)), key=lambda part: shares[part] - exact[part])
+        for part in by_remainder[: _ROUND - sum(shares)]:
+            shares[part] += 1
+        return shares
+
+
+def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:
+    """One sequence of several."""
+    return TokenSequence(tuple(span for sequence in sequences for span in sequence.spans))
+
+
+def local_sequence(paths: Sequence[os.PathLike[str]]) -> TokenSequence:
+    """Whole local files as one sequence; the empty ones left out."""
+    sizes = [(os.fspath(path), os.path.getsize(path) // 2) for path in paths]
+    return TokenSequence(tuple(TokenSpan(path=path, start=0, stop=size) for path, size in sizes if size))

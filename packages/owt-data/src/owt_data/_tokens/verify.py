@@ -1,0 +1,90 @@
+"""Whether token files still are what their manifest says."""
+
+import logging
+import os
+from collections.abc import Callable
+
+import numpy as np
+from pyarrow.fs import FileType
+
+from owt_data._errors import DataError
+from owt_data._paths import BYTES_PER_TOKEN, check_type, file_info, join, normalize, read_blocks
+from owt_data._tokenizers import load_tokenizer, tokenizer_digest
+from owt_data._tokens.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
+from owt_data._tokens.summary import Summary
+
+_log = logging.getLogger("owt_data")
+
+
+def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | None = None) -> list[str]:
+    """Recompute every count and checksum of a prepared folder, and the tokenizer's.
+
+    Where the tokenizer cannot be had, a warning says that it was not compared.
+
+    Args:
+        folder: on disk, or in object storage.
+        report: called now and then with the share done.
+
+    Returns:
+        One sentence per difference from the manifest; none if all is well.
+
+    Raises:
+        DataError: the folder has no manifest, or a file cannot be read.
+    """
+    name = normalize(os.fspath(folder))
+    check_type(name, FileType.Directory, "a folder that owt-data prepared")
+    manifest = read_manifest(name)
+    if manifest is None:
+        raise DataError(f"{folder} must hold {MANIFEST_NAME}, got none. Name a folder that owt-data prepared.")
+    differences = _differences_of_manifest(manifest)
+    total = sum(record.num_tokens for record in manifest.files.values()) or 1
+    done = 0
+
+    def advance(num_tokens: int) -> None:
+        nonlocal done
+        done += num_tokens
+        if report is not None:
+            report(min(1.0, done / total))
+
+    for file, record in manifest.files.items():
+        differences += [f"{file}: {found}" for found in _differences(join(name, file), record, manifest, advance)]
+    return differences
+
+
+def _differences_of_manifest(manifest: Manifest) -> list[str]:
+    facts = []
+    try:
+        tokenizer = load_tokenizer(manifest.tokenizer)
+        facts += [
+            ("tokenizer's SHA-256", manifest.tokenizer_sha256, tokenizer_digest(tokenizer)),
+            ("vocabulary", str(manifest.vocab_size), str(tokenizer.n_vocab)),
+        ]
+    except DataError as error:
+        _log.warning("the tokenizer is not compared: %s", error)
+    return [
+        f"{MANIFEST_NAME}: the {label} is {expected} there, and here it is {found}"
+        for label, expected, found in facts
+        if expected != found
+    ]
+
+
+def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: Callable[[int], None]) -> list[str]:
+    info, expected_size = file_info(path), BYTES_PER_TOKEN * expected.num_tokens
+    if info.type is not FileType.File:
+        return ["expected a file, found none"]
+    if info.size != expected_size:
+        return [f"expected {expected_size} bytes, found {info.size}"]
+    summary = Summary(manifest.vocab_size - 1)
+    for block in read_blocks(path):
+        tokens = np.frombuffer(block, dtype="<u2")
+        summary.add(tokens)
+        advance(len(tokens))
+    found = summary.record()
+    differences = []
+    if found.sha256 != expected.sha256:
+        differences.append(f"expected SHA-256 {expected.sha256}, found {found.sha256}")
+    if found.num_documents != expected.num_documents:
+        differences.append(f"expected {expected.num_documents} documents, found {found.num_documents}")
+    if summary.largest >= manifest.vocab_size:
+        differences.append(f"expected ids below {manifest.vocab_size}, found {summary.largest}")
+    return differences

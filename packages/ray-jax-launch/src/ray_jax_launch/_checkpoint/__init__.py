@@ -1,0 +1,1 @@
+"""Crash-safe checkpoints, in folders and in object storage."""

@@ -1,0 +1,1 @@
+"""A training loop on Ray Train's workers: launch, restart, stop."""
