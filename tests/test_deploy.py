@@ -7,7 +7,8 @@ import pytest
 import yaml
 from support import ROOT
 
-from pretrain._cli import read_config
+from pretrain import PretrainConfig
+from pretrain._cli import parse_command
 from pretrain._commands.train import check_batch
 from ray_jax_launch import parse_hardware
 
@@ -39,7 +40,9 @@ def groups(job):
 def options(job):
     command, *arguments = shlex.split(job["spec"]["entrypoint"])
     assert command == "pretrain"
-    return read_config(arguments)
+    config = parse_command(arguments)
+    assert isinstance(config, PretrainConfig)
+    return config
 
 
 def test_there_is_one_for_gpus_and_one_for_tpus():

@@ -21,7 +21,8 @@ from rich.console import Console
 from support import COMMAND, started, wait_until
 
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
-from pretrain._cli import read_config
+from pretrain import PretrainConfig
+from pretrain._cli import parse_command
 from pretrain._commands.load import load_trained
 from pretrain._data import load_tokens
 from pretrain._run.files import read_lines
@@ -72,7 +73,8 @@ def stopped_by(signal_number, args, environment, newest, log):
 @pytest.fixture(scope="module")
 def plain(corpus, environment):
     """Loss and gradient norm of every step of a plain loop over the same windows."""
-    config = read_config(["--data", str(corpus), *OPTIONS])
+    config = parse_command(["--data", str(corpus), *OPTIONS])
+    assert isinstance(config, PretrainConfig)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
         data = load_tokens(config, Console(quiet=True))

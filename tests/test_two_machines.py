@@ -23,7 +23,8 @@ from rich.console import Console
 from support import COMMAND, wait_until
 
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
-from pretrain._cli import read_config
+from pretrain import PretrainConfig
+from pretrain._cli import parse_command
 from pretrain._data import load_tokens
 from pretrain._run.files import read_lines
 from pretrain._training.validation import Validation
@@ -110,7 +111,8 @@ def documents(corpus, tmp_path):
 def plain(documents, environment, monkeypatch):
     """The losses of the same steps on one device, without Ray, and the validation at their end."""
     monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
-    config = read_config(["--data", str(documents), *OPTIONS])
+    config = parse_command(["--data", str(documents), *OPTIONS])
+    assert isinstance(config, PretrainConfig)
     data = load_tokens(config, Console(quiet=True))
     model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
     optimizer, mesh, key = create_optimizer(config.optimizer, MAX_STEPS), make_mesh(), jax.random.key(config.seed)

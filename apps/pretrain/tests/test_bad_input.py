@@ -15,12 +15,13 @@ import pytest
 from rich.console import Console
 
 from nnx_gpt2 import create_optimizer, create_train_state
-from pretrain import main
-from pretrain._cli import read_config
+from pretrain import PretrainConfig, main
+from pretrain._cli import parse_command
 from pretrain._data import load_tokens
 from pretrain._rejection import rejection
 from pretrain._run.description import RUN, describe, describe_data
-from pretrain._run.folder import RunFolder, write_json
+from pretrain._run.files import write_json
+from pretrain._run.folder import RunFolder
 from ray_jax_launch import Checkpoints
 
 SMALL = "--data book.txt --model.num-layers 1 --model.num-heads 2 --model.embed-dim 16 --train.max-steps 10"
@@ -41,7 +42,8 @@ def finished(tmp_path_factory):
     (place / "odd.bin").write_bytes(b"123")
     np.full(2000, 300, "<u2").tofile(place / "ids.bin")
     (place / "loop").symlink_to("loop")
-    config = read_config(shlex.split(TRAIN))
+    config = parse_command(shlex.split(TRAIN))
+    assert isinstance(config, PretrainConfig)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=257))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
@@ -163,26 +165,29 @@ def nothing(place):
 LINES = [
     ("--preset huge", "invalid choice 'huge' for argument '--preset'"),
     ("--model.num-layer 3", "Unrecognized options: --model.num-layer"),
-    ("--model.num-heads 5", "model.embed_dim must be a multiple of model.num_heads, got 128 and 5"),
-    ("--train.max-steps 0", "train.max_steps must be at least 1, got 0"),
-    (f"--train.max-steps {2**31}", f"train.max_steps must be at most {2**31 - 1}, got {2**31}"),
+    ("--model.num-heads 5", "model.embed_dim must be"),
+    ("--train.max-steps 0", "train.max_steps must be at least 1 and below 2147483648, got 0"),
+    (f"--train.max-steps {2**31}", f"train.max_steps must be at least 1 and below {2**31}, got {2**31}."),
     ("--train.max-steps many", "invalid literal for int() with base 10: 'many'"),
     ("launch", "Unrecognized options: launch"),
     ("--data nowhere.txt", "nowhere.txt"),
     ("--data nowhere.bin", "nowhere.bin"),
-    ("--data book.txt --model.seq-len 1024", "expected at least 1025 validation tokens"),
+    ("--data book.txt --model.seq-len 1024", "book.txt must have at least 1025 validation tokens"),
     ("--data book.txt --tokenizer gpt2", "the files of tokenizer 'gpt2' could not be downloaded"),
     ("--data someone/something", "as a dataset of the Hugging Face hub it could not be loaded"),
     ("--data odd.bin", "odd.bin"),
     ("--data ids.bin", "must be below 257, the vocabulary of the tokenizer"),
-    ("--data book.txt --hardware cpu:3", "must be a multiple of the 3 devices of cpu:3 that share it, got 16."),
+    (
+        "--data book.txt --hardware cpu:3",
+        "must be divisible by 3 (3 data-parallel devices x 1 accumulation steps), got 16.",
+    ),
     (
         "--data book.txt --hardware cpu:2 --train.grad-accum-steps 16",
-        "the 2 devices of cpu:2 that share it times the train.grad_accum_steps, 16, got 16. Change it, or --hardware.",
+        "must be divisible by 32 (2 data-parallel devices x 16 accumulation steps), got 16. Change it, train.grad",
     ),
     (
         "--data book.txt --hardware tpu:v7x:2x2x2 --train.global-batch-size 24",
-        "must be a multiple of the 16 devices of tpu:v7x:2x2x2 that share it, got 24. Change it, or --hardware.",
+        "must be divisible by 16 (16 data-parallel devices x 1 accumulation steps), got 24. Change it, train.grad",
     ),
     (
         "--data book.txt --hardware tpu:v6e:4x4 --mesh.tensor 8 --model.num-heads 8",
@@ -206,28 +211,28 @@ LINES = [
     ("--data book.txt --storage-path nowhere://x", "nowhere://x"),
     (
         "--data book.txt --model.vocab-size 100",
-        "--model.vocab-size must be at least 257, which the tokenizer bytes has",
+        "--model.vocab-size must be at least 257, the vocabulary of the tokenizer bytes",
     ),
     (f"--data book.txt --seed {END}", f"seed must be at least 0 and below {END}, got {END}"),
     (f"--data book.txt --name {LONG}", "must be accessible, got File name too long"),
     ("--data book.txt --model.vocab-size 999999999", "the model and its batch must fit the"),
     (f"{SMALL} --train.global-batch-size 100000000", "the model and its batch must fit the"),
-    ("sample nowhere", "run must be the folder or URI of a run, or the name of one in runs, got nowhere."),
+    ("sample nowhere", "run must be the folder or URI of a run, or its name in runs, got nowhere."),
     ("sample nowhere --top-k 0", "--top-k must be at least 1, got 0."),
     ("sample nowhere --top-p 1.5", "--top-p must be above 0 and at most 1, got 1.5."),
     ("sample nowhere --temperature nan", "--temperature must be finite and at least 0, got nan."),
     ("sample nowhere --max-new-tokens -5", "--max-new-tokens must be at least 0, got -5."),
     ("sample nowhere --num-samples 0", "--num-samples must be at least 1, got 0."),
-    ("sample nowhere --prompt ''", "--prompt must be not empty, as the model continues it, got ''."),
+    ("sample nowhere --prompt ''", "--prompt must be a text of at least one character, got ''."),
     (f"{SAMPLE} --seed {END}", f"--seed must be at least 0 and below {END}, got {END}"),
     (f"{SAMPLE} --seed -1", f"--seed must be at least 0 and below {END}, got -1"),
     (f"sample {LONG}", "File name too long"),
     ("sample loop", "Too many levels of symbolic links"),
     ("sample book.txt", "run must be the folder or URI of a run"),
-    ("eval nowhere", "run must be the folder or URI of a run, or the name of one in runs, got nowhere."),
+    ("eval nowhere", "run must be the folder or URI of a run, or its name in runs, got nowhere."),
     (f"{EVAL} --batch-size 0", "--batch-size must be at least 1, got 0."),
     (f"{EVAL} --data loop", "loop"),
-    ("export run s3://bucket/x", "out must be a folder, got s3://bucket/x. Export to a folder, and copy it"),
+    ("export run s3://bucket/x", "out must be a folder, got s3://bucket/x. Export to a folder, and copy the files"),
     ("export run book.txt/x", "must be accessible, got Not a directory"),
     ("export run book.txt", "out must be a new or empty folder, got book.txt."),
     ("export run loop", "loop must be accessible, got File exists."),
@@ -248,18 +253,18 @@ CONFIGS = [
 # A command line, what is damaged before, and what the sentence has.
 DAMAGED = [
     *(
-        (line, damage, f"config.json must be JSON that a run has written, got an error in it ({message}")
+        (line, damage, f"config.json must be JSON as a run writes it, got an error in it ({message}")
         for damage, message in CONFIGS
         for line in COMMANDS
     ),
-    (TRAIN, config_of(None), "config.json must be JSON that a run has written, got an error in it (Invalid JSON"),
+    (TRAIN, config_of(None), "config.json must be JSON as a run writes it, got an error in it (Invalid JSON"),
     (TRAIN, folder_for("config.json"), "config.json must be a file, got something else. Move it away, or choose"),
     (
         f"{TRAIN} --optimizer.learning-rate 0.01",
         without("config.json"),
-        "optimizer.learning_rate must be 0.002, as when the run in",
+        "optimizer.learning_rate must be 0.002, its value at the start of the run in",
     ),
-    (SAMPLE, field("versions", "nnx-gpt2", value="0.1.3"), "must be of nnx-gpt2 0.2 or later"),
+    (SAMPLE, field("versions", "nnx-gpt2", value="0.1.3"), "must be written by nnx-gpt2 0.2 or later"),
     (SAMPLE, field("config", "model", "num_layers", value=2), "error: the checkpoint must hold the arrays"),
     (EVAL, field("config", "model", "embed_dim", value=32), "error: the checkpoint must hold the arrays"),
     (EXPORT, field("config", "model", "scan_layers", value=True), "error: the checkpoint must hold the arrays"),
@@ -313,7 +318,7 @@ def test_right(line, out, place, capsys):
     assert ("out" in line) == (place / "out" / "model.safetensors").exists()
 
 
-def test_an_allocation_that_fails_is_said_in_a_sentence():
+def test_a_failed_allocation_is_rejected_in_one_sentence():
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.numpy.zeros(10**13).block_until_ready()
     expected = "the model and its batch must fit the memory, got RESOURCE_EXHAUSTED: Out of memory allocating"
@@ -347,7 +352,7 @@ SHELL = [
     (
         f"touch runs/run/.lock; chmod 500 runs/run; $LIMITED $PRETRAIN {TRAIN}",
         2,
-        "runs/run must be writable, got a folder that you may only",
+        "runs/run must be writable, got a read-only folder.",
     ),
     ("$PRETRAIN sample nowhere 2> /dev/full", 2, ""),
     (f"chmod 0 runs/run/result.json; $LIMITED $PRETRAIN {TRAIN}", 2, "result.json must be accessible, got Permission"),

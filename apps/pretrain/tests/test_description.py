@@ -117,10 +117,13 @@ def test_a_free_setting_continues_a_run(name, stored, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fingerprint": {"train.bin": "y", "tokenizer": "bytes"}}, "train.bin must be x, as when the run in"),
-        ({"fingerprint": {"train.bin": "x"}}, "tokenizer must be bytes, as when the run in"),
-        ({"fingerprint": DATA.fingerprint | {"split": 9}}, "split must be None, as when the run in"),
-        ({"window_order_version": 1}, "window_order_version must be 2, as when the run in"),
+        (
+            {"fingerprint": {"train.bin": "y", "tokenizer": "bytes"}},
+            "train.bin must be x, its value at the start of the run in",
+        ),
+        ({"fingerprint": {"train.bin": "x"}}, "tokenizer must be bytes, its value at the start of the run in"),
+        ({"fingerprint": DATA.fingerprint | {"split": 9}}, "split must be None, its value at the start of the run in"),
+        ({"window_order_version": 1}, "window_order_version must be 2, its value at the start of the run in"),
     ],
 )
 def test_other_data_does_not_continue_a_run(changes, message, stored, tmp_path):

@@ -40,7 +40,7 @@ def test_lines_that_a_power_cut_damaged_do_not_stop_a_run(tmp_path, caplog, reco
         b'{"step": "6"}\n{"step": 7, "loss": []}\n'
     )
     assert [record["step"] for record in read_lines(path)] == [0, 5]
-    assert caplog.messages == [f"{path}: dropped 7 lines that are no JSON objects of numbers"]
+    assert caplog.messages == [f"{path}: dropped 7 lines that are not JSON objects of numbers"]
     path.write_bytes(b"")
     assert cut_metrics(path, 10) == []
 

@@ -2,7 +2,8 @@ import pytest
 
 from nnx_gpt2 import num_params
 from pretrain import PRESETS
-from pretrain._cli import _named_preset
+from pretrain._cli import parse_command
+from pretrain._config import PretrainConfig, with_vocab_size
 
 
 def test_every_preset_knows_its_name():
@@ -16,12 +17,14 @@ def test_every_preset_knows_its_name():
         ([], "quickstart"),
         (["--preset", "baby"], "baby"),
         (["--seed", "1", "--preset=gpt2-xl", "--data", "baby"], "gpt2-xl"),
-        (["--preset"], "quickstart"),
         (["--name", "baby"], "quickstart"),
     ],
 )
 def test_the_preset_is_found_among_the_arguments(arguments, name):
-    assert _named_preset(arguments) == name
+    config = parse_command(arguments)
+    assert isinstance(config, PretrainConfig)
+    assert config.model == PRESETS[name]().model
+    assert config.preset == name
 
 
 def test_baby_is_nanogpts_cpu_setting():
@@ -55,7 +58,7 @@ def test_tutorial_is_the_reference_job():
     ],
 )
 def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(name, published):
-    config = PRESETS[name]()
+    config = with_vocab_size(PRESETS[name](), 50257)
     assert num_params(config.model) == published
     assert config.train.global_batch_size * config.model.seq_len == 491_520
     assert config.train.global_batch_size % (8 * config.train.grad_accum_steps) == 0

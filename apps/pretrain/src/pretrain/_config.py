@@ -1,5 +1,6 @@
-"""The configuration of a run: everything that the command line can change."""
+"""The configuration of a run: every option of the command `train`."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -11,17 +12,36 @@ from owt_data import OrderKind, PrepareOptions
 from ray_jax_launch import check_run_name
 
 MAX_STEPS = 2**31 - 1
-"""Steps are counted by numbers of 32 bits."""
+"""The largest number of steps: a run counts them in 32 bits."""
 
 NUM_SEEDS = 2**63
-"""Seeds are below this: they are signed numbers of 64 bits."""
+"""The number of seeds: a seed is a signed number of 64 bits."""
 
 PresetName = Literal["quickstart", "baby", "tutorial", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig(GPT2Config):
+    """The model, whose vocabulary may follow from the tokenizer.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    vocab_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride] - resolved before use
+    """Number of token ids; None takes the tokenizer's."""
+
+    def __post_init__(self) -> None:
+        """Check every field once."""
+        if self.vocab_size is not None:
+            GPT2Config.__post_init__(self)
+        else:
+            dataclasses.replace(self, vocab_size=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """The length and the rhythm of a run.
+    """The length of a run, and the intervals in it.
 
     Raises:
         ValueError: a field is out of its range.
@@ -31,105 +51,103 @@ class TrainConfig:
     """Windows per step, over all workers."""
 
     max_steps: int = 1000
-    """Updates to make in all."""
+    """Steps of the run."""
 
     log_every: int = 10
-    """Steps between two lines of metrics."""
+    """Steps between two records of metrics."""
 
     eval_every: int = 100
     """Steps between two validations."""
 
     eval_batches: int = 20
-    """Validation looks at the first windows of the validation tokens, this many global batches of them, and
-    always at the same ones."""
+    """Global batches of one validation. Each validation takes the first windows of the validation tokens."""
 
     checkpoint_every: int = 100
     """Steps between two checkpoints."""
 
     checkpoints_to_keep: int = 2
-    """How many of the newest checkpoints to keep."""
+    """Number of the newest checkpoints to keep."""
 
     grad_accum_steps: int = 1
-    """Parts that a batch is processed in, one after the other, to save memory."""
+    """Microbatches per step, computed one after the other to save memory."""
 
     order: OrderKind = "shuffle"
-    """Order of the training windows: `shuffle` (each once per epoch), `random` (with replacement) or
+    """Order of the training windows: `shuffle` (each window once per epoch), `random` (with replacement) or
     `sequential`."""
 
     mask_documents: bool = False
-    """Attention stays within a document. Otherwise a window's documents see what came before them, as in GPT-2."""
+    """Restrict attention to a token's own document. Otherwise a token sees the documents before it in its window, as in
+    GPT-2."""
 
     max_failures: int = 3
-    """Worker failures to recover from, from the newest checkpoint, before giving up."""
+    """Worker failures to recover from, each from the newest checkpoint."""
 
     def __post_init__(self) -> None:
         """Check every field once."""
-        for name in (
-            "global_batch_size",
-            "max_steps",
-            "log_every",
-            "eval_every",
-            "eval_batches",
-            "checkpoint_every",
-            "checkpoints_to_keep",
-            "grad_accum_steps",
+        for name, least, end in (
+            ("global_batch_size", 1, math.inf),
+            ("max_steps", 1, MAX_STEPS + 1),
+            ("log_every", 1, math.inf),
+            ("eval_every", 1, math.inf),
+            ("eval_batches", 1, math.inf),
+            ("checkpoint_every", 1, math.inf),
+            ("checkpoints_to_keep", 1, math.inf),
+            ("grad_accum_steps", 1, math.inf),
+            ("max_failures", 0, math.inf),
         ):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"train.{name} must be at least 1, got {value}")
-        if self.max_steps > MAX_STEPS:
-            raise ValueError(f"train.max_steps must be at most {MAX_STEPS}, got {self.max_steps}")
-        if self.max_failures < 0:
-            raise ValueError(f"train.max_failures must not be negative, got {self.max_failures}")
+            _check_range(f"train.{name}", getattr(self, name), least, end)
         if self.global_batch_size % self.grad_accum_steps:
             raise ValueError(
-                "train.grad_accum_steps must divide train.global_batch_size, "
-                f"got {self.grad_accum_steps} and {self.global_batch_size}"
+                f"train.global_batch_size must be divisible by train.grad_accum_steps, {self.grad_accum_steps}, got "
+                f"{self.global_batch_size}. Change one of the two."
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig:
-    """How the devices share the work. What `fsdp` and `tensor` leave of them shares the batch alone.
+    """The mesh of devices. The axis `data` takes the devices that `fsdp` and `tensor` leave.
 
     Raises:
         ValueError: a field is out of its range.
     """
 
     fsdp: int = 1
-    """Devices that share one copy of the parameters and the optimizer's state, each with its part of the batch."""
+    """Devices that share one copy of the parameters and of the optimizer state, each with its own share of the
+    batch."""
 
     tensor: int = 1
-    """Devices of one worker that share each layer's heads and hidden units."""
+    """Devices of one worker that share each layer's heads and MLP."""
 
     def __post_init__(self) -> None:
         """Check every field once."""
         for name in ("fsdp", "tensor"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"mesh.{name} must be at least 1, got {value}")
+            _check_range(f"mesh.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainConfig:
-    """All of a run."""
+    """Train a model, or continue an interrupted run.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
 
     preset: PresetName = "quickstart"
-    """Where every other default comes from."""
+    """Source of every other default."""
 
     data: str = "builtin"
-    """What to train on: builtin (Python's standard library), a folder of token files, a .bin, .txt, .jsonl or
-    .parquet file, a glob of files of one kind, s3://... or gs://... of token files, or a Hugging Face dataset."""
+    """Training data: builtin (Python's standard library), a folder of token files, a .bin, .txt, .jsonl or .parquet
+    file, a glob of files of one kind, s3://... or gs://... of token files, or a Hugging Face dataset."""
 
     hardware: str = "auto"
-    """auto, cpu:WORKERS, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or tpu:TYPE:TOPOLOGY:SLICES; a range
-    of WORKERS or SLICES, such as 1-4, is elastic."""
+    """auto, cpu:WORKERS, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or tpu:TYPE:TOPOLOGY:SLICES; a range of
+    WORKERS or SLICES, such as 1-4, is elastic."""
 
     storage_path: str = "runs"
-    """Folder that holds runs, shared by all nodes where there are several; or s3://... or gs://..."""
+    """Folder of all runs, shared by all nodes; or s3://... or gs://..."""
 
     name: str | None = None
-    """The run's name, a folder in the storage path. Default: the preset's and the data's."""
+    """Name of the run, a folder in the storage path; None takes the preset's and the data's."""
 
     wait_for_resources_s: float = 0.0
     """Seconds to wait for nodes that the Ray cluster lacks, for instance until its autoscaler adds them."""
@@ -138,30 +156,41 @@ class PretrainConfig:
     """Seed of the initial parameters, of dropout and of the window order."""
 
     prompt: str = "\n"
-    """What the sample at the end begins with."""
+    """Prompt of the sample at the end."""
 
     prepare: Annotated[PrepareOptions, tyro.conf.arg(name="")]
-    """How text becomes tokens."""
+    """Options of `owt-data prepare`."""
 
-    model: GPT2Config
+    model: ModelConfig
     """The model."""
 
     train: TrainConfig
-    """The run's length and rhythm."""
+    """The length of the run, and the intervals in it."""
 
     optimizer: OptimizerConfig
     """The optimizer."""
 
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How the devices share the work."""
+    """The mesh of devices."""
 
     def __post_init__(self) -> None:
         """Check what no section checks."""
-        for name, end in (("seed", NUM_SEEDS), ("wait_for_resources_s", math.inf)):
-            if not 0 <= getattr(self, name) < end:
-                raise ValueError(f"{name} must be at least 0 and below {end}, got {getattr(self, name)}")
+        _check_range("seed", self.seed, 0, NUM_SEEDS)
+        _check_range("wait_for_resources_s", self.wait_for_resources_s, 0)
         if self.name is not None:
             check_run_name(self.name)
-        self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)
+        if self.model.vocab_size is not None:
+            self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)
         if not self.prompt:
-            raise ValueError("prompt must not be empty: the model continues something")
+            raise ValueError("prompt must be a text of at least one character, got ''. Leave it out for a line break.")
+
+
+def with_vocab_size(config: PretrainConfig, vocab_size: int) -> PretrainConfig:
+    """Return the configuration with a vocabulary of this size."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+
+
+def _check_range(name: str, value: float, least: float, end: float = math.inf) -> None:
+    if not least <= value < end:
+        below = "" if end == math.inf else f" and below {end}"
+        raise ValueError(f"{name} must be at least {least}{below}, got {value}. Change it.")

@@ -1,4 +1,4 @@
-"""Conveniences, which cannot fail a run: pictures, samples, trackers."""
+"""Conveniences, which cannot fail a run: pictures, samples, event files."""
 
 import contextlib
 import logging
@@ -9,14 +9,14 @@ _logger = logging.getLogger("pretrain")
 
 @contextlib.contextmanager
 def convenience(what: str) -> Iterator[None]:
-    """Run a block that must not fail the run: what it raises is logged as a warning, with the reason.
+    """Run a block, and log an exception from it as a warning: the run goes on.
 
     Args:
-        what: what is lost if the block fails, in a few words.
+        what: the result that is lost if the block fails.
     """
     try:
         yield
-    # Such a block calls matplotlib, tensorboardX, tokenizers and samplers, which raise what they please. Days of
-    # training are done by then, and are worth more than any of it: this is the one place where all of it is caught.
+    # The block calls matplotlib, tensorboardX, a tokenizer or a sampler, which may raise anything. Days of training
+    # must not be lost for a picture. No other place catches every exception.
     except Exception as error:
         _logger.warning("the run goes on without %s: %s: %s", what, type(error).__name__, error)

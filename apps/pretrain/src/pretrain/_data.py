@@ -1,12 +1,12 @@
-"""From what `--data` names to tokens."""
+"""The tokens of a run: opens token files, and prepares text first."""
 
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 
+import platformdirs
 from rich.console import Console
 
 from owt_data import (
@@ -24,20 +24,20 @@ from pretrain._config import PretrainConfig
 
 
 def data_label(name: str) -> str:
-    """A short name for a data path, fit for a folder."""
+    """Return a short name for a data path, usable as a folder's name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", Path(name).stem or name).strip("-").lower() or "data"
 
 
 def cache_folder() -> Path:
-    """Where prepared tokens are kept: `$XDG_CACHE_HOME/owt-data`, by default under `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "owt-data"
+    """Return the folder of prepared tokens: `owt-data` in the user's cache, which is `~/.cache` on Linux."""
+    return platformdirs.user_cache_path("owt-data")
 
 
 def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
-    """Open the data of a run; text is first prepared into the cache, once per content and options.
+    """Open the tokens of a run. Text is prepared into the cache, once for the same content and options.
 
     Raises:
-        DataError: the data cannot be had, or does not fill one window for each side.
+        DataError: the data cannot be read, or either split is shorter than one window.
     """
     if is_prepared(config.data):
         tokens = open_tokens(config.data, tokenizer=config.prepare.tokenizer)
@@ -54,9 +54,8 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
     ):
         if part.num_windows(config.model.seq_len) == 0:
             raise DataError(
-                f"expected at least {config.model.seq_len + 1} {name} tokens, which one window of "
-                f"{config.model.seq_len} inputs needs, got {len(part)} from {config.data}: give {remedy} "
-                "or a shorter --model.seq-len"
+                f"{config.data} must have at least {config.model.seq_len + 1} {name} tokens, one window of "
+                f"model.seq_len inputs and a target, got {len(part)}. Give {remedy} or a shorter --model.seq-len."
             )
     return tokens
 

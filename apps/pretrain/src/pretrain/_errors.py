@@ -4,8 +4,8 @@ from ray_jax_launch import PermanentError
 
 
 class UsageError(ValueError):
-    """Something asked for is not possible. The message says what was expected, what came, and what to do."""
+    """Input that cannot be used. The message gives the constraint, the value, and a remedy."""
 
 
 class TrainingDivergedError(PermanentError, FloatingPointError):
-    """The loss or the gradient is no longer finite. From the same checkpoint it would happen again."""
+    """The loss or the gradient is not finite. A restart from the checkpoint would give the same result."""

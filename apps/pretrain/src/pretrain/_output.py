@@ -1,4 +1,4 @@
-"""Standard output and standard error, as odd as they come: closed, full, or of an encoding with few characters."""
+"""Standard output and standard error, which may be closed, full, or limited to few characters."""
 
 import contextlib
 import os
@@ -9,15 +9,15 @@ from rich.console import Console
 
 
 class Output(Console):
-    """A console that leaves it to the command what to do when the reader of its output is gone."""
+    """A console that raises BrokenPipeError when the reader of its output has closed it."""
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError again, where rich would exit."""
+        """Raise the error again: rich would exit."""
         raise
 
 
 def open_streams() -> None:
-    """Let both streams take any text: a closed one is discarded, and characters that it does not have are escaped."""
+    """Make both streams accept any text: discard the text of a closed stream, and escape what cannot be encoded."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -26,14 +26,14 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def say(text: str) -> None:
-    """Write a line to standard error, as far as that can be written."""
+def print_error(text: str) -> None:
+    """Write a line to standard error, if standard error can be written."""
     with contextlib.suppress(OSError):
         Output(stderr=True, soft_wrap=True, highlight=False).print(text, markup=False)
 
 
 def discard_unwritten(stream: TextIO) -> None:
-    """Discard what a stream holds and cannot write, so that Python does not try again when it exits."""
+    """Discard the buffer of a stream that cannot be written: Python would try again at its exit."""
     try:
         stream.flush()
     except OSError:

@@ -1,14 +1,15 @@
-"""Named runs, whole. What each should reach is in its comment."""
+"""Presets: complete configurations, each with its arithmetic and its expected result."""
 
+import dataclasses
 from collections.abc import Callable
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, gpt2, gpt2_large, gpt2_medium, gpt2_xl
 from owt_data import PrepareOptions
-from pretrain._config import PresetName, PretrainConfig, TrainConfig
+from pretrain._config import ModelConfig, PresetName, PretrainConfig, TrainConfig
 
 
 def quickstart() -> PretrainConfig:
-    """Minutes on a laptop: Python's own source, byte by byte, into text that looks like Python.
+    """Pretrain a small model on Python's own source, byte by byte, in minutes on a laptop.
 
     16 windows * 64 tokens = 1 024 tokens a step; 1 500 steps see 1.5 of the corpus's 11 million bytes.
     """
@@ -17,7 +18,7 @@ def quickstart() -> PretrainConfig:
         data="builtin",
         prompt="def ",
         prepare=PrepareOptions(tokenizer="bytes"),
-        model=GPT2Config(vocab_size=257, seq_len=64, num_layers=4, num_heads=4, embed_dim=128),
+        model=ModelConfig(seq_len=64, num_layers=4, num_heads=4, embed_dim=128),
         train=TrainConfig(
             global_batch_size=16,
             max_steps=1500,
@@ -31,15 +32,15 @@ def quickstart() -> PretrainConfig:
 
 
 def baby() -> PretrainConfig:
-    """NanoGPT's setting for a CPU: on tiny Shakespeare, a validation loss of about 1.88.
+    """NanoGPT's setting for a CPU. NanoGPT reports a validation loss of 1.88 on tiny Shakespeare.
 
-    12 windows * 64 tokens = 768 tokens a step; 2 000 steps pass 1.5 times over its million bytes. Validation
-    sees all of its 1 742 validation windows: 146 batches.
+    12 windows * 64 tokens = 768 tokens a step; 2 000 steps are 1.5 epochs of a million bytes. A validation reads all
+    1 742 validation windows: 146 batches.
     """
     return PretrainConfig(
         preset="baby",
         prepare=PrepareOptions(tokenizer="bytes"),
-        model=GPT2Config(vocab_size=257, seq_len=64, num_layers=4, num_heads=4, embed_dim=128),
+        model=ModelConfig(seq_len=64, num_layers=4, num_heads=4, embed_dim=128),
         train=TrainConfig(
             global_batch_size=12,
             max_steps=2000,
@@ -53,7 +54,7 @@ def baby() -> PretrainConfig:
 
 
 def tutorial() -> PretrainConfig:
-    """The Ray tutorial's GPT-2 124M on OpenWebText.
+    """Pretrain GPT-2 124M on OpenWebText, as the Ray tutorial does.
 
     32 windows * 1 024 tokens = 32 768 tokens a step; 10 000 steps see 328 million of its 9 billion.
     """
@@ -61,7 +62,7 @@ def tutorial() -> PretrainConfig:
         preset="tutorial",
         data="openwebtext",
         prepare=PrepareOptions(tokenizer="gpt2"),
-        model=gpt2(dropout_rate=0.1, dtype="bfloat16"),
+        model=_fit_to_tokenizer(gpt2(dropout_rate=0.1, dtype="bfloat16")),
         train=TrainConfig(
             global_batch_size=32,
             max_steps=10_000,
@@ -75,16 +76,22 @@ def tutorial() -> PretrainConfig:
     )
 
 
+def _fit_to_tokenizer(model: GPT2Config) -> ModelConfig:
+    fields = dataclasses.asdict(model)
+    del fields["vocab_size"]
+    return ModelConfig(**fields)
+
+
 def _openwebtext(preset: PresetName, model: GPT2Config, learning_rate: float, grad_accum_steps: int) -> PretrainConfig:
     """NanoGPT's long run: 480 windows * 1 024 tokens = 491 520 tokens a step, 600 000 steps.
 
-    On 8 devices each has 60 windows a step, in `grad_accum_steps` parts.
+    Each of 8 devices has 60 windows a step, in `grad_accum_steps` microbatches.
     """
     return PretrainConfig(
         preset=preset,
         data="openwebtext",
         prepare=PrepareOptions(tokenizer="gpt2"),
-        model=model,
+        model=_fit_to_tokenizer(model),
         train=TrainConfig(
             global_batch_size=480,
             max_steps=600_000,
@@ -103,27 +110,27 @@ def _openwebtext(preset: PresetName, model: GPT2Config, learning_rate: float, gr
 def gpt2_small() -> PretrainConfig:
     """GPT-2 124M on OpenWebText; nanoGPT reports a validation loss of about 2.85.
 
-    60 windows per device in 5 parts of 12.
+    60 windows per device are 5 microbatches of 12.
     """
     return _openwebtext("gpt2", gpt2(dtype="bfloat16"), 6e-4, grad_accum_steps=5)
 
 
-# The learning rates of the larger sizes are those of GPT-3's models of about their size:
+# The larger models take the learning rates of GPT-3's models of about their size:
 # Brown et al., 2020 (arXiv:2005.14165), table 2.1.
 
 
 def medium() -> PretrainConfig:
-    """GPT-2 355M on OpenWebText. 60 windows per device in 10 parts of 6."""
+    """GPT-2 355M on OpenWebText. 60 windows per device are 10 microbatches of 6."""
     return _openwebtext("gpt2-medium", gpt2_medium(dtype="bfloat16"), 3e-4, grad_accum_steps=10)
 
 
 def large() -> PretrainConfig:
-    """GPT-2 774M on OpenWebText. 60 windows per device in 15 parts of 4."""
+    """GPT-2 774M on OpenWebText. 60 windows per device are 15 microbatches of 4."""
     return _openwebtext("gpt2-large", gpt2_large(dtype="bfloat16"), 2.5e-4, grad_accum_steps=15)
 
 
 def xl() -> PretrainConfig:
-    """GPT-2 1.6B on OpenWebText. 60 windows per device in 30 parts of 2."""
+    """GPT-2 1.6B on OpenWebText. 60 windows per device are 30 microbatches of 2."""
     return _openwebtext("gpt2-xl", gpt2_xl(dtype="bfloat16"), 2e-4, grad_accum_steps=30)
 
 

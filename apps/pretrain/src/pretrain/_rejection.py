@@ -1,13 +1,13 @@
-"""The sentences for errors that a command's input or its surroundings cause."""
+"""One sentence for each error that the user can correct."""
 
 import errno
 
-# What a write to a file that is open fails with. Such an error names no file.
+# Errors of a write to an open file. They name no file.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def rejection(error: Exception) -> str | None:
-    """The sentence for an error that the user can mend; None for any other."""
+    """Return the sentence for an error that the user can correct, or None for any other error."""
     from owt_data import DataError
     from pretrain._errors import UsageError
     from ray_jax_launch import DamagedCheckpointError, LaunchError
@@ -15,11 +15,11 @@ def rejection(error: Exception) -> str | None:
     if isinstance(error, DamagedCheckpointError | DataError | LaunchError | UsageError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename} must be accessible, got {error.strerror}. Check it, or name another."
+        return f"{error.filename} must be accessible, got {error.strerror}. Check it, or give another path."
     if isinstance(error, OSError) and error.errno in _UNWRITABLE:
         return f"the output must be writable, got {error.strerror}. Free some space, or write it elsewhere."
-    if isinstance(error, OSError) and error.errno is None:  # as pyarrow tells of object storage
+    if isinstance(error, OSError) and error.errno is None:  # pyarrow's errors of object storage have no number
         return f"the storage must be accessible, got {error}. Check its address, and the network."
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        return f"the model and its batch must fit the memory, got {error or 'no memory'}. Ask for less at a time."
+        return f"the model and its batch must fit the memory, got {error or 'no memory'}. Lower the batch size."
     return None

@@ -1,4 +1,4 @@
-"""The command `eval`: a trained model's loss over all of the validation tokens."""
+"""The command `eval`: the loss of a trained model on all of the validation tokens."""
 
 from dataclasses import dataclass
 
@@ -14,50 +14,50 @@ from pretrain._training.validation import Validation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What `eval` found."""
+    """The result of `eval`."""
 
     step: int
-    """Updates that the model has seen."""
+    """Step of the checkpoint."""
 
     val_loss: float
     """Mean loss in nats per token."""
 
     num_tokens: int
-    """Tokens predicted."""
+    """Number of predicted tokens."""
 
 
 def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -> Evaluation:
-    """Evaluate a run's newest checkpoint over every complete window of the validation tokens, once.
+    """Evaluate a run's newest checkpoint on every complete window of the validation tokens.
 
-    Attention stays within documents if the run was trained so.
+    Attention is restricted to documents if the run was trained with `mask_documents`.
 
     Args:
-        run: the run's folder or name.
-        data: token files to evaluate on instead of the run's own.
-        batch_size: windows per step, or fewer where these do not fit the memory.
+        run: the run's folder, URI or name.
+        data: token files to evaluate on; None takes those of the run.
+        batch_size: windows per step. Fewer are used if a step does not fit the memory.
         console: shows the progress.
 
     Raises:
-        ValueError: a subclass says what is wrong.
+        ValueError: an argument or the run cannot be used; see `rejection` for the subclasses.
     """
     if batch_size < 1:
-        raise UsageError(f"--batch-size must be at least 1, got {batch_size}. Give another.")
+        raise UsageError(f"--batch-size must be at least 1, got {batch_size}. Change it.")
     trained = load_trained(run)
     stored = trained.description.data
     path = data or stored.tokens
     tokens = open_tokens(path, tokenizer=stored.tokenizer)
     if data is None and tokens.fingerprint != stored.fingerprint:
-        raise UsageError(f"{path} must hold the tokens of the run, got others. Restore them, or name --data.")
+        raise UsageError(f"{path} must hold the tokens of the run, got others. Restore the files, or give --data.")
     if tokens.tokenizer != stored.tokenizer:
         raise UsageError(
-            f"--data must be tokens of the run's tokenizer, {stored.tokenizer}, got those of {tokens.tokenizer}. Name "
+            f"--data must be tokens of the run's tokenizer, {stored.tokenizer}, got tokens of {tokens.tokenizer}. Give "
             "other data."
         )
     seq_len = trained.model.config.seq_len
     count = tokens.val.num_windows(seq_len)
     if count == 0:
         raise UsageError(
-            f"{path} must hold at least {seq_len + 1} validation tokens, got {len(tokens.val)}. Name other --data."
+            f"{path} must hold at least {seq_len + 1} validation tokens, got {len(tokens.val)}. Give other --data."
         )
     is_masked = trained.description.config.train.mask_documents
     validation = Validation(

@@ -1,4 +1,4 @@
-"""The command `export`: a trained model for other programs."""
+"""The command `export`: a trained model in Hugging Face's format."""
 
 from pathlib import Path
 
@@ -9,24 +9,24 @@ from ray_jax_launch import as_storage_path
 
 
 def export(run: str, out: str) -> int:
-    """Write a run's newest checkpoint in Hugging Face's layout.
+    """Write a run's newest checkpoint in Hugging Face's format.
 
     Args:
         run: the run's folder, URI or name.
-        out: a folder that does not exist, or is empty.
+        out: a new or empty folder.
 
     Returns:
         The step of the checkpoint.
 
     Raises:
-        UsageError: there is no such run, it has no checkpoint, or `out` is no folder or has something in it already.
+        UsageError: the run does not exist or has no checkpoint, or `out` is not a new or empty folder.
         OSError: `out` cannot be written.
     """
     folder = as_storage_path(out)
     if not isinstance(folder, Path):
-        raise UsageError(f"out must be a folder, got {out}. Export to a folder, and copy it there.")
+        raise UsageError(f"out must be a folder, got {out}. Export to a folder, and copy the files.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"out must be a new or empty folder, got {out}. Name another.")
+        raise UsageError(f"out must be a new or empty folder, got {out}. Give another folder.")
     trained = load_trained(run)
     end_of_text = load_tokenizer(trained.description.data.tokenizer).eot_token
     trained.model.save_pretrained(folder, end_of_text=end_of_text)

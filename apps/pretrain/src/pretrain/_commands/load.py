@@ -1,4 +1,4 @@
-"""A model out of a run's newest checkpoint, on this process's own devices."""
+"""The model of a run's newest checkpoint, on this process's own devices."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +14,16 @@ DEFAULT_STORAGE = Path("runs")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedModel:
-    """A model and where it comes from."""
+    """A trained model and its run."""
 
     folder: RunFolder
-    """Its run."""
+    """The run's folder."""
 
     description: RunDescription
-    """Its configuration and data."""
+    """The run's configuration and data."""
 
     step: int
-    """Updates that the model has seen."""
+    """Step of the checkpoint."""
 
     model: GPT2
     """The model."""
@@ -36,7 +36,7 @@ def load_trained(name: str) -> TrainedModel:
         name: the run's folder or URI, or its name in `runs`.
 
     Raises:
-        UsageError: there is no such run, it has no checkpoint yet, or its description is damaged.
+        UsageError: the run does not exist, has no checkpoint, or has a damaged description.
     """
     folder, description = _find_run(name)
     config = description.config.model
@@ -45,7 +45,7 @@ def load_trained(name: str) -> TrainedModel:
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         restored = checkpoints.restore_latest({"params": like})
     if restored is None:
-        raise UsageError(f"the run must have a checkpoint, got none in {folder}. Train it further.")
+        raise UsageError(f"{folder} must have a checkpoint, got none. Continue its training.")
     model = merge(config, restored.items["params"])
     return TrainedModel(folder=folder, description=description, step=restored.step, model=model)
 
@@ -57,5 +57,5 @@ def _find_run(name: str) -> tuple[RunFolder, RunDescription]:
         if (description := read_description(folder)) is not None:
             return folder, description
     raise UsageError(
-        f"run must be the folder or URI of a run, or the name of one in {DEFAULT_STORAGE}, got {name}. Name another."
+        f"run must be the folder or URI of a run, or its name in {DEFAULT_STORAGE}, got {name}. Give another run."
     )

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live line on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 import logging
 import time
@@ -13,11 +13,11 @@ _logger = logging.getLogger("pretrain")
 
 
 class ProgressDisplay:
-    """Shows the records of a run until the block ends.
+    """A display of the records of a run, until the block ends.
 
     Args:
         max_steps: the last step.
-        console: where to.
+        console: the output.
     """
 
     def __init__(self, max_steps: int, console: Console) -> None:
@@ -46,9 +46,9 @@ class ProgressDisplay:
         self._bar.stop()
 
     def show(self, record: Record) -> None:
-        """Show a record, the next one or, where the run went back to a checkpoint, an earlier one.
+        """Show a record. After a restart from a checkpoint, the step may be an earlier one.
 
-        Where standard output cannot be written any more, the run goes on without.
+        If standard output cannot be written any more, the run goes on without it.
         """
         if self._console.quiet:
             return

@@ -1,6 +1,5 @@
 """The command `train`: from a configuration to a finished run."""
 
-import dataclasses
 import time
 
 from rich.console import Console
@@ -9,7 +8,7 @@ import ray_jax_launch
 from nnx_gpt2 import check_mesh
 from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._commands.progress_display import ProgressDisplay
-from pretrain._config import PretrainConfig
+from pretrain._config import PretrainConfig, with_vocab_size
 from pretrain._conveniences import convenience
 from pretrain._data import data_label, load_tokens
 from pretrain._errors import UsageError
@@ -21,27 +20,26 @@ from pretrain._run.description import (
     read_description,
     write_description,
 )
-from pretrain._run.folder import RunFolder, claim
+from pretrain._run.folder import RunFolder, lock_run
 from pretrain._run.report import RunResult, read_result, write_report
 from pretrain._training.entry import train_worker
 from ray_jax_launch import Hardware, as_storage_path, join_path, newest_metadata, parse_hardware
 
-# The training windows are read by tasks of Ray Data, which need a CPU beside the workers'.
+# Tasks of Ray Data read the training windows. They need a CPU of their own.
 DATA_CPUS = 1
-# TPU chips of these generations are two devices each to jax; of the others, one.
+# A TPU chip of these generations is two devices of jax. Other chips are one device.
 _DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X": 2}
 
 
-def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = False) -> None:
-    """Train a model, or continue a run that was interrupted.
+def train(config: PretrainConfig, console: Console) -> None:
+    """Train a model, or continue an interrupted run.
 
     Args:
-        config: what to do.
-        console: where progress and the result are shown.
-        vocab_size_given: the user set `model.vocab_size`; otherwise it follows the tokenizer.
+        config: the configuration.
+        console: shows the progress and the result.
 
     Raises:
-        ValueError: a subclass that says what is wrong with the input.
+        ValueError: the input is wrong; see `rejection` for the subclasses.
         TrainingFailed: workers failed too often.
     """
     began = time.monotonic()
@@ -50,21 +48,21 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         check_batch(config, hardware)
     name = config.name or f"{config.preset}-{data_label(config.data)}"
     storage_path = as_storage_path(config.storage_path)
-    with claim(join_path(storage_path, name)) as folder:
+    with lock_run(join_path(storage_path, name)) as folder:
         stored = read_description(folder)
         if stored is not None:
-            if not vocab_size_given:
-                config = _with_vocab_size(config, stored.config.model.vocab_size)
+            config = resolve_vocabulary(config, stored.config.model.vocab_size)
             check_same_settings(stored, config, folder)
         data = load_tokens(config, console)
-        _look_for_tokenizer(config, data, console)
-        config = _fit_vocabulary(config, data, vocab_size_given)
+        _check_tokenizer(config, data, console)
+        config = resolve_vocabulary(config, data.vocab_size)
+        _check_vocabulary(config, data)
         tokens = describe_data(data)
         if stored is not None:
             check_same_data(stored, tokens, folder)
         if (result := read_result(folder)) is not None and stored is not None:
             write_description(folder, stored)
-            _say_finished(folder, result, console)
+            _show_finished(folder, result, console)
             return
         console.print("starting Ray", highlight=False)
         ray_jax_launch.connect(hardware)
@@ -95,20 +93,20 @@ def train(config: PretrainConfig, console: Console, *, vocab_size_given: bool = 
         with convenience(f"the sample {folder.sample}"):
             folder.sample.write_text(sample)
         folder.push()
-        _say_done(folder, report, sample, console)
+        _show_result(folder, report, sample, console)
 
 
 def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
-    """Reject a mesh that the devices cannot form, and a batch that does not divide over them, before the launch.
+    """Check that the devices can form the mesh, and that the batch is divisible among them, before the launch.
 
     Args:
-        config: the run's.
-        hardware: what it is to run on, of each size where it is elastic.
+        config: the configuration.
+        hardware: the devices. Elastic hardware is checked for each number of workers.
 
     Raises:
-        UsageError: the mesh or the batch does not fit; for the mesh, in the words of `nnx_gpt2.check_mesh`.
+        UsageError: the mesh or the batch does not fit the devices.
     """
-    batch_size, parts, mesh = config.train.global_batch_size, config.train.grad_accum_steps, config.mesh
+    batch_size, num_microbatches, mesh = config.train.global_batch_size, config.train.grad_accum_steps, config.mesh
     per_worker = hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
     for num_workers in hardware.worker_counts:
         num_devices = num_workers * per_worker
@@ -123,51 +121,51 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
             )
         except ValueError as error:
             raise UsageError(f"--hardware {hardware}: {error}") from None
-        num_shares = num_devices // mesh.tensor
-        if batch_size % (num_shares * parts):
-            of_each = f" times the train.grad_accum_steps, {parts}" if parts > 1 else ""
+        num_data_devices = num_devices // mesh.tensor
+        if batch_size % (num_data_devices * num_microbatches):
             raise UsageError(
-                f"train.global_batch_size must be a multiple of the {num_shares} devices of {hardware} that share it"
-                f"{of_each}, got {batch_size}. Change it, or --hardware."
+                f"train.global_batch_size must be divisible by {num_data_devices * num_microbatches} "
+                f"({num_data_devices} data-parallel devices x {num_microbatches} accumulation steps), got "
+                f"{batch_size}. Change it, train.grad_accum_steps or --hardware."
             )
 
 
-def _look_for_tokenizer(config: PretrainConfig, data: TokenData, console: Console) -> None:
-    """Say now what will be missing at the end. Only attention within documents needs the tokenizer to train.
+def resolve_vocabulary(config: PretrainConfig, vocab_size: int | None) -> PretrainConfig:
+    """Return the configuration with this vocabulary size, unless the user has set one."""
+    return config if vocab_size is None or config.model.vocab_size is not None else with_vocab_size(config, vocab_size)
+
+
+def _check_tokenizer(config: PretrainConfig, data: TokenData, console: Console) -> None:
+    """Check that the tokenizer can be loaded. Training needs it only to mask documents; the sample at the end needs it.
 
     Raises:
-        DataError: it is needed, and cannot be had.
+        DataError: training needs the tokenizer, and it cannot be loaded.
     """
     try:
         load_tokenizer(data.tokenizer)
     except DataError as error:
         if config.train.mask_documents:
             raise
-        console.print(f"there will be no sample at the end: {error}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"the run will end without a sample: {error}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _fit_vocabulary(config: PretrainConfig, data: TokenData, given: bool) -> PretrainConfig:
-    """Give the model the tokenizer's vocabulary, unless the user asked for a larger one."""
-    if given and config.model.vocab_size < data.vocab_size:
+def _check_vocabulary(config: PretrainConfig, data: TokenData) -> None:
+    vocab_size = config.model.vocab_size
+    if vocab_size is not None and vocab_size < data.vocab_size:
         raise UsageError(
-            f"--model.vocab-size must be at least {data.vocab_size}, which the tokenizer {data.tokenizer} has, got "
-            f"{config.model.vocab_size}. Leave it out to take the tokenizer's."
+            f"--model.vocab-size must be at least {data.vocab_size}, the vocabulary of the tokenizer {data.tokenizer}, "
+            f"got {vocab_size}. Leave it out to take the tokenizer's."
         )
-    return config if given else _with_vocab_size(config, data.vocab_size)
-
-
-def _with_vocab_size(config: PretrainConfig, vocab_size: int) -> PretrainConfig:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
 def _introduce(
     config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console
 ) -> None:
     model = config.model
-    metadata = newest_metadata(folder.checkpoints)  # the workers verify the rest, and say so if they begin earlier
-    doing = "training" if metadata is None else f"continuing from step {metadata['record']['step']}:"
+    metadata = newest_metadata(folder.checkpoints)  # the workers verify the arrays too, and log an earlier start
+    action = "training" if metadata is None else f"continuing from step {metadata['record']['step']}:"
     console.print(
-        f"{doing} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"
+        f"{action} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"
         f"{len(data.train):,} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})\n"
         f"run folder: {folder}",
         highlight=False,
@@ -176,7 +174,7 @@ def _introduce(
     )
 
 
-def _say_done(folder: RunFolder, result: RunResult, sample: str, console: Console) -> None:
+def _show_result(folder: RunFolder, result: RunResult, sample: str, console: Console) -> None:
     if sample:
         console.rule("sample")
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
@@ -191,7 +189,7 @@ def _say_done(folder: RunFolder, result: RunResult, sample: str, console: Consol
     )
 
 
-def _say_finished(folder: RunFolder, result: RunResult, console: Console) -> None:
+def _show_finished(folder: RunFolder, result: RunResult, console: Console) -> None:
     console.print(
         f"the run in {folder} is finished: {result.summary()}; choose another --name for a new one",
         highlight=False,

@@ -1,4 +1,4 @@
-"""The description of a run: `config.json`, of which each checkpoint holds a copy."""
+"""The description of a run: `config.json`, and its copy in each checkpoint."""
 
 import contextlib
 import dataclasses
@@ -11,8 +11,8 @@ from typing import Any
 from owt_data import WINDOW_ORDER_VERSION, TokenData
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
-from pretrain._run.files import parse_json
-from pretrain._run.folder import RunFolder, write_json
+from pretrain._run.files import parse_json, write_json
+from pretrain._run.folder import RunFolder
 from ray_jax_launch import newest_metadata
 
 RUN = "run"
@@ -24,7 +24,7 @@ _PACKAGES = (
     "numpy",
 )  # fmt: skip
 
-# What may change between the start of a run and its continuation: none of it changes the result.
+# A continued run may change these settings: they do not change the result.
 _FREE_FIELDS = (
     "preset", "data", "hardware", "storage_path", "name", "prepare", "prompt", "train.max_failures", "mesh",
     "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s",
@@ -36,16 +36,16 @@ class DataDescription:
     """The tokens of a run."""
 
     tokens: str | list[str] | dict[str, float]
-    """The names of the token files, for `open_tokens`."""
+    """Names of the token files, for `open_tokens`."""
 
     tokenizer: str
-    """Name of the tokenizer that wrote them."""
+    """Name of the tokenizer."""
 
     fingerprint: dict[str, Any]
     """Equal for equal tokens: see `TokenData.fingerprint`."""
 
     window_order_version: int = 2
-    """Version of the window order. (Runs of pretrain 0.5 and earlier do not say; theirs is 2.)"""
+    """Version of the window order. (Runs of pretrain 0.5 and earlier lack this field; their version is 2.)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,18 +59,18 @@ class RunDescription:
     """The tokens."""
 
     hardware: str
-    """The hardware of the first start, where `auto` is resolved."""
+    """The hardware of the first start; `auto` is resolved."""
 
     versions: dict[str, str]
     """Versions of Python and of the packages at the first start."""
 
     def to_json(self) -> dict[str, Any]:
-        """The description as JSON."""
+        """Return the description as JSON."""
         return dataclasses.asdict(self)
 
 
 def describe(config: PretrainConfig, data: DataDescription, hardware: str) -> RunDescription:
-    """Describe a run that begins now."""
+    """Describe a new run."""
     versions = {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
     return RunDescription(config=config, data=data, hardware=hardware, versions=versions)
 
@@ -86,13 +86,13 @@ def describe_data(data: TokenData) -> DataDescription:
 
 
 def read_description(folder: RunFolder) -> RunDescription | None:
-    """Read the description of a run, or None where no run was started.
+    """Read the description of a run. Return None if no run was started.
 
-    The copy in the newest checkpoint is read. `config.json` is read where there is none: before the first checkpoint,
-    and where version 0.5 or earlier wrote the checkpoints.
+    The copy in the newest checkpoint is read. `config.json` is read if no checkpoint has a copy: before the first
+    checkpoint, and in runs of version 0.5 and earlier.
 
     Raises:
-        UsageError: `config.json` is needed and damaged, or is missing; or the run is of nnx-gpt2 0.1.
+        UsageError: `config.json` is needed, and is damaged or missing; or nnx-gpt2 0.1 wrote the run.
     """
     metadata = newest_metadata(folder.checkpoints)
     if metadata is not None and RUN in metadata:
@@ -105,14 +105,14 @@ def read_description(folder: RunFolder) -> RunDescription | None:
         return None
     if description.versions.get("nnx-gpt2", "").startswith("0.1."):
         raise UsageError(
-            f"the run in {folder} must be of nnx-gpt2 0.2 or later, whose parameters have another layout, got "
-            f"{description.versions['nnx-gpt2']}. Use pretrain 0.2 for it, or another --name for a new run."
+            f"the run in {folder} must be written by nnx-gpt2 0.2 or later, got {description.versions['nnx-gpt2']}, "
+            "whose parameters have another layout. Use pretrain 0.2 for this run, or another --name for a new run."
         )
     return description
 
 
 def write_description(folder: RunFolder, description: RunDescription) -> None:
-    """Write `config.json`, unless it holds this description already."""
+    """Write `config.json`, unless it already holds this description."""
     with contextlib.suppress(FileNotFoundError, UsageError):
         if parse_json(RunDescription, folder.config.read_bytes(), folder.config, _REMEDY) == description:
             return
@@ -120,7 +120,7 @@ def write_description(folder: RunFolder, description: RunDescription) -> None:
 
 
 def check_same_settings(stored: RunDescription, config: PretrainConfig, folder: RunFolder) -> None:
-    """Refuse to continue a run under settings that would change its numbers.
+    """Reject settings that would change the result of a continued run.
 
     Raises:
         UsageError: a setting differs; the message names it.
@@ -133,10 +133,10 @@ def check_same_settings(stored: RunDescription, config: PretrainConfig, folder: 
 
 
 def check_same_data(stored: RunDescription, data: DataDescription, folder: RunFolder) -> None:
-    """Refuse to continue a run on other tokens, or in another order of windows.
+    """Reject tokens or a window order other than those of the continued run.
 
     Raises:
-        UsageError: something differs; the message names it.
+        UsageError: a field differs; the message names it.
     """
     before, now = ({**of.fingerprint, "window_order_version": of.window_order_version} for of in (stored.data, data))
     _check_equal(dict.fromkeys(now) | before, now, folder, "--data")
@@ -146,8 +146,8 @@ def _check_equal(before: dict[str, Any], now: dict[str, Any], folder: RunFolder,
     for name in sorted(before):
         if before[name] != now.get(name):
             raise UsageError(
-                f"{name} must be {before[name]}, as when the run in {folder} was started, got {now.get(name)}. Give "
-                f"the former {what} to continue it, or another --name for a new run."
+                f"{name} must be {before[name]}, its value at the start of the run in {folder}, got {now.get(name)}. "
+                f"Give the former {what} to continue the run, or another --name for a new run."
             )
 
 

@@ -1,4 +1,4 @@
-"""Files that a kill or a power cut leaves complete, as they were or as they become."""
+"""Durable files: after a kill or a power cut, a file is complete, old or new."""
 
 import errno
 import json
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pretrain._errors import UsageError
 
-# What file systems answer that cannot sync a folder, such as those over object storage.
+# Errors of file systems that cannot sync a folder, such as those over object storage.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 _logger = logging.getLogger("pretrain")
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace a file. Once this returns, the new contents outlast a power cut; before, the old ones do."""
+    """Replace a file. A power cut leaves the old content or the new one; once this returns, the new one."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -27,14 +27,19 @@ def write_durably(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file by JSON, as `write_durably` does."""
+    write_durably(path, json.dumps(value, indent=2) + "\n")
+
+
 def sync_file(path: Path) -> None:
-    """Make what was written to a file outlast a power cut."""
+    """Make the content of a file durable."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder outlast a power cut, where the file system can."""
+    """Make the names in a folder durable, if the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,15 +54,15 @@ def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T
     """Parse JSON as a dataclass or another type, and check the type of every field.
 
     Args:
-        kind: what the JSON must hold.
+        kind: the type.
         text: the JSON.
-        name: what holds it, for the error.
-        remedy: what the user can do where the JSON is anything else, a sentence.
+        name: the JSON's file or place, for the error.
+        remedy: the last sentence of the error.
 
     Raises:
-        UsageError: the JSON is damaged, or holds something else.
+        UsageError: the text is not JSON of this type.
     """
-    from pydantic import TypeAdapter, ValidationError  # a tenth of a second, which `--help` does without
+    from pydantic import TypeAdapter, ValidationError  # takes 0.1 s, which `--help` does not need
 
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
@@ -65,15 +70,13 @@ def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T
         first = error.errors()[0]
         field, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
         reason = f"{field}: {reason}" if field else reason
-        raise UsageError(
-            f"{name} must be JSON that a run has written, got an error in it ({reason}). {remedy}"
-        ) from error
+        raise UsageError(f"{name} must be JSON as a run writes it, got an error in it ({reason}). {remedy}") from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that has one per line, each with a step.
+    """Read a file of JSON objects, one per line, each with a step.
 
-    A last line that a kill cut off is dropped. Other lines that are no such objects, such as a power cut leaves, are
+    A last line without its end, which a kill leaves, is dropped. Other damaged lines, which a power cut leaves, are
     dropped with a warning.
     """
     if not path.exists():
@@ -92,12 +95,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         ):
             values.append(value)
     if len(values) < len(lines):
-        _logger.warning("%s: dropped %d lines that are no JSON objects of numbers", path, len(lines) - len(values))
+        _logger.warning("%s: dropped %d lines that are not JSON objects of numbers", path, len(lines) - len(values))
     return values
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Add a JSON object to a file that has one per line, after what a kill cut off."""
+    """Append a JSON object as a line to a file. A last line without its end gets its end first."""
     with path.open("a+b") as file:
         if file.tell() and not _ends_with_newline(file.fileno(), file.tell()):
             file.write(b"\n")

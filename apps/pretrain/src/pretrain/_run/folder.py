@@ -1,70 +1,68 @@
-"""The folder of a run: what lies where, and who may write it."""
+"""The folder of a run: its paths, its lock, and its copy in object storage."""
 
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pyarrow.fs import FileSelector
+import platformdirs
+from pyarrow.fs import FileSelector, LocalFileSystem, copy_files
 
 from pretrain._errors import UsageError
-from pretrain._run.files import write_durably
 from ray_jax_launch import StoragePath, as_storage_path, join_path, latest_step, open_uri
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths inside a run's folder.
+    """The paths of a run.
 
-    Of a run in object storage the files are kept in a folder of this machine as well, which `pull` and `push` make
-    the same as those there; the checkpoints are there alone.
+    A run in object storage has a local copy of its files, but not of its checkpoints: `pull` downloads the files, and
+    `push` uploads them.
     """
 
     path: Path
-    """The folder, on this machine."""
+    """The folder on this machine."""
 
     uri: str | None = None
-    """Where the run is kept, if that is object storage."""
+    """The run's place in object storage, or None for a run in a folder."""
 
     def __str__(self) -> str:
-        """The run's place, for people."""
+        """Return the run's URI or folder."""
         return self.uri or str(self.path)
 
     @property
     def config(self) -> Path:
-        """The resolved configuration, the data's identity, and the versions of everything."""
+        """The resolved configuration, the fingerprint of the data, and the versions of the packages."""
         return self.path / "config.json"
 
     @property
     def metrics(self) -> Path:
-        """See `pretrain._run.metrics`."""
+        """One JSON object per recorded step: see `pretrain._run.metrics`."""
         return self.path / "metrics.jsonl"
 
     @property
     def starts(self) -> Path:
-        """One line per start of the workers: the step it began at."""
+        """One JSON object per start of the workers: its step, time and number of workers."""
         return self.path / "starts.jsonl"
 
     @property
     def checkpoints(self) -> StoragePath:
-        """Place of numbered checkpoints."""
+        """The folder or URI of the checkpoints."""
         return join_path(self.uri or self.path, "checkpoints")
 
     @property
     def tensorboard(self) -> Path:
-        """Folder of TensorBoard events."""
+        """The folder of TensorBoard's event files."""
         return self.path / "tensorboard"
 
     @property
     def result(self) -> Path:
-        """The end: final metrics, wall time, steps, restarts."""
+        """The result: final metrics, wall time, steps, restarts."""
         return self.path / "result.json"
 
     @property
@@ -77,8 +75,8 @@ class RunFolder:
         """Text that the trained model generated."""
         return self.path / "sample.txt"
 
-    def elsewhere(self) -> "RunFolder":
-        """The same run on another machine: where it is in object storage, with a folder of that machine."""
+    def for_worker(self) -> "RunFolder":
+        """Return the same run for a worker: a run in object storage gets a new local copy."""
         if self.uri is None:
             return self
         folder = RunFolder(Path(tempfile.mkdtemp(prefix="pretrain-run-")), self.uri)
@@ -86,7 +84,7 @@ class RunFolder:
         return folder
 
     def pull(self) -> None:
-        """Fetch the files of a run in object storage; those of an earlier copy go."""
+        """Replace the local copy of a run by its files in object storage."""
         if self.uri is None:
             return
         filesystem, root = open_uri(self.uri)
@@ -97,41 +95,37 @@ class RunFolder:
             if info.is_file and not name.startswith(("checkpoints/", ".")):
                 target = self.path / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with filesystem.open_input_stream(info.path) as source:
-                    target.write_bytes(source.read())
+                copy_files(info.path, str(target), filesystem, LocalFileSystem())
 
     def push(self) -> None:
-        """Send the files of a run in object storage, each as a whole."""
+        """Upload the local files of a run to object storage."""
         if self.uri is None:
             return
         filesystem, root = open_uri(self.uri)
         for path in self._files():
-            with filesystem.open_output_stream(f"{root}/{path.relative_to(self.path)}") as target:
-                target.write(path.read_bytes())
+            copy_files(str(path), f"{root}/{path.relative_to(self.path)}", LocalFileSystem(), filesystem)
 
-    def forget_copy(self) -> None:
-        """Delete this machine's copy of a run in object storage."""
+    def delete_copy(self) -> None:
+        """Delete the local copy of a run in object storage."""
         if self.uri is not None:
             shutil.rmtree(self.path)
 
     def is_new(self) -> bool:
-        """Tell whether the run has no folder and no objects yet."""
+        """Return whether the run has neither a folder nor objects."""
         if self.path.exists() or self.uri is None:
             return not self.path.exists()
         filesystem, root = open_uri(self.uri)
         return not filesystem.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
 
     def check(self) -> None:
-        """Check that the run's files are files that can be read and written, and its folders are folders.
+        """Check that the run's files are readable and writable files, and its folders are folders.
 
         Raises:
-            UsageError: something else has one of their names, or the run's folder cannot be written.
+            UsageError: a file has a folder's name or the reverse, or the run's folder cannot be written.
             OSError: a file cannot be read or written.
         """
         if not os.access(self.path, os.W_OK):
-            raise UsageError(
-                f"{self.path} must be writable, got a folder that you may only read. Choose another --name."
-            )
+            raise UsageError(f"{self.path} must be writable, got a read-only folder. Choose another --name.")
         for path in (self.config, self.metrics, self.starts, self.result):
             if path.exists() and not path.is_file():
                 raise UsageError(f"{path} must be a file, got something else. Move it away, or choose another --name.")
@@ -142,7 +136,7 @@ class RunFolder:
                 raise UsageError(f"{path} must be a folder, got a file. Move it away, or choose another --name.")
 
     def delete(self) -> None:
-        """Delete all of the run."""
+        """Delete the run, and its local copy."""
         shutil.rmtree(self.path)
         if self.uri is not None:
             filesystem, root = open_uri(self.uri)
@@ -153,30 +147,29 @@ class RunFolder:
 
 
 def locate(place: str | Path) -> RunFolder:
-    """A run by its folder or URI. Nothing is made or fetched.
+    """Return the run in a folder or at a URI, without reading it.
 
-    The copy of a run in object storage is in the user's cache, found by the URI.
+    The local copy of a run in object storage is in the user's cache. Its name contains a hash of the URI.
     """
     place = as_storage_path(place)
     if isinstance(place, Path):
         return RunFolder(place.absolute())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{hashlib.sha256(place.encode()).hexdigest()[:16]}-{place.partition('?')[0].rpartition('/')[2]}"
-    return RunFolder(cache / "pretrain" / "runs" / name, place)
+    return RunFolder(platformdirs.user_cache_path("pretrain") / "runs" / name, place)
 
 
 @contextlib.contextmanager
-def claim(place: StoragePath) -> Iterator[RunFolder]:
-    """Make a run's folder if need be, and lock it against a second command of this machine until the block ends.
+def lock_run(place: StoragePath) -> Iterator[RunFolder]:
+    """Lock a run against a second command on this machine until the block ends. Create its folder if necessary.
 
-    If the block rejects its input, or fails before it has written anything, a folder that was made here is deleted,
-    unless there is a checkpoint in it.
+    If the block rejects its input, or fails before it has written `config.json`, a folder that this function has
+    created is deleted, unless it holds a checkpoint.
 
     Args:
         place: the run's folder, or its URI in object storage.
 
     Raises:
-        UsageError: another command has locked the folder, or something in it is not what a run writes.
+        UsageError: another command has locked the run, or `RunFolder.check` has rejected the folder.
         OSError: the folder cannot be written.
         LaunchError: the object storage cannot be reached.
     """
@@ -188,7 +181,10 @@ def claim(place: StoragePath) -> Iterator[RunFolder]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(f"another command is training in {run}: wait for it, or choose another --name") from error
+            raise UsageError(
+                f"{run} must be locked by one command at a time, got a second one. Wait for the first to end, or "
+                "choose another --name."
+            ) from error
         try:
             run.pull()
             run.check()
@@ -197,12 +193,7 @@ def claim(place: StoragePath) -> Iterator[RunFolder]:
             is_rejected = isinstance(error, ValueError) or not run.config.exists()
             if is_new and is_rejected and latest_step(run.checkpoints) is None:
                 run.delete()
-                with contextlib.suppress(OSError):  # where another has put something into one
+                with contextlib.suppress(OSError):  # another program has written to one
                     for parent in made:
                         parent.rmdir()
             raise
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that the file is there complete or not at all, also after a power cut."""
-    write_durably(path, json.dumps(value, indent=2) + "\n")

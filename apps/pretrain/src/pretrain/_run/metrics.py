@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per logged step, in the order of steps."""
+"""`metrics.jsonl`: one JSON object per recorded step, in the order of steps."""
 
 import json
 import math
@@ -8,21 +8,22 @@ from typing import Any
 from pretrain._run.files import append_line, read_lines, write_durably
 
 Record = dict[str, Any]
-"""Keys among step, loss, val_loss, learning_rate, grad_norm, num_skipped, tokens_per_s, step_s, data_wait_s, mfu."""
+"""Metrics of a step: step, loss, val_loss, learning_rate, grad_norm, num_skipped, tokens_per_s, step_s, data_wait_s,
+mfu. A record lacks the metrics that are unknown."""
 
 
 def finite(record: Record) -> Record:
-    """A record without the values that are not finite, which are unknown, and which JSON does not have."""
+    """Return the record without values that are not finite: they are unknown, and JSON cannot hold them."""
     return {name: value for name, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
 def append_metrics(path: Path, record: Record) -> None:
-    """Add a record. It outlasts a kill of the process, and after `sync_file` a power cut."""
+    """Append a record. It survives a kill of the process, and after `sync_file` a power cut."""
     append_line(path, record)
 
 
 def cut_metrics(path: Path, last_step: int) -> list[Record]:
-    """Drop the records after `last_step`, which a resumed run will write again. Returns those that stay."""
+    """Drop the records after `last_step`, which a resumed run writes again. Return the remaining records."""
     kept = [record for record in read_lines(path) if record["step"] <= last_step]
     write_durably(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept

@@ -1,4 +1,4 @@
-"""The end of a run: `result.json` and `loss.png`."""
+"""The report of a finished run: `result.json` and `loss.png`."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from typing import Any
 
 from pretrain._conveniences import convenience
 from pretrain._errors import UsageError
-from pretrain._run.files import parse_json, read_lines
-from pretrain._run.folder import RunFolder, write_json
+from pretrain._run.files import parse_json, read_lines, write_json
+from pretrain._run.folder import RunFolder
 from pretrain._run.metrics import Record, finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """The contents of `result.json`. A field is None where the run's files do not have it."""
+    """The content of `result.json`. A field is None if the run's files do not have its value."""
 
     steps: int | None
     """Steps of the run."""
@@ -22,7 +22,7 @@ class RunResult:
     """The last value of each metric."""
 
     wall_s: float
-    """Seconds that the last command took, from its start."""
+    """Seconds from the start of the last command."""
 
     restarts: int | None
     """Starts of the workers after the first."""
@@ -31,22 +31,22 @@ class RunResult:
     """Workers of the last start."""
 
     def summary(self) -> str:
-        """Steps and validation loss in words, as far as they are known."""
+        """Return the steps and the validation loss as text."""
         words = [] if self.steps is None else [f"{self.steps} steps"]
         if (loss := self.metrics.get("val_loss")) is not None:
             words.append(f"validation loss {loss:.4f}")
-        return ", ".join(words) or "its metrics are lost"
+        return ", ".join(words) or "metrics unknown"
 
 
 def write_report(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
-    """Sum up a run that has ended.
+    """Write `result.json` and `loss.png`.
 
-    `result.json` is written first: once it is there, the run is finished, whatever becomes of the picture.
+    `result.json` is written first, and marks the run as finished.
 
     Args:
-        folder: the run's.
-        name: the run's.
-        wall_s: seconds that the last command took, from its start.
+        folder: the run's folder.
+        name: the title of the picture.
+        wall_s: seconds from the start of the last command.
     """
     records = read_lines(folder.metrics)
     final: dict[str, Any] = {}
@@ -67,9 +67,9 @@ def write_report(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
 
 
 def read_result(folder: RunFolder) -> RunResult | None:
-    """The contents of `result.json`, or None for a run that is not finished.
+    """Read `result.json`. Return None if the run is not finished.
 
-    A file that is damaged does not count: the run then ends again from its last checkpoint.
+    A damaged file counts as missing: the run then continues from its last checkpoint, and writes the file again.
     """
     if not folder.result.exists():
         return None
@@ -80,7 +80,7 @@ def read_result(folder: RunFolder) -> RunResult | None:
 
 
 def _draw_losses(records: list[Record], folder: RunFolder, name: str) -> None:
-    # Imported here: matplotlib writes to its configuration folder when it is imported, and may fail to.
+    # matplotlib's import writes to its configuration folder, and may fail.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -1,4 +1,4 @@
-"""Checks that a model and its batch fit the memory of a device."""
+"""The memory of a device: does a model with its batch fit?"""
 
 import os
 from typing import Any
@@ -12,18 +12,18 @@ from ray_jax_launch import OutOfMemoryError
 
 # Parameters, their gradient, and at least one moment of the optimizer.
 _COPIES_OF_PARAMETERS = 3
-# The share of a device's memory that an evaluation may take. Other programs need some of a host's.
+# The share of a device's memory that an evaluation may use. On a host, other programs need memory too.
 _EVALUATION_SHARE = 0.5
 
 
 def check_memory(config: PretrainConfig, mesh: jax.sharding.Mesh) -> None:
-    """Reject a model or a batch that cannot fit the devices, before anything is allocated.
+    """Check that a model and its batch can fit the devices, before anything is allocated.
 
-    The check counts the least that a step needs: the copies of the parameters, and the input of each block, which the
-    backward pass reads. A step that passes the check may still need more memory than there is.
+    The check counts the least memory that a step needs: the copies of the parameters, and the input of each block,
+    which the backward pass reads. A step that passes the check may still need more memory than a device has.
 
     Raises:
-        OutOfMemoryError: it cannot fit.
+        OutOfMemoryError: the model and its batch cannot fit.
     """
     model, train = config.model, config.train
     state_bytes = _COPIES_OF_PARAMETERS * num_params(model) * jnp.dtype(model.param_dtype).itemsize
@@ -39,7 +39,7 @@ def check_memory(config: PretrainConfig, mesh: jax.sharding.Mesh) -> None:
 
 
 def device_memory_bytes() -> int:
-    """The memory of this process's first device. Devices of a CPU share the host's."""
+    """Return the memory of this process's first device. CPU devices share the memory of the host."""
     device = jax.local_devices()[0]
     if stats := device.memory_stats():
         return stats["bytes_limit"]
@@ -52,8 +52,8 @@ def compile_what_fits(
     """Compile an evaluation step for the largest batch, at most `batch_size`, that fits this process's device.
 
     Args:
-        step: what `make_eval_step` gave.
-        params: its parameters.
+        step: a step of `make_eval_step`.
+        params: the parameters.
         batch_size: the largest number of windows.
         seq_len: inputs per window.
 

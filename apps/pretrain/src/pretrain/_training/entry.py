@@ -1,11 +1,11 @@
-"""The function that Ray's workers unpickle. Light to import, as they do it before anything else."""
+"""The function that Ray's workers unpickle. Light to import: the driver imports it too."""
 
 from typing import Any
 
 
 def train_worker(arguments: dict[str, Any]) -> str:
-    """Run the training loop, in a worker."""
-    # Imported here, in the worker: on a TPU host a driver that touched jax would lock the chips.
+    """Run the training loop in a worker."""
+    # On a TPU host, a driver that imports jax would lock the chips.
     from pretrain._training.loop import run
     from ray_jax_launch import log_to_driver
 

@@ -1,9 +1,8 @@
-"""The training loop that every worker runs. The one file of the application that computes.
+"""The training loop that every worker runs.
 
-At a step that is saved or validated the order is: update, begin to save, evaluate, write the metrics, report (where
-validated). The save goes on in the background until the next one. A run that continues from a checkpoint writes the
-metrics of its step again, from the checkpoint. A loop that is asked to stop saves and returns: its end is like a crash
-right after a save.
+The order at a step with a checkpoint or a validation: update, start the save, evaluate, write the metrics, report. The
+save continues in the background until the next one. A run that continues from a checkpoint writes the record of that
+step again, from the checkpoint. After a stop request, the loop saves and returns.
 """
 
 import contextlib
@@ -29,37 +28,38 @@ from nnx_gpt2 import (
     replicated,
 )
 from owt_data import DataError, TokenData, iter_steps, load_tokenizer, step_windows
-from pretrain._commands.sample import sample_text
 from pretrain._config import PretrainConfig
 from pretrain._run.description import RUN, RunDescription
 from pretrain._run.folder import RunFolder
 from pretrain._training.device_memory import check_memory
-from pretrain._training.run_log import RunLog, StepTimer
+from pretrain._training.run_log import RunLog
+from pretrain._training.sampling import sample_text
+from pretrain._training.step_timer import StepTimer
 from pretrain._training.validation import Validation
 from ray_jax_launch import Checkpoints, LaunchError, log_metrics, mark_finished, stop_requested
 
-# What a checkpoint's metadata holds of the state, beside its step.
+# Counters of the state in a checkpoint's metadata, beside the step.
 _COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 
 
 def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description: RunDescription) -> str:
-    """Train from the newest checkpoint, or from the beginning, to the last step.
+    """Train from the newest checkpoint, or from the start, to the last step.
 
     Args:
         config: the resolved configuration.
-        data: the tokens. Those for training come through Ray Data.
+        data: the tokens. Ray Data reads the training tokens.
         folder: the run's folder.
-        description: the run's, a copy of which is in each checkpoint.
+        description: the run's description. Each checkpoint gets a copy.
 
     Returns:
-        On rank 0, text that the trained model generated.
+        On rank 0, a sample from the trained model; an empty text on other ranks, and after a stop request.
     """
     train, max_steps = config.train, config.train.max_steps
     mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     check_memory(config, mesh)
     optimizer = create_optimizer(config.optimizer, max_steps)
-    with contextlib.suppress(DataError):  # without a tokenizer there is no sample; nothing else needs it
-        load_tokenizer(data.tokenizer)  # it stays in memory, whatever becomes of the network and the cache
+    with contextlib.suppress(DataError):  # the sample at the end needs the tokenizer; a run without it has no sample
+        load_tokenizer(data.tokenizer)  # it stays in memory: the network and the cache may fail later
     end_of_text = load_tokenizer(data.tokenizer).eot_token if train.mask_documents else None
     train_step = make_train_step(
         config.model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text
@@ -82,7 +82,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
     ):
 
         def save_state(state: TrainState, record: dict[str, Any]) -> None:
-            log.push()  # a run that continues from a checkpoint finds the records before it in the log
+            log.push()  # a continued run expects the records before its checkpoint in the log
             checkpoints.save(
                 record["step"],
                 {"params": state.params, "opt_state": state.opt_state},
@@ -103,7 +103,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
                 ray.train.report(record)
 
         start = checkpoints.latest_step() or 0  # verified, and the same on every process
-        # Ray Data takes seconds to hand out its first batch: it begins before anything is compiled.
+        # Ray Data needs seconds for its first batch: it starts before the step is compiled.
         batches = _train_batches(config, data, start)
         first_batch = threads.submit(next, batches, None)
         if start:
@@ -124,17 +124,17 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
             windows = put_batch(_checked(batch, step - 1), mesh)
             state, metrics = train_step(state, windows, key)
             if step == start + 1:
-                jax.block_until_ready(metrics)  # compiling is not part of a step's time
+                jax.block_until_ready(metrics)  # the time of a step excludes compilation
                 timer.restart(step)
-            # A step's metrics are fetched only once the next step is under way, so that devices never wait.
+            # The metrics of a step are read after the next step has started: the devices never wait.
             if pending is not None:
                 log.write(timer.record(*pending))
             save = is_due(step, train.checkpoint_every, max_steps)
             evaluate = is_due(step, train.eval_every, max_steps)
             pending = (step, metrics) if is_due(step, train.log_every, max_steps) else None
             if stop_requested(step):
-                # What else is due at this step is done by the run that continues. To leave the checkpoints is to wait
-                # for this one.
+                # The continued run does everything else that is due at this step. The end of the `with` block waits for
+                # the save.
                 save_state(state, timer.record(step, metrics, is_due=save or evaluate or pending is not None))
                 return ""
             if save or evaluate:
@@ -150,15 +150,15 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
 
 
 def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """Read the state of a run, and the record of its step.
+    """Read the state of a checkpoint, and the record of its step.
 
     Args:
-        checkpoints: the run's.
-        step: the number of the checkpoint.
-        like: the types and shardings that the state has.
+        checkpoints: the checkpoints of the run.
+        step: the step of the checkpoint.
+        like: the shapes, types and shardings of the state.
     """
     metadata = checkpoints.metadata(step)
-    # Checkpoints of version 0.4 do not have all of the counters.
+    # Checkpoints of version 0.4 lack a counter.
     counters = {"step": step, **{name: metadata.get(name, 0) for name in _COUNTERS}}
     state = TrainState(
         **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()},
@@ -168,29 +168,29 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
 
 
 def is_due(step: int, every: int, max_steps: int) -> bool:
-    """Tell whether a step is a multiple of `every`, or the last step."""
+    """Return whether a step is a multiple of `every`, or the last step."""
     return step % every == 0 or step == max_steps
 
 
 def _check_readable(data: TokenData, seq_len: int) -> None:
-    """Read a window of each part, before anything is computed.
+    """Read one window of each split, to find missing files before anything is computed.
 
     Raises:
-        LaunchError: this node does not have the token files.
+        LaunchError: this node does not see the token files.
     """
     try:
         for tokens in (data.train, data.val):
             tokens.windows(np.zeros(1, np.int64), seq_len=seq_len, order="shuffle", seed=0)
     except FileNotFoundError as error:
         raise LaunchError(
-            f"data must be token files in a folder that all nodes share, got {error.filename}, which node "
-            f"{ray.util.get_node_ip_address()} does not have. Give --data a folder on a network file system, or s3:// "
-            "or gs://"
+            f"data must be a folder that all nodes share, got {error.filename}, which node "
+            f"{ray.util.get_node_ip_address()} does not see. Give --data a folder on a network file system, s3:// or "
+            "gs://."
         ) from error
 
 
 def _train_batches(config: PretrainConfig, data: TokenData, start: int) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    """This process's rows of each step's batch, read by tasks of Ray Data."""
+    """Yield this process's rows of each step's batch, which tasks of Ray Data read."""
     if start < config.train.max_steps:
         yield from iter_steps(
             step_windows(
@@ -209,5 +209,5 @@ def _train_batches(config: PretrainConfig, data: TokenData, start: int) -> Itera
 
 def _checked(batch: tuple[int, NDArray[np.uint16]] | None, step: int) -> NDArray[np.uint16]:
     if batch is None or batch[0] != step:
-        raise RuntimeError(f"expected the batch of step {step} from Ray Data, got {batch and batch[0]}")
+        raise RuntimeError(f"the next batch must be that of step {step}, got {batch and batch[0]}. Report this error.")
     return batch[1]

@@ -1,7 +1,7 @@
-"""TensorBoard's events, written at once.
+"""TensorBoard's event files, written without delay.
 
-tensorboardX's `SummaryWriter` hands events to a thread through a queue, and its `flush` does not wait for the queue:
-a kill loses the events in it. Here its `EventsWriter` is called directly.
+tensorboardX's `SummaryWriter` passes events to a thread through a queue, and its `flush` does not wait for the queue: a
+kill loses the events in the queue. This module calls tensorboardX's `EventsWriter` directly.
 """
 
 import os
@@ -16,22 +16,22 @@ from tensorboardX.summary import scalar
 from pretrain._run.files import sync_file, sync_folder
 from pretrain._run.metrics import Record
 
-_proto: Any = event_pb2  # its classes are made when it is imported, unseen by type checkers
+_proto: Any = event_pb2  # its import makes the classes; type checkers do not see them
 
 
 class TensorBoard:
-    """The events of one start of a run, in a file of their own.
+    """The event file of one start of a run.
 
     Args:
-        folder: of all starts of the run.
-        start: the first step to be recorded. TensorBoard hides what earlier starts recorded from there on.
+        folder: the folder of all event files of the run.
+        start: the first step to be recorded. TensorBoard hides the later steps of earlier starts.
     """
 
     def __init__(self, folder: Path, start: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         before = {*folder.iterdir()}
-        # The name has the time in seconds; the process makes it unique.
+        # The name contains the time in seconds. The process id makes the name unique.
         self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
         (self._path,) = {*folder.iterdir()} - before
         self._add(start, session_log=_proto.SessionLog(status=_proto.SessionLog.START))
@@ -43,13 +43,13 @@ class TensorBoard:
                 self._add(record["step"], summary=scalar(name, value))
 
     def flush(self) -> None:
-        """Make what was recorded outlast a kill and a power cut."""
+        """Make the recorded events durable."""
         self._writer.flush()
         sync_file(self._path)
         sync_folder(self._folder)
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         self._writer.close()
 
     def _add(self, step: int, **what: Any) -> None:

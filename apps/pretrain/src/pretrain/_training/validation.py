@@ -1,4 +1,4 @@
-"""The loss over the first windows of the validation tokens: always the same ones."""
+"""The mean loss on the first windows of the validation tokens."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,15 +12,15 @@ from pretrain._training.device_memory import compile_what_fits
 
 
 class Validation:
-    """Evaluates parameters on the same windows each time.
+    """Evaluation of parameters on the same windows each time.
 
     Args:
-        model: the model's shape.
+        model: the model's configuration.
         val: the validation tokens.
-        num_windows: how many of the first windows, or as many as there are.
+        num_windows: number of windows, from the first. Fewer are used if the tokens have fewer.
         batch_size: windows per step, over all processes.
-        mesh: the devices that the parameters lie on; None for a single device.
-        end_of_text: the token that ends a document, where attention stays within documents.
+        mesh: the mesh of the parameters; None for a single device.
+        end_of_text: the last token of each document, to restrict attention to a document; None does not.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Validation:
         self._step: Any = make_eval_step(model, mesh, end_of_text=end_of_text)
 
     def fit(self, params: Any) -> None:
-        """Lower the batch size to one that fits the memory of this process's device. For a single device.
+        """Lower the batch size until a step fits the memory of this process's device. For a single device.
 
         Args:
             params: the parameters.
@@ -47,7 +47,7 @@ class Validation:
         self._step, self._batch_size = compile_what_fits(self._step, params, largest, self._seq_len)
 
     def loss(self, params: Any, track: Callable[[range], Iterable[int]] = iter) -> float:
-        """In nats per token.
+        """Return the mean loss in nats per token.
 
         Args:
             params: the parameters.
@@ -56,7 +56,7 @@ class Validation:
         local = self._batch_size // jax.process_count()
         sums = []
         for first in track(range(0, self.num_windows, self._batch_size)):
-            # The last batch goes round to the first windows, whose second losses are cut off below.
+            # The last batch is filled up with the first windows, whose second losses are dropped below.
             mine = np.arange(first, first + local) + jax.process_index() * local
             windows = self._val.windows(mine % self.num_windows, seq_len=self._seq_len, order="sequential", seed=0)
             batch = jax.device_put(windows) if self._mesh is None else put_batch(windows, self._mesh)

@@ -15,12 +15,14 @@ from nnx_gpt2 import create_optimizer, create_train_state, make_eval_step
 from owt_data import load_tokenizer
 from pretrain import PRESETS
 from pretrain._commands.evaluate import evaluate
-from pretrain._commands.sample import sample, sample_text
+from pretrain._commands.sample import sample
 from pretrain._conveniences import convenience
 from pretrain._data import load_tokens
 from pretrain._errors import UsageError
 from pretrain._run.description import describe, describe_data
-from pretrain._run.folder import RunFolder, write_json
+from pretrain._run.files import write_json
+from pretrain._run.folder import RunFolder
+from pretrain._training.sampling import sample_text
 from ray_jax_launch import Checkpoints
 
 VOCAB_SIZE = 384  # the tokenizer has 257
@@ -118,7 +120,7 @@ def test_tokens_of_another_tokenizer_are_not_evaluated(make_run, tmp_path):
     prepared = shutil.copytree(tokens.names, tmp_path / "prepared")
     manifest = json.loads((prepared / "manifest.json").read_text())
     (prepared / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": "gpt2"}))
-    with pytest.raises(UsageError, match="must be tokens of the run's tokenizer, bytes, got those of gpt2"):
+    with pytest.raises(UsageError, match="must be tokens of the run's tokenizer, bytes, got tokens of gpt2"):
         evaluate(str(folder.path), data=str(prepared), batch_size=7, console=Console(quiet=True))
 
 

@@ -5,42 +5,42 @@ import json
 import pytest
 
 from pretrain._errors import UsageError
+from pretrain._run.files import write_json
 from pretrain._run.folder import (
     RunFolder,
-    claim,
-    write_json,
+    lock_run,
 )
 from pretrain._run.report import RunResult, read_result, write_report
 
 
 def test_a_folder_is_held_against_a_second_command(tmp_path):
     with (
-        claim(str(tmp_path / "run")) as folder,
-        pytest.raises(UsageError, match="another command is training in"),
-        claim(str(tmp_path / "run")),
+        lock_run(str(tmp_path / "run")) as folder,
+        pytest.raises(UsageError, match="must be locked by one command at a time"),
+        lock_run(str(tmp_path / "run")),
     ):
         pass
-    with claim(str(tmp_path / "run")):
+    with lock_run(str(tmp_path / "run")):
         assert folder.path.exists()
 
 
-def test_a_refusal_leaves_no_folder_behind(tmp_path):
-    with pytest.raises(ValueError, match="too few"), claim(str(tmp_path / "run")):
+def test_a_rejection_leaves_no_folder_behind(tmp_path):
+    with pytest.raises(ValueError, match="too few"), lock_run(str(tmp_path / "run")):
         raise ValueError("too few")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_refusal_leaves_an_earlier_run_alone(tmp_path):
-    with claim(str(tmp_path / "run")) as folder:
+def test_a_rejection_leaves_an_earlier_run_alone(tmp_path):
+    with lock_run(str(tmp_path / "run")) as folder:
         write_json(folder.config, {"a": 1})
-    with pytest.raises(ValueError, match="conflict"), claim(str(tmp_path / "run")):
+    with pytest.raises(ValueError, match="conflict"), lock_run(str(tmp_path / "run")):
         raise ValueError("conflict")
     assert json.loads(folder.config.read_text()) == {"a": 1}
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
 def test_a_run_that_was_rejected_leaves_nothing_and_one_that_failed_its_files(error, tmp_path):
-    with contextlib.suppress(error), claim(str(tmp_path / "run")) as folder:
+    with contextlib.suppress(error), lock_run(str(tmp_path / "run")) as folder:
         write_json(folder.config, {})
         raise error
     assert (tmp_path / "run" / "config.json").exists() == (error is RuntimeError)
@@ -49,14 +49,14 @@ def test_a_run_that_was_rejected_leaves_nothing_and_one_that_failed_its_files(er
 @pytest.mark.parametrize("place", ["run", "run/checkpoints/5"])
 def test_what_was_there_before_a_rejection_stays(place, tmp_path):
     (tmp_path / place).mkdir(parents=True)
-    with contextlib.suppress(ValueError), claim(str(tmp_path / "run")) as folder:
+    with contextlib.suppress(ValueError), lock_run(str(tmp_path / "run")) as folder:
         write_json(folder.config, {})
         raise ValueError("too much")
     assert (tmp_path / place).exists()
 
 
-def test_a_checkpoint_outlasts_a_rejection(tmp_path):
-    with contextlib.suppress(ValueError), claim(str(tmp_path / "run")) as folder:
+def test_a_rejection_deletes_no_checkpoint(tmp_path):
+    with contextlib.suppress(ValueError), lock_run(str(tmp_path / "run")) as folder:
         (folder.path / "checkpoints" / "5").mkdir(parents=True)
         raise ValueError("too much")
     assert (tmp_path / "run" / "checkpoints" / "5").exists()
@@ -99,7 +99,7 @@ def test_a_run_whose_metrics_are_lost_can_be_finished(tmp_path, caplog, contents
         path.write_bytes(contents)
     result = write_report(folder, "mine", wall_s=1.0)
     assert result == RunResult(steps=None, metrics={}, wall_s=1.0, restarts=None, workers=None)
-    assert result.summary() == "its metrics are lost"
+    assert result.summary() == "metrics unknown"
     assert folder.loss_picture.read_bytes().startswith(b"\x89PNG")
     assert caplog.messages == []
 
