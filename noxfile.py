@@ -4,7 +4,9 @@ import os
 import re
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ REQUIREMENTS = ROOT / "deploy" / "requirements.txt"
 FAULTS = ROOT / "benchmarks" / "results" / "faults.md"
 
 # JAX uses the CPU, even where there is an accelerator. Ray's workers use the session's environment, not `uv run`.
-# Python may store the modules that it compiles, or each of Ray's processes compiles its imports for several seconds.
+# Python may store compiled modules. Otherwise each of Ray's processes would compile its imports for several seconds.
 TEST_ENV: dict[str, str | None] = {
     "JAX_PLATFORMS": "cpu",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -36,7 +38,7 @@ TEST_ENV: dict[str, str | None] = {
 }
 # pytest-xdist starts no processes of its own: tests with time limits, and tests that measure, need the machine alone.
 ONE_PROCESS = {"PYTEST_XDIST_AUTO_NUM_WORKERS": "0"}
-# What the tests marked `shared_data` read: the ranks of the gpt2 tokenizer, and two small corpora.
+# Folders for the tests marked `shared_data`: the ranks of the gpt2 tokenizer, and two small corpora.
 SHARED_DATA = {"TIKTOKEN_CACHE_DIR": "the files of tiktoken's gpt2", "OWT_DATA_CORPORA": "the corpora"}
 
 
@@ -55,7 +57,7 @@ def sync(session: nox.Session, *options: str) -> None:
 
 
 def sync_part(session: nox.Session, part: str) -> None:
-    """Install one package with its own dependencies alone, or everything for the integration tests."""
+    """Install one package with only its own dependencies, or everything for the integration tests."""
     sync(session, *(["--group", "test"] if part == INTEGRATION else ["--package", part]))
 
 
@@ -90,7 +92,7 @@ def slow(session: nox.Session, part: str) -> None:
 @nox.session
 def faults(session: nox.Session) -> None:
     """Run every fault test and write the table of faults to benchmarks/results/faults.md."""
-    # Not session.create_tmp: it sets TMPDIR, and Ray's workers do not start with their sockets in there.
+    # session.create_tmp would set TMPDIR, and Ray's workers do not start with their sockets in that folder.
     reports = Path(tempfile.mkdtemp(prefix="faults-"))
     for part in PARTS:
         sync_part(session, part)
@@ -134,7 +136,7 @@ def lowest(session: nox.Session, part: str) -> None:
         *(f"--group={group}" for group in groups),
         external=True,
     )  # fmt: skip
-    # Old versions use what their newer dependencies call deprecated.
+    # Old versions use functions that their newer dependencies call deprecated.
     run_tests(session, part, "-W", "ignore::DeprecationWarning")
 
 
@@ -148,11 +150,12 @@ def newest(session: nox.Session, part: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting and spelling."""
+    """Check style, formatting, spelling and the words of the glossary."""
     sync(session, "--only-group", "lint")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("codespell")
+    session.run("python", "tests/check_words.py")
 
 
 @nox.session
@@ -166,7 +169,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def imports(session: nox.Session) -> None:
-    """Check which package imports which."""
+    """Check the imports between the packages."""
     sync(session, "--group", "imports")
     session.run("lint-imports")
 
@@ -198,3 +201,40 @@ def lock(session: nox.Session) -> None:
     )  # fmt: skip
     if REQUIREMENTS.read_text() != before:
         session.error("deploy/requirements.txt was out of date; it is regenerated, commit it")
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Check the version of a tag, such as nnx-gpt2-v0.2.0, and build the package into dist."""
+    name, _, tagged = " ".join(session.posargs).rpartition("-v")
+    if name not in MEMBERS:
+        session.error(
+            f"tag must be one of {', '.join(MEMBERS)} with -vVERSION, got {session.posargs}. Give it after --"
+        )
+    folder = ROOT / MEMBERS[name]
+    declared = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
+    if tagged != declared:
+        session.error(
+            f"the tag's version must be {declared}, as in pyproject.toml, got {tagged}. Tag {name}-v{declared}"
+        )
+    if f"\n## [{declared}] - " not in (folder / "CHANGELOG.md").read_text():
+        session.error(
+            f"the changelog of {name} must have a section [{declared}] with a date, got none. Add the section."
+        )
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run_install("uv", "build", "--quiet", "--package", name, "--out-dir", "dist", external=True)
+
+
+@nox.session
+def newest_ray(session: nox.Session) -> None:
+    """Run the tests that use Ray with the newest Ray, and raise the upper bound if they pass."""
+    sync(session, "--all-packages", "--group", "test")
+    now = datetime.now(UTC).isoformat()
+    session.run_install("uv", "pip", "install", "--quiet", "--upgrade", "--exclude-newer", now, "ray", external=True)
+    for part in ("ray-jax-launch", "owt-data", INTEGRATION):
+        session.run("pytest", test_folder(part), *session.posargs, env=TEST_ENV)
+    found = session.run("python", "-c", "import ray; print(ray.__version__)", silent=True, log=False)
+    major, minor, *_ = str(found).strip().split(".")
+    for folder in MEMBERS.values():
+        path = ROOT / folder / "pyproject.toml"
+        path.write_text(re.sub(r'(ray\[[^"]+,<)\d+\.\d+"', rf'\g<1>{major}.{int(minor) + 1}"', path.read_text()))

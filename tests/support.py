@@ -1,4 +1,4 @@
-"""Where things are, and commands that are watched."""
+"""Paths of the repository, and commands under watch."""
 
 import contextlib
 import os
@@ -10,16 +10,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+MEMBERS = {
+    "owt-data": ROOT / "packages/owt-data",
+    "nnx-gpt2": ROOT / "packages/nnx-gpt2",
+    "ray-jax-launch": ROOT / "packages/ray-jax-launch",
+    "pretrain": ROOT / "apps/pretrain",
+}
 COMMAND = [sys.executable, str(ROOT / "apps" / "pretrain")]
 
 
 @contextlib.contextmanager
 def started(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command in a session of its own. What is left of it at the end of the block is killed.
+    """Start a command in its own process session, and kill the session at the end of the block.
 
     Args:
         command: the command.
-        log: the file that it writes to.
+        log: the file for its output.
         environment: its environment variables.
     """
     with log.open("wb") as file:
@@ -35,13 +41,13 @@ def started(command: list[str], log: Path, environment: dict[str, str]) -> Itera
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, *, idle_s: float = 300) -> None:
-    """Wait for a condition as long as the process runs and writes to its log.
+    """Wait for a condition while the process runs and writes to its log.
 
     Args:
         holds: the condition.
-        process: what brings it about.
-        log: what the process writes to.
-        idle_s: seconds without a new line after which the process counts as stuck.
+        process: the process.
+        log: the file with its output.
+        idle_s: seconds without new output after which the process counts as stuck.
     """
     size, since = 0, time.monotonic()
     while True:

@@ -1,18 +1,11 @@
-"""Versions, changelogs and files that every member has."""
+"""Versions, changelogs and files of every member."""
 
 import re
 import tomllib
 from importlib.metadata import version
 
 import pytest
-from support import ROOT
-
-MEMBERS = {
-    "owt-data": ROOT / "packages/owt-data",
-    "nnx-gpt2": ROOT / "packages/nnx-gpt2",
-    "ray-jax-launch": ROOT / "packages/ray-jax-launch",
-    "pretrain": ROOT / "apps/pretrain",
-}
+from support import MEMBERS
 
 
 def project(name):
@@ -40,9 +33,3 @@ def test_the_application_takes_the_packages_by_range():
     for name in ("owt-data", "nnx-gpt2", "ray-jax-launch"):
         major, minor, _ = project(name)["version"].split(".")
         assert f"{name}>={major}.{minor},<{major}.{int(minor) + 1}" in declared
-
-
-def test_no_python_file_is_longer_than_one_concept():
-    files = [path for folder in ("packages", "apps", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    assert len(files) > 50
-    assert [path for path in files if len(path.read_text().splitlines()) > 400] == []

@@ -1,0 +1,76 @@
+"""A check that files avoid the words of the glossary's column "not", and docstrings that open with a noun clause.
+
+    python tests/check_words.py [FILE ...]
+
+CONTRIBUTING.md holds the glossary. Without FILE, the check reads all Python, Markdown, TOML and YAML files of the
+repository, except results of benchmarks. It prints each violation and exits with code 1 if it has found one.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+GLOSSARY = ROOT / "CONTRIBUTING.md"
+_FOLDERS = (".github", "apps", "benchmarks", "deploy", "packages", "tests")
+_SUFFIXES = (".md", ".py", ".pyi", ".toml", ".yaml", ".yml")
+_RESULTS = ROOT / "benchmarks" / "results"
+_ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \|$", re.M)
+_NOUN_CLAUSE = re.compile(r'"""(?:How|Of|What|Where|Whether|Which) \w.*')
+
+
+def read_glossary(text: str) -> dict[str, str]:
+    """Return the standard word for each phrase of the glossary's column "not".
+
+    Args:
+        text: Markdown with a section `## Glossary`, which holds a table with the columns "use" and "not".
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    section = re.search(r"^## Glossary$(.*?)(?=^## |\Z)", text, re.M | re.S)
+    rows = _ROW.findall(section[1]) if section else []
+    words = {phrase.strip(): use for use, phrases in rows[1:] for phrase in phrases.split(",")}
+    if not words:
+        raise ValueError("CONTRIBUTING.md must have a table in its section `## Glossary`, got none. Add the table.")
+    return words
+
+
+def find_violations(text: str, words: dict[str, str]) -> Iterator[tuple[int, str]]:
+    """Yield the line number and the description of each violation.
+
+    Args:
+        text: the content of a file.
+        words: the standard word for each phrase to avoid. A phrase matches in any case, at word boundaries.
+    """
+    banned = re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in words), re.I)
+    for number, line in enumerate(text.splitlines(), start=1):
+        for match in banned.finditer(line):
+            yield number, f"{match[0]!r} must be written as {words[match[0].lower()]!r}"
+        if match := _NOUN_CLAUSE.search(line):
+            yield number, f"a docstring must open with the name of the thing or with a verb, got {match[0]!r}"
+
+
+def list_files() -> Iterable[Path]:
+    """Yield the files that the check reads by default."""
+    yield from (ROOT / "README.md", ROOT / "noxfile.py", ROOT / "pyproject.toml")
+    for folder in _FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in _SUFFIXES and _RESULTS not in path.parents and path != Path(__file__):
+                yield path
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the violations in these files, and return the exit code."""
+    words = read_glossary(GLOSSARY.read_text(encoding="utf-8"))
+    found = 0
+    for path in map(Path, arguments) if arguments else list_files():
+        for number, problem in find_violations(path.read_text(encoding="utf-8"), words):
+            found += 1
+            print(f"{path}:{number}: {problem}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

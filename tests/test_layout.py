@@ -1,0 +1,76 @@
+"""The layout of the source trees: sizes, names, import cycles, and the file tables of the READMEs."""
+
+import ast
+import re
+from collections import Counter
+from graphlib import TopologicalSorter
+
+import pytest
+from support import MEMBERS, ROOT
+
+MAX_LINES, MAX_MODULES = 400, 12
+# A model and its components: one flat folder.
+FLAT = "nnx_gpt2"
+# Names with one meaning in every package.
+COMMON = {"__init__", "cli", "errors"}
+SOURCES = {name: next((folder / "src").iterdir()) for name, folder in MEMBERS.items()}
+
+
+def modules(name):
+    """The source files of a member by their dotted names."""
+    source = SOURCES[name]
+    files = {path: path.relative_to(source.parent).with_suffix("").parts for path in source.rglob("*.py")}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for path, parts in files.items()}
+
+
+def imported(path):
+    """The names of all modules that a file imports, at the top and inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def test_no_python_file_is_longer_than_one_concept():
+    files = [path for folder in ("packages", "apps", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 50
+    assert [path for path in files if len(path.read_text().splitlines()) > MAX_LINES] == []
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_no_folder_has_more_modules_than_a_reader_can_keep_in_mind(name):
+    counts = Counter(path.parent for path in modules(name).values() if path.stem != "__init__")
+    crowded = {folder.name: count for folder, count in counts.items() if count > MAX_MODULES}
+    assert set(crowded) <= {FLAT}
+
+
+def test_no_two_packages_have_a_module_of_one_name():
+    owners = {}
+    for name in MEMBERS:
+        for path in modules(name).values():
+            owners.setdefault(path.stem.strip("_") if path.stem != "__init__" else path.stem, set()).add(name)
+    assert {stem for stem, names in owners.items() if len(names) > 1} <= COMMON
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_imports_have_no_cycle(name):
+    found = modules(name)
+    root = SOURCES[name].name
+    graph = {module: (imported(path) & found.keys()) - {module, root} for module, path in found.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_the_file_table_of_a_readme_names_every_module_and_no_other(name):
+    named = set(re.findall(r"`([\w/]+\.py)`", (MEMBERS[name] / "README.md").read_text()))
+    existing = {str(path.relative_to(SOURCES[name])) for path in modules(name).values() if path.stem != "__init__"}
+    assert named == existing
+
+
+def test_paths_in_the_readme_exist():
+    paths = re.findall(r"`((?:packages|apps|tests|benchmarks|deploy)/[\w./-]+)`", (ROOT / "README.md").read_text())
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
