@@ -52,7 +52,7 @@ def test_embeddings_and_both_branches_of_each_layer_drop_by_themselves(scan_laye
         block["attn"]["c_proj"]["bias"][at] = attn
         block["mlp"]["c_proj"]["bias"][at] = mlp
     tokens = jnp.zeros((1, 64), jnp.int32)
-    hidden = jax.jit(lambda params, key: merge(config, params).hidden(tokens, dropout_key=key))
+    hidden = jax.jit(lambda params, key: merge(config, params).final_activations(tokens, dropout_key=key))
     x_MC = np.asarray(hidden(params, jax.random.key(0)))
     # The final norm moves and scales each row, of which the smallest sum is 0 and the largest 31.
     low, high = x_MC.min(axis=1, keepdims=True), x_MC.max(axis=1, keepdims=True)

@@ -18,7 +18,6 @@ from nnx_gpt2 import (
     merge,
     split_params,
     token_losses,
-    window_losses,
 )
 
 
@@ -78,11 +77,6 @@ def test_padding_rows_get_no_gradient(model, tiny):
     embedding = grads["wte"]["embedding"][...]
     assert not embedding[tiny.vocab_size :].any()
     assert embedding[: tiny.vocab_size].any()
-
-
-def test_a_windows_loss_is_its_tokens_mean(model, tiny):
-    batch = jnp.asarray(windows(tiny))
-    np.testing.assert_allclose(window_losses(model, batch), token_losses(model, batch).mean(axis=1), rtol=1e-6)
 
 
 def test_initial_loss_is_that_of_a_uniform_guess(model, tiny):

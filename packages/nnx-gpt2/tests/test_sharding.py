@@ -158,7 +158,7 @@ def test_a_mesh_that_does_not_divide_the_devices_is_refused(sizes, message):
     ("changes", "sizes", "message"),
     [
         ({}, {"tensor": 4}, "expected a mesh axis tensor that divides the model's num_heads, 2, got 4"),
-        ({"mlp_dim": 63}, {"tensor": 2}, "expected a mesh axis tensor that divides the model's hidden_dim, 63, got 2"),
+        ({"mlp_dim": 63}, {"tensor": 2}, "expected a mesh axis tensor that divides the model's mlp_dim, 63, got 2"),
         ({"embed_dim": 36}, {"fsdp": 8}, "expected a mesh axis fsdp that divides the model's embed_dim, 36, got 8"),
     ],
 )

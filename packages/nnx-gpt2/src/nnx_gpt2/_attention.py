@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from nnx_gpt2._config import AttentionBackend
 from nnx_gpt2._dropout import dropout, split_key
+from nnx_gpt2._model_config import AttentionBackend
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain, under_mesh
 
 # The plain formula works on blocks of queries, each with the keys that it can see: at most this many blocks,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnx_gpt2._config import DType
+from nnx_gpt2._model_config import DType
 from nnx_gpt2._sharding import (
     BATCH_AXES,
     TENSOR_AXIS,

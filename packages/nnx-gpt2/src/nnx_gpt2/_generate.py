@@ -198,7 +198,7 @@ def _continue(
     blocks = [model.block(i) for i in range(model.config.num_layers)]
 
     def whole(tokens_BT: Array, lengths_B: Array) -> Array:
-        x_BTC = model.hidden(tokens_BT).reshape(*tokens_BT.shape, -1)
+        x_BTC = model.final_activations(tokens_BT).reshape(*tokens_BT.shape, -1)
         return model.padded_logits(x_BTC[rows_B, lengths_B - 1])
 
     def go_on(now: _Progress) -> Array:

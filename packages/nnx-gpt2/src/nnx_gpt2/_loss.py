@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from nnx_gpt2._config import GPT2Config
 from nnx_gpt2._model import GPT2
+from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._sharding import (
     BATCH_AXES,
     TENSOR_AXIS,
@@ -63,17 +63,12 @@ def token_losses(
     return split(x_BTC, model.wte.embedding[...], targets_BT)
 
 
-def window_losses(model: GPT2, windows: Integer[Array, "B W"]) -> Float[Array, " B"]:
-    """Mean cross-entropy of each window, in nats per token. For evaluation, as `token_losses`."""
-    return token_losses(model, windows).mean(axis=1)
-
-
 def _head_inputs(
     model: GPT2, windows: Array, segment_ids: Array | None, dropout_key: PRNGKeyArray | None
 ) -> tuple[Float[Array, "B T C"], Int[Array, "B T"]]:
     windows = windows.astype(jnp.int32)
     inputs_BT, targets_BT = windows[:, :-1], windows[:, 1:]
-    x_MC = model.hidden(inputs_BT, segment_ids=segment_ids, dropout_key=dropout_key)
+    x_MC = model.final_activations(inputs_BT, segment_ids=segment_ids, dropout_key=dropout_key)
     return x_MC.reshape(*inputs_BT.shape, -1), targets_BT
 
 

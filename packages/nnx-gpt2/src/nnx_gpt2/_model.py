@@ -11,7 +11,7 @@ Activations stay `[M, C]` between attentions: on CPU, XLA would otherwise transp
 import math
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -22,9 +22,11 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from nnx_gpt2._attention import causal_attention
-from nnx_gpt2._config import DType, GPT2Config
 from nnx_gpt2._dropout import dropout, split_key
 from nnx_gpt2._embedding import lookup
+from nnx_gpt2._model_config import DType, GPT2Config
+from nnx_gpt2._params import Params, check_layers
+from nnx_gpt2._pretrained import locate_pretrained, read_config, read_params, write_pretrained
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain
 
 # GPT-2's own initial standard deviation.
@@ -96,13 +98,13 @@ class MLP(nnx.Module):
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.c_fc = _linear(config, config.embed_dim, config.hidden_dim, INIT_STD, rngs)
-        self.c_proj = _linear(config, config.hidden_dim, config.embed_dim, _residual_std(config), rngs)
+        self.c_fc = _linear(config, config.embed_dim, config.feed_forward_dim, INIT_STD, rngs)
+        self.c_proj = _linear(config, config.feed_forward_dim, config.embed_dim, _residual_std(config), rngs)
 
     def __call__(self, x_MC: Float[Array, "M C"], dropout_key: PRNGKeyArray | None) -> Float[Array, "M C"]:
         """Transform each position by itself."""
-        hidden_MF = jax.nn.gelu(constrain(self.c_fc(x_MC), BATCH_AXES, TENSOR_AXIS), approximate=True)
-        return dropout(self.c_proj(hidden_MF), self.config.dropout_rate, dropout_key)
+        inner_MF = jax.nn.gelu(constrain(self.c_fc(x_MC), BATCH_AXES, TENSOR_AXIS), approximate=True)
+        return dropout(self.c_proj(inner_MF), self.config.dropout_rate, dropout_key)
 
 
 class Block(nnx.Module):
@@ -198,9 +200,10 @@ class GPT2(nnx.Module):
             ValueError: the files are not those of a GPT-2 that this model can express; the message names what
                 differs. There is then no model.
         """
-        from nnx_gpt2._pretrained import load_pretrained  # it needs this module
-
-        return load_pretrained(path_or_name, revision=revision, dtype=dtype, param_dtype=param_dtype, **changes)
+        folder = locate_pretrained(path_or_name, revision)
+        config = read_config(folder, {"dtype": dtype, "param_dtype": param_dtype, **changes})
+        shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))))
+        return merge(config, read_params(folder, config, shapes))
 
     def save_pretrained(
         self, path: str | os.PathLike[str], *, end_of_text: int | None = None, max_shard_bytes: int = 5 * 10**9
@@ -216,9 +219,9 @@ class GPT2(nnx.Module):
         Raises:
             OSError: `path` is a file, is below a file, or cannot be written.
         """
-        from nnx_gpt2._pretrained import save_pretrained  # it needs this module
-
-        save_pretrained(self, path, end_of_text=end_of_text, max_shard_bytes=max_shard_bytes)
+        write_pretrained(
+            path, self.config, split_params(self), end_of_text=end_of_text, max_shard_bytes=max_shard_bytes
+        )
 
     def __call__(
         self,
@@ -238,10 +241,10 @@ class GPT2(nnx.Module):
             ValueError: T exceeds the context length, or ids lie outside the vocabulary (seen outside jit only).
         """
         check_ids(tokens, self.config)
-        logits_MP = self.padded_logits(self.hidden(tokens, segment_ids=segment_ids, dropout_key=dropout_key))
+        logits_MP = self.padded_logits(self.final_activations(tokens, segment_ids=segment_ids, dropout_key=dropout_key))
         return logits_MP[:, : self.config.vocab_size].reshape(*tokens.shape, -1)
 
-    def hidden(
+    def final_activations(
         self,
         tokens: Int[Array, "B T"],
         *,
@@ -291,6 +294,26 @@ class GPT2(nnx.Module):
             return self.h[i]
         graphdef, states = nnx.split(self.h)
         return nnx.merge(graphdef, jax.tree.map(lambda x: x[i], states))
+
+
+@cache
+def _graphdef(config: GPT2Config) -> nnx.GraphDef:
+    return nnx.graphdef(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
+
+
+def merge(config: GPT2Config, params: Params) -> GPT2:
+    """The model with the parameters of a `TrainState`. Copies nothing.
+
+    Raises:
+        ValueError: the parameters are of another layout or number of layers than `config`'s.
+    """
+    check_layers(params, config.scan_layers, config.num_layers)
+    return nnx.merge(_graphdef(config), params)
+
+
+def split_params(model: GPT2) -> Params:
+    """A model's parameters as a `TrainState` has them. Copies nothing."""
+    return nnx.to_pure_dict(nnx.state(model))
 
 
 def check_ids(tokens: Integer[Array | np.ndarray, "B T"], config: GPT2Config) -> None:

@@ -9,8 +9,8 @@ import optax
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, muon
 
-from nnx_gpt2._config import OptimizerConfig
-from nnx_gpt2._sharding import dotted_name
+from nnx_gpt2._optimizer_config import OptimizerConfig
+from nnx_gpt2._params import dotted_name
 
 # Root mean square that Muon's updates are scaled to, which is about that of AdamW's, so that one learning
 # rate serves both: Liu et al., 2025, arXiv:2502.16982, section 2.2.

@@ -16,12 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from safetensors import SafetensorError, safe_open
 
-from nnx_gpt2._config import GPT2Config
-from nnx_gpt2._model import GPT2
-from nnx_gpt2._train import merge, split_params
+from nnx_gpt2._model_config import GPT2Config
+from nnx_gpt2._params import Params
 
 _PREFIX = "transformer."
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -60,7 +58,7 @@ class _Tensor:
 
 def _published(config: GPT2Config) -> dict[str, _Tensor]:
     """Every tensor of a model of this shape, by its published name without the prefix."""
-    width, hidden = config.embed_dim, config.hidden_dim
+    width, inner = config.embed_dim, config.feed_forward_dim
 
     def layer(name: str, index: int | None, weight: str, *shape: int) -> dict[str, _Tensor]:
         full, path = name if index is None else f"h.{index}.{name}", tuple(name.split("."))
@@ -78,22 +76,24 @@ def _published(config: GPT2Config) -> dict[str, _Tensor]:
         tensors |= layer("attn.c_attn", i, "kernel", width, 3 * width)
         tensors |= layer("attn.c_proj", i, "kernel", width, width)
         tensors |= layer("ln_2", i, "scale", width)
-        tensors |= layer("mlp.c_fc", i, "kernel", width, hidden)
-        tensors |= layer("mlp.c_proj", i, "kernel", hidden, width)
+        tensors |= layer("mlp.c_fc", i, "kernel", width, inner)
+        tensors |= layer("mlp.c_proj", i, "kernel", inner, width)
     return tensors | layer("ln_f", None, "scale", width)
 
 
-def load_pretrained(path_or_name: str | os.PathLike[str], *, revision: str | None = None, **fields: Any) -> GPT2:
-    """See `GPT2.from_pretrained`."""
+def locate_pretrained(path_or_name: str | os.PathLike[str], revision: str | None) -> Path:
+    """The folder of a saved model, downloaded first if the hub has it under this name."""
     folder = Path(path_or_name)
-    if not folder.is_dir():
-        folder = _download(str(path_or_name), revision)
-    config = _read_config(folder / _CONFIG, fields)
+    return folder if folder.is_dir() else _download(str(path_or_name), revision)
+
+
+def read_params(folder: Path, config: GPT2Config, shapes: Any) -> Params:
+    """The parameters of a saved model, in a tree of these shapes and types."""
     expected = _published(config)
+    params = jax.tree.map(lambda like: like, shapes)
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
         _check_tensors(folder, tensors, expected)
-        params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))))
         fill = jax.jit(lambda stacked, leaf, layer: stacked.at[layer].set(leaf), donate_argnums=0)
         for name, tensor in expected.items():
             parent, key = _locate(params, tensor, config)
@@ -105,18 +105,22 @@ def load_pretrained(path_or_name: str | os.PathLike[str], *, revision: str | Non
             else:
                 stacked = jnp.zeros(like.shape, like.dtype) if isinstance(like, jax.ShapeDtypeStruct) else like
                 parent[key] = fill(stacked, leaf, tensor.layer)
-    return merge(config, params)
+    return params
 
 
-def save_pretrained(
-    model: GPT2, path: str | os.PathLike[str], *, end_of_text: int | None = None, max_shard_bytes: int
+def write_pretrained(
+    path: str | os.PathLike[str],
+    config: GPT2Config,
+    params: Params,
+    *,
+    end_of_text: int | None,
+    max_shard_bytes: int,
 ) -> None:
     """See `GPT2.save_pretrained`."""
-    folder, config = Path(path), model.config
+    folder = Path(path)
     if max_shard_bytes < 1:
         raise ValueError(f"expected at least 1 as max_shard_bytes, got {max_shard_bytes}")
     folder.mkdir(parents=True, exist_ok=True)
-    params = split_params(model)
     itemsize = jnp.dtype(config.param_dtype).itemsize
     shards: list[dict[str, _Tensor]] = [{}]
     shard_bytes = total_bytes = 0
@@ -167,7 +171,9 @@ def _download(name: str, revision: str | None) -> Path:
         ) from error
 
 
-def _read_config(path: Path, fields: dict[str, Any]) -> GPT2Config:
+def read_config(folder: Path, fields: dict[str, Any]) -> GPT2Config:
+    """The shape that `config.json` describes, with these further fields."""
+    path = folder / _CONFIG
     if not path.is_file():
         raise ValueError(f"expected a {_CONFIG} in {path.parent}, found none: name the folder of a saved model")
     text = path.read_bytes()

@@ -18,7 +18,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Integer, PyTree
 
-from nnx_gpt2._config import check_mesh
+from nnx_gpt2._mesh_sizes import check_mesh
+from nnx_gpt2._params import dotted_name
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
@@ -96,11 +97,6 @@ def param_spec(name: str, num_dims: int) -> PartitionSpec:
         if name.endswith(suffix) and num_dims:
             return PartitionSpec(*[None] * (num_dims - len(spec)), *spec)
     return PartitionSpec()
-
-
-def dotted_name(path: tuple[Any, ...]) -> str:
-    """The name of a leaf: its path's keys, attributes and indices joined by dots."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def tree_shardings(tree: PyTree, mesh: Mesh) -> PyTree:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from nnx_gpt2._model import GPT2, check_ids
-from nnx_gpt2._train import make_eval_step, split_params
+from nnx_gpt2._model import GPT2, check_ids, split_params
+from nnx_gpt2._train_step import make_eval_step
 
 Tokens = Integer[np.ndarray, " N"]
 

@@ -1,24 +1,18 @@
-"""What a GPT-2 and its optimizer are, in plain numbers. Imports no jax."""
+"""The shape of a GPT-2 in plain numbers. Imports no jax."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from nnx_gpt2._choices import check_choice
 
 DType = Literal["bfloat16", "float32", "float64"]
 AttentionBackend = Literal["auto", "xla", "cudnn", "splash"]
 RematPolicy = Literal["none", "dots", "full"]
-OptimizerName = Literal["adamw", "muon"]
-ScheduleName = Literal["cosine", "wsd", "constant"]
 
 # Rows of the token embedding come in multiples of this, so that matrix units run full. Megatron-LM
 # (Shoeybi et al., 2019, arXiv:1909.08053, section 4) pads to the same number for the same reason.
 VOCAB_MULTIPLE = 128
-
-
-def _check_choice(section: str, name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{section}.{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +87,7 @@ class GPT2Config:
             ("attention", get_args(AttentionBackend)),
             ("remat", get_args(RematPolicy)),
         ):
-            _check_choice("model", name, getattr(self, name), choices)
+            check_choice("model", name, getattr(self, name), choices)
 
     def check_axes(self, *, fsdp: int, tensor: int) -> None:
         """Refuse sizes of the mesh axes `fsdp` and `tensor` that do not divide the model.
@@ -103,7 +97,7 @@ class GPT2Config:
         """
         for axis, size, name, divided in (
             ("tensor", tensor, "num_heads", self.num_heads),
-            ("tensor", tensor, "hidden_dim", self.hidden_dim),
+            ("tensor", tensor, "mlp_dim", self.feed_forward_dim),
             ("tensor", tensor, "padded_vocab_size", self.padded_vocab_size),
             ("fsdp", fsdp, "embed_dim", self.embed_dim),
         ):
@@ -119,48 +113,14 @@ class GPT2Config:
         return self.embed_dim // self.num_heads
 
     @property
-    def hidden_dim(self) -> int:
-        """Width inside the feed-forward layer."""
+    def feed_forward_dim(self) -> int:
+        """Width inside the feed-forward layer: `mlp_dim`, or four times `embed_dim`."""
         return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
 
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the token embedding: `vocab_size` rounded up to a multiple of 128."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-def check_mesh(
-    *, fsdp: int, tensor: int, num_devices: int, devices_per_process: int, devices_per_slice: int | None = None
-) -> None:
-    """Reject sizes of the mesh axes `fsdp` and `tensor` that `make_mesh` would reject.
-
-    A launcher calls it before any device is there.
-
-    Args:
-        fsdp: devices that share one copy of the parameters.
-        tensor: devices that share each layer's work.
-        num_devices: devices of all processes.
-        devices_per_process: devices of each process.
-        devices_per_slice: devices of each TPU slice, where there are several slices.
-
-    Raises:
-        ValueError: the axes do not divide the devices, `tensor` spans processes, or `fsdp` or `tensor` spans slices.
-    """
-    if fsdp < 1 or tensor < 1 or not num_devices or num_devices % (fsdp * tensor):
-        raise ValueError(
-            f"mesh axes fsdp and tensor must be at least 1 and their product must divide the {num_devices} devices, "
-            f"got {fsdp} and {tensor}. Choose other sizes, or another number of devices."
-        )
-    if devices_per_process % tensor:
-        raise ValueError(
-            f"mesh axis tensor must divide the {devices_per_process} devices of one process, got {tensor}. Choose a "
-            "smaller size, or processes of more devices: a tensor group stays within one process."
-        )
-    if devices_per_slice is not None and devices_per_slice % (fsdp * tensor):
-        raise ValueError(
-            f"mesh axes fsdp and tensor must have a product that divides the {devices_per_slice} devices of one TPU "
-            f"slice, got {fsdp} and {tensor}. Choose smaller sizes: only the data axis spans slices."
-        )
 
 
 # The four published sizes: Radford et al., 2019, "Language Models are Unsupervised Multitask
@@ -186,65 +146,3 @@ def gpt2_large(**changes: Any) -> GPT2Config:
 def gpt2_xl(**changes: Any) -> GPT2Config:
     """GPT-2 XL: 1 557 611 200 parameters. `changes` replace fields."""
     return dataclasses.replace(GPT2Config(num_layers=48, num_heads=25, embed_dim=1600), **changes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
-    """The update rule, its learning rate over time, and a clipped gradient.
-
-    Raises:
-        ValueError: a field is out of its range.
-    """
-
-    name: OptimizerName = "adamw"
-    """The update rule: AdamW, or Muon on the blocks' matrices and AdamW on the rest, at the same rate."""
-
-    schedule: ScheduleName = "cosine"
-    """What follows the warmup: a cosine to the minimum, a plateau and a linear decay (`wsd`), or a plateau."""
-
-    learning_rate: float = 6e-4
-    """Peak learning rate, reached at the end of the warmup."""
-
-    min_learning_rate: float = 6e-5
-    """Learning rate at the last step of `cosine` and `wsd`. `constant` does not use it."""
-
-    warmup_steps: int = 0
-    """Steps of linear warmup. 0 starts at the peak."""
-
-    decay_steps: int | None = None
-    """Steps of the decay that ends `wsd`. None is a fifth of the run."""
-
-    weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only: biases and norms are spared."""
-
-    beta1: float = 0.9
-    """Decay of AdamW's first moment. (Muon's momentum is optax's, 0.95.)"""
-
-    beta2: float = 0.95
-    """Decay of the second moment."""
-
-    clip_norm: float = 1.0
-    """Global gradient norm above which gradients are scaled down. 0 never clips."""
-
-    def __post_init__(self) -> None:
-        """Check every field once."""
-        _check_choice("optimizer", "name", self.name, get_args(OptimizerName))
-        _check_choice("optimizer", "schedule", self.schedule, get_args(ScheduleName))
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"optimizer.learning_rate must be positive and finite, got {self.learning_rate}")
-        if not 0 <= self.min_learning_rate <= self.learning_rate:
-            raise ValueError(
-                "optimizer.min_learning_rate must lie between 0 and optimizer.learning_rate "
-                f"({self.learning_rate}), got {self.min_learning_rate}"
-            )
-        for name in ("warmup_steps", "decay_steps"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"optimizer.{name} must be a whole number, not negative, got {value}")
-        for name in ("weight_decay", "clip_norm"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"optimizer.{name} must be finite and not negative, got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(f"optimizer.{name} must be in [0, 1), got {value}")

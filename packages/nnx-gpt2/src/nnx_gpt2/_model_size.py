@@ -1,6 +1,6 @@
 """Numbers about a model: parameters, floating-point operations, and what a device could do."""
 
-from nnx_gpt2._config import GPT2Config
+from nnx_gpt2._model_config import GPT2Config
 
 # Dense bfloat16 peak of one device as JAX names it, in FLOP/s, from the vendors' datasheets
 # (NVIDIA: without sparsity; Google Cloud TPU: per chip, system architecture pages).
@@ -18,9 +18,9 @@ _PEAK_FLOPS_PER_S = {
 
 def num_params(config: GPT2Config) -> int:
     """Number of parameters, the tied head counted once and padding not at all."""
-    width, hidden = config.embed_dim, config.hidden_dim
+    width, inner = config.embed_dim, config.feed_forward_dim
     # c_attn 3 and c_proj 1 widths squared, c_fc and c_proj; their biases (3, 1, and the two last), two norms.
-    per_block = 4 * width**2 + 2 * width * hidden + 4 * width + hidden + width + 4 * width
+    per_block = 4 * width**2 + 2 * width * inner + 4 * width + inner + width + 4 * width
     return (config.vocab_size + config.seq_len) * width + config.num_layers * per_block + 2 * width
 
 

@@ -1,154 +1,22 @@
-"""The training state, the one train step, and the eval step.
-
-The state is plain nested dictionaries of arrays under GPT-2's names, which jit flattens several times
-faster than module objects; `merge` gives the module back.
-"""
+"""The one train step, and the eval step."""
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding, use_abstract_mesh
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree
+from jax.sharding import Mesh, use_abstract_mesh
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
-from nnx_gpt2._config import GPT2Config
 from nnx_gpt2._loss import mean_loss, token_losses
-from nnx_gpt2._model import GPT2
-from nnx_gpt2._sharding import DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, replicated, tree_shardings
-
-Params = PyTree[Array]
-Windows = Integer[Array | np.ndarray, "B W"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """All that training carries from one step to the next."""
-
-    step: Any
-    """Number of batches seen so far, int32."""
-
-    num_skipped: Any
-    """How many of them made no update, because the loss or the gradient was not finite; int32."""
-
-    num_skipped_in_a_row: Any
-    """Number of batches in a row, up to the newest, that made no update; int32."""
-
-    params: Any
-    """Parameters: nested dictionaries, from GPT-2's names to arrays."""
-
-    opt_state: Any
-    """The optimizer's state."""
-
-
-def _graphdef(config: GPT2Config) -> nnx.GraphDef:
-    return nnx.graphdef(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
-
-
-def merge(config: GPT2Config, params: Params) -> GPT2:
-    """The model with the parameters of a `TrainState`. Copies nothing.
-
-    Raises:
-        ValueError: the parameters are of another layout or number of layers than `config`'s.
-    """
-    _check_layers(params, config.scan_layers, config.num_layers)
-    return nnx.merge(_graphdef(config), params)
-
-
-def split_params(model: GPT2) -> Params:
-    """A model's parameters as a `TrainState` has them. Copies nothing."""
-    return nnx.to_pure_dict(nnx.state(model))
-
-
-def stack_layers(params: Params) -> Params:
-    """The parameters as `scan_layers=True` has them, from those of `scan_layers=False`.
-
-    Raises:
-        ValueError: they are stacked already.
-    """
-    _check_layers(params, is_stacked=False)
-    blocks = params["h"]
-    return {**params, "h": jax.tree.map(lambda *leaves: jnp.stack(leaves), *[blocks[i] for i in range(len(blocks))])}
-
-
-def unstack_layers(params: Params) -> Params:
-    """The parameters as `scan_layers=False` has them, from those of `scan_layers=True`.
-
-    Raises:
-        ValueError: they are not stacked.
-    """
-    _check_layers(params, is_stacked=True)
-    num_layers = len(params["h"]["ln_1"]["scale"])
-    return {**params, "h": {i: jax.tree.map(lambda x, i=i: x[i], params["h"]) for i in range(num_layers)}}
-
-
-def _check_layers(params: Params, is_stacked: bool, num_layers: int | None = None) -> None:
-    blocks = params.get("h", {})
-    if is_stacked != ("ln_1" in blocks):
-        wanted, remedy = ("stacked", "stack_layers") if is_stacked else ("separate", "unstack_layers")
-        raise ValueError(f"expected the parameters of {wanted} layers, got the others: convert them by {remedy}")
-    found = len(blocks["ln_1"]["scale"]) if is_stacked else len(blocks)
-    if num_layers is not None and found != num_layers:
-        raise ValueError(f"expected the parameters of {num_layers} layers, as the config says, got {found}")
-
-
-def create_train_state(
-    config: GPT2Config,
-    optimizer: optax.GradientTransformation,
-    key: PRNGKeyArray,
-    mesh: Mesh | None = None,
-) -> TrainState:
-    """A freshly initialised state, made on the devices where it will live: never whole on one of them.
-
-    Args:
-        config: the model's shape.
-        optimizer: see `create_optimizer`.
-        key: decides the initial parameters; the same on every process.
-        mesh: the devices; without one, the default device.
-
-    Raises:
-        ValueError: the mesh does not divide the model.
-    """
-    create = partial(_create, config, optimizer)
-    if mesh is None:
-        return jax.jit(create)(key)
-    _check_mesh(config, mesh)
-    return jax.jit(create, out_shardings=tree_shardings(jax.eval_shape(create, key), mesh))(key)
-
-
-def abstract_train_state(
-    config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
-) -> TrainState:
-    """The shapes, types and shardings of a state without its arrays: what a checkpoint is restored into."""
-    shapes = jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
-    if mesh is None:
-        device = SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda _: device, shapes)
-    else:
-        _check_mesh(config, mesh)
-        shardings = tree_shardings(shapes, mesh)
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
-    )
-
-
-def _check_mesh(config: GPT2Config, mesh: Mesh) -> None:
-    config.check_axes(fsdp=mesh.shape[FSDP_AXIS], tensor=mesh.shape[TENSOR_AXIS])
-
-
-def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:
-    params = split_params(GPT2(config, rngs=nnx.Rngs(key)))
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(
-        step=zero, num_skipped=zero, num_skipped_in_a_row=zero, params=params, opt_state=optimizer.init(params)
-    )
+from nnx_gpt2._model import merge
+from nnx_gpt2._model_config import GPT2Config
+from nnx_gpt2._params import Params
+from nnx_gpt2._sharding import DATA_AXIS, FSDP_AXIS, replicated
+from nnx_gpt2._train_state import TrainState, abstract_train_state
 
 
 def make_train_step(
@@ -182,12 +50,11 @@ def make_train_step(
     """
     if not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
         raise ValueError(f"expected a whole number of at least 1 as grad_accum_steps, got {grad_accum_steps}")
-    graphdef = _graphdef(config)
 
     def loss_fn(params: Params, windows: Integer[Array, "b W"], key: PRNGKeyArray) -> Float[Array, ""]:
         segment_ids = _segment_ids(windows, end_of_text)
         dropout_key = key if config.dropout_rate > 0 else None
-        return mean_loss(nnx.merge(graphdef, params), windows, segment_ids=segment_ids, dropout_key=dropout_key)
+        return mean_loss(merge(config, params), windows, segment_ids=segment_ids, dropout_key=dropout_key)
 
     def accumulated(params: Params, windows: Integer[Array, "B W"], key: PRNGKeyArray) -> tuple[jax.Array, Params]:
         if grad_accum_steps == 1:
@@ -268,13 +135,12 @@ def make_eval_step(
         end_of_text: the token that ends a document; where given, attention does not look across it. Give what
             `make_train_step` was given, so that a model is evaluated as it was trained.
     """
-    graphdef = _graphdef(config)
 
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
         _check_windows(config, windows, mesh, 1)
         with _traced_over(mesh):
             segment_ids = _segment_ids(windows, end_of_text)
-            losses = token_losses(nnx.merge(graphdef, params), windows, segment_ids=segment_ids)
+            losses = token_losses(merge(config, params), windows, segment_ids=segment_ids)
             return jnp.where(_are_tokens(config, windows), losses, jnp.nan)
 
     options = compiler_options()

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from nnx_gpt2._config import GPT2Config, OptimizerConfig
+from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._optimizer import create_optimizer
+from nnx_gpt2._optimizer_config import OptimizerConfig
 from nnx_gpt2._sharding import batch_sharding, replicated
-from nnx_gpt2._train import abstract_train_state, make_train_step
+from nnx_gpt2._train_state import abstract_train_state
+from nnx_gpt2._train_step import make_train_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

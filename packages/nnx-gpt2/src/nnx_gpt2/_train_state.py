@@ -1,0 +1,93 @@
+"""The training state, and how it is created.
+
+The state is plain nested dictionaries of arrays under GPT-2's names, which jit flattens several times
+faster than module objects; `merge` gives the module back.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+from jaxtyping import PRNGKeyArray
+
+from nnx_gpt2._model import GPT2, split_params
+from nnx_gpt2._model_config import GPT2Config
+from nnx_gpt2._sharding import FSDP_AXIS, TENSOR_AXIS, tree_shardings
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that training carries from one step to the next."""
+
+    step: Any
+    """Number of batches seen so far, int32."""
+
+    num_skipped: Any
+    """How many of them made no update, because the loss or the gradient was not finite; int32."""
+
+    num_skipped_in_a_row: Any
+    """Number of batches in a row, up to the newest, that made no update; int32."""
+
+    params: Any
+    """Parameters: nested dictionaries, from GPT-2's names to arrays."""
+
+    opt_state: Any
+    """The optimizer's state."""
+
+
+def create_train_state(
+    config: GPT2Config,
+    optimizer: optax.GradientTransformation,
+    key: PRNGKeyArray,
+    mesh: Mesh | None = None,
+) -> TrainState:
+    """A freshly initialised state, made on the devices where it will live: never whole on one of them.
+
+    Args:
+        config: the model's shape.
+        optimizer: see `create_optimizer`.
+        key: decides the initial parameters; the same on every process.
+        mesh: the devices; without one, the default device.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    create = partial(_create, config, optimizer)
+    if mesh is None:
+        return jax.jit(create)(key)
+    _check_mesh(config, mesh)
+    return jax.jit(create, out_shardings=tree_shardings(jax.eval_shape(create, key), mesh))(key)
+
+
+def abstract_train_state(
+    config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> TrainState:
+    """The shapes, types and shardings of a state without its arrays: what a checkpoint is restored into."""
+    shapes = jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
+    if mesh is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: device, shapes)
+    else:
+        _check_mesh(config, mesh)
+        shardings = tree_shardings(shapes, mesh)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+    )
+
+
+def _check_mesh(config: GPT2Config, mesh: Mesh) -> None:
+    config.check_axes(fsdp=mesh.shape[FSDP_AXIS], tensor=mesh.shape[TENSOR_AXIS])
+
+
+def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:
+    params = split_params(GPT2(config, rngs=nnx.Rngs(key)))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        step=zero, num_skipped=zero, num_skipped_in_a_row=zero, params=params, opt_state=optimizer.init(params)
+    )
