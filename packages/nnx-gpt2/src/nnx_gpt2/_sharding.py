@@ -24,7 +24,6 @@ from nnx_gpt2._errors import require
 from nnx_gpt2._mesh_sizes import check_mesh
 from nnx_gpt2._params import dotted_name
 
-_BY_MAKE_MESH = "Make the mesh by make_mesh."
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
 
@@ -136,7 +135,8 @@ def put_batch(local_rows: Integer[np.ndarray, "b T"], mesh: Mesh) -> Integer[Arr
         start, stop, _ = index[0].indices(num_rows)
         end = first + len(local_rows)
         is_local = first <= start and stop <= end
-        require(is_local, "mesh", f"place rows {first} to {end} on process {rank}", f"{start} to {stop}", _BY_MAKE_MESH)
+        remedy = "Make the mesh by make_mesh."
+        require(is_local, "mesh", f"place rows {first} to {end} on process {rank}", f"{start} to {stop}", remedy)
         return local_rows[start - first : stop - first]
 
     shape = (num_rows, *local_rows.shape[1:])
