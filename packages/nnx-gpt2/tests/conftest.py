@@ -1,4 +1,4 @@
-"""Every test sees eight CPU devices, and rank promotion that was not meant raises."""
+"""Each test has eight CPU devices. Implicit rank promotion raises."""
 
 import os
 import tempfile
@@ -11,14 +11,14 @@ import pytest
 from nnx_gpt2 import GPT2Config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Most of a test's time is compiling, of which this saves two thirds. The application's tests, the READMEs and the
-# benchmarks run what the whole compiler makes of the same code.
+# Tests spend most of their time compiling. This option saves two thirds of it. The application's tests, the READMEs
+# and the benchmarks run the same code fully optimized.
 jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once():
-    """Tests compile the same few steps again and again: keep them, for this session alone."""
+    """Cache compiled programs for this session: many tests compile the same few steps."""
     with tempfile.TemporaryDirectory() as folder:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,4 +1,4 @@
-"""Every backend that can run here against the plain formula."""
+"""Each backend that this machine can run, against the plain formula."""
 
 import re
 
@@ -31,7 +31,7 @@ def segments(num_positions):
     return document_ids(tokens, 7)
 
 
-# 1 block, several whole ones, and a last one that is not whole.
+# One block, several full blocks, and a shorter last block.
 @pytest.mark.parametrize("num_positions", [1, 17, 256, 300])
 @pytest.mark.parametrize("masked", [False, True])
 def test_xla(num_positions, masked):
@@ -41,7 +41,7 @@ def test_xla(num_positions, masked):
     np.testing.assert_allclose(mixed, plain(q, k, v, None if ids is None else np.asarray(ids)), atol=2e-6)
 
 
-# Pallas' kernel itself, interpreted: what a TPU would compute, without its rounding.
+# Pallas' kernel in interpret mode: the result of a TPU without its rounding.
 @pytest.mark.parametrize("masked", [False, True])
 def test_splash(masked):
     q, k, v = heads(128, num_heads=2, head_dim=64)
@@ -69,7 +69,7 @@ def test_cudnn(masked):
     np.testing.assert_allclose(mixed.astype(jnp.float32), plain(q, k, v, ids), atol=0.03)
 
 
-def test_no_array_of_all_pairs_of_positions_is_made():
+def test_there_is_no_array_of_all_pairs_of_positions():
     q, k, v = heads(512)
     program = jax.jit(lambda q, k, v: causal_attention(q, k, v)).lower(q, k, v).as_text()
     assert "512x128" in program or "128x512" in program
@@ -82,23 +82,23 @@ def test_dropped_weights_keep_their_expectation():
     keys = jax.random.split(jax.random.key(1), 4000)
     dropped = jax.vmap(lambda key: causal_attention(q, k, v, dropout_rate=0.5, dropout_key=key))(keys)
     np.testing.assert_allclose(dropped.mean(0), expected, atol=0.15)
-    # The first position has one weight: half of the time all of it is gone.
+    # The first position has a single weight, which is dropped half of the time.
     assert float((dropped[:, 0, 0] == 0).all(-1).mean()) == pytest.approx(0.5, abs=0.04)
 
 
 def test_no_two_rows_of_weights_drop_the_same():
-    """Each value has its one at another place, which shows the weights. 128 positions are two blocks of queries."""
+    """The values are unit vectors, which show the weights. 128 positions are two blocks of queries."""
     q = k = jnp.zeros((1, 128, 1, 128))
     v = jnp.eye(128)[None, :, None]
     drop = jax.jit(lambda q, k, v, key: causal_attention(q, k, v, dropout_rate=0.5, dropout_key=key))
     weights = drop(q, k, v, jax.random.key(0))[0, :, 0]
     is_kept = np.asarray(weights) > 0
-    for row in range(40, 128):  # the first rows are too short to differ for sure
+    for row in range(40, 128):  # the first rows are too short to be certain to differ
         same = (is_kept[row + 1 :, : row + 1] == is_kept[row, : row + 1]).all(axis=1)
         assert not same.any(), f"row {row} and row {row + 1 + int(same.argmax())}"
 
 
-# Interpreted as above, on each of four devices: two with half of the rows, two with one of the heads.
+# Interpret mode on four devices: each has half of the rows and one of two heads.
 def test_splash_over_a_mesh_gives_each_device_its_own_rows_segments_and_heads():
     mesh = make_mesh(tensor=2, devices=jax.devices()[:4])
     q, k, v = heads(128, num_heads=2, head_dim=64)
@@ -125,16 +125,20 @@ def test_a_document_ends_with_its_end_of_text():
         (
             128,
             {"backend": "cudnn"},
-            "expected bfloat16 on an NVIDIA GPU for attention backend cudnn, got float32 on",
+            "attention backend cudnn must have bfloat16 on an NVIDIA GPU, and no dropout, got float32[2, 128,",
         ),
-        (100, {"backend": "splash"}, "expected a number of positions that 128 divides for attention backend splash"),
+        (
+            100,
+            {"backend": "splash"},
+            "attention backend splash must have a multiple of 128 positions, and no dropout",
+        ),
         (
             128,
             {"backend": "splash", "dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
-            "expected attention backend auto or xla with dropout, which splash does not offer",
+            ", dropout 0.1. Choose auto.",
         ),
     ],
 )
-def test_a_backend_that_cannot_do_it_says_so(num_positions, options, message):
+def test_a_backend_rejects_inputs_that_it_does_not_support(num_positions, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         causal_attention(*heads(num_positions), **options)

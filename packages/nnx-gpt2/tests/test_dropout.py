@@ -1,4 +1,4 @@
-"""Each mask of dropout is drawn by itself, and in training alone."""
+"""Each dropout mask is independent, and only training has dropout."""
 
 import dataclasses
 
@@ -33,14 +33,14 @@ def dropping(tiny) -> GPT2Config:
 
 @pytest.fixture
 def sharp(tiny):
-    """Parameters so large that dropout changes which token is the likeliest."""
+    """Parameters so large that dropout changes the likeliest token."""
     params = create_train_state(tiny, SGD, jax.random.key(0)).params
     return jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_embeddings_and_both_branches_of_each_layer_drop_by_themselves(scan_layers):
-    """The stream is a sum of five constants, 1 to 16, each dropped by its own mask: all 32 sums are equally likely."""
+def test_embeddings_and_both_branches_of_each_layer_have_independent_masks(scan_layers):
+    """The stream is a sum of five constants, 1 to 16, with independent masks: all 32 sums are equally likely."""
     config = GPT2Config(
         vocab_size=4, seq_len=64, num_layers=2, num_heads=2, embed_dim=512, dropout_rate=0.5, scan_layers=scan_layers
     )
@@ -52,9 +52,9 @@ def test_embeddings_and_both_branches_of_each_layer_drop_by_themselves(scan_laye
         block["attn"]["c_proj"]["bias"][at] = attn
         block["mlp"]["c_proj"]["bias"][at] = mlp
     tokens = jnp.zeros((1, 64), jnp.int32)
-    hidden = jax.jit(lambda params, key: merge(config, params).final_activations(tokens, dropout_key=key))
-    x_MC = np.asarray(hidden(params, jax.random.key(0)))
-    # The final norm moves and scales each row, of which the smallest sum is 0 and the largest 31.
+    activations = jax.jit(lambda params, key: merge(config, params).final_activations(tokens, dropout_key=key))
+    x_MC = np.asarray(activations(params, jax.random.key(0)))
+    # The final norm shifts and scales each row. The smallest sum of a row is 0 and the largest is 31.
     low, high = x_MC.min(axis=1, keepdims=True), x_MC.max(axis=1, keepdims=True)
     sums = 31 * (x_MC - low) / (high - low)
     np.testing.assert_allclose(sums, sums.round(), atol=1e-3)
@@ -76,14 +76,14 @@ def test_each_step_has_its_own_key(dropping):
     np.testing.assert_allclose(losses, [loss_of(jax.random.fold_in(key, i)) for i in range(3)], atol=1e-5)
 
 
-def test_each_part_of_a_batch_has_its_own_key(dropping):
-    """An element of a position's embedding gets no gradient where it is dropped in all four parts of the batch."""
+def test_each_microbatch_has_its_own_key(dropping):
+    """An element of a position embedding gets no gradient if all four microbatches drop it."""
     dropping = dataclasses.replace(dropping, num_layers=1)
     state = create_train_state(dropping, SGD, jax.random.key(0))
     before = np.asarray(state.params["wpe"]["embedding"])
     state, _ = make_train_step(dropping, SGD, grad_accum_steps=4)(state, windows(dropping, 4), jax.random.key(7))
     is_unmoved = np.asarray(state.params["wpe"]["embedding"]) == before
-    assert is_unmoved.mean() == pytest.approx(1 / 16, abs=0.05)  # one half if all four drop the same
+    assert is_unmoved.mean() == pytest.approx(1 / 16, abs=0.05)  # one half if all four have the same mask
 
 
 def test_evaluation_drops_nothing(tiny, dropping, sharp):

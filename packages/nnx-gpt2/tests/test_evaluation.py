@@ -28,14 +28,14 @@ def model(tiny):
 
 
 def encode(text):
-    """Letters as 1 to 26, everything else as 0."""
+    """Encode letters as 1 to 26, and other characters as 0."""
     return [ord(letter) - 96 if letter.isalpha() else 0 for letter in text.lower()]
 
 
-# 16 is the context: windows side by side; overlapping by what is no divisor; each token with the most context;
-# one window, whole or short.
+# The context is 16: windows without overlap; a stride that is not a divisor; the most context for each token;
+# one window, full or short.
 @pytest.mark.parametrize(("num_tokens", "stride"), [(97, None), (97, 7), (40, 1), (17, 16), (9, 1), (2, 4)])
-def test_every_token_is_predicted_once_from_the_context_that_its_window_gives(model, num_tokens, stride):
+def test_every_token_is_predicted_once_from_the_context_in_its_window(model, num_tokens, stride):
     tokens = np.random.default_rng(0).integers(0, 65, num_tokens).astype(np.uint16)
     found = evaluate_tokens(model, tokens, stride=stride, batch_size=4)
     step, length, losses = stride or 16, min(16, num_tokens - 1), []
@@ -51,15 +51,14 @@ def test_every_token_is_predicted_once_from_the_context_that_its_window_gives(mo
     assert found.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
 
 
-def test_documents_are_masked_where_their_end_is_known(model):
-    """The loss of a text that is evaluated with its documents apart is that of the documents, each by itself."""
+def test_end_of_text_masks_documents(model):
+    """The first document has the loss that it has alone."""
     tokens = np.random.default_rng(0).integers(0, 64, 17).astype(np.uint16)
     tokens[7] = 64
     apart = evaluate_tokens(model, tokens, end_of_text=64).loss
     assert apart != pytest.approx(evaluate_tokens(model, tokens).loss, abs=1e-4)
     losses = np.asarray(make_eval_step(model.config, end_of_text=64)(split_params(model), tokens[None]))[0]
     assert apart == pytest.approx(losses.mean(), rel=1e-5)
-    # Up to the end of the first document nothing else was in view.
     alone = np.asarray(make_eval_step(model.config)(split_params(model), tokens[None, :9]))[0]
     np.testing.assert_allclose(losses[:8], alone, rtol=1e-5)
 
@@ -75,14 +74,14 @@ def test_progress_reaches_the_end(model, tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        ([1], {}, "expected at least 2 tokens to evaluate on, got 1"),
-        ([1, 65], {}, "expected token ids in [0, 65), got 1 to 65"),
-        ([1, 2], {"stride": 17}, "stride must be a whole number of 1 to 16, the model's context"),
-        ([1, 2], {"stride": 0}, "stride must be a whole number of 1 to 16, the model's context"),
-        ([1, 2], {"batch_size": 0}, "batch_size one of at least 1, got 16 and 0."),
+        ([1], {}, "tokens must be at least 2, got 1."),
+        ([1, 65], {}, "token ids must lie in [0, 65), got 1 to 65."),
+        ([1, 2], {"stride": 17}, "stride must be 1 to 16, the model's context"),
+        ([1, 2], {"stride": 0}, "stride must be 1 to 16, the model's context"),
+        ([1, 2], {"batch_size": 0}, "batch_size must be at least 1, got 0."),
     ],
 )
-def test_bad_arguments_are_refused(model, tokens, options, message):
+def test_bad_arguments_are_rejected(model, tokens, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         evaluate_tokens(model, np.array(tokens, np.uint16), **options)
 
@@ -111,7 +110,7 @@ def test_choices_are_scored_by_sum_and_by_mean(model):
 
 
 def test_the_choice_that_is_likeliest_by_its_own_tokens_wins(tiny):
-    """40 questions, each with that choice as its answer. Half of the contexts are too long."""
+    """40 questions whose answer is that choice. Half of the contexts are too long."""
     params = jax.tree.map(
         lambda x: jax.random.normal(jax.random.key(x.size), x.shape), abstract_train_state(tiny, optax.sgd(1.0)).params
     )
@@ -159,11 +158,11 @@ def test_questions_are_read_from_json_lines(tmp_path):
         '{"ctx": "a", "endings": [1], "label": 0}',
     ],
 )
-def test_lines_that_are_no_questions_are_refused(tmp_path, line):
+def test_lines_that_are_not_questions_are_rejected(tmp_path, line):
     path = tmp_path / "questions.jsonl"
     path.write_text('{"ctx": "a", "endings": ["b"], "label": 0}\n' + line + "\n")
-    message = f"line 2 of {path} must be an object with ctx, a text, endings, texts, and label, the index of one of "
-    message += f"them, got {line!r}. Correct the line, or delete it."
+    message = f"line 2 of {path} must be an object with ctx, a text, endings, texts, and label, the index of an "
+    message += f"ending, got {line!r}. Correct the line, or delete it."
     with pytest.raises(ValueError, match=re.escape(message)):
         list(read_questions(path))
 
@@ -171,14 +170,14 @@ def test_lines_that_are_no_questions_are_refused(tmp_path, line):
 @pytest.mark.parametrize(
     ("questions", "message"),
     [
-        ([], "expected at least one question, got none"),
-        ([Question(context="", choices=("a",), answer=0)], "expected a context of at least 1 token"),
+        ([], "questions must be at least 1, got 0."),
+        ([Question(context="", choices=("a",), answer=0)], "a question must have a context of at least 1 token"),
         (
             [Question(context="a", choices=("a" * 16,), answer=0)],
-            "choices of 1 to 16, the model's context, got",
+            "choices of 1 to 16 tokens, got 1 and 17 tokens in 'a'",
         ),
     ],
 )
-def test_questions_that_cannot_be_asked_are_refused(model, questions, message):
+def test_questions_that_cannot_be_asked_are_rejected(model, questions, message):
     with pytest.raises(ValueError, match=message):
         evaluate_choices(model, questions, encode)

@@ -22,9 +22,9 @@ def model(tiny):
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_greedy_is_the_likeliest_token_each_time_past_the_context_too(tiny, use_cache):
-    """Beyond 16 tokens the model sees the last 8, until they have become 16 again."""
+    """Beyond 16 tokens the model sees the last 8 tokens, until it has 16 again."""
     params = create_train_state(tiny, optax.sgd(1.0), jax.random.key(0)).params
-    # Larger than GPT-2 begins with, so that the likeliest token depends on all that is in view.
+    # Larger than GPT-2's initial values, to make the likeliest token depend on all visible tokens.
     model = merge(tiny, jax.tree.map(lambda x: x + 0.5 * jax.random.normal(jax.random.key(x.size), x.shape), params))
     logits = jax.jit(model)
     for prompt in ([*range(14)], [*range(20, 36)], [7]):
@@ -38,7 +38,7 @@ def test_greedy_is_the_likeliest_token_each_time_past_the_context_too(tiny, use_
         assert generate(model, [prompt], 30, temperature=0.0, use_cache=use_cache) == [text]
 
 
-def test_prompts_of_unequal_length_do_not_touch_each_other(tiny):
+def test_prompts_of_unequal_length_do_not_affect_each_other(tiny):
     model = GPT2(dataclasses.replace(tiny, scan_layers=True), rngs=nnx.Rngs(0))
     prompts = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
     together = generate(model, prompts, 20, temperature=0.0)
@@ -57,12 +57,12 @@ def test_a_key_reproduces_the_draw(model):
     assert same[0] != same[1]
 
 
-def test_each_token_has_a_draw_of_its_own(tiny):
-    """A model that likes all tokens equally, so that a token depends on nothing but the draw."""
+def test_each_token_has_an_independent_draw(tiny):
+    """All tokens are equally likely in this model: a token depends on the draw only."""
     params = jax.tree.map(lambda x: jnp.zeros(x.shape), abstract_train_state(tiny, optax.sgd(1.0)).params)
     texts = generate(merge(tiny, params), [[0], [0]], 40, key=jax.random.key(0))
     drawn = [token for text in texts for token in text[1:]]
-    # 80 draws of 65 tokens: 46 different ones are expected, with a deviation of 3.
+    # 80 draws of 65 tokens: 46 different tokens are expected, with a standard deviation of 3.
     assert len(set(drawn)) == pytest.approx(46, abs=12)
     assert texts[0] != texts[1]
 
@@ -111,7 +111,7 @@ def test_the_nucleus_holds_the_likeliest_tokens_up_to_its_probability():
 
 
 # The probabilities are 0.03, 0.70, 0.01, 0.25, 0.01 at temperature 0.5 and 0.16, 0.35, 0.11, 0.27, 0.11 at 2.
-# Of the two likeliest alone they are 0.63 and 0.37.
+# With top_k=2 they are 0.63 and 0.37.
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "kept"),
     [(0.5, None, 0.6, {1}), (2.0, None, 0.6, {1, 3}), (2.0, None, 0.7, {0, 1, 3}), (1.0, 2, 0.6, {1})],
@@ -128,7 +128,7 @@ def test_the_nucleus_is_taken_after_temperature_and_top_k(temperature, top_k, to
 def test_one_program_serves_many_lengths():
     config = GPT2Config(vocab_size=31, seq_len=64, num_layers=1, num_heads=1, embed_dim=8)
     model = GPT2(config, rngs=nnx.Rngs(0))
-    num_programs: Any = getattr(_continue, "_cache_size")  # noqa: B009 - jax counts, and does not say so in its types
+    num_programs: Any = getattr(_continue, "_cache_size")  # noqa: B009 - jax's types lack this method
     before = num_programs()
     for length, num_new in ((1, 3), (7, 20), (32, 9), (20, 11)):
         generate(model, [[1] * length], num_new, temperature=0.0)
@@ -162,33 +162,33 @@ def test_no_new_tokens_is_the_prompt(model):
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ([], {"temperature": 0.0}, "expected at least one prompt, got none"),
-        ([[1], []], {"temperature": 0.0}, "expected prompts of 1 to 16 tokens, the model's context, got one of 0"),
-        ([[1] * 17], {"temperature": 0.0}, "expected prompts of 1 to 16 tokens, the model's context, got one of 17"),
-        ([[61, 66]], {"temperature": 0.0}, "expected prompt ids in [0, 65), got 61 to 66"),
-        ([[-1]], {"temperature": 0.0}, "expected prompt ids in [0, 65), got -1 to -1"),
+        ([], {"temperature": 0.0}, "prompts must be at least 1, got 0."),
+        ([[1], []], {"temperature": 0.0}, "each prompt must have 1 to 16 tokens, the model's context, got 0."),
+        ([[1] * 17], {"temperature": 0.0}, "each prompt must have 1 to 16 tokens, the model's context, got 17."),
+        ([[61, 66]], {"temperature": 0.0}, "each prompt's token ids must lie in [0, 65), got 61 to 66."),
+        ([[-1]], {"temperature": 0.0}, "each prompt's token ids must lie in [0, 65), got -1 to -1."),
         (PROMPTS, {"temperature": -1.0}, "temperature must be finite and not negative, got -1.0."),
         (PROMPTS, {"temperature": float("nan")}, "temperature must be finite and not negative, got nan."),
-        (PROMPTS, {"temperature": 0.0, "top_k": 0}, "top_k must be a whole number of at least 1, or None, got 0."),
+        (PROMPTS, {"temperature": 0.0, "top_k": 0}, "top_k must be at least 1, or None, got 0."),
         (PROMPTS, {"temperature": 0.0, "top_p": 1.5}, "top_p must be above 0 and at most 1, or None, got 1.5."),
         (
             PROMPTS,
             {"temperature": 0.0, "vocab_size": 66},
-            "vocab_size must be a whole number of 1 to 65, the model's, g",
+            "vocab_size must be 1 to 65, the model's, got",
         ),
         (
             PROMPTS,
             {"temperature": 0.0, "vocab_size": 0},
-            "vocab_size must be a whole number of 1 to 65, the model's, g",
+            "vocab_size must be 1 to 65, the model's, got",
         ),
-        (PROMPTS, {}, "expected a key to draw with"),
+        (PROMPTS, {}, "key must be given to sample, got None. Pass key=jax.random.key(seed), or temperature=0."),
     ],
 )
-def test_bad_arguments_are_refused(model, prompts, options, message):
+def test_bad_arguments_are_rejected(model, prompts, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         generate(model, prompts, 1, **options)
 
 
-def test_fewer_than_no_tokens_are_refused(model):
-    with pytest.raises(ValueError, match=r"max_new_tokens must be a whole number, not negative, got -1\."):
+def test_a_negative_number_of_tokens_is_rejected(model):
+    with pytest.raises(ValueError, match=r"max_new_tokens must not be negative, got -1\."):
         generate(model, PROMPTS, -1, temperature=0.0)

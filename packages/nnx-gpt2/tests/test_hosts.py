@@ -1,6 +1,6 @@
-"""Two hosts: processes joined by jax.distributed, of which one sees another boot id, as on a machine of its own.
+"""Two simulated hosts: processes joined by jax.distributed, with different boot ids.
 
-XLA tells hosts apart by the boot id, and gives the devices of each host a `slice_index` of their own.
+XLA tells hosts apart by the boot id, and gives the devices of each host their own `slice_index`.
 """
 
 import json
@@ -53,9 +53,9 @@ print(json.dumps({"hosts": hosts, "losses": losses, "evaluated": evaluated}))
 
 @pytest.fixture(scope="module")
 def other_host(tmp_path_factory):
-    """A command in front of a command: it then sees another boot id."""
+    """Command prefix that changes the boot id of a command."""
     if sys.platform != "linux" or shutil.which("unshare") is None:
-        pytest.skip("a process has a boot id of its own on Linux alone, by unshare")
+        pytest.skip("only Linux can give a process its own boot id, by unshare")
     path = tmp_path_factory.mktemp("host") / "boot_id"
     path.write_text(f"{uuid.uuid4()}\n")
     command = ["unshare", "--mount", "sh", "-c", f'mount --bind {path} {BOOT_ID} && exec "$@"', "sh"]
@@ -66,7 +66,7 @@ def other_host(tmp_path_factory):
 
 
 def run(commands, **axes):
-    """The results of these processes, which are each other's peers."""
+    """Run the commands as processes of one job, and return their results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -83,13 +83,13 @@ def run(commands, **axes):
         for rank, command in enumerate(commands)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=180) for process in processes]
+        outputs = [process.communicate(timeout=180) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, (_, err) in zip(processes, said, strict=True):
+    for process, (_, err) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, err
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -108,5 +108,5 @@ def test_two_hosts_train_and_evaluate_like_one(axes, alone, other_host, record_p
     assert first["hosts"] == 2
     for result in (first, second):
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-5)
-        # Row by row: a loss at another row's place would not pass.
+        # The comparison is row by row, to catch losses in another order.
         np.testing.assert_allclose(result["evaluated"], alone["evaluated"], rtol=0, atol=1e-5)

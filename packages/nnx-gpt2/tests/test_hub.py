@@ -1,4 +1,4 @@
-"""A model of the Hugging Face hub, by its own client, from a server on this machine that speaks the hub's protocol."""
+"""Downloads from the Hugging Face hub by its own client, from a local server with the hub's protocol."""
 
 import json
 import os
@@ -14,11 +14,11 @@ import pytest
 FOLDER = Path(__file__).parent / "fixtures" / "hf-gpt2-tiny"
 REVISION = "a" * 40
 FILES = {name: (FOLDER / name).read_bytes() for name in ("config.json", "model.safetensors")}
-FILES["pytorch_model.bin"] = b"a pickle, which nobody asks for"
+FILES["pytorch_model.bin"] = b"a pickle that is never requested"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves one repository, org/tiny, and notes what it was asked for."""
+    """Server of one repository, org/tiny, that records the requested files."""
 
     requested: set[str]
 
@@ -79,6 +79,6 @@ def test_a_model_is_downloaded_by_name_without_its_pickles(hub, tmp_path):
     assert Hub.requested == {"config.json", "model.safetensors"}
 
 
-def test_an_unknown_name_is_refused(hub, tmp_path):
-    expected = "expected a folder, or a repository on the hub that can be reached, got org/none"
+def test_an_unknown_name_is_rejected(hub, tmp_path):
+    expected = "path or name must be a folder, or a repository on the hub that can be reached, got org/none"
     assert load("org/none", hub, tmp_path).startswith(expected)

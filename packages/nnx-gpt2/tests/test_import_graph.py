@@ -2,10 +2,12 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import nnx_gpt2
 
+README = Path(__file__).parents[1] / "README.md"
 SOURCES = {path.stem: ast.parse(path.read_text()) for path in Path(nnx_gpt2.__file__).parent.glob("_*.py")}
 
 
@@ -36,3 +38,11 @@ def test_no_module_imports_a_sibling_inside_a_function():
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and imported_siblings(function)
     }
     assert not late
+
+
+def test_the_readme_lists_each_module_after_the_modules_that_it_imports():
+    rows = re.findall(r"^\| (`_.*?) \|", README.read_text(), re.M)
+    listed = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(listed) == sorted(SOURCES.keys() - {"__init__"})
+    for place, module in enumerate(listed):
+        assert imported_siblings(SOURCES[module]) <= set(listed[:place]), module

@@ -1,4 +1,4 @@
-"""The loss in parts, and its gradient, against the plain formula."""
+"""The loss in chunks, and its gradient, against the plain formula."""
 
 import dataclasses
 import re
@@ -26,7 +26,7 @@ def windows(config, batch_size=3, seed=0):
 
 
 def plain_losses(model, windows):
-    """From full logits."""
+    """Compute the losses from full logits."""
     tokens = jnp.asarray(windows, jnp.int32)
     return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:])
 
@@ -36,7 +36,7 @@ def model(tiny):
     return GPT2(tiny, rngs=nnx.Rngs(0))
 
 
-# All at once; whole parts; a last part that is padded; a position at a time.
+# One chunk; full chunks; a padded last chunk; chunks of one position.
 @pytest.mark.parametrize("chunk", [4096, 24, 20, 1])
 def test_loss_and_gradient_are_those_of_the_full_logits(model, tiny, chunk):
     config = dataclasses.replace(tiny, loss_chunk_tokens=chunk)
@@ -49,19 +49,19 @@ def test_loss_and_gradient_are_those_of_the_full_logits(model, tiny, chunk):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, expected_grads)
 
 
-# The positions of 8 windows that a part has: 1 at least; 1, as 2 would be 16 tokens; 2; 2, as 3 would be 24; 4 of 5.
-@pytest.mark.parametrize(("chunk", "part"), [(3, 8), (15, 8), (16, 16), (20, 16), (40, 32)])
-def test_no_more_logits_exist_at_once_than_the_config_allows(tiny, chunk, part):
+# Positions of a chunk, for 8 windows: 1 at least; 1, because 2 are 16 tokens; 2; 2, because 3 are 24; 4 of at most 5.
+@pytest.mark.parametrize(("chunk", "num_rows"), [(3, 8), (15, 8), (16, 16), (20, 16), (40, 32)])
+def test_no_more_logits_exist_at_once_than_the_config_allows(tiny, chunk, num_rows):
     config = dataclasses.replace(tiny, vocab_size=2000, num_layers=1, loss_chunk_tokens=chunk)
     params = abstract_train_state(config, optax.sgd(1.0)).params
     windows = jax.ShapeDtypeStruct((8, 17), jnp.uint16)
     program = jax.make_jaxpr(jax.grad(lambda params, windows: mean_loss(merge(config, params), windows)))
     sizes = {int(size) for size in re.findall(r"f32\[(\d+),2048\]", str(program(params, windows)))}
-    assert sizes == {part}
+    assert sizes == {num_rows}
 
 
-def test_logits_of_a_part_alone_exist(tiny):
-    """Nowhere in the compiled step is there an array of all tokens by the vocabulary."""
+def test_only_the_logits_of_one_chunk_exist(tiny):
+    """The compiled step has no array of all tokens by the vocabulary."""
     config = dataclasses.replace(tiny, vocab_size=2000, loss_chunk_tokens=16)
     model = GPT2(config, rngs=nnx.Rngs(0))
     params, batch = split_params(model), jnp.asarray(windows(config, batch_size=8))
@@ -91,12 +91,12 @@ def test_gradients_are_finite_differences_in_float64(options):
             dtype="float64", param_dtype="float64", **options,
         )  # fmt: skip
         params = jax.tree.map(
-            # Larger than GPT-2 begins with, so that every part of the network matters.
+            # Larger than GPT-2's initial values, to make each part of the network matter.
             lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype),
             split_params(GPT2(config, rngs=nnx.Rngs(0))),
         )
         batch = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
-        # What comes after the loss has a part in the gradient too: here a factor.
+        # The factor tests that the gradient includes operations after the loss.
         loss = jax.jit(lambda params: 3 * mean_loss(merge(config, params), batch))
         grads = jax.jit(jax.grad(lambda params: 3 * mean_loss(merge(config, params), batch)))(params)
         leaves, treedef = jax.tree.flatten(params)

@@ -12,20 +12,20 @@ def test_the_state_is_counted_to_the_byte():
     estimate = estimate_memory(CONFIG, global_batch_size=4)
     state = create_train_state(CONFIG, create_optimizer(OptimizerConfig(), 1000), jax.random.key(0))
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    # Beside it: the batch, the key, the metrics, and alignment.
+    # The estimate also has the batch, the key, the metrics, and alignment.
     assert held < estimate.state_bytes < held + 8192
     assert estimate.temporary_bytes > 0
     assert estimate.peak_bytes == estimate.state_bytes + estimate.temporary_bytes + estimate.code_bytes
 
 
-def test_windows_take_memory_and_parts_of_a_batch_share_it():
+def test_microbatches_share_the_memory_of_a_batch():
     config = GPT2Config(vocab_size=256, seq_len=64, num_layers=1, num_heads=2, embed_dim=32)
-    at_once, in_parts = (
-        estimate_memory(config, global_batch_size=32, grad_accum_steps=num_parts).temporary_bytes
-        for num_parts in (1, 8)
+    at_once, in_microbatches = (
+        estimate_memory(config, global_batch_size=32, grad_accum_steps=num_microbatches).temporary_bytes
+        for num_microbatches in (1, 8)
     )
     assert at_once > 32 * 64 * 256 * 4  # the logits alone
-    assert in_parts < at_once / 2
+    assert in_microbatches < at_once / 2
 
 
 @pytest.mark.slow

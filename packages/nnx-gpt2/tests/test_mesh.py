@@ -1,4 +1,4 @@
-"""Meshes over devices that this machine does not have: process `r` of `n` holds rows `[r * B/n, (r + 1) * B/n)`."""
+"""Meshes over simulated devices: process `r` of `n` holds rows `[r * B/n, (r + 1) * B/n)`."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ class Device:
     platform: str = "tpu"
 
 
-# By generation: the name that jax has for it, cores of a chip that are devices, and some of its slices in chips.
+# By generation: its name in jax, the number of devices of a chip, and some slice topologies in chips.
 GENERATIONS = {
     "v2": ("TPU v2", 2, ["2x2", "4x4", "8x8", "16x16"]),
     "v3": ("TPU v3", 2, ["2x2", "4x4", "8x8", "16x16"]),
@@ -44,7 +44,7 @@ CASES = [
 
 
 def tpu_devices(name, topology, num_slices=1):
-    """Devices as `jax.devices()` lists them: by slice and coordinates, not by process."""
+    """Return devices in the order of `jax.devices()`: by slice and coordinates, not by process."""
     kind, num_cores, _ = GENERATIONS[name]
     x_size, y_size, z_size = [*map(int, topology.split("x")), 1][:3]
     is_one_host = name in ("v5e", "v6e") and x_size * y_size <= 8
@@ -60,7 +60,7 @@ def tpu_devices(name, topology, num_slices=1):
 
 
 def rows_by_process(mesh, num_rows):
-    """The rows of a batch that lie on each process's devices."""
+    """Return the rows of a batch on the devices of each process."""
     rows = {}
     for device, (index, _) in batch_sharding(mesh).devices_indices_map((num_rows, 5)).items():
         rows.setdefault(device.process_index, set()).update(range(*index.indices(num_rows)))
@@ -123,7 +123,7 @@ def test_hosts_that_are_not_tpus_have_one_slice_index_each(platform):
         ({"fsdp": 64}, "and their product must divide the 32 devices, got 64 and 1. Choose other sizes, or another"),
     ],
 )
-def test_what_a_mesh_rejects_is_known_before_there_are_devices(sizes, message):
+def test_check_mesh_rejects_what_make_mesh_rejects(sizes, message):
     sizes = {"fsdp": 1, "tensor": 1} | sizes
     for check in (
         lambda: check_mesh(**sizes, num_devices=32, devices_per_process=4, devices_per_slice=16),
@@ -135,11 +135,13 @@ def test_what_a_mesh_rejects_is_known_before_there_are_devices(sizes, message):
 
 def test_processes_of_unequal_size_are_rejected():
     devices = tpu_devices("v6e", "4x4")
-    with pytest.raises(ValueError, match=re.escape("equally many in each process, got {0: 4, 1: 3} by process.")):
+    with pytest.raises(
+        ValueError, match=re.escape("must be equally many in each process, got {0: 4, 1: 3} by process.")
+    ):
         make_mesh(devices=sorted(devices, key=lambda device: device.process_index)[:7])
 
 
-def test_slices_whose_processes_are_mixed_share_nothing_but_the_data_axis():
+def test_slices_with_alternating_processes_share_only_the_data_axis():
     """Processes 0 and 2 are one slice, 1 and 3 the other: only groups within a process stay in a slice."""
     devices = [Device(i, i // 4, (i % 4, 0, 0), 0, i // 4 % 2, "TPU v4") for i in range(16)]
     assert make_mesh(fsdp=4, devices=devices).shape == {"data": 4, "fsdp": 4, "tensor": 1}

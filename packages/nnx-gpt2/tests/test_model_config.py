@@ -23,7 +23,8 @@ def test_presets_take_changes():
         ({"num_layers": 0}, "model.num_layers must be at least 1, got 0"),
         ({"num_heads": 5}, "model.embed_dim must be a multiple of model.num_heads, got 768 and 5"),
         ({"dropout_rate": 1.0}, "model.dropout_rate must be in [0, 1), got 1.0"),
-        ({"dtype": "float16"}, "model.dtype must be bfloat16, float32 or float64, got 'float16'"),
+        ({"mlp_dim": 0}, "model.mlp_dim must be at least 1, got 0"),
+        ({"norm_epsilon": 1.0}, "model.norm_epsilon must be between 0 and 1, got 1.0"),
     ],
 )
 def test_bad_model_fields_are_named(fields, message):
@@ -34,7 +35,6 @@ def test_bad_model_fields_are_named(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "sgd"}, "optimizer.name must be adamw or muon, got 'sgd'"),
         ({"learning_rate": float("nan")}, "optimizer.learning_rate must be positive and finite, got nan"),
         ({"min_learning_rate": 1.0}, "must lie between 0 and optimizer.learning_rate (0.0006), got 1.0"),
         ({"warmup_steps": -1}, "optimizer.warmup_steps must be a whole number, not negative, got -1"),

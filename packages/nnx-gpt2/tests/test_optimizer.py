@@ -50,8 +50,8 @@ def test_weights_decay_and_biases_and_norms_do_not(name):
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_muon_makes_each_matrix_of_the_blocks_nearly_orthogonal(scan_layers):
-    """Singular values near each other, for q, k and v each; AdamW's signs for embeddings and biases."""
-    config = OptimizerConfig(name="muon", learning_rate=1.0, min_learning_rate=1.0, weight_decay=0, clip_norm=0)
+    """Singular values of q, k and v are near each other. AdamW updates embeddings and biases by their signs."""
+    config = OptimizerConfig(name="muon", learning_rate=1.0, min_learning_rate=1.0, weight_decay=0.0, clip_norm=0.0)
     optimizer = create_optimizer(config, 10)
     shape = GPT2Config(vocab_size=65, seq_len=16, num_layers=2, num_heads=2, embed_dim=32, scan_layers=scan_layers)
     params = create_train_state(shape, optimizer, jax.random.key(0)).params
@@ -62,13 +62,13 @@ def test_muon_makes_each_matrix_of_the_blocks_nearly_orthogonal(scan_layers):
             matrices = jnp.moveaxis(update, -2, -3) if name.endswith("c_attn.kernel") else update
             largest_dim = max(matrices.shape[-2:])
             singular = jnp.linalg.svd(matrices, compute_uv=False) / (0.2 * np.sqrt(largest_dim))
-            # Those near zero, as a random square matrix has a few, stay small.
+            # A random square matrix has a few singular values near zero, which stay small.
             assert 0.6 < float(jnp.quantile(singular, 0.2)) < float(singular.max()) < 1.3, name
         else:
             np.testing.assert_allclose(jnp.abs(update), 1.0, rtol=1e-3)
 
 
-def test_gradients_are_clipped_before_all_else():
+def test_gradients_are_clipped_before_the_update_rule():
     params = {"kernel": jnp.zeros((2, 2))}
     for clip_norm, factor in ((1.0, 0.1), (0.0, 1.0)):
         optimizer = create_optimizer(OptimizerConfig(clip_norm=clip_norm), 10)
@@ -79,7 +79,7 @@ def test_gradients_are_clipped_before_all_else():
 
 
 def test_updates_are_those_of_adamw_in_numpy():
-    """Three steps of which the last gradient is not clipped; the bias does not decay."""
+    """Three steps. The last gradient is not clipped, and the bias does not decay."""
     config = OptimizerConfig(
         learning_rate=0.1, min_learning_rate=0.01, warmup_steps=2, weight_decay=0.3, beta1=0.8, beta2=0.9, clip_norm=2.0
     )
@@ -104,10 +104,10 @@ def test_updates_are_those_of_adamw_in_numpy():
             np.testing.assert_allclose(ours[name], params[name], rtol=1e-5, atol=1e-6)
 
 
-def test_runs_that_are_too_short_are_refused():
-    with pytest.raises(ValueError, match="expected at least 1 step of training, got 0"):
+def test_runs_that_are_too_short_are_rejected():
+    with pytest.raises(ValueError, match="max_steps must be at least 1, got 0"):
         create_optimizer(OptimizerConfig(), 0)
     config = OptimizerConfig(schedule="wsd", warmup_steps=5, decay_steps=6)
-    message = "expected optimizer.warmup_steps and optimizer.decay_steps that fit into 10 steps, got 5 and 6"
+    message = "optimizer.warmup_steps and optimizer.decay_steps must fit into the 10 steps of the run, got 5 and 6."
     with pytest.raises(ValueError, match=re.escape(message)):
         create_optimizer(config, 10)

@@ -1,4 +1,4 @@
-"""What is summed in float32 although the model computes in bfloat16, which holds eight bits of a number."""
+"""Sums in float32 inside a bfloat16 model. bfloat16 has eight significant bits."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 
 from nnx_gpt2 import GPT2Config, causal_attention
 from nnx_gpt2._embedding import lookup
-from nnx_gpt2._loss import _losses_by_part, _mean_head_loss
+from nnx_gpt2._loss import _losses_by_chunk, _mean_head_loss
 
 CONFIG = GPT2Config(
     vocab_size=128, seq_len=512, num_layers=1, num_heads=1, embed_dim=16, dtype="bfloat16", loss_chunk_tokens=1
@@ -14,7 +14,7 @@ CONFIG = GPT2Config(
 
 
 def test_the_gradient_of_an_embedding_counts_beyond_256_tokens():
-    """In bfloat16 256 and 1 are 256."""
+    """In bfloat16, 256 + 1 is 256."""
     table, tokens = jnp.zeros((128, 4)), jnp.full((2, 500), 3)
     grad = jax.grad(lambda table: jnp.sum(lookup(table, tokens, "bfloat16"), dtype=jnp.float32))(table)
     assert grad.dtype == jnp.float32
@@ -22,15 +22,15 @@ def test_the_gradient_of_an_embedding_counts_beyond_256_tokens():
 
 
 def head_inputs(scale):
-    """Activations, a head and targets in bfloat16, and the logits and losses that they have in float64."""
+    """Return activations and a head, and their logits in float64."""
     x = (scale * jax.random.normal(jax.random.key(0), (1, 1, 16))).astype(jnp.bfloat16)
     head = jax.random.normal(jax.random.key(1), (128, 16))
     logits = np.asarray(x[0, 0], np.float64) @ np.asarray(head.astype(jnp.bfloat16), np.float64).T
     return x, head, logits
 
 
-def test_the_gradient_of_the_head_is_summed_over_all_parts():
-    """512 equal parts: in bfloat16 most of them would be lost."""
+def test_the_gradient_of_the_head_is_summed_over_all_chunks():
+    """In bfloat16 most of the 512 equal chunks would be lost."""
     x, head, logits = head_inputs(1.0)
     x_BTC, targets = jnp.tile(x, (1, 512, 1)), jnp.full((1, 512), 7)
     grad = jax.jit(jax.grad(lambda head: _mean_head_loss(CONFIG, x_BTC, head, targets)))
@@ -40,11 +40,11 @@ def test_the_gradient_of_the_head_is_summed_over_all_parts():
 
 
 def test_logits_are_not_rounded():
-    """Above 32, numbers of type bfloat16 lie a quarter apart."""
+    """Above 32, neighbouring bfloat16 numbers differ by a quarter."""
     x, head, logits = head_inputs(8.0)
     expected = np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits
     targets = jnp.arange(128)[None]
-    losses = jax.jit(lambda x: _losses_by_part(CONFIG, x, head, targets))(jnp.tile(x, (1, 128, 1)))
+    losses = jax.jit(lambda x: _losses_by_chunk(CONFIG, x, head, targets))(jnp.tile(x, (1, 128, 1)))
     np.testing.assert_allclose(losses[0], expected, rtol=0, atol=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's layout: against transformers' own figures, and there and back."""
+"""Hugging Face's files: against the results of transformers, and in a round trip."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from nnx_gpt2 import GPT2, GPT2Config, generate, mean_loss, split_params
 
 FOLDER = Path(__file__).parent / "fixtures" / "hf-gpt2-tiny"
 
-# No width is a multiple of another model's, the vocabulary none of 128, and the feed-forward layer is not 4x.
+# Unusual sizes: the vocabulary is not a multiple of 128, and the feed-forward layer is not four times as wide.
 ODD = GPT2Config(vocab_size=203, seq_len=64, num_layers=3, num_heads=5, embed_dim=40, mlp_dim=72, norm_epsilon=1e-6)
 
 
@@ -35,7 +35,7 @@ def published(request):
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the published model, to spoil."""
+    """A copy of the published model that a test can damage."""
     folder = tmp_path / "copy"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -120,7 +120,7 @@ def test_a_save_that_fails_leaves_the_model_that_was_there(tmp_path, record_prop
 
 
 @pytest.mark.parametrize(("scan_layers", "param_dtype"), [(False, "float32"), (True, "bfloat16")])
-def test_any_shape_comes_back(tmp_path, scan_layers, param_dtype):
+def test_any_shape_survives_a_round_trip(tmp_path, scan_layers, param_dtype):
     model = GPT2(ODD, rngs=nnx.Rngs(0))
     model.save_pretrained(tmp_path / "a")
     loaded = GPT2.from_pretrained(tmp_path / "a", scan_layers=scan_layers, param_dtype=param_dtype)
@@ -143,15 +143,15 @@ def test_large_models_are_split_over_files_with_an_index(tmp_path):
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     assert set(index["weight_map"].values()) == set(names)
     assert index["metadata"]["total_size"] == sum(a.nbytes for n in names for a in load_file(tmp_path / n).values())
-    for name in names:  # the format's tensors begin at a multiple of 8
+    for name in names:  # tensors start at a multiple of 8
         assert int.from_bytes((tmp_path / name).read_bytes()[:8], "little") % 8 == 0
     assert_same_params(GPT2.from_pretrained(tmp_path), model)
-    model.save_pretrained(tmp_path)  # whole again: nothing of the split model stays behind
+    model.save_pretrained(tmp_path)  # removes the files of the split model
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_files_as_openai_published_them_are_read(copy):
-    """Names without a prefix, the causal mask as a buffer of each layer, and the head beside its embedding."""
+    """Names have no prefix. Each layer has the causal mask as a buffer, and the head is stored, too."""
 
     def change(tensors):
         for name in list(tensors):
@@ -177,7 +177,7 @@ def reshape(tensors):
     tensors["transformer.h.0.attn.c_attn.weight"] = tensors["transformer.h.0.attn.c_attn.weight"].T.copy()
 
 
-def whole(tensors):
+def make_whole_numbers(tensors):
     tensors["transformer.ln_f.bias"] = np.zeros(48, np.int32)
 
 
@@ -194,10 +194,10 @@ def repeat(tensors):
     [
         (repeat, "got wpe.weight twice"),
         (drop, "h.1.mlp.c_fc.bias is missing"),
-        (add, "h.0.attn.q_norm.weight does not belong to it"),
+        (add, "h.0.attn.q_norm.weight is unknown"),
         (reshape, "h.0.attn.c_attn.weight is [144, 48], not [48, 144]"),
-        (whole, "ln_f.bias holds I32, not floating-point numbers"),
-        (untie, "expected lm_head.weight to be wte.weight"),
+        (make_whole_numbers, "ln_f.bias holds I32, not floating-point numbers"),
+        (untie, "lm_head.weight is not wte.weight, to which GPT-2's head is tied"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(copy, change, message):
@@ -209,77 +209,78 @@ def test_tensors_that_do_not_fit_are_named(copy, change, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"activation_function": "relu"}, "expected activation_function 'gelu_new' or 'gelu_pytorch_tanh'"),
-        ({"model_type": "llama"}, "expected model_type 'gpt2'"),
-        ({"tie_word_embeddings": False}, "expected tie_word_embeddings True"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "expected scale_attn_by_inverse_layer_idx False"),
-        ({"add_cross_attention": True}, "expected add_cross_attention False"),
-        ({"n_inner": "x"}, "model.mlp_dim must be at least 1, got 'x'"),
-        ({"layer_norm_epsilon": None}, "model.norm_epsilon must be between 0 and 1, got None"),
-        ({"n_layer": None}, "expected a whole number as n_layer"),
-        ({"n_head": 5}, "model.embed_dim must be a multiple of model.num_heads, got 48 and 5"),
+        ({"activation_function": "relu"}, "config.json must be 'gelu_new' or 'gelu_pytorch_tanh', got 'relu'."),
+        ({"model_type": "llama"}, "config.json must be 'gpt2', got 'llama'. Only GPT-2 can be loaded."),
+        ({"tie_word_embeddings": False}, "config.json must be True, got False."),
+        ({"scale_attn_by_inverse_layer_idx": True}, "config.json must be False, got True."),
+        ({"add_cross_attention": True}, "config.json must be False, got True."),
+        (
+            {"n_head": 5},
+            "config.json must describe a GPT-2, got an error in it: model.embed_dim must be a multiple of",
+        ),
         ({"n_positions": 64}, "wpe.weight is [32, 48], not [64, 48]"),
     ],
 )
-def test_configs_that_are_not_gpt2s_are_refused(copy, fields, message):
+def test_configs_of_other_models_are_rejected(copy, fields, message):
     change_config(copy, **fields)
     with pytest.raises(ValueError, match=re.escape(message)):
         GPT2.from_pretrained(copy)
 
 
+JSON, SAFETENSORS = "must be a file with a JSON object, got an error", "must be a safetensors file, got an error"
+
+
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("name", "content", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "expected a config.json in"),
-        (lambda folder: (folder / "config.json").write_text("{"), r"config\.json must be an object in JSON, got b'{'"),
+        ("config.json", None, f"{JSON} ([Errno 2] No such file"),
+        ("config.json", b"{", f"{JSON} (Expecting property name"),
+        ("config.json", b"[1]", f"{JSON} (cannot convert"),
+        ("config.json", b"\xff", f"{JSON} ('utf-8' codec can't decode"),
+        ("model.safetensors.index.json", b"{}", "must have a weight_map from tensors to files in its folder"),
         (
-            lambda folder: (folder / "config.json").write_text("[]"),
-            r"config\.json must be an object in JSON, got b'\[\]'",
+            "model.safetensors.index.json",
+            b'{"weight_map": {"wte.weight": "../model.safetensors"}}',
+            "must have a weight_map from tensors to files in its folder",
         ),
-        (
-            lambda folder: (folder / "config.json").write_bytes(b"\xff"),
-            r"config\.json must be an object in JSON, got b'",
-        ),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "expected a weight_map from"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "expected model.safetensors in"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "expected safetensors in"),
-        (
-            lambda folder: (folder / "model.safetensors").write_bytes((FOLDER / "model.safetensors").read_bytes()[:-9]),
-            "expected safetensors in",
-        ),
+        ("model.safetensors", None, f"{SAFETENSORS} (No such file"),
+        ("model.safetensors", b"x" * 100, SAFETENSORS),
+        ("model.safetensors", (FOLDER / "model.safetensors").read_bytes()[:-9], SAFETENSORS),
     ],
+    ids=range(9),
 )
-def test_damaged_folders_are_refused(copy, spoil, message):
-    spoil(copy)
-    with pytest.raises(ValueError, match=message):
+def test_a_damaged_file_is_named(copy, name, content, message):
+    if content is None:
+        (copy / name).unlink()
+    else:
+        (copy / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{name} {message}")):
         GPT2.from_pretrained(copy)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_heads": 6}, "expected fields that do not change the weights, got num_heads: leave it out"),
-        ({"param_dtype": "float64"}, "expected jax_enable_x64 to be on for float64, and it is off"),
-    ],
-)
-def test_fields_that_would_make_another_model_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        GPT2.from_pretrained(FOLDER, **fields)
+def test_a_field_that_describes_the_weights_cannot_be_changed():
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'num_heads'"):
+        GPT2.from_pretrained(FOLDER, num_heads=6)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"expected a folder with a config\.json, got .*absent, which is none"):
+def test_float64_needs_jax_to_allow_it():
+    with pytest.raises(ValueError, match=r"jax_enable_x64 must be on for float64, got off\. Turn it on, or choose"):
+        GPT2.from_pretrained(FOLDER, param_dtype="float64")
+
+
+def test_a_path_that_is_not_a_folder_cannot_be_loaded(tmp_path):
+    with pytest.raises(ValueError, match=r"must be a folder, or a repository on the hub .*, got .*absent:"):
         GPT2.from_pretrained(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("name", "error"), [("file", FileExistsError), ("file/model", NotADirectoryError)])
+def test_a_path_that_cannot_be_a_folder_cannot_be_saved_to(tmp_path, name, error):
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError):
-        GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "file")
-    with pytest.raises(NotADirectoryError):
-        GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "file" / "model")
-    with pytest.raises(ValueError, match="expected at least 1 as max_shard_bytes, got 0"):
-        GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "model", max_shard_bytes=0)
+    with pytest.raises(error):
+        GPT2(ODD, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / name)
 
 
-def test_a_name_of_the_hub_without_its_extra_says_what_to_install():
+def test_the_error_for_a_hub_name_names_the_extra_to_install():
     code = (
         "import sys; sys.modules['huggingface_hub'] = None\n"
         "from nnx_gpt2 import GPT2\n"
@@ -287,12 +288,12 @@ def test_a_name_of_the_hub_without_its_extra_says_what_to_install():
         "except ValueError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "to download it from the hub, install nnx-gpt2[hub]" in done.stdout
+    assert "To download it from the hub, install nnx-gpt2[hub]." in done.stdout
 
 
 @pytest.mark.slow
 def test_loading_and_saving_hold_one_tensor_beside_the_model(tmp_path):
-    """In a process of its own, whose peak memory is then that of the model and little more."""
+    """Measure peak memory in a separate process: little more than the model."""
     config = GPT2Config(vocab_size=8192, seq_len=32, num_layers=10, num_heads=8, embed_dim=512)
     GPT2(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "a")
     code = f"""
@@ -308,5 +309,5 @@ print(peak() - before)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     model_bytes, largest_bytes = (tmp_path / "a/model.safetensors").stat().st_size, 8192 * 512 * 4
     assert model_bytes > 140_000_000
-    # The pages of the mapped file count towards a process's peak beside the model itself.
+    # The peak memory of a process includes the pages of the mapped file.
     assert int(done.stdout) < 2 * model_bytes + 2 * largest_bytes

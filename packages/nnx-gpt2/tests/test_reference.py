@@ -1,4 +1,4 @@
-"""The network and its cached decoding against GPT-2 in NumPy, in float64 and with weights that are not small."""
+"""The network and cached decoding against GPT-2 in NumPy, in float64, with large weights."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ def x64():
 
 @pytest.fixture
 def params():
-    """Deviations of about one: activations leave the linear range of GELU, and attention prefers some positions."""
+    """Weights so large that activations leave the linear range of GELU, and attention prefers some positions."""
     shapes = abstract_train_state(CONFIG, optax.sgd(1.0)).params
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: rng.normal(0, 0.7, x.shape), shapes)
@@ -57,7 +57,7 @@ def gelu(x):
 
 
 def reference(params, tokens, segments=None):
-    """The logits of one sequence."""
+    """Return the logits of one sequence."""
     num_positions = len(tokens)
     visible = np.tril(np.ones((num_positions, num_positions), bool))
     if segments is not None:
@@ -95,7 +95,7 @@ def test_losses_are_those_of_the_formulas(model, params):
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_cached_decoding_has_the_logits_of_the_full_forward(params, scan_layers):
-    """Texts of 1, 4 and 7 tokens go on by five given tokens, one at a time."""
+    """Five given tokens follow texts of 1, 4 and 7 tokens, one at a time."""
     arrays = jax.tree.map(jnp.asarray, params)
     config = dataclasses.replace(CONFIG, scan_layers=scan_layers)
     model = merge(config, stack_layers(arrays) if scan_layers else arrays)

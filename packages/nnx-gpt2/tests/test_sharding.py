@@ -1,4 +1,4 @@
-"""Every layout on eight simulated devices against a single one."""
+"""Meshes of eight simulated devices against a single device."""
 
 import dataclasses
 import functools
@@ -78,13 +78,13 @@ def test_a_layout_trains_like_one_device(layout, single):
     ],
     ids=str,
 )
-def test_options_do_the_same_over_a_mesh(changes):
+def test_options_train_alike_on_a_mesh(changes):
     mesh = make_mesh(fsdp=2, tensor=2)
     np.testing.assert_allclose(train(4, mesh, **changes)[1], train(4, **changes)[1], atol=1e-4)
 
 
-# Of each parameter that is split: its shape, and that of the part on one of the devices of fsdp=4, tensor=2.
-PARTS = {
+# The shape of each sharded parameter, and of its shard on a mesh of fsdp=4, tensor=2.
+SHARDS = {
     "wte.embedding": ((128, 32), (64, 8)),
     "wpe.embedding": ((16, 32), (16, 8)),
     "attn.c_attn.kernel": ((32, 3, 32), (8, 3, 16)),
@@ -96,18 +96,18 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", SHARDS)
 def test_each_matrix_is_split_along_the_dimensions_that_the_axes_are_for(name):
-    """`tensor` splits heads, hidden units and the vocabulary; `fsdp` the other dimension of each matrix."""
-    whole, part = PARTS[name]
+    """`tensor` splits heads, feed-forward units and the vocabulary. `fsdp` splits the other dimension of a matrix."""
+    full, shard = SHARDS[name]
     mesh = make_mesh(fsdp=4, tensor=2)
-    assert jax.NamedSharding(mesh, param_spec(name, len(whole))).shard_shape(whole) == part
-    assert jax.NamedSharding(mesh, param_spec(name, len(whole) + 1)).shard_shape((2, *whole)) == (2, *part)
+    assert jax.NamedSharding(mesh, param_spec(name, len(full))).shard_shape(full) == shard
+    assert jax.NamedSharding(mesh, param_spec(name, len(full) + 1)).shard_shape((2, *full)) == (2, *shard)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_what_the_rules_shard_is_nowhere_whole(scan_layers):
-    """Parameters and both of the optimizer's moments, as they are created and after a step."""
+def test_no_device_holds_a_complete_sharded_parameter(scan_layers):
+    """Check parameters and both moments of the optimizer, after creation and after a step."""
     mesh = make_mesh(fsdp=4, tensor=2)
     state, _ = train(1, mesh, scan_layers=scan_layers)
     created = create_train_state(
@@ -117,15 +117,15 @@ def test_what_the_rules_shard_is_nowhere_whole(scan_layers):
     for tree in (state, created):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            part = next((part for suffix, (_, part) in PARTS.items() if name.endswith(suffix)), None)
+            shard = next((shard for suffix, (_, shard) in SHARDS.items() if name.endswith(suffix)), None)
             held = leaf.addressable_shards[0].data.shape
-            assert held == leaf.shape if part is None else held[leaf.ndim - len(part) :] == part, name
-            num_sharded += part is not None
+            assert held == leaf.shape if shard is None else held[leaf.ndim - len(shard) :] == shard, name
+            num_sharded += shard is not None
     per_layer = 6 if not scan_layers else 6 / CONFIG.num_layers
     assert num_sharded == 2 * 3 * (2 + per_layer * CONFIG.num_layers)
 
 
-def test_the_abstract_state_has_the_real_ones_form():
+def test_the_abstract_state_has_the_form_of_the_real_state():
     mesh, rule = make_mesh(fsdp=2, tensor=2), create_optimizer(OPTIMIZER, 200)
     real = create_train_state(CONFIG, rule, jax.random.key(0), mesh)
     abstract = abstract_train_state(CONFIG, rule, mesh)
@@ -149,7 +149,7 @@ def test_a_stacked_parameter_is_split_as_its_layers_are():
         ({"devices": []}, "must be at least 1 and their product must divide the 0 devices, got 1 and 1."),
     ],
 )
-def test_a_mesh_that_does_not_divide_the_devices_is_refused(sizes, message):
+def test_a_mesh_that_does_not_divide_the_devices_is_rejected(sizes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make_mesh(**sizes)
 
@@ -157,12 +157,12 @@ def test_a_mesh_that_does_not_divide_the_devices_is_refused(sizes, message):
 @pytest.mark.parametrize(
     ("changes", "sizes", "message"),
     [
-        ({}, {"tensor": 4}, "expected a mesh axis tensor that divides the model's num_heads, 2, got 4"),
-        ({"mlp_dim": 63}, {"tensor": 2}, "expected a mesh axis tensor that divides the model's mlp_dim, 63, got 2"),
-        ({"embed_dim": 36}, {"fsdp": 8}, "expected a mesh axis fsdp that divides the model's embed_dim, 36, got 8"),
+        ({}, {"tensor": 4}, "mesh axis tensor must divide model.num_heads (2), got 4. Choose another size."),
+        ({"mlp_dim": 63}, {"tensor": 2}, "mesh axis tensor must divide model.mlp_dim (63), got 2."),
+        ({"embed_dim": 36}, {"fsdp": 8}, "mesh axis fsdp must divide model.embed_dim (36), got 8."),
     ],
 )
-def test_a_mesh_that_does_not_divide_the_model_is_refused(changes, sizes, message):
+def test_a_mesh_that_does_not_divide_the_model_is_rejected(changes, sizes, message):
     config, rule = dataclasses.replace(CONFIG, **changes), create_optimizer(OPTIMIZER, 200)
     with pytest.raises(ValueError, match=re.escape(message)):
         create_train_state(config, rule, jax.random.key(0), make_mesh(**sizes))
@@ -170,16 +170,16 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(changes, sizes, messag
         make_train_step(config, rule, make_mesh(**sizes))
 
 
-def test_a_batch_whose_parts_have_fewer_rows_than_devices_is_rejected():
+def test_a_batch_whose_microbatches_have_fewer_rows_than_devices_is_rejected():
     mesh, rule = make_mesh(), create_optimizer(OPTIMIZER, 200)
     step = make_train_step(CONFIG, rule, mesh, grad_accum_steps=2)
-    message = "expected a batch that 8 devices, the data and fsdp axes, divide in 2 parts each, got 8 windows"
-    with pytest.raises(ValueError, match=message):
+    message = "batch size must be a positive multiple of 8 devices (the axes data and fsdp) x 2 microbatches, got 8."
+    with pytest.raises(ValueError, match=re.escape(message)):
         step.lower(abstract_train_state(CONFIG, rule, mesh), put_batch(windows(0), mesh), jax.random.key(0))
 
 
-def test_rows_of_accumulated_parts_stay_on_their_devices():
-    """Only sums of gradients pass between the devices: no rows of whole numbers."""
+def test_rows_of_microbatches_stay_on_their_devices():
+    """Devices exchange sums of gradients, and no rows of token ids."""
     mesh, rule = make_mesh(), create_optimizer(OPTIMIZER, 200)
     config = dataclasses.replace(CONFIG, num_layers=1)
     step = make_train_step(config, rule, mesh, grad_accum_steps=2)
@@ -192,8 +192,8 @@ def test_rows_of_accumulated_parts_stay_on_their_devices():
     assert not [shape for shape, _ in moved if shape.startswith("s32[") and ",17]" in shape], moved
 
 
-def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"the number of rows must be a multiple of 4, .*, got 3\."):
+def test_rows_that_do_not_divide_are_rejected():
+    with pytest.raises(ValueError, match="partitioned 4 times, but the dimension size is 3"):
         put_batch(windows(0)[:3], make_mesh(tensor=2))
     assert put_batch(windows(0)[:4], make_mesh(tensor=2)).shape == (4, 17)
     assert jnp.asarray(put_batch(windows(0), make_mesh(fsdp=2))).sum() == windows(0).astype(np.int64).sum()

@@ -18,7 +18,7 @@ from nnx_gpt2 import (
     token_losses,
 )
 
-# A refactor must not move these: no dropout, seeds 0 and 7, batches of `windows(seed=step)`.
+# A refactor must not change these losses: no dropout, seeds 0 and 7, batches of `windows(seed=step)`.
 SEEDED_LOSSES = [4.186103, 4.172140, 4.191811]
 
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=5)
@@ -40,27 +40,27 @@ def train(config, num_steps, *, grad_accum_steps=1, batch=None, optimizer=OPTIMI
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_one_batch_is_learned_by_heart(tiny, name):
+def test_one_batch_is_memorized(tiny, name):
     state, losses = train(tiny, 200, batch=windows(tiny), optimizer=dataclasses.replace(OPTIMIZER, name=name))
     assert losses[0] == pytest.approx(np.log(65), abs=0.05)
     assert losses[-1] < 0.05
     assert int(state.step) == 200
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch(tiny):
-    whole, losses = train(tiny, 3)
-    parts, part_losses = train(tiny, 3, grad_accum_steps=4)
-    np.testing.assert_allclose(part_losses, losses, atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole.params, parts.params)
+def test_accumulated_gradients_are_those_of_the_full_batch(tiny):
+    full, losses = train(tiny, 3)
+    accumulated, accumulated_losses = train(tiny, 3, grad_accum_steps=4)
+    np.testing.assert_allclose(accumulated_losses, losses, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), full.params, accumulated.params)
 
 
-def test_gradients_of_the_parts_of_a_batch_are_averaged(tiny):
-    """Neither Adam, which forgets the gradient's scale, nor a clip, which hides it."""
+def test_gradients_of_microbatches_are_averaged(tiny):
+    """SGD without clipping: Adam and clipping hide the scale of the gradient."""
     config, optimizer = dataclasses.replace(tiny, num_layers=1), optax.sgd(1.0)
     ends, norms = [], []
-    for num_parts in (1, 4):
+    for num_microbatches in (1, 4):
         state = create_train_state(config, optimizer, jax.random.key(0))
-        step = make_train_step(config, optimizer, grad_accum_steps=num_parts)
+        step = make_train_step(config, optimizer, grad_accum_steps=num_microbatches)
         state, metrics = step(state, windows(config), jax.random.key(7))
         ends.append(state.params)
         norms.append(float(metrics["grad_norm"]))
@@ -85,7 +85,7 @@ def test_the_state_is_donated(tiny):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
-def test_seeded_losses_stay_what_they_are(tiny):
+def test_seeded_losses_do_not_change(tiny):
     _, losses = train(tiny, 3)
     np.testing.assert_allclose(losses, SEEDED_LOSSES, atol=1e-5)
 
@@ -98,7 +98,7 @@ def test_eval_gives_each_predictions_loss(tiny):
 
 
 def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tiny):
-    """The embedding of one token overflows: only batches that hold it are lost."""
+    """The embedding of one token overflows: only batches with this token are skipped."""
     rule = create_optimizer(OPTIMIZER, 200)
     state = create_train_state(tiny, rule, jax.random.key(0))
     params = {**state.params, "wte": {"embedding": state.params["wte"]["embedding"].at[3].set(jnp.inf)}}
@@ -121,7 +121,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tiny
 
 
 def test_a_gradient_that_overflows_under_a_finite_loss_is_skipped(tiny):
-    """Activations of zero pass each norm as zero; on the way back each norm multiplies by 1e18."""
+    """Norms map activations of zero to zero, and multiply the gradient by 1e18."""
     config, rule = dataclasses.replace(tiny, num_layers=1, norm_epsilon=1e-36), create_optimizer(OPTIMIZER, 200)
     state = create_train_state(config, rule, jax.random.key(0))
     wte, wpe = (state.params[name]["embedding"] for name in ("wte", "wpe"))
@@ -135,7 +135,7 @@ def test_a_gradient_that_overflows_under_a_finite_loss_is_skipped(tiny):
     jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state))
 
 
-def test_a_type_that_ends_with_the_vocabulary_is_taken(tiny):
+def test_a_type_that_holds_just_the_vocabulary_is_accepted(tiny):
     config = dataclasses.replace(tiny, vocab_size=256)
     rule = create_optimizer(OPTIMIZER, 200)
     state = create_train_state(config, rule, jax.random.key(0))
@@ -144,7 +144,7 @@ def test_a_type_that_ends_with_the_vocabulary_is_taken(tiny):
 
 
 @pytest.mark.parametrize(("token", "dtype"), [(65, np.uint16), (65535, np.uint16), (-1, np.int32)])
-def test_a_batch_that_holds_what_is_no_token_is_skipped(tiny, token, dtype):
+def test_a_batch_with_ids_outside_the_vocabulary_is_skipped(tiny, token, dtype):
     rule = create_optimizer(OPTIMIZER, 200)
     state = create_train_state(tiny, rule, jax.random.key(0))
     before = jax.tree.map(np.asarray, state.params)
@@ -156,7 +156,7 @@ def test_a_batch_that_holds_what_is_no_token_is_skipped(tiny, token, dtype):
     jax.tree.map(np.testing.assert_array_equal, before, state.params)
 
 
-def test_windows_that_hold_what_is_no_token_have_no_loss_in_evaluation(tiny):
+def test_windows_with_ids_outside_the_vocabulary_have_losses_of_nan(tiny):
     params = create_train_state(tiny, create_optimizer(OPTIMIZER, 200), jax.random.key(0)).params
     batch = windows(tiny).astype(np.int32)
     batch[1, 16], batch[2, 0], batch[5, 7] = 65, -1, 300
@@ -165,7 +165,7 @@ def test_windows_that_hold_what_is_no_token_have_no_loss_in_evaluation(tiny):
     assert np.isfinite(losses).sum() == 5 * 16
 
 
-def test_documents_are_masked_where_their_end_is_known(tiny):
+def test_end_of_text_masks_documents(tiny):
     rule = create_optimizer(OPTIMIZER, 200)
     batch = windows(tiny)
     batch[:, 8] = 64
@@ -195,7 +195,7 @@ def test_skipped_steps_are_counted_in_all_and_in_a_row(tiny):
     for is_bad in (False, True, True, False, True):
         batch = windows(tiny)
         if is_bad:
-            batch[0, 0] = 65  # no token
+            batch[0, 0] = 65  # outside the vocabulary
         state, metrics = step(state, batch, jax.random.key(7))
         assert int(metrics["num_skipped_in_a_row"]) == int(state.num_skipped_in_a_row)
         counts.append((int(metrics["num_skipped"]), int(metrics["num_skipped_in_a_row"])))

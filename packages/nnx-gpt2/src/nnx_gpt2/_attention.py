@@ -1,4 +1,4 @@
-"""Causal self-attention, by the fastest kernel that the backend has for the case at hand.
+"""Causal self-attention, by the fastest kernel that the backend has for the inputs.
 
 Shapes: B batch, T query position, S key position, N heads, H head width.
 """
@@ -12,14 +12,15 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nnx_gpt2._dropout import dropout, split_key
+from nnx_gpt2._errors import require
 from nnx_gpt2._model_config import AttentionBackend
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain, under_mesh
 
-# The plain formula works on blocks of queries, each with the keys that it can see: at most this many blocks,
-# none smaller than that, since more of them save little arithmetic and cost compile time.
+# The plain formula works on blocks of queries, each with the keys that it can see. The number of blocks has an upper
+# bound and their size a lower bound: more blocks save little arithmetic and cost compile time.
 _MAX_BLOCKS, _MIN_BLOCK = 4, 64
 
-# Splash attention's tiles have this many lanes.
+# A tile of splash attention has this many lanes.
 _SPLASH_MULTIPLE = 128
 
 _HEADS = (BATCH_AXES, None, TENSOR_AXIS, None)
@@ -35,60 +36,57 @@ def causal_attention(
     dropout_key: PRNGKeyArray | None = None,
     backend: AttentionBackend = "auto",
 ) -> Float[Array, "B T N H"]:
-    """Scaled dot-product attention in which a position sees itself and what came before it.
+    """Scaled dot-product attention in which a position sees itself and earlier positions.
 
     Vaswani et al., 2017 (arXiv:1706.03762), section 3.2.1, with a causal mask. The backends:
 
-    - `cudnn`: cuDNN's flash kernel; NVIDIA GPUs, bfloat16. Segments are a mask that is held in memory.
-    - `splash`: Pallas' splash kernel; TPUs (elsewhere it is interpreted, slowly), T a multiple of 128.
-    - `xla`: the plain formula, on blocks of queries; anywhere, and the one that can drop weights out.
-    - `auto`: the first of these that can do what is asked.
+    - `cudnn`: cuDNN's flash kernel, for NVIDIA GPUs and bfloat16. Segments need a mask in memory.
+    - `splash`: Pallas' splash kernel, for TPUs and T a multiple of 128. Other devices interpret it, slowly.
+    - `xla`: the plain formula on blocks of queries, for any device. Only this backend supports dropout.
+    - `auto`: the first backend in this list that supports the inputs.
 
     Args:
         q_BTNH: queries.
         k_BTNH: keys.
         v_BTNH: values.
-        segment_ids_BT: where given, a position sees only positions of its own segment (a document).
+        segment_ids_BT: if given, a position sees only positions of its own segment (document).
         dropout_rate: probability of zeroing an attention weight.
-        dropout_key: the key that decides which; without one, nothing is dropped.
-        backend: which kernel.
+        dropout_key: random key of the dropout. None disables dropout.
+        backend: the kernel.
 
     Returns:
-        The weighted values, in the type of `v_BTNH`.
+        The weighted values, of the type of `v_BTNH`.
 
     Raises:
-        ValueError: the backend that was named cannot do what is asked.
+        ValueError: the backend does not support the inputs.
     """
     drops = dropout_key is not None and dropout_rate > 0
     if backend == "auto":
         backend = "xla" if drops else _best(q_BTNH)
     if backend == "xla":
         return _xla(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, dropout_rate, dropout_key)
-    if drops:
-        raise ValueError(
-            f"expected attention backend auto or xla with dropout, which {backend} does not offer, got {backend}"
-        )
-    if backend == "cudnn":
-        if not _is_cudnn_case(q_BTNH):
-            raise ValueError(
-                f"expected bfloat16 on an NVIDIA GPU for attention backend cudnn, got {q_BTNH.dtype} on "
-                f"{jax.default_backend()}: choose auto"
-            )
-        return _on_each_device(_cudnn, q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
-    if q_BTNH.shape[1] % _SPLASH_MULTIPLE:
-        raise ValueError(
-            f"expected a number of positions that {_SPLASH_MULTIPLE} divides for attention backend splash, got "
-            f"{q_BTNH.shape[1]}: choose auto"
-        )
-    return _on_each_device(_splash, q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
+    kernel, is_supported, needs = {
+        "cudnn": (_cudnn, _is_cudnn_case(q_BTNH), "bfloat16 on an NVIDIA GPU"),
+        "splash": (_splash, _is_splash_case(q_BTNH), f"a multiple of {_SPLASH_MULTIPLE} positions"),
+    }[backend]
+    require(
+        is_supported and not drops,
+        f"attention backend {backend}",
+        f"have {needs}, and no dropout",
+        f"{q_BTNH.dtype}{list(q_BTNH.shape)} on {jax.default_backend()}, dropout {dropout_rate if drops else 0}",
+        "Choose auto.",
+    )
+    return _on_each_device(kernel, q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
 
 
 def _best(q_BTNH: Array) -> AttentionBackend:
     if _is_cudnn_case(q_BTNH):
         return "cudnn"
-    if jax.default_backend() == "tpu" and q_BTNH.shape[1] % _SPLASH_MULTIPLE == 0:
-        return "splash"
-    return "xla"
+    return "splash" if jax.default_backend() == "tpu" and _is_splash_case(q_BTNH) else "xla"
+
+
+def _is_splash_case(q_BTNH: Array) -> bool:
+    return q_BTNH.shape[1] % _SPLASH_MULTIPLE == 0
 
 
 def _is_cudnn_case(q_BTNH: Array) -> bool:
@@ -108,7 +106,7 @@ def _xla(
     dropout_key: PRNGKeyArray | None,
 ) -> Array:
     num_positions, head_dim = q_BTNH.shape[1], q_BTNH.shape[3]
-    # Heads move before positions once, rather than in every product.
+    # Move heads before positions once, not in every product.
     q_BNTH, k_BNSH, v_BNSH = (
         constrain(x_BTNH, *_HEADS).swapaxes(1, 2) for x_BTNH in (q_BTNH * head_dim**-0.5, k_BTNH, v_BTNH)
     )
@@ -139,7 +137,7 @@ def _cudnn(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array | 
 
 
 def _splash(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array | None) -> Array:
-    # Pallas takes a second to import: only those who use it pay.
+    # Pallas takes a second to import, and only this backend needs it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
 
@@ -159,7 +157,7 @@ def _splash(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array |
 def _on_each_device(
     kernel: Callable[..., Array], q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array | None
 ) -> Array:
-    """Run a kernel that XLA cannot split: each device does its own rows and heads."""
+    """Run a kernel that XLA cannot partition: each device computes its own rows and heads."""
     if not under_mesh():
         return kernel(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
     heads = PartitionSpec(*_HEADS)

@@ -1,4 +1,4 @@
-"""Dropout whose randomness is handed in, so that a step is a pure function of its key."""
+"""Dropout with explicit random keys, which keeps a step a pure function of its key."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
     """Zero each element with probability `rate` and scale the others by `1 / (1 - rate)`.
 
-    Srivastava et al., 2014, in the inverted form. Without a key, or at rate 0, `x` comes back as is.
+    Srivastava et al., 2014, in the inverted form. Without a key, or at rate 0, `x` is returned unchanged.
     """
     if key is None or rate == 0:
         return x
@@ -17,5 +17,5 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Fl
 
 
 def split_key(key: PRNGKeyArray | None, num: int) -> list[PRNGKeyArray | None]:
-    """`num` keys out of one, or `num` times None, which means no dropout."""
+    """Split a key into `num` keys. Without a key, return `num` times None: no dropout."""
     return [None] * num if key is None else list(jax.random.split(key, num))

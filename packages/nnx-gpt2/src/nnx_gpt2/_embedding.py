@@ -1,4 +1,4 @@
-"""Looking up the embeddings of tokens: its gradient is summed in float32, and over a mesh by each device for itself.
+"""Embedding lookup. Its gradient is summed in float32, on each device of a mesh separately.
 
 Shapes: P padded vocabulary, C width.
 """
@@ -27,12 +27,12 @@ _TABLE_SPEC, _BATCH_SPEC = param_spec("wte.embedding", 2), PartitionSpec(BATCH_A
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def lookup(table_PC: Float[Array, "P C"], tokens: Int[Array, "..."], dtype: DType) -> Float[Array, "..."]:
-    """The rows of these tokens, one dimension more than `tokens`.
+    """Return the embeddings of tokens: the shape of `tokens` and one more dimension.
 
     Args:
-        table_PC: the embeddings, over a mesh laid out as `wte` is.
-        tokens: ids.
-        dtype: the result's.
+        table_PC: the embeddings. Over a mesh they have the layout of `wte`.
+        tokens: token ids.
+        dtype: the type of the result.
     """
 
     def local(table_PC: Array, tokens: Array) -> Array:
@@ -44,7 +44,7 @@ def lookup(table_PC: Float[Array, "P C"], tokens: Int[Array, "..."], dtype: DTyp
 
 
 def _forward(table_PC: Array, tokens: Array, dtype: DType) -> tuple[Array, tuple[Array, Array]]:
-    # Of the table only its shape and type matter: an array of no columns carries them.
+    # The backward pass needs only the table's type and number of rows, which an array without columns carries.
     return lookup(table_PC, tokens, dtype), (tokens, table_PC[:, :0])
 
 
@@ -65,6 +65,6 @@ lookup.defvjp(_forward, _backward)
 
 
 def _local_rows(tokens: Array, num_rows: int) -> Array:
-    """Which of this device's rows each token is; beyond the end where it is another device's."""
+    """Return the row of each token on this device, or `num_rows` if another device has it."""
     rows = tokens - axis_index(TENSOR_AXIS) * num_rows
     return jnp.where((rows >= 0) & (rows < num_rows), rows, num_rows)

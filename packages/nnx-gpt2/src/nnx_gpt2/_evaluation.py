@@ -1,4 +1,4 @@
-"""How good a model is: its perplexity on tokens, and its answers to multiple choice."""
+"""Evaluation of a model: perplexity on tokens, and accuracy on multiple choice."""
 
 import json
 import math
@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from nnx_gpt2._model import GPT2, check_ids, split_params
+from nnx_gpt2._errors import require
+from nnx_gpt2._model import GPT2, split_params
+from nnx_gpt2._token_ids import check_ids
 from nnx_gpt2._train_step import make_eval_step
 
 Tokens = Integer[np.ndarray, " N"]
@@ -24,7 +26,7 @@ class TokenEvaluation:
     """Mean cross-entropy in nats per predicted token."""
 
     num_tokens: int
-    """Tokens predicted."""
+    """Number of predicted tokens."""
 
     @property
     def perplexity(self) -> float:
@@ -41,41 +43,37 @@ def evaluate_tokens(
     end_of_text: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TokenEvaluation:
-    """The loss over every token but the first, each predicted once.
+    """Compute the loss of a token sequence. Each token except the first is predicted once.
 
     Args:
         model: the model.
-        tokens: one long sequence; a memory map is read as it is needed.
-        stride: tokens that a window moves on, at most `seq_len`. A window predicts its last `stride` tokens, and
-            the others are context: fewer means more context for each, and more work. None is `seq_len`, windows
-            that do not overlap.
+        tokens: one long sequence. A memory map is read in batches.
+        stride: distance between windows in tokens, at most `seq_len`. A window predicts its last `stride` tokens and
+            uses the others as context. A smaller stride gives more context and takes more work. None is `seq_len`:
+            windows do not overlap.
         batch_size: windows per step.
-        end_of_text: the token that ends a document; where given, attention does not look across it, as in
+        end_of_text: the token that ends a document. If given, attention stays within documents, as in
             `make_train_step`.
-        progress: called with the number of windows done and of all windows, after each step.
+        progress: called after each step with the number of finished windows and of all windows.
 
     Raises:
         ValueError: too few tokens, ids outside the vocabulary, or a stride or batch size out of range.
     """
     seq_len, num_predicted = model.config.seq_len, len(tokens) - 1
     stride = seq_len if stride is None else stride
-    if num_predicted < 1:
-        raise ValueError(f"expected at least 2 tokens to evaluate on, got {len(tokens)}")
-    if not 1 <= stride <= seq_len or batch_size < 1 or stride % 1 or batch_size % 1:
-        raise ValueError(
-            f"stride must be a whole number of 1 to {seq_len}, the model's context, and batch_size one of at least 1, "
-            f"got {stride} and {batch_size}."
-        )
+    require(num_predicted >= 1, "tokens", "be at least 2", len(tokens))
+    require(1 <= stride <= seq_len, "stride", f"be 1 to {seq_len}, the model's context", stride)
+    require(batch_size >= 1, "batch_size", "be at least 1", batch_size)
     length = min(seq_len, num_predicted)
-    # Where windows begin; the last is moved back so as to end with the tokens.
+    # The first token of each window. The last window ends with the tokens.
     starts = [min(start, num_predicted - length) for start in range(0, num_predicted - length + stride, stride)]
     step, params = make_eval_step(model.config, end_of_text=end_of_text), split_params(model)
     total, done = 0.0, 0
     for first in range(0, len(starts), batch_size):
         batch = starts[first : first + batch_size]
         windows = np.stack([tokens[start : start + length + 1] for start in batch])
-        check_ids(windows, model.config)
-        # The last batch is filled up so that one program serves all.
+        check_ids(windows, model.config.vocab_size)
+        # Pad the last batch: one program then serves all batches.
         filled = np.pad(windows, ((0, batch_size - len(batch)), (0, 0)))
         losses = np.asarray(step(params, filled), np.float64)
         for start, row in zip(batch, losses, strict=False):
@@ -91,49 +89,47 @@ class Question:
     """A text and its possible continuations.
 
     Raises:
-        ValueError: a field is no text, or the answer is none of the choices.
+        ValueError: a text is not a string, or the answer is not the index of a choice.
     """
 
     context: str
-    """How it begins."""
+    """The beginning of the text."""
 
     choices: tuple[str, ...]
-    """How it may go on."""
+    """The possible continuations."""
 
     answer: int
-    """Index of the right one."""
+    """Index of the right choice."""
 
     def __post_init__(self) -> None:
-        """Check every field once."""
-        if not all(isinstance(text, str) for text in (self.context, *self.choices)):
-            raise ValueError(
-                f"a question's context and choices must be texts, got {self.context!r} and {self.choices!r}."
-            )
-        if not 0 <= self.answer < len(self.choices):
-            raise ValueError(f"answer must be the index of one of the {len(self.choices)} choices, got {self.answer}.")
+        """Check the fields, which may come from a file."""
+        texts = (self.context, *self.choices)
+        require(all(isinstance(text, str) for text in texts), "context and choices", "be strings", texts)
+        num_choices = len(self.choices)
+        require(0 <= self.answer < num_choices, "answer", f"be the index of one of {num_choices} choices", self.answer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceEvaluation:
-    """How often a model finds the right choice likeliest."""
+    """Share of questions whose right choice is the likeliest for a model."""
 
     accuracy: float
-    """By the sum of the log-probabilities of a choice's tokens."""
+    """Accuracy by the sum of the log-probabilities of a choice's tokens."""
 
     accuracy_norm: float
-    """By their mean, which does not favour short choices."""
+    """Accuracy by their mean, which does not favour short choices."""
 
     num_questions: int
-    """Questions asked."""
+    """Number of questions."""
 
 
 def read_questions(path: str | os.PathLike[str]) -> Iterator[Question]:
-    """Questions from JSON lines as HellaSwag (Zellers et al., 2019, arXiv:1905.07830) is published.
+    """Read questions from JSON lines, the format of HellaSwag (Zellers et al., 2019, arXiv:1905.07830).
 
-    Each line is an object with `ctx`, a text; `endings`, a list of texts; `label`, the index of the right one.
+    Each line is an object with `ctx`, a text; `endings`, a list of texts; `label`, the index of the right ending.
 
     Raises:
-        ValueError: a line is something else; the message has its number.
+        ValueError: a line has another form. The message has its number.
     """
     with Path(path).open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -145,7 +141,7 @@ def read_questions(path: str | os.PathLike[str]) -> Iterator[Question]:
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"line {number} of {path} must be an object with ctx, a text, endings, texts, and label, the index "
-                    f"of one of them, got {line.strip()[:80]!r}. Correct the line, or delete it."
+                    f"of an ending, got {line.strip()[:80]!r}. Correct the line, or delete it."
                 ) from error
             yield question
 
@@ -157,13 +153,13 @@ def evaluate_choices(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> ChoiceEvaluation:
-    """Let the model choose: each choice follows the context after a space, and its likelihood is compared.
+    """Compute the accuracy on multiple choice, by the likelihood of each choice after the context and a space.
 
     Args:
-        model: the model. Contexts too long for it lose their beginning.
-        questions: what to ask, such as `read_questions` gives.
-        encode: text to token ids, such as `tiktoken.get_encoding("gpt2").encode_ordinary`.
-        progress: called with the number of questions done.
+        model: the model. A context that is too long loses its beginning.
+        questions: the questions, for example from `read_questions`.
+        encode: function from text to token ids, such as `tiktoken.get_encoding("gpt2").encode_ordinary`.
+        progress: called after each question with the number of finished questions.
 
     Raises:
         ValueError: there are no questions, a text has no tokens, a choice is longer than the model's context, or
@@ -176,18 +172,19 @@ def evaluate_choices(
         context = list(encode(question.context))
         choices = [list(encode(" " + choice)) for choice in question.choices]
         for choice in choices:
-            if not context or not 1 <= len(choice) <= seq_len:
-                raise ValueError(
-                    f"expected a context of at least 1 token and choices of 1 to {seq_len}, the model's context, got "
-                    f"{len(context)} and {len(choice)}: {question.context[:60]!r}"
-                )
+            require(
+                bool(context) and 1 <= len(choice) <= seq_len,
+                "a question",
+                f"have a context of at least 1 token and choices of 1 to {seq_len} tokens",
+                f"{len(context)} and {len(choice)} tokens in {question.context[:60]!r}",
+            )
         rows = [(context + choice)[-(seq_len + 1) :] for choice in choices]
-        # A few sizes, so that few programs are compiled; padding is to the right, unseen.
+        # Round the size up to limit the number of compiled programs. Attention does not see the padding on the right.
         size = min(seq_len, 1 << (max(map(len, rows)) - 1).bit_length()) + 1
         windows = np.zeros((len(rows), size), np.int32)
         for window, row in zip(windows, rows, strict=True):
             window[: len(row)] = row
-        check_ids(windows, model.config)
+        check_ids(windows, model.config.vocab_size)
         losses = np.asarray(step(params, windows), np.float64)
         sums = np.array(
             [
@@ -200,8 +197,7 @@ def evaluate_choices(
         num_right_norm += int((sums / [len(choice) for choice in choices]).argmin()) == question.answer
         if progress is not None:
             progress(num_questions)
-    if not num_questions:
-        raise ValueError("expected at least one question, got none")
+    require(num_questions > 0, "questions", "be at least 1", num_questions)
     return ChoiceEvaluation(
         accuracy=num_right / num_questions, accuracy_norm=num_right_norm / num_questions, num_questions=num_questions
     )

@@ -1,9 +1,10 @@
 """Sampling from the model, with a cache of keys and values.
 
-Prompts of any length are padded to a few sizes, and the tokens that follow are drawn in one compiled loop, so
-that few programs are ever compiled. Every array has a fixed size: a token costs the same at any position.
+Prompts are padded to a few sizes, which limits the number of compiled programs. One compiled loop draws the tokens.
+All arrays have a fixed size: a token costs the same at each position.
 
-Shapes: B prompts, P padded prompt, T context, C width, N heads, H head width, V vocabulary.
+Shapes: B prompts, Q positions of a padded prompt, T context, W = T + 1 tokens, M = B * Q tokens, C width, N heads,
+H head width, V vocabulary, P padded vocabulary.
 """
 
 import math
@@ -18,17 +19,20 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from nnx_gpt2._attention import causal_attention
+from nnx_gpt2._errors import require
 from nnx_gpt2._model import GPT2, Block
+from nnx_gpt2._model_config import GPT2Config
+from nnx_gpt2._token_ids import check_ids
 
-# Prompts are padded to this many tokens, or a power of two above.
+# Smallest length of a padded prompt. Larger lengths are powers of two.
 _SMALLEST_PROMPT = 32
 
-# Below it a division by the temperature could overflow, or be one by zero. The likeliest token is then the only one.
+# Logits divided by a smaller temperature could overflow. Sampling then takes the likeliest token.
 _SMALLEST_TEMPERATURE = 1e-30
 
 
 class _Draw(NamedTuple):
-    """How a token is drawn: what the compiler must know."""
+    """Static arguments of the draw of a token."""
 
     greedy: bool
     top_k: int | None
@@ -37,9 +41,9 @@ class _Draw(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """Where a loop of draws stands."""
+    """State of the loop that draws tokens."""
 
-    tokens_BT: Int[Array, "B T+1"]
+    tokens_BW: Int[Array, "B W"]
     lengths_B: Int[Array, " B"]
     is_done_B: Bool[Array, " B"]
     num_drawn: Int[Array, ""]
@@ -62,33 +66,36 @@ def generate(
 ) -> list[list[int]]:
     """Continue each prompt by up to `max_new_tokens` tokens.
 
-    Where a text reaches the context length, the model goes on with the later half of the context in view.
+    A text that exceeds the context length continues with the later half of the context in view.
 
     Args:
         model: the model.
-        prompts: token ids of each, of any lengths from 1 to `model.config.seq_len`.
-        max_new_tokens: how many to add.
-        key: makes the draw reproducible; needed unless `temperature` is 0.
-        temperature: divides the logits; 0 takes the likeliest token each time.
-        top_k: draw among the `top_k` likeliest tokens only; None draws among all.
-        top_p: draw among the likeliest tokens that together have this probability (Holtzman et al., 2020,
-            arXiv:1904.09751, section 3.1), after `temperature` and `top_k`; None draws among all.
+        prompts: token ids of each prompt. A prompt has 1 to `model.config.seq_len` tokens.
+        max_new_tokens: number of tokens to add.
+        key: random key of the draw. Required unless `temperature` is 0.
+        temperature: divisor of the logits. 0 takes the likeliest token.
+        top_k: draw from the `top_k` likeliest tokens. None draws from all tokens.
+        top_p: draw from the likeliest tokens that together have this probability (Holtzman et al., 2020,
+            arXiv:1904.09751, section 3.1), after `temperature` and `top_k`. None draws from all tokens.
         end_of_text: stop a text after this token.
-        vocab_size: draw only ids below this number: the tokenizer's, where the model's vocabulary is larger, since a
-            tokenizer cannot decode the ids beyond its own. None draws among all ids of the model.
-        use_cache: keep each layer's keys and values. Without it every token computes its full context again: the
-            same tokens, slowly (in bfloat16 up to its rounding, which may decide between two likely ones).
+        vocab_size: draw only ids below this number. Use the tokenizer's if it is smaller than the model's: a
+            tokenizer cannot decode larger ids. None draws from all ids of the model.
+        use_cache: keep the keys and values of each layer. Without the cache each token recomputes its context: the
+            tokens are the same, but slow (bfloat16 may round differently and decide between two likely tokens).
 
     Returns:
-        Each prompt and what follows it.
+        Each prompt with its continuation.
 
     Raises:
-        ValueError: an argument is out of its range, or a prompt is empty, too long, or holds an unknown id.
+        ValueError: an argument is out of its range, or a prompt is empty, too long, or has an unknown id.
     """
-    rows = [_token_ids(prompt) for prompt in prompts]
+    rows = [np.asarray(prompt) for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
-    _check(model, rows, max_new_tokens, key, temperature, top_k, top_p, vocab_size)
-    context = model.config.seq_len
+    _check_sampling(
+        model.config, rows, key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        vocab_size=vocab_size,
+    )  # fmt: skip
+    context, max_drawn = model.config.seq_len, np.int32(max_new_tokens)
     draw = _Draw(
         greedy=temperature < _SMALLEST_TEMPERATURE,
         top_k=top_k and min(top_k, vocab_size),
@@ -102,73 +109,51 @@ def generate(
         jnp.int32(-1 if end_of_text is None else end_of_text),
     )
     graphdef, state = nnx.split(model)
-    texts, is_done, num_drawn = [list(row) for row in rows], np.zeros(len(rows), bool), 0
+    texts, is_done, num_drawn = [row.tolist() for row in rows], np.zeros(len(rows), bool), 0
     starts = [0] * len(rows)
-    while num_drawn < max_new_tokens and not is_done.all():
+    while num_drawn < max_drawn and not is_done.all():
         for i, text in enumerate(texts):
             if len(text) - starts[i] > context:
                 starts[i] = len(text) - max(context // 2, 1)
         seen = [text[start:] for text, start in zip(texts, starts, strict=True)]
         lengths = np.array([len(text) for text in seen], np.int32)
-        prompt_BP = np.zeros((len(seen), _padded_size(int(lengths.max()), context)), np.int32)
-        for row, text in zip(prompt_BP, seen, strict=True):
+        prompt_BQ = np.zeros((len(seen), _padded_size(int(lengths.max()), context)), np.int32)
+        for row, text in zip(prompt_BQ, seen, strict=True):
             row[: len(text)] = text
         end = _continue(
-            graphdef, state, prompt_BP, lengths, is_done, np.int32(num_drawn), np.int32(max_new_tokens), *settings,
+            graphdef, state, prompt_BQ, lengths, is_done, np.int32(num_drawn), max_drawn, *settings,
             draw=draw, use_cache=use_cache,
         )  # fmt: skip
-        tokens_BT, ends_B, is_done, num_drawn = jax.device_get(end)
-        for text, row, first, last in zip(texts, tokens_BT, lengths, ends_B, strict=True):
+        tokens_BW, ends_B, is_done, num_drawn = jax.device_get(end)
+        for text, row, first, last in zip(texts, tokens_BW, lengths, ends_B, strict=True):
             text += row[first:last].tolist()
     return texts
 
 
-def _token_ids(prompt: Any) -> list[int]:
-    ids = np.asarray(prompt)
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise ValueError(
-            f"expected each prompt to be a sequence of whole numbers, token ids, got {str(prompt)[:60]}: for "
-            "one prompt pass a list that holds it"
-        )
-    return ids.tolist()
-
-
-def _check(
-    model: GPT2,
-    rows: list[list[int]],
-    max_new_tokens: int,
+def _check_sampling(
+    config: GPT2Config,
+    rows: list[np.ndarray],
     key: PRNGKeyArray | None,
+    *,
+    max_new_tokens: int,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-    num_ids: int,
+    vocab_size: int,
 ) -> None:
-    vocab_size, context = model.config.vocab_size, model.config.seq_len
-    if not rows:
-        raise ValueError("expected at least one prompt, got none")
+    context = config.seq_len
+    require(len(rows) > 0, "prompts", "be at least 1", 0)
     for row in rows:
-        if not 1 <= len(row) <= context:
-            raise ValueError(
-                f"expected prompts of 1 to {context} tokens, the model's context, got one of {len(row)}: "
-                f"{'cut it' if row else 'give it a token to begin with'}"
-            )
-        if min(row) < 0 or max(row) >= vocab_size:
-            raise ValueError(f"expected prompt ids in [0, {vocab_size}), got {min(row)} to {max(row)}")
-    for name, value, holds, constraint in (
-        ("max_new_tokens", max_new_tokens, _is_whole(max_new_tokens, 0), "a whole number, not negative"),
-        ("temperature", temperature, 0 <= temperature < math.inf, "finite and not negative"),
-        ("top_k", top_k, top_k is None or _is_whole(top_k, 1), "a whole number of at least 1, or None"),
-        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or None"),
-        ("vocab_size", num_ids, _is_whole(num_ids, 1, vocab_size), f"a whole number of 1 to {vocab_size}, the model's"),
-    ):
-        if not holds:
-            raise ValueError(f"{name} must be {constraint}, got {value}.")
-    if temperature > 0 and key is None:
-        raise ValueError("expected a key to draw with: pass key=jax.random.key(seed), or temperature=0")
-
-
-def _is_whole(value: Any, low: int, high: int | None = None) -> bool:
-    return isinstance(value, int | np.integer) and bool(low <= value) and (high is None or bool(value <= high))
+        require(1 <= row.size <= context, "each prompt", f"have 1 to {context} tokens, the model's context", row.size)
+        check_ids(row[None], config.vocab_size, "each prompt's token ids")
+    require(max_new_tokens >= 0, "max_new_tokens", "not be negative", max_new_tokens)
+    require(0 <= temperature < math.inf, "temperature", "be finite and not negative", temperature)
+    require(top_k is None or top_k >= 1, "top_k", "be at least 1, or None", top_k)
+    require(top_p is None or 0 < top_p <= 1, "top_p", "be above 0 and at most 1, or None", top_p)
+    is_known = 1 <= vocab_size <= config.vocab_size
+    require(is_known, "vocab_size", f"be 1 to {config.vocab_size}, the model's", vocab_size)
+    needs_key = temperature > 0 and key is None
+    require(not needs_key, "key", "be given to sample", key, "Pass key=jax.random.key(seed), or temperature=0.")
 
 
 def _padded_size(num_tokens: int, context: int) -> int:
@@ -179,7 +164,7 @@ def _padded_size(num_tokens: int, context: int) -> int:
 def _continue(
     graphdef: Any,
     state: PyTree[Array],
-    prompt_BP: Int[Array, "B P"],
+    prompt_BQ: Int[Array, "B Q"],
     lengths_B: Int[Array, " B"],
     is_done_B: Bool[Array, " B"],
     num_drawn: Int[Array, ""],
@@ -191,17 +176,17 @@ def _continue(
     *,
     draw: _Draw,
     use_cache: bool,
-) -> tuple[Int[Array, "B L"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""]]:
-    """Draw until all is drawn, every text has ended, or one no longer fits the context."""
+) -> tuple[Int[Array, "B W"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""]]:
+    """Draw tokens until the limit is reached, all texts have ended, or a text exceeds the context."""
     model = nnx.merge(graphdef, state)
-    context, rows_B = model.config.seq_len, jnp.arange(len(prompt_BP))
+    context, rows_B = model.config.seq_len, jnp.arange(len(prompt_BQ))
     blocks = [model.block(i) for i in range(model.config.num_layers)]
 
-    def whole(tokens_BT: Array, lengths_B: Array) -> Array:
+    def full_logits(tokens_BT: Array, lengths_B: Array) -> Array:
         x_BTC = model.final_activations(tokens_BT).reshape(*tokens_BT.shape, -1)
         return model.padded_logits(x_BTC[rows_B, lengths_B - 1])
 
-    def go_on(now: _Progress) -> Array:
+    def continues(now: _Progress) -> Array:
         fits = now.is_done_B | (now.lengths_B <= context)
         return (now.num_drawn < max_drawn) & ~now.is_done_B.all() & fits.all()
 
@@ -209,47 +194,47 @@ def _continue(
         keys_B = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), now.num_drawn))(rows_B)
         logits_BV = now.logits_BP[:, : draw.vocab_size].astype(jnp.float32)
         token_B = _draw_tokens(logits_BV, keys_B, temperature, top_p, draw)
-        # Where a text is done, the token goes beyond the end and is dropped.
+        # The token of a finished text is written beyond the end, which drops it.
         index_B = jnp.where(now.is_done_B, context + 1, now.lengths_B)
-        tokens_BT = now.tokens_BT.at[rows_B, index_B].set(token_B, mode="drop")
+        tokens_BW = now.tokens_BW.at[rows_B, index_B].set(token_B, mode="drop")
         lengths_B = now.lengths_B + ~now.is_done_B
         if use_cache:
             logits_BP, cache = _decode(model, blocks, token_B, now.lengths_B, now.cache)
         else:
-            logits_BP, cache = whole(tokens_BT[:, :context], lengths_B), None
+            logits_BP, cache = full_logits(tokens_BW[:, :context], lengths_B), None
         is_done_B = now.is_done_B | (token_B == end_of_text)
-        return _Progress(tokens_BT, lengths_B, is_done_B, now.num_drawn + 1, logits_BP, cache)
+        return _Progress(tokens_BW, lengths_B, is_done_B, now.num_drawn + 1, logits_BP, cache)
 
-    tokens_BT = jnp.pad(prompt_BP, ((0, 0), (0, context + 1 - prompt_BP.shape[1])))
+    tokens_BW = jnp.pad(prompt_BQ, ((0, 0), (0, context + 1 - prompt_BQ.shape[1])))
     if use_cache:
-        logits_BP, cache = _prefill(model, blocks, prompt_BP, lengths_B)
+        logits_BP, cache = _prefill(model, blocks, prompt_BQ, lengths_B)
     else:
-        logits_BP, cache = whole(tokens_BT[:, :context], lengths_B), None
-    start = _Progress(tokens_BT, lengths_B, is_done_B, num_drawn, logits_BP, cache)
-    end = jax.lax.while_loop(go_on, add_token, start)
-    return end.tokens_BT, end.lengths_B, end.is_done_B, end.num_drawn
+        logits_BP, cache = full_logits(tokens_BW[:, :context], lengths_B), None
+    start = _Progress(tokens_BW, lengths_B, is_done_B, num_drawn, logits_BP, cache)
+    end = jax.lax.while_loop(continues, add_token, start)
+    return end.tokens_BW, end.lengths_B, end.is_done_B, end.num_drawn
 
 
-def _prefill(model: GPT2, blocks: list[Block], prompt_BP: Array, lengths_B: Array) -> tuple[Array, Any]:
-    """Logits after each prompt, and the keys and values of its positions. Padding is to the right, unseen."""
+def _prefill(model: GPT2, blocks: list[Block], prompt_BQ: Array, lengths_B: Array) -> tuple[Array, Any]:
+    """Return the logits after each prompt and the cache. Attention does not see the padding on the right."""
     config = model.config
-    num_positions = prompt_BP.shape[1]
-    x_BPC = model.embed(prompt_BP, jnp.arange(num_positions)[None])
-    x_MC = x_BPC.reshape(-1, config.embed_dim)
+    num_positions = prompt_BQ.shape[1]
+    x_BQC = model.embed(prompt_BQ, jnp.arange(num_positions)[None])
+    x_MC = x_BQC.reshape(-1, config.embed_dim)
     cache = []
     for block in blocks:
-        q_BPNH, k_BPNH, v_BPNH = block.attn.heads(block.ln_1(x_MC), num_positions)
-        mixed_BPNH = causal_attention(q_BPNH, k_BPNH, v_BPNH, backend=config.attention)
-        x_MC = x_MC + block.attn.c_proj(mixed_BPNH.reshape(x_MC.shape))
+        q_BQNH, k_BQNH, v_BQNH = block.attn.heads(block.ln_1(x_MC), num_positions)
+        mixed_BQNH = causal_attention(q_BQNH, k_BQNH, v_BQNH, backend=config.attention)
+        x_MC = x_MC + block.attn.c_proj(mixed_BQNH.reshape(x_MC.shape))
         x_MC = x_MC + block.mlp(block.ln_2(x_MC), None)
         padding = ((0, 0), (0, config.seq_len - num_positions), (0, 0), (0, 0))
-        cache.append((jnp.pad(k_BPNH, padding), jnp.pad(v_BPNH, padding)))
-    x_BPC = model.ln_f(x_MC).reshape(x_BPC.shape)
-    return model.padded_logits(x_BPC[jnp.arange(len(prompt_BP)), lengths_B - 1]), cache
+        cache.append((jnp.pad(k_BQNH, padding), jnp.pad(v_BQNH, padding)))
+    x_BQC = model.ln_f(x_MC).reshape(x_BQC.shape)
+    return model.padded_logits(x_BQC[jnp.arange(len(prompt_BQ)), lengths_B - 1]), cache
 
 
 def _decode(model: GPT2, blocks: list[Block], token_B: Array, position_B: Array, cache: Any) -> tuple[Array, Any]:
-    """Logits after one more token of each text, which is put into the cache at its position."""
+    """Return the logits after one more token of each text, and the cache with its keys and values."""
     config, rows_B = model.config, jnp.arange(len(token_B))
     x_BC = model.embed(token_B, position_B)
     is_seen_BT = jnp.arange(config.seq_len)[None] <= position_B[:, None]
@@ -283,7 +268,7 @@ def _draw_tokens(
     if draw.nucleus:
         sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
         probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        # A token belongs to the nucleus if those before it do not reach top_p: the first always does.
+        # A token is kept if the likelier tokens do not reach top_p. The likeliest token is always kept.
         is_kept_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV < top_p
         smallest_kept_B1 = jnp.where(is_kept_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
         logits_BV = jnp.where(logits_BV < smallest_kept_B1, -jnp.inf, logits_BV)

@@ -1,4 +1,4 @@
-"""What a train step needs of a device's memory, as its compiler sees it."""
+"""Device memory of a train step, from XLA's analysis of the compiled program."""
 
 from dataclasses import dataclass
 
@@ -16,20 +16,20 @@ from nnx_gpt2._train_step import make_train_step
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes on each device, from XLA's own analysis of the compiled step."""
+    """Bytes on each device, from XLA's analysis of the compiled step."""
 
     state_bytes: int
-    """Parameters and optimizer state, and the batch: what goes in. What comes out takes its place."""
+    """Inputs of the step: parameters, optimizer state and the batch. The outputs reuse this memory."""
 
     temporary_bytes: int
-    """Activations, gradients, and all else while the step runs."""
+    """Activations, gradients, and other temporary arrays."""
 
     code_bytes: int
-    """The program itself; 0 where the backend does not say."""
+    """The compiled program; 0 if the backend does not report it."""
 
     @property
     def peak_bytes(self) -> int:
-        """All of it together."""
+        """The sum of state, temporary arrays and program."""
         return self.state_bytes + self.temporary_bytes + self.code_bytes
 
 
@@ -41,14 +41,14 @@ def estimate_memory(
     grad_accum_steps: int = 1,
     mesh: Mesh | None = None,
 ) -> MemoryEstimate:
-    """Compile a train step for the current backend, without any arrays, and read off what it takes.
+    """Estimate the memory of a train step by compiling it for the current backend. Allocates no arrays.
 
     Args:
         config: the model.
         global_batch_size: windows per step, over all devices.
-        optimizer: AdamW if None.
-        grad_accum_steps: as of the train step.
-        mesh: the devices; without one, a single device.
+        optimizer: the optimizer. None is AdamW.
+        grad_accum_steps: see `make_train_step`.
+        mesh: the devices. None is a single device.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -65,7 +65,7 @@ def estimate_memory(
     key = jax.ShapeDtypeStruct((), key_type.dtype, sharding=one_device if mesh is None else replicated(mesh))
     analysis = step.lower(abstract_train_state(config, rule, mesh), batch, key).compile().memory_analysis()
     assert analysis is not None, "XLA analyses every program on CPU, GPU and TPU"
-    # What comes out and is not donated counts too; of a state that is donated nothing does.
+    # Outputs that do not reuse a donated input need memory of their own.
     kept_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return MemoryEstimate(
         state_bytes=analysis.argument_size_in_bytes + kept_bytes,

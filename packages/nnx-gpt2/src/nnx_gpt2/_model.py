@@ -1,11 +1,11 @@
-"""GPT-2 as in Radford et al., 2019: the one file to read for what the network computes.
+"""The GPT-2 network of Radford et al., 2019.
 
-Shapes: B batch, T position, M = B * T (one row per token), C width, F width inside the feed-forward
-layer, N heads, H head width, L layers, V vocabulary, P vocabulary padded to a multiple of 128.
+Shapes: B batch, T position, M = B * T tokens, C width, F width inside the feed-forward layer, N heads, H head width,
+V vocabulary, P padded vocabulary.
 
-Activations stay `[M, C]` between attentions: on CPU, XLA would otherwise transpose every
-`[B, T, C]` activation to form a weight's gradient, which costs more than the product itself.
-`constrain` says how an array lies on a mesh, and does nothing without one.
+Activations stay `[M, C]` between attentions. On CPU, XLA would otherwise transpose each `[B, T, C]` activation to
+compute a weight's gradient, which costs more than the product itself. `constrain` shards an array on a mesh, and does
+nothing without a mesh.
 """
 
 import math
@@ -16,20 +16,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.core import Tracer
-from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._dropout import dropout, split_key
 from nnx_gpt2._embedding import lookup
+from nnx_gpt2._errors import require
 from nnx_gpt2._model_config import DType, GPT2Config
 from nnx_gpt2._params import Params, check_layers
 from nnx_gpt2._pretrained import locate_pretrained, read_config, read_params, write_pretrained
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain
+from nnx_gpt2._token_ids import check_ids
 
-# GPT-2's own initial standard deviation.
+# The standard deviation of GPT-2's initial weights.
 INIT_STD = 0.02
 
 
@@ -55,7 +55,7 @@ def _norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 def _residual_std(config: GPT2Config) -> float:
-    """Residual branches start smaller, so that the stream's variance does not grow with depth (section 2.3)."""
+    """Return the initial standard deviation of residual branches, scaled down with depth (section 2.3)."""
     return INIT_STD / math.sqrt(2 * config.num_layers)
 
 
@@ -74,7 +74,7 @@ class Attention(nnx.Module):
         segment_ids_BT: Int[Array, "B T"] | None,
         dropout_key: PRNGKeyArray | None,
     ) -> Float[Array, "M C"]:
-        """Mix each sequence's positions. `num_positions` is T, which says where sequences begin in M."""
+        """Mix the positions of each sequence. `num_positions` is T."""
         config = self.config
         weights_key, output_key = split_key(dropout_key, 2)
         mixed_BTNH = causal_attention(
@@ -87,14 +87,14 @@ class Attention(nnx.Module):
         return dropout(self.c_proj(mixed_BTNH.reshape(x_MC.shape)), config.dropout_rate, output_key)
 
     def heads(self, x_MC: Float[Array, "M C"], num_positions: int) -> list[Float[Array, "B T N H"]]:
-        """Queries, keys and values."""
+        """Return queries, keys and values."""
         qkv_M3C = constrain(self.c_attn(x_MC), BATCH_AXES, None, TENSOR_AXIS)
         shape = (-1, num_positions, self.config.num_heads, self.config.head_dim)
         return [qkv_M3C[:, i].reshape(shape) for i in range(3)]
 
 
 class MLP(nnx.Module):
-    """Feed-forward layer, four times as wide inside, with the tanh form of GELU."""
+    """Feed-forward layer with the tanh form of GELU."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -102,13 +102,13 @@ class MLP(nnx.Module):
         self.c_proj = _linear(config, config.feed_forward_dim, config.embed_dim, _residual_std(config), rngs)
 
     def __call__(self, x_MC: Float[Array, "M C"], dropout_key: PRNGKeyArray | None) -> Float[Array, "M C"]:
-        """Transform each position by itself."""
+        """Transform each position separately."""
         inner_MF = jax.nn.gelu(constrain(self.c_fc(x_MC), BATCH_AXES, TENSOR_AXIS), approximate=True)
         return dropout(self.c_proj(inner_MF), self.config.dropout_rate, dropout_key)
 
 
 class Block(nnx.Module):
-    """One transformer block, its norms before its layers."""
+    """One pre-norm transformer block."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         self.ln_1 = _norm(config, rngs)
@@ -123,13 +123,13 @@ class Block(nnx.Module):
         segment_ids_BT: Int[Array, "B T"] | None,
         dropout_key: PRNGKeyArray | None,
     ) -> Float[Array, "M C"]:
-        """Add what attention and the feed-forward layer make of the stream to the stream."""
+        """Add the outputs of attention and of the feed-forward layer to the residual stream."""
         attn_key, mlp_key = split_key(dropout_key, 2)
         x_MC = constrain(x_MC + self.attn(self.ln_1(x_MC), num_positions, segment_ids_BT, attn_key), BATCH_AXES, None)
         return constrain(x_MC + self.mlp(self.ln_2(x_MC), mlp_key), BATCH_AXES, None)
 
 
-# What the backward pass finds saved: everything, the results of matrix products with weights, or a block's input.
+# What the forward pass saves: everything, the results of matrix products with weights, or the input of a block.
 _REMAT: dict[str, Callable[[Callable[..., Array]], Callable[..., Array]]] = {
     "none": lambda block: block,
     "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
@@ -138,19 +138,19 @@ _REMAT: dict[str, Callable[[Callable[..., Array]], Callable[..., Array]]] = {
 
 
 class GPT2(nnx.Module):
-    """GPT-2: tokens in, next-token logits out.
+    """GPT-2: maps tokens to next-token logits.
 
     Args:
-            config: the shape.
-            rngs: where the initial parameters come from.
+        config: the shape.
+        rngs: source of the initial parameters.
 
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from nnx_gpt2 import GPT2, GPT2Config
-        >>> config = GPT2Config(vocab_size=257, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
-        >>> model = GPT2(config, rngs=nnx.Rngs(0))
-        >>> model(jnp.zeros((3, 16), jnp.int32)).shape
-        (3, 16, 257)
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from nnx_gpt2 import GPT2, GPT2Config
+    >>> config = GPT2Config(vocab_size=257, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
+    >>> model = GPT2(config, rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((3, 16), jnp.int32)).shape
+    (3, 16, 257)
     """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
@@ -164,7 +164,7 @@ class GPT2(nnx.Module):
         )
         self.config = config
         self.wte = embed(config.padded_vocab_size)
-        # The padding is never seen. It is nothing, so that a model that was saved and loaded is the same.
+        # The padding has no effect. Zeros make a model equal to itself after saving and loading.
         is_token_P1 = jnp.arange(config.padded_vocab_size)[:, None] < config.vocab_size
         self.wte.embedding[...] = jnp.where(is_token_P1, self.wte.embedding[...], 0)
         self.wpe = embed(config.seq_len)
@@ -186,19 +186,19 @@ class GPT2(nnx.Module):
         revision: str | None = None,
         **changes: Any,
     ) -> "GPT2":
-        """Load GPT-2 from files in the layout of Hugging Face: `config.json` and `*.safetensors`.
+        """Load GPT-2 from Hugging Face's files: `config.json` and `*.safetensors`.
 
         Args:
             path_or_name: a folder, or a repository on the hub such as `gpt2-medium` (needs the extra `hub`).
-            dtype: type to compute in.
-            param_dtype: type to keep the parameters in.
-            revision: the hub's branch, tag or commit.
+            dtype: type of the computation.
+            param_dtype: type of the parameters.
+            revision: branch, tag or commit on the hub.
             changes: further fields of `GPT2Config` that do not describe the weights: `attention`, `remat`,
-                `scan_layers`, `loss_chunk_tokens`, and `dropout_rate`, which is 0 unless it is given.
+                `scan_layers`, `loss_chunk_tokens`, and `dropout_rate` (0 by default).
 
         Raises:
-            ValueError: the files are not those of a GPT-2 that this model can express; the message names what
-                differs. There is then no model.
+            ValueError: the files are not those of a GPT-2 that this class can compute. The message names the
+                difference.
         """
         folder = locate_pretrained(path_or_name, revision)
         config = read_config(folder, {"dtype": dtype, "param_dtype": param_dtype, **changes})
@@ -208,13 +208,13 @@ class GPT2(nnx.Module):
     def save_pretrained(
         self, path: str | os.PathLike[str], *, end_of_text: int | None = None, max_shard_bytes: int = 5 * 10**9
     ) -> None:
-        """Write the model so that transformers, vLLM and llama.cpp's converter read it, and `from_pretrained`.
+        """Write the model for `from_pretrained`, transformers, vLLM and llama.cpp's converter.
 
         Args:
-            path: a folder, made if need be. A file appears under its name only when it is whole.
-            end_of_text: the token that begins and ends documents, for `config.json`; 50256 if None and the
+            path: a folder, created if it is missing. A file gets its name only after it is complete.
+            end_of_text: the token that begins and ends documents, for `config.json`. None is 50256 if the
                 vocabulary is GPT-2's.
-            max_shard_bytes: beyond this the weights are split over several files with an index.
+            max_shard_bytes: larger weights are split into several files with an index. A tensor is never split.
 
         Raises:
             OSError: `path` is a file, is below a file, or cannot be written.
@@ -230,17 +230,17 @@ class GPT2(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         dropout_key: PRNGKeyArray | None = None,
     ) -> Float[Array, "B T V"]:
-        """Logits of the token after each position, over the true vocabulary.
+        """Return the logits of the token after each position, without the padding of the vocabulary.
 
         Args:
-            tokens: ids below `config.vocab_size`; T is at most `config.seq_len`.
-            segment_ids: where given, attention stays among positions of the same number (a document).
-            dropout_key: trains with dropout when given; otherwise the result is deterministic.
+            tokens: ids below `config.vocab_size`. T is at most `config.seq_len`.
+            segment_ids: if given, attention stays within positions of the same segment (document).
+            dropout_key: random key of the dropout. None disables dropout.
 
         Raises:
-            ValueError: T exceeds the context length, or ids lie outside the vocabulary (seen outside jit only).
+            ValueError: T exceeds the context length, or, outside jit, ids lie outside the vocabulary.
         """
-        check_ids(tokens, self.config)
+        check_ids(tokens, self.config.vocab_size)
         logits_MP = self.padded_logits(self.final_activations(tokens, segment_ids=segment_ids, dropout_key=dropout_key))
         return logits_MP[:, : self.config.vocab_size].reshape(*tokens.shape, -1)
 
@@ -251,13 +251,10 @@ class GPT2(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         dropout_key: PRNGKeyArray | None = None,
     ) -> Float[Array, "M C"]:
-        """The final normed activations, one row per token: what the head multiplies."""
+        """Return the input of the head: activations after the final norm, one row per token."""
         config, num_positions = self.config, tokens.shape[1]
-        if num_positions > config.seq_len:
-            raise ValueError(
-                f"expected at most {config.seq_len} tokens per sequence (model.seq_len), got {num_positions}: "
-                "cut the sequences, or build a model with a longer context"
-            )
+        is_in_context = num_positions <= config.seq_len
+        require(is_in_context, "sequences", f"have at most {config.seq_len} tokens (model.seq_len)", num_positions)
         embed_key, blocks_key = split_key(dropout_key, 2)
         x_BTC = self.embed(tokens, jnp.arange(num_positions)[None])
         x_MC = dropout(x_BTC.reshape(-1, config.embed_dim), config.dropout_rate, embed_key)
@@ -279,17 +276,17 @@ class GPT2(nnx.Module):
         return self.ln_f(x_MC)
 
     def embed(self, tokens: Int[Array, "*shape"], positions: Int[Array, "..."]) -> Float[Array, "*shape C"]:
-        """Token and position embeddings, added."""
+        """Return the sum of token and position embeddings."""
         wpe_TC = constrain(self.wpe.embedding[...].astype(self.config.dtype), None, None)
         wte: Array = lookup(self.wte.embedding[...], tokens, self.config.dtype)
         return wte + wpe_TC[positions]
 
     def padded_logits(self, x_MC: Float[Array, "M C"]) -> Float[Array, "M P"]:
-        """The tied head over the padded vocabulary. Columns from `vocab_size` on mean nothing."""
+        """Apply the tied head. The columns from `vocab_size` on are padding."""
         return self.wte.attend(x_MC)
 
     def block(self, i: int) -> Block:
-        """The block of layer `i`, whether or not the layers are stacked."""
+        """Return the block of layer `i`, from separate or stacked layers."""
         if not self.config.scan_layers:
             return self.h[i]
         graphdef, states = nnx.split(self.h)
@@ -302,29 +299,15 @@ def _graphdef(config: GPT2Config) -> nnx.GraphDef:
 
 
 def merge(config: GPT2Config, params: Params) -> GPT2:
-    """The model with the parameters of a `TrainState`. Copies nothing.
+    """Make the model of the parameters of a `TrainState`, without a copy.
 
     Raises:
-        ValueError: the parameters are of another layout or number of layers than `config`'s.
+        ValueError: the parameters have another layout or number of layers than `config`.
     """
     check_layers(params, config.scan_layers, config.num_layers)
     return nnx.merge(_graphdef(config), params)
 
 
 def split_params(model: GPT2) -> Params:
-    """A model's parameters as a `TrainState` has them. Copies nothing."""
+    """Return the parameters of a model in the form of a `TrainState`, without a copy."""
     return nnx.to_pure_dict(nnx.state(model))
-
-
-def check_ids(tokens: Integer[Array | np.ndarray, "B T"], config: GPT2Config) -> None:
-    """Refuse ids outside the vocabulary, where they can be seen: not while jit traces."""
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"expected token ids, whole numbers of shape [batch, positions], got {tokens.dtype}{list(tokens.shape)}"
-        )
-    if isinstance(tokens, Tracer) or tokens.size == 0:
-        return
-    ids = np.asarray(tokens)  # not in jax, where even a constant becomes a part of what is traced
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= config.vocab_size:
-        raise ValueError(f"expected token ids in [0, {config.vocab_size}), got {low} to {high}")

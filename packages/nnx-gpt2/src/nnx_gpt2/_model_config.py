@@ -1,30 +1,30 @@
-"""The shape of a GPT-2 in plain numbers. Imports no jax."""
+"""The configuration of the model, and the published sizes. Imports no jax."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from nnx_gpt2._choices import check_choice
+from nnx_gpt2._errors import require
 
 DType = Literal["bfloat16", "float32", "float64"]
 AttentionBackend = Literal["auto", "xla", "cudnn", "splash"]
 RematPolicy = Literal["none", "dots", "full"]
 
-# Rows of the token embedding come in multiples of this, so that matrix units run full. Megatron-LM
+# The token embedding is padded to a multiple of this number of rows, to fill the matrix units. Megatron-LM
 # (Shoeybi et al., 2019, arXiv:1909.08053, section 4) pads to the same number for the same reason.
 VOCAB_MULTIPLE = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPT2Config:
-    """The shape of a GPT-2. The defaults are GPT-2 124M.
+    """The shape of a GPT-2, and the way it is computed. The defaults are GPT-2 124M.
 
     Raises:
         ValueError: a field is out of its range, or `embed_dim` is no multiple of `num_heads`.
     """
 
     vocab_size: int = 50257
-    """Number of token ids. Padding to a multiple of 128 happens inside the model, unseen."""
+    """Number of token ids. The model pads it to a multiple of 128 internally."""
 
     seq_len: int = 1024
     """Context length, in tokens."""
@@ -33,13 +33,13 @@ class GPT2Config:
     """Number of transformer blocks."""
 
     num_heads: int = 12
-    """Attention heads of each block."""
+    """Number of attention heads of each block."""
 
     embed_dim: int = 768
     """Width of the residual stream."""
 
     mlp_dim: int | None = None
-    """Width inside the feed-forward layer. None is GPT-2's, four times `embed_dim`."""
+    """Width inside the feed-forward layer. None is four times `embed_dim`, as in GPT-2."""
 
     norm_epsilon: float = 1e-5
     """Added to the variance in layer norms."""
@@ -48,64 +48,55 @@ class GPT2Config:
     """Probability of zeroing an element of the embeddings, attention weights and residual branches."""
 
     dtype: DType = "float32"
-    """Type that activations and matrix products are computed in. (float64 needs jax_enable_x64.)"""
+    """Type of activations and matrix products. (float64 needs jax_enable_x64.)"""
 
     param_dtype: DType = "float32"
-    """Type that parameters are stored in."""
+    """Type of the stored parameters."""
 
     attention: AttentionBackend = "auto"
-    """Kernel of the attention: `cudnn` (NVIDIA, bfloat16), `splash` (TPU), `xla` (anywhere), or `auto`."""
+    """Attention kernel: `cudnn` (NVIDIA, bfloat16), `splash` (TPU), `xla` (any device), or `auto`."""
 
     remat: RematPolicy = "none"
-    """What the backward pass computes again to save memory: nothing, all but matrix products, or whole blocks."""
+    """Recomputation in the backward pass to save memory: nothing, all but matrix products, or entire blocks."""
 
     scan_layers: bool = False
-    """Compile one block and loop over it: a deep model compiles sooner, and its parameters are stacked."""
+    """Compile one block and loop over it. A deep model compiles faster, and its parameters are stacked."""
 
     loss_chunk_tokens: int = 4096
-    """Tokens per device whose logits exist at once: at most this many, but one position of each window at least."""
+    """Most tokens per device whose logits exist at once, except that each window has at least one position."""
 
     def __post_init__(self) -> None:
-        """Check every field once; code downstream trusts it."""
-        for name in ("vocab_size", "seq_len", "num_layers", "num_heads", "embed_dim", "mlp_dim", "loss_chunk_tokens"):
-            value = getattr(self, name)
-            if value is None and name == "mlp_dim":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"model.{name} must be at least 1, got {value!r}")
-        if self.embed_dim % self.num_heads:
-            raise ValueError(
-                f"model.embed_dim must be a multiple of model.num_heads, got {self.embed_dim} and {self.num_heads}"
-            )
-        if not 0.0 <= self.dropout_rate < 1.0:
-            raise ValueError(f"model.dropout_rate must be in [0, 1), got {self.dropout_rate}")
-        if not isinstance(self.norm_epsilon, float) or not 0 < self.norm_epsilon < 1:
-            raise ValueError(f"model.norm_epsilon must be between 0 and 1, got {self.norm_epsilon!r}")
-        for name, choices in (
-            ("dtype", get_args(DType)),
-            ("param_dtype", get_args(DType)),
-            ("attention", get_args(AttentionBackend)),
-            ("remat", get_args(RematPolicy)),
+        """Check every field. Code downstream relies on it."""
+        sizes = ("vocab_size", "seq_len", "num_layers", "num_heads", "embed_dim", "mlp_dim", "loss_chunk_tokens")
+        for name in sizes:
+            size = getattr(self, name)
+            is_default = size is None and name == "mlp_dim"
+            require(is_default or (isinstance(size, int) and size >= 1), f"model.{name}", "be at least 1", repr(size))
+        dim, num_heads, epsilon = self.embed_dim, self.num_heads, self.norm_epsilon
+        require(dim % num_heads == 0, "model.embed_dim", "be a multiple of model.num_heads", f"{dim} and {num_heads}")
+        for name, constraint, holds in (
+            ("dropout_rate", "be in [0, 1)", 0 <= self.dropout_rate < 1),
+            ("norm_epsilon", "be between 0 and 1", isinstance(epsilon, float) and 0 < epsilon < 1),
+            ("dtype", "be bfloat16, float32 or float64", self.dtype in get_args(DType)),
+            ("param_dtype", "be bfloat16, float32 or float64", self.param_dtype in get_args(DType)),
+            ("attention", "be auto, xla, cudnn or splash", self.attention in get_args(AttentionBackend)),
+            ("remat", "be none, dots or full", self.remat in get_args(RematPolicy)),
         ):
-            check_choice("model", name, getattr(self, name), choices)
+            require(holds, f"model.{name}", constraint, repr(getattr(self, name)))
 
     def check_axes(self, *, fsdp: int, tensor: int) -> None:
-        """Refuse sizes of the mesh axes `fsdp` and `tensor` that do not divide the model.
+        """Reject sizes of the mesh axes `fsdp` and `tensor` that do not divide the model.
 
         Raises:
-            ValueError: the message names the axis, its size, and what it should divide.
+            ValueError: the message names the axis, its size, and the dimension.
         """
-        for axis, size, name, divided in (
+        for axis, size, name, dim in (
             ("tensor", tensor, "num_heads", self.num_heads),
             ("tensor", tensor, "mlp_dim", self.feed_forward_dim),
             ("tensor", tensor, "padded_vocab_size", self.padded_vocab_size),
             ("fsdp", fsdp, "embed_dim", self.embed_dim),
         ):
-            if divided % size:
-                raise ValueError(
-                    f"expected a mesh axis {axis} that divides the model's {name}, {divided}, got {size}: "
-                    f"choose another size for {axis}"
-                )
+            require(dim % size == 0, f"mesh axis {axis}", f"divide model.{name} ({dim})", size, "Choose another size.")
 
     @property
     def head_dim(self) -> int:
@@ -124,8 +115,7 @@ class GPT2Config:
 
 
 # The four published sizes: Radford et al., 2019, "Language Models are Unsupervised Multitask
-# Learners", table 2. (The paper's counts are wrong; these functions' results have the right ones,
-# as `num_params` computes.)
+# Learners", table 2. (The paper's parameter counts are wrong. The counts below are those of `num_params`.)
 
 
 def gpt2(**changes: Any) -> GPT2Config:

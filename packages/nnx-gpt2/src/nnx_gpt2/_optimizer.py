@@ -1,4 +1,4 @@
-"""The optimizer, built from optax's parts."""
+"""The optimizer and its learning rate schedule, built from optax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,22 +9,22 @@ import optax
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, muon
 
+from nnx_gpt2._errors import require
 from nnx_gpt2._optimizer_config import OptimizerConfig
 from nnx_gpt2._params import dotted_name
 
-# Root mean square that Muon's updates are scaled to, which is about that of AdamW's, so that one learning
-# rate serves both: Liu et al., 2025, arXiv:2502.16982, section 2.2.
+# Muon's updates are scaled to this root mean square, which is about that of AdamW's updates. One learning rate then
+# fits both: Liu et al., 2025, arXiv:2502.16982, section 2.2.
 _MUON_RMS = 0.2
 
 
 def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[[ArrayLike], jax.Array]:
-    """Linear warmup to the peak, then what `config.schedule` says.
+    """Linear warmup to the peak, followed by the schedule of the config.
 
-    Step `i` of a warmup of `w` steps has `(i + 1) / (w + 1)` of the peak, so that no step is wasted at zero.
-    `cosine` is that of Loshchilov and Hutter, 2017 (arXiv:1608.03983), without restarts, down to the minimum
-    at `max_steps`; `wsd` stays at the peak and falls in a straight line over the last `decay_steps` (Hu et
-    al., 2024, arXiv:2404.06395); `constant` stays at the peak. A run shorter than its warmup, as one that is only
-    tried out, ends within it.
+    Step `i` of a warmup of `w` steps has `(i + 1) / (w + 1)` of the peak: no step has rate zero. `cosine` decays to
+    the minimum at `max_steps` (Loshchilov and Hutter, 2017, arXiv:1608.03983, without restarts). `wsd` stays at the
+    peak and decays linearly over the last `decay_steps` (Hu et al., 2024, arXiv:2404.06395). `constant` stays at the
+    peak. A run may be shorter than its warmup.
 
     Raises:
         ValueError: warmup and decay of `wsd` are longer than the run.
@@ -44,11 +44,12 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
     starts = [warmup]
     if config.schedule == "wsd":
         decay = max_steps // 5 if config.decay_steps is None else config.decay_steps
-        if warmup + decay > max_steps:
-            raise ValueError(
-                f"expected optimizer.warmup_steps and optimizer.decay_steps that fit into {max_steps} steps, got "
-                f"{warmup} and {decay}"
-            )
+        require(
+            warmup + decay <= max_steps,
+            "optimizer.warmup_steps and optimizer.decay_steps",
+            f"fit into the {max_steps} steps of the run",
+            f"{warmup} and {decay}",
+        )
         parts.append(optax.linear_schedule(peak, config.min_learning_rate, max(decay, 1)))
         starts.append(max_steps - decay)
     schedule = optax.join_schedules(parts, starts)
@@ -60,19 +61,19 @@ def _is_weight(path: tuple[Any, ...]) -> bool:
 
 
 def is_weight(params: Any) -> Any:
-    """True for each parameter that weight decay applies to: kernels and embeddings, not biases and norms."""
+    """Return a tree with True for each parameter that decays: kernels and embeddings, not biases and norms."""
     return jax.tree_util.tree_map_with_path(lambda path, _: _is_weight(path), params)
 
 
 def _update_rule(params: Any) -> Any:
-    """Which rule each parameter follows under `muon`: its own for the blocks' matrices, AdamW's for the rest."""
+    """Return the update rule of each parameter: Muon for the matrices of the blocks, AdamW for the rest."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: "muon" if dotted_name(path).endswith("kernel") else "adamw", params
     )
 
 
 def _matrix_axes(params: Any) -> Any:
-    """How a kernel is a matrix: its input and output axes; others (q, k, v; stacked layers) count matrices."""
+    """Return the input and output axis of each kernel. Other axes (q, k, v; stacked layers) index matrices."""
 
     def axes(path: tuple[Any, ...], kernel: jax.Array) -> MuonDimensionNumbers:
         num_dims = 3 if dotted_name(path).endswith("c_attn.kernel") else 2
@@ -82,20 +83,19 @@ def _matrix_axes(params: Any) -> Any:
 
 
 def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) behind a clip by global norm, or with Muon.
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), or Muon, after clipping by the global norm.
 
-    Muon (Jordan et al., 2024, as optax.contrib has it) updates the matrices of the blocks, queries, keys and
-    values each by themselves; embeddings, biases and norms stay with AdamW.
+    Muon (Jordan et al., 2024, in optax.contrib) updates the matrices of the blocks, with queries, keys and values as
+    separate matrices. AdamW updates embeddings, biases and norms.
 
     Args:
-        config: the rates.
+        config: the update rule and its rates.
         max_steps: length of the run in steps, over which the learning rate decays.
 
     Raises:
         ValueError: `max_steps` is below 1, or shorter than warmup and decay.
     """
-    if max_steps < 1:
-        raise ValueError(f"expected at least 1 step of training, got {max_steps}")
+    require(max_steps >= 1, "max_steps", "be at least 1", max_steps)
     schedule = learning_rate_schedule(config, max_steps)
     rule = adamw = optax.adamw(
         schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=is_weight

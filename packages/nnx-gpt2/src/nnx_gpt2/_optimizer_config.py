@@ -1,10 +1,10 @@
-"""The optimizer in plain numbers. Imports no jax."""
+"""The configuration of the optimizer. Imports no jax."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from nnx_gpt2._choices import check_choice
+from nnx_gpt2._errors import require
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -12,7 +12,7 @@ ScheduleName = Literal["cosine", "wsd", "constant"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """The update rule, its learning rate over time, and a clipped gradient.
+    """The update rule, the learning rate over time, and gradient clipping.
 
     Raises:
         ValueError: a field is out of its range.
@@ -22,7 +22,7 @@ class OptimizerConfig:
     """The update rule: AdamW, or Muon on the blocks' matrices and AdamW on the rest, at the same rate."""
 
     schedule: ScheduleName = "cosine"
-    """What follows the warmup: a cosine to the minimum, a plateau and a linear decay (`wsd`), or a plateau."""
+    """The schedule after warmup: cosine decay to the minimum, a plateau and a linear decay (`wsd`), or a plateau."""
 
     learning_rate: float = 6e-4
     """Peak learning rate, reached at the end of the warmup."""
@@ -34,39 +34,35 @@ class OptimizerConfig:
     """Steps of linear warmup. 0 starts at the peak."""
 
     decay_steps: int | None = None
-    """Steps of the decay that ends `wsd`. None is a fifth of the run."""
+    """Steps of the final decay of `wsd`. None is a fifth of the run."""
 
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only: biases and norms are spared."""
+    """Decoupled weight decay of kernels and embeddings. Biases and norms do not decay."""
 
     beta1: float = 0.9
-    """Decay of AdamW's first moment. (Muon's momentum is optax's, 0.95.)"""
+    """Decay of AdamW's first moment. (Muon's momentum is optax's default, 0.95.)"""
 
     beta2: float = 0.95
     """Decay of the second moment."""
 
     clip_norm: float = 1.0
-    """Global gradient norm above which gradients are scaled down. 0 never clips."""
+    """Global gradient norm above which gradients are scaled down. 0 disables clipping."""
 
     def __post_init__(self) -> None:
-        """Check every field once."""
-        check_choice("optimizer", "name", self.name, get_args(OptimizerName))
-        check_choice("optimizer", "schedule", self.schedule, get_args(ScheduleName))
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"optimizer.learning_rate must be positive and finite, got {self.learning_rate}")
-        if not 0 <= self.min_learning_rate <= self.learning_rate:
-            raise ValueError(
-                "optimizer.min_learning_rate must lie between 0 and optimizer.learning_rate "
-                f"({self.learning_rate}), got {self.min_learning_rate}"
-            )
-        for name in ("warmup_steps", "decay_steps"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"optimizer.{name} must be a whole number, not negative, got {value}")
-        for name in ("weight_decay", "clip_norm"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"optimizer.{name} must be finite and not negative, got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(f"optimizer.{name} must be in [0, 1), got {value}")
+        """Check every field."""
+        peak, end = self.learning_rate, self.min_learning_rate
+        whole = "be a whole number, not negative"
+        finite = "be finite and not negative"
+        for name, constraint, holds in (
+            ("name", "be adamw or muon", self.name in get_args(OptimizerName)),
+            ("schedule", "be cosine, wsd or constant", self.schedule in get_args(ScheduleName)),
+            ("learning_rate", "be positive and finite", 0 < peak < math.inf),
+            ("min_learning_rate", f"lie between 0 and optimizer.learning_rate ({peak})", 0 <= end <= peak),
+            ("warmup_steps", whole, self.warmup_steps >= 0),
+            ("decay_steps", whole, self.decay_steps is None or self.decay_steps >= 0),
+            ("weight_decay", finite, 0 <= self.weight_decay < math.inf),
+            ("clip_norm", finite, 0 <= self.clip_norm < math.inf),
+            ("beta1", "be in [0, 1)", 0 <= self.beta1 < 1),
+            ("beta2", "be in [0, 1)", 0 <= self.beta2 < 1),
+        ):
+            require(holds, f"optimizer.{name}", constraint, repr(getattr(self, name)))

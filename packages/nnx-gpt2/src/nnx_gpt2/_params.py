@@ -1,4 +1,4 @@
-"""Trees of parameters: nested dictionaries of arrays under GPT-2's names."""
+"""Parameter trees: nested dictionaries of arrays under GPT-2's names."""
 
 from typing import Any
 
@@ -6,19 +6,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from nnx_gpt2._errors import require
+
 Params = PyTree[Array]
 
 
 def dotted_name(path: tuple[Any, ...]) -> str:
-    """The name of a leaf: its path's keys, attributes and indices joined by dots."""
+    """Return the name of a leaf: the keys, attributes and indices of its path, joined by dots."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def stack_layers(params: Params) -> Params:
-    """The parameters as `scan_layers=True` has them, from those of `scan_layers=False`.
+    """Convert parameters of `scan_layers=False` to those of `scan_layers=True`.
 
     Raises:
-        ValueError: they are stacked already.
+        ValueError: the layers are stacked already.
     """
     check_layers(params, is_stacked=False)
     blocks = params["h"]
@@ -26,10 +28,10 @@ def stack_layers(params: Params) -> Params:
 
 
 def unstack_layers(params: Params) -> Params:
-    """The parameters as `scan_layers=False` has them, from those of `scan_layers=True`.
+    """Convert parameters of `scan_layers=True` to those of `scan_layers=False`.
 
     Raises:
-        ValueError: they are not stacked.
+        ValueError: the layers are not stacked.
     """
     check_layers(params, is_stacked=True)
     num_layers = len(params["h"]["ln_1"]["scale"])
@@ -37,10 +39,15 @@ def unstack_layers(params: Params) -> Params:
 
 
 def check_layers(params: Params, is_stacked: bool, num_layers: int | None = None) -> None:
+    """Check the layout of the layers, and their number if it is given.
+
+    Raises:
+        ValueError: the layers have the other layout, or another number.
+    """
     blocks = params.get("h", {})
-    if is_stacked != ("ln_1" in blocks):
-        wanted, remedy = ("stacked", "stack_layers") if is_stacked else ("separate", "unstack_layers")
-        raise ValueError(f"expected the parameters of {wanted} layers, got the others: convert them by {remedy}")
+    names = ["separate", "stacked"]
+    wanted, other = names[is_stacked], names[not is_stacked]
+    remedy = "Call stack_layers." if is_stacked else "Call unstack_layers."
+    require(is_stacked == ("ln_1" in blocks), "layers", f"be {wanted}", f"{other} layers", remedy)
     found = len(blocks["ln_1"]["scale"]) if is_stacked else len(blocks)
-    if num_layers is not None and found != num_layers:
-        raise ValueError(f"expected the parameters of {num_layers} layers, as the config says, got {found}")
+    require(num_layers in (None, found), "params", f"have {num_layers} layers, as the config", found)

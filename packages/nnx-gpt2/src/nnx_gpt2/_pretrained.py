@@ -1,8 +1,9 @@
-"""Weights in and out, in Hugging Face's layout, a tensor at a time: what transformers reads and writes.
+"""Reading and writing of parameter trees in Hugging Face's files, one tensor at a time.
 
-There as here a linear layer's weight is `[in, out]` ("Conv1D"), the head is tied to `wte`, and `c_attn` holds
-queries, keys and values side by side. Here the vocabulary is padded, `c_attn` is `[C, 3, C]`, and the
-parameters may be stacked over layers.
+Both layouts have linear weights `[in, out]` ("Conv1D"), a head tied to `wte`, and queries, keys and values in
+`c_attn`. This package pads the vocabulary, has a `c_attn` of `[C, 3, C]`, and may stack the parameters over layers.
+
+Shapes: C width.
 """
 
 import contextlib
@@ -18,14 +19,24 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from nnx_gpt2._errors import require
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import Params
 
 _PREFIX = "transformer."
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
-# Fields of `config.json` that change what the network computes, and the values that this model computes.
-_EXPRESSIBLE = {
+# Sizes of a model: the fields of `GPT2Config`, and their names in `config.json`.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "seq_len": "n_positions",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "embed_dim": "n_embd",
+    "mlp_dim": "n_inner",
+}
+# Fields of `config.json` that change the network, and the values that this model supports.
+_SUPPORTED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "tie_word_embeddings": (True,),
@@ -36,28 +47,29 @@ _EXPRESSIBLE = {
 # Buffers, not parameters: old versions of transformers stored the causal mask of every layer.
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 _HEAD = "lm_head.weight"
+_AGAIN = "Save or download the model again."
 
-# safetensors' names of the types that weights may have, and of those that this model has.
+# Names of types in safetensors: those that weights may have, and those of this model.
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A published tensor and where it lives in the parameters."""
+    """A published tensor and its place in the parameter tree."""
 
     path: tuple[str, ...]
-    """Keys in the parameters of a model whose layers are not stacked, without the layer."""
+    """Keys of the tensor, without the keys of its layer."""
 
     layer: int | None
-    """The layer, if it belongs to one."""
+    """The layer of the tensor, or None."""
 
     shape: tuple[int, ...]
-    """Its published shape."""
+    """The published shape."""
 
 
 def _published(config: GPT2Config) -> dict[str, _Tensor]:
-    """Every tensor of a model of this shape, by its published name without the prefix."""
+    """Return the tensors of a model of this shape by published name, without the prefix."""
     width, inner = config.embed_dim, config.feed_forward_dim
 
     def layer(name: str, index: int | None, weight: str, *shape: int) -> dict[str, _Tensor]:
@@ -82,13 +94,13 @@ def _published(config: GPT2Config) -> dict[str, _Tensor]:
 
 
 def locate_pretrained(path_or_name: str | os.PathLike[str], revision: str | None) -> Path:
-    """The folder of a saved model, downloaded first if the hub has it under this name."""
+    """Return the folder of a saved model. A name that is not a folder is downloaded from the hub."""
     folder = Path(path_or_name)
     return folder if folder.is_dir() else _download(str(path_or_name), revision)
 
 
 def read_params(folder: Path, config: GPT2Config, shapes: Any) -> Params:
-    """The parameters of a saved model, in a tree of these shapes and types."""
+    """Read the parameters of a saved model into a tree of these shapes and types."""
     expected = _published(config)
     params = jax.tree.map(lambda like: like, shapes)
     with contextlib.ExitStack() as stack:
@@ -116,10 +128,8 @@ def write_pretrained(
     end_of_text: int | None,
     max_shard_bytes: int,
 ) -> None:
-    """See `GPT2.save_pretrained`."""
+    """Write parameters and `config.json`; see `GPT2.save_pretrained`."""
     folder = Path(path)
-    if max_shard_bytes < 1:
-        raise ValueError(f"expected at least 1 as max_shard_bytes, got {max_shard_bytes}")
     folder.mkdir(parents=True, exist_ok=True)
     itemsize = jnp.dtype(config.param_dtype).itemsize
     shards: list[dict[str, _Tensor]] = [{}]
@@ -146,7 +156,7 @@ def write_pretrained(
         weight_map = {name: file_name(i) for i, shard in enumerate(shards) for name in shard}
         _write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     _write_json(folder / _CONFIG, _describe(config, end_of_text))
-    # Weights that an earlier model left here under names that would be read before, or beside, these.
+    # Remove files of an earlier model that would be read instead of these files, or with them.
     names = {file_name(i) for i in range(len(shards))} | ({_INDEX} if len(shards) > 1 else set())
     for stale in [*folder.glob("model*.safetensors"), folder / _INDEX]:
         if stale.name not in names:
@@ -154,63 +164,39 @@ def write_pretrained(
 
 
 def _download(name: str, revision: str | None) -> Path:
-    if Path(name).exists() or Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1:
-        raise ValueError(f"expected a folder with a {_CONFIG}, got {name}, which is none")
     try:
-        from huggingface_hub import snapshot_download  # an extra: local folders do without
+        from huggingface_hub import snapshot_download  # an extra: local folders do not need it
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError as error:
         raise ValueError(
-            f"expected a folder, got {name}, which is none: to download it from the hub, install nnx-gpt2[hub]"
+            f"path or name must be a folder, got {name}. To download it from the hub, install nnx-gpt2[hub]."
         ) from error
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=[_CONFIG, "*.safetensors", _INDEX]))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise ValueError(
-            f"expected a folder, or a repository on the hub that can be reached, got {name}: {error}"
+            f"path or name must be a folder, or a repository on the hub that can be reached, got {name}: {error}"
         ) from error
 
 
 def read_config(folder: Path, fields: dict[str, Any]) -> GPT2Config:
-    """The shape that `config.json` describes, with these further fields."""
+    """Read the config of a saved model, and set further fields."""
     path = folder / _CONFIG
-    if not path.is_file():
-        raise ValueError(f"expected a {_CONFIG} in {path.parent}, found none: name the folder of a saved model")
-    text = path.read_bytes()
     try:
-        published = json.loads(text)
-    except ValueError:
-        published = None
-    if not isinstance(published, dict):
-        raise ValueError(f"{path} must be an object in JSON, got {text[:60]!r}. Save or download the model again.")
-    for name, values in _EXPRESSIBLE.items():
+        published = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} must be a file with a JSON object, got an error ({error}). {_AGAIN}") from error
+    for name, values in _SUPPORTED.items():
         value = published.get(name, values[0])
-        if value not in values:
-            choices = " or ".join(map(repr, values))
-            raise ValueError(f"expected {name} {choices} in {path}, got {value!r}: this model computes GPT-2 alone")
-    shape = {}
-    for ours, theirs in (
-        ("vocab_size", "vocab_size"),
-        ("seq_len", "n_positions"),
-        ("num_layers", "n_layer"),
-        ("num_heads", "n_head"),
-        ("embed_dim", "n_embd"),
-    ):
-        if not isinstance(published.get(theirs), int):
-            raise ValueError(f"expected a whole number as {theirs} in {path}, got {published.get(theirs)!r}")
-        shape[ours] = published[theirs]
-    rest = {"mlp_dim": published.get("n_inner"), "norm_epsilon": published.get("layer_norm_epsilon", 1e-5)}
-    # These describe the weights: another value would be another network.
-    if changed := {*shape, *rest} & fields.keys():
-        raise ValueError(
-            f"expected fields that do not change the weights, got {', '.join(sorted(changed))}: leave it out"
-        )
+        choices = " or ".join(map(repr, values))
+        require(value in values, f"{name} in {path}", f"be {choices}", repr(value), "Only GPT-2 can be loaded.")
+    rest: dict[str, Any] = {"norm_epsilon": published.get("layer_norm_epsilon", 1e-5)}
     try:
-        config = GPT2Config(**shape, **rest, **fields)
+        config = GPT2Config(**{ours: published.get(theirs) for ours, theirs in _SIZES.items()}, **rest, **fields)
     except ValueError as error:
-        raise ValueError(f"expected the shape of a GPT-2 in {path}: {error}") from error
-    if "float64" in (config.dtype, config.param_dtype) and not jax.config.read("jax_enable_x64"):
-        raise ValueError("expected jax_enable_x64 to be on for float64, and it is off: turn it on, or choose float32")
+        raise ValueError(f"{path} must describe a GPT-2, got an error in it: {error}") from error
+    has_type = jax.config.read("jax_enable_x64") or "float64" not in (config.dtype, config.param_dtype)
+    require(has_type, "jax_enable_x64", "be on for float64", "off", "Turn it on, or choose float32.")
     return config
 
 
@@ -280,61 +266,54 @@ class _Stored:
 
 
 def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Stored]:
-    """All tensors of a folder by name without the prefix; nothing is read yet."""
+    """Open the tensors of a folder by name without the prefix. Reads no data yet."""
     index = folder / _INDEX
     files = [folder / name for name in _indexed_files(index)] if index.exists() else [folder / _WEIGHTS]
     tensors = {}
     for path in files:
-        if not path.is_file():
-            raise ValueError(f"expected {path.name} in {folder}, found none: save or download the model again")
         try:
             file = stack.enter_context(safe_open(path, framework="numpy"))
-        except SafetensorError as error:
-            raise ValueError(f"expected safetensors in {path}, got something else ({error}): get it again") from error
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} must be a safetensors file, got an error ({error}). {_AGAIN}") from error
         for name in file.keys():  # noqa: SIM118 - no dict
             ours = name.removeprefix(_PREFIX)
-            if ours in tensors:
-                raise ValueError(f"expected each tensor once in {folder}, got {ours} twice: download the model again")
+            require(ours not in tensors, f"each tensor in {folder}", "be stored once", f"{ours} twice", _AGAIN)
             tensors[ours] = _Stored(file, name)
     return {name: stored for name, stored in tensors.items() if not name.endswith(_BUFFERS)}
 
 
 def _indexed_files(index: Path) -> list[str]:
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        is_plain = all(name == Path(name).name for name in names)
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        is_valid = all(name == Path(name).name for name in names)  # not a path to somewhere else
     except (ValueError, KeyError, TypeError, AttributeError):
-        is_plain = False
-        names = set()
-    if not is_plain:
-        raise ValueError(f"expected a weight_map from tensors to files beside it in {index}: download the model again")
-    return sorted(names)
+        names, is_valid = [], False
+    require(is_valid, str(index), "have a weight_map from tensors to files in its folder", "another", _AGAIN)
+    return names
 
 
 def _check_tensors(folder: Path, tensors: dict[str, _Stored], expected: dict[str, _Tensor]) -> None:
     head = tensors.pop(_HEAD, None)
     problems = [f"{name} is missing" for name in expected if name not in tensors]
-    problems += [f"{name} does not belong to it" for name in tensors if name not in expected]
-    for name, tensor in expected.items():
-        if name not in tensors:
-            continue
-        if (shape := tensors[name].shape()) != tensor.shape:
-            problems.append(f"{name} is {list(shape)}, not {list(tensor.shape)}")
+    problems += [f"{name} is unknown" for name in tensors if name not in expected]
+    for name in filter(tensors.__contains__, expected):
+        if (shape := tensors[name].shape()) != expected[name].shape:
+            problems.append(f"{name} is {list(shape)}, not {list(expected[name].shape)}")
         if (dtype := tensors[name].dtype()) not in _FLOATS:
             problems.append(f"{name} holds {dtype}, not floating-point numbers")
-    if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise ValueError(f"expected the tensors of the GPT-2 that {folder / _CONFIG} describes: {shown}")
-    if head is not None and not np.array_equal(head.read(), tensors["wte.weight"].read()):
-        raise ValueError(f"expected {_HEAD} to be wte.weight in {folder}, as GPT-2's head is tied, got another matrix")
+    if not problems and head is not None and not np.array_equal(head.read(), tensors["wte.weight"].read()):
+        problems = [f"{_HEAD} is not wte.weight, to which GPT-2's head is tied"]
+    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    found = "; ".join(problems[:5]) + more
+    require(not problems, f"tensors in {folder}", f"be those of the GPT-2 in {_CONFIG}", found, _AGAIN)
 
 
 def _write_tensors(
     path: Path, tensors: dict[str, _Tensor], code: str, itemsize: int, read: Callable[[_Tensor], np.ndarray]
 ) -> None:
-    """Write a safetensors file one tensor at a time, which the library does not offer: it wants all in memory.
+    """Write a safetensors file one tensor at a time. The library's writer needs all tensors in memory.
 
-    The format: the header's length as 8 bytes, a JSON header, then the tensors' bytes one after the other.
+    The format is the length of the header in 8 bytes, a JSON header, and the bytes of the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -342,7 +321,7 @@ def _write_tensors(
         begin, end = end, end + int(np.prod(tensor.shape)) * itemsize
         header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
     with _replacing(path) as partial, partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():

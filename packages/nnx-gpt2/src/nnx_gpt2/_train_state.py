@@ -1,7 +1,7 @@
-"""The training state, and how it is created.
+"""The training state, and its creation on the devices that hold it.
 
-The state is plain nested dictionaries of arrays under GPT-2's names, which jit flattens several times
-faster than module objects; `merge` gives the module back.
+The parameters are nested dictionaries of arrays, which jit flattens several times faster than module objects.
+`merge` makes the module.
 """
 
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ from nnx_gpt2._sharding import FSDP_AXIS, TENSOR_AXIS, tree_shardings
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All that training carries from one step to the next."""
+    """The state that training passes from one step to the next."""
 
     step: Any
-    """Number of batches seen so far, int32."""
+    """Number of batches so far, int32."""
 
     num_skipped: Any
-    """How many of them made no update, because the loss or the gradient was not finite; int32."""
+    """Number of batches without an update, because the loss or the gradient was not finite, int32."""
 
     num_skipped_in_a_row: Any
-    """Number of batches in a row, up to the newest, that made no update; int32."""
+    """Number of consecutive batches without an update, up to the latest batch, int32."""
 
     params: Any
-    """Parameters: nested dictionaries, from GPT-2's names to arrays."""
+    """Parameters: nested dictionaries from GPT-2's names to arrays."""
 
     opt_state: Any
-    """The optimizer's state."""
+    """State of the optimizer."""
 
 
 def create_train_state(
@@ -47,13 +47,13 @@ def create_train_state(
     key: PRNGKeyArray,
     mesh: Mesh | None = None,
 ) -> TrainState:
-    """A freshly initialised state, made on the devices where it will live: never whole on one of them.
+    """Create an initial state on its devices. No device holds more than its own shards.
 
     Args:
         config: the model's shape.
         optimizer: see `create_optimizer`.
-        key: decides the initial parameters; the same on every process.
-        mesh: the devices; without one, the default device.
+        key: random key of the initial parameters, the same on each process.
+        mesh: the devices. None is the default device.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -68,7 +68,7 @@ def create_train_state(
 def abstract_train_state(
     config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-    """The shapes, types and shardings of a state without its arrays: what a checkpoint is restored into."""
+    """Return the shapes, types and shardings of a state, without arrays, to restore a checkpoint."""
     shapes = jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
     if mesh is None:
         device = SingleDeviceSharding(jax.local_devices()[0])

@@ -1,4 +1,7 @@
-"""The one train step, and the eval step."""
+"""The train step and the eval step.
+
+Shapes: B batch, b microbatch, W = T + 1 tokens of a window, T predictions.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,13 +12,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, use_abstract_mesh
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
+from nnx_gpt2._errors import require
 from nnx_gpt2._loss import mean_loss, token_losses
 from nnx_gpt2._model import merge
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import Params
 from nnx_gpt2._sharding import DATA_AXIS, FSDP_AXIS, replicated
+from nnx_gpt2._token_ids import check_ids, have_known_ids
 from nnx_gpt2._train_state import TrainState, abstract_train_state
 
 
@@ -29,27 +34,26 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """Compile one update: `step(state, windows, key) -> (state, metrics)`.
 
-    The state that goes in is donated: its buffers become those of the state that comes out. The step's
-    randomness is `fold_in(key, state.step)`, so the same `key` serves the whole run and a resumed run
-    draws what the unbroken one would have. Metrics, left on the device: `loss` (nats per token) and
-    `grad_norm` (before clipping), float32; `num_skipped` and `num_skipped_in_a_row`, int32. Where the loss or the
-    gradient is not finite, parameters and optimizer stay what they were, and the step is counted as skipped. A batch
-    with ids out of the vocabulary has no finite loss.
+    The step donates its input state: the output state reuses the buffers. The randomness of a step is
+    `fold_in(key, state.step)`: pass the same `key` to each step of a run, and a resumed run draws the same numbers.
+
+    The metrics stay on the device: `loss` (nats per token) and `grad_norm` (before clipping), float32; `num_skipped`
+    and `num_skipped_in_a_row`, int32. If the loss or the gradient is not finite, the step is skipped: it keeps the
+    parameters and the optimizer state, and counts itself as skipped. The loss of a batch with ids outside the
+    vocabulary is NaN.
 
     Args:
         config: the model's shape.
         optimizer: see `create_optimizer`.
-        mesh: the devices that the state lies on; without one, a single device.
-        grad_accum_steps: number of equal parts that a batch is processed in, one after the other, to
-            save memory; the batch size must be a multiple of it.
-        end_of_text: the token that ends a document; where given, attention does not look across it.
+        mesh: the devices of the state. None is a single device.
+        grad_accum_steps: number of equal microbatches of a batch, processed one after the other to save memory.
+        end_of_text: the token that ends a document. If given, attention stays within documents.
 
     Raises:
-        ValueError: the mesh does not divide the model, or `grad_accum_steps` is below 1. The step raises it for a batch
-            that is no `[batch, tokens]` of whole numbers, or does not divide.
+        ValueError: the mesh does not divide the model, or `grad_accum_steps` is below 1. The step raises ValueError
+            if a batch is not integers of shape `[batch, tokens]`, or devices and microbatches do not divide it.
     """
-    if not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
-        raise ValueError(f"expected a whole number of at least 1 as grad_accum_steps, got {grad_accum_steps}")
+    require(grad_accum_steps >= 1, "grad_accum_steps", "be at least 1", grad_accum_steps)
 
     def loss_fn(params: Params, windows: Integer[Array, "b W"], key: PRNGKeyArray) -> Float[Array, ""]:
         segment_ids = _segment_ids(windows, end_of_text)
@@ -59,14 +63,14 @@ def make_train_step(
     def accumulated(params: Params, windows: Integer[Array, "B W"], key: PRNGKeyArray) -> tuple[jax.Array, Params]:
         if grad_accum_steps == 1:
             return jax.value_and_grad(loss_fn)(params, windows, key)
-        # Part i takes every k-th row: each device then keeps its own rows, and nothing moves.
-        parts = windows.reshape(-1, grad_accum_steps, windows.shape[1]).swapaxes(0, 1)
+        # A microbatch takes every k-th row, which keeps each row on its device.
+        microbatches = windows.reshape(-1, grad_accum_steps, windows.shape[1]).swapaxes(0, 1)
 
-        def add(total: Params, part: tuple[jax.Array, PRNGKeyArray]) -> tuple[Params, None]:
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, *part)), None
+        def add(total: Params, microbatch: tuple[jax.Array, PRNGKeyArray]) -> tuple[Params, None]:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, *microbatch)), None
 
-        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(jax.value_and_grad(loss_fn), params, parts[0], key))
-        total, _ = jax.lax.scan(add, zeros, (parts, jax.random.split(key, grad_accum_steps)))
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(jax.value_and_grad(loss_fn), params, microbatches[0], key))
+        total, _ = jax.lax.scan(add, zeros, (microbatches, jax.random.split(key, grad_accum_steps)))
         return jax.tree.map(lambda x: x / grad_accum_steps, total)
 
     def train_step(
@@ -75,7 +79,7 @@ def make_train_step(
         _check_windows(config, windows, mesh, grad_accum_steps)
         with _traced_over(mesh):
             loss, grads = accumulated(state.params, windows, jax.random.fold_in(key, state.step))
-            loss = jnp.where(_are_tokens(config, windows).all(), loss, jnp.nan)  # the update is then skipped
+            loss = jnp.where(have_known_ids(windows, config.vocab_size).all(), loss, jnp.nan)
             grad_norm = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -98,25 +102,18 @@ def make_train_step(
     return compile_step(out_shardings=(shardings, replicated(mesh)))
 
 
-def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_parts: int) -> None:
-    """What can be seen of a batch while jit traces: its shape and its type."""
-    num_shares = 1 if mesh is None else mesh.shape[DATA_AXIS] * mesh.shape[FSDP_AXIS]
-    if windows.ndim != 2 or not jnp.issubdtype(windows.dtype, jnp.integer) or windows.shape[1] < 2:
-        raise ValueError(
-            f"expected windows of token ids, whole numbers of shape [batch, {config.seq_len + 1}], got "
-            f"{windows.dtype}{list(windows.shape)}"
-        )
-    if not windows.shape[0] or windows.shape[0] % (num_shares * num_parts):
-        raise ValueError(
-            f"expected a batch that {num_shares} devices, the data and fsdp axes, divide in {num_parts} parts each, "
-            f"got {windows.shape[0]} windows: change the batch size or grad_accum_steps"
-        )
-
-
-def _are_tokens(config: GPT2Config, windows: Integer[Array, "B W"]) -> Bool[Array, "B 1"]:
-    """Tell which windows have all of their ids in the vocabulary. A device cannot raise an error."""
-    ids = windows.astype(jnp.int32)
-    return ((ids >= 0) & (ids < config.vocab_size)).all(axis=1, keepdims=True)
+def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_microbatches: int) -> None:
+    """Check what jit can see of a batch: its type and its shape."""
+    check_ids(windows, config.vocab_size, "windows")
+    num_devices = 1 if mesh is None else mesh.shape[DATA_AXIS] * mesh.shape[FSDP_AXIS]
+    batch_size = windows.shape[0]
+    require(
+        batch_size > 0 and batch_size % (num_devices * num_microbatches) == 0,
+        "batch size",
+        f"be a positive multiple of {num_devices} devices (the axes data and fsdp) x {num_microbatches} microbatches",
+        batch_size,
+        "Change it or grad_accum_steps.",
+    )
 
 
 @cache
@@ -125,15 +122,15 @@ def make_eval_step(
 ) -> jax.stages.Wrapped:
     """Compile `step(params, windows) -> losses`: each prediction's loss in nats, without dropout.
 
-    With a mesh, every process gets the losses of all rows of the global batch, in the order of its rows. The losses of
-    a window with ids out of the vocabulary are not numbers. The step raises ValueError for a batch that is no
-    `[batch, tokens]` of whole numbers, or that the devices do not divide.
+    On a mesh each process gets the losses of all rows of the global batch, in the order of the rows. The losses of a
+    window with ids outside the vocabulary are NaN. The step raises ValueError if a batch is not integers of shape
+    `[batch, tokens]`, or the devices do not divide it.
 
     Args:
         config: the model's shape.
-        mesh: the devices that the parameters lie on; without one, a single device.
-        end_of_text: the token that ends a document; where given, attention does not look across it. Give what
-            `make_train_step` was given, so that a model is evaluated as it was trained.
+        mesh: the devices of the parameters. None is a single device.
+        end_of_text: the token that ends a document. If given, attention stays within documents. Pass the same value
+            as to `make_train_step`.
     """
 
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
@@ -141,7 +138,7 @@ def make_eval_step(
         with _traced_over(mesh):
             segment_ids = _segment_ids(windows, end_of_text)
             losses = token_losses(merge(config, params), windows, segment_ids=segment_ids)
-            return jnp.where(_are_tokens(config, windows), losses, jnp.nan)
+            return jnp.where(have_known_ids(windows, config.vocab_size), losses, jnp.nan)
 
     options = compiler_options()
     if mesh is None:
@@ -150,19 +147,19 @@ def make_eval_step(
 
 
 def _segment_ids(windows: Integer[Array, "B W"], end_of_text: int | None) -> Int[Array, "B T"] | None:
-    """The documents of a window's inputs, or None where attention is not limited to them."""
+    """Return the documents of a window's inputs, or None if attention ignores documents."""
     return None if end_of_text is None else document_ids(windows[:, :-1], end_of_text)
 
 
 def document_ids(tokens: Integer[Array, "B T"], end_of_text: int) -> Int[Array, "B T"]:
-    """The number of the document that each token belongs to; the end-of-text token belongs to the one it ends."""
+    """Return the index of each token's document. An end-of-text token belongs to the document that it ends."""
     ends = (tokens == end_of_text).astype(jnp.int32)
     return jnp.cumsum(ends, axis=1) - ends
 
 
 @contextlib.contextmanager
 def _traced_over(mesh: Mesh | None) -> Iterator[None]:
-    """Let `constrain` and the loss see the mesh while jit traces a step."""
+    """Set the mesh that `constrain` and the loss use while jit traces a step."""
     if mesh is None:
         yield
     else:
@@ -172,10 +169,10 @@ def _traced_over(mesh: Mesh | None) -> Iterator[None]:
 
 @cache
 def compiler_options() -> dict[str, Any]:
-    """What the compiler is told beyond its defaults: on CPU, to leave matrix products to Eigen.
+    """Return compiler options: on CPU, the option that leaves matrix products to Eigen.
 
-    XLA's newer CPU library (YNN) takes a third longer for batches of small products, as attention has them,
-    in jaxlib 0.10. A compiler that does not know the option is not given it.
+    XLA's newer CPU library (YNN) takes a third longer for batches of small products, such as those of attention, in
+    jaxlib 0.10. The option is left out if the compiler does not know it.
     """
     if jax.default_backend() != "cpu":
         return {}

@@ -1,0 +1,68 @@
+"""Input of a wrong type or shape, in a process without beartype, which would be the first to reject it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import json, jax, numpy as np
+from flax import nnx
+from nnx_gpt2 import *
+config = GPT2Config(vocab_size=65, seq_len=16, num_layers=1, num_heads=1, embed_dim=8)
+model = GPT2(config, rngs=nnx.Rngs(0))
+rule = create_optimizer(OptimizerConfig(), 10)
+state = create_train_state(config, rule, jax.random.key(0))
+ids = np.zeros((8, 17), np.uint16)
+step, evaluate = make_train_step(config, rule), make_eval_step(config)
+messages = {}
+for code in json.loads(input()):
+    try:
+        eval(code)
+        messages[code] = "accepted"
+    except ValueError as error:
+        messages[code] = str(error)
+print(json.dumps(messages))
+"""
+
+BATCH = "be integers of shape [batch, positions], got"
+CASES = {
+    "generate(model, [1, 2], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} int64[1].",
+    "generate(model, [[1.5]], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} float64[1, 1].",
+    "generate(model, ['ab'], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} <U2[1].",
+    "model(np.zeros(3, np.int32))": f"token ids must {BATCH} int32[3].",
+    "model(np.zeros((1, 3)))": f"token ids must {BATCH} float64[1, 3].",
+    "step(state, ids.astype(np.float32), jax.random.key(0))": f"windows must {BATCH} float32[8, 17].",
+    "step(state, ids[0], jax.random.key(0))": f"windows must {BATCH} uint16[17].",
+    "evaluate(split_params(model), ids.astype(np.float32))": f"windows must {BATCH} float32[8, 17].",
+    "evaluate(split_params(model), ids[0])": f"windows must {BATCH} uint16[17].",
+    "evaluate_tokens(model, np.linspace(0, 60, 40))": f"token ids must {BATCH} float64[3, 17].",
+    "evaluate_tokens(model, ids)": f"token ids must {BATCH} uint16[1, 8, 17].",
+    "GPT2Config(num_layers=2.5)": "model.num_layers must be at least 1, got 2.5.",
+    "GPT2Config(num_layers=None)": "model.num_layers must be at least 1, got None.",
+    "GPT2Config(mlp_dim='x')": "model.mlp_dim must be at least 1, got 'x'.",
+    "GPT2Config(norm_epsilon=None)": "model.norm_epsilon must be between 0 and 1, got None.",
+    "GPT2Config(dtype='float16')": "model.dtype must be bfloat16, float32 or float64, got 'float16'.",
+    "GPT2Config(attention='flash')": "model.attention must be auto, xla, cudnn or splash, got 'flash'.",
+    "GPT2Config(remat='all')": "model.remat must be none, dots or full, got 'all'.",
+    "OptimizerConfig(name='sgd')": "optimizer.name must be adamw or muon, got 'sgd'.",
+    "OptimizerConfig(schedule='step')": "optimizer.schedule must be cosine, wsd or constant, got 'step'.",
+    "Question(context=None, choices=('a',), answer=0)": "context and choices must be strings, got (None, 'a').",
+}
+
+
+@pytest.fixture(scope="module")
+def messages():
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        input=json.dumps(list(CASES)), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_input_of_a_wrong_type_or_shape_is_rejected(messages, code):
+    assert messages[code] == CASES[code]
