@@ -78,7 +78,7 @@ def test_reading_goes_on_from_any_place(kind, tmp_path, monkeypatch):
             (tmp_path / f"{number}.txt").write_text("\n".join(ROWS[number * 100 : (number + 1) * 100]))
     documents = Documents(find_source(str(tmp_path)))
     pieces = [
-        (text, Cursor(chunk.shard, offset))
+        (text, Cursor(chunk.file, offset))
         for chunk in documents.read()
         for text, offset in zip(chunk.texts.to_pylist(), chunk.offsets.tolist(), strict=True)
     ]

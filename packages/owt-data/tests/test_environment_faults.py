@@ -184,7 +184,7 @@ def test_a_plan_spoiled_by_a_power_cut_restarts_the_preparation(spoiled, corpus,
     began = time.monotonic()
     prepare(str(corpus), out, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
-    assert "plan.json is missing or cannot be read: all parts are made again" in caplog.text
+    assert "plan.json is missing or cannot be read: all shards are made again" in caplog.text
     assert_same(corpus, out)
 
 

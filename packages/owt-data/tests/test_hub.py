@@ -124,7 +124,7 @@ def environment(hub, folder, *, offline=False):
 def start(hub, folder, name="org/corpus", *, offline=False, num_processes=2):
     """`owt-data prepare NAME` in parts of 50 kB."""
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
-    small = "import owt_data._prepare.plan as p; p.MIN_PART_BYTES = p.MAX_PART_BYTES = 50_000; "
+    small = "import owt_data._prepare.plan as p; p.MIN_SHARD_BYTES = p.MAX_SHARD_BYTES = 50_000; "
     options = ["--tokenizer", "bytes", "--num-processes", str(num_processes)]
     return subprocess.Popen(
         [sys.executable, "-c", small + code, "prepare", name, str(folder / "out"), *options],

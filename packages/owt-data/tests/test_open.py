@@ -142,7 +142,7 @@ def test_folders_are_read_one_after_the_other(prepared, tmp_path):
     assert data.fingerprint == {"sequence": [part.fingerprint for part in parts]}
     mixed = open_tokens(dict.fromkeys(names, 1.0), tokenizer="bytes")
     assert isinstance(mixed.train, TokenMixture)
-    assert mixed.train.parts == tuple(part.train for part in parts)
+    assert mixed.train.sequences == tuple(part.train for part in parts)
     np.testing.assert_array_equal(mixed.val.read(), data.val.read())
     assert mixed.fingerprint == {"weights": [1.0, 1.0], "mixture": [part.fingerprint for part in parts]}
     assert open_tokens(mixed.names, tokenizer="bytes") == mixed

@@ -105,8 +105,8 @@ def test_whole_corpora_are_those_of_a_plain_loop(name, corpora, gpt2, tmp_path):
 def test_neither_parts_nor_processes_change_a_byte(num_processes, part_bytes, articles, tmp_path, monkeypatch):
     options = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
     expected = prepare(str(articles), tmp_path / "expected", options)
-    monkeypatch.setattr("owt_data._prepare.plan.MAX_PART_BYTES", part_bytes)
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_PART_BYTES", part_bytes)
+    monkeypatch.setattr("owt_data._prepare.plan.MAX_SHARD_BYTES", part_bytes)
+    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", part_bytes)
     monkeypatch.setattr("owt_data._prepare.write_splits._CHUNK_TOKENS", 50)
     assert prepare(str(articles), tmp_path / "out", options, num_processes=num_processes) == expected
     for file in ("train.bin", "val.bin"):

@@ -11,7 +11,7 @@ from owt_data import PrepareOptions, prepare, verify
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_PART_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", 5000)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=pytest.mark.shared_data)])
@@ -59,7 +59,7 @@ sys.exit(main(sys.argv[2:]))
         timeout=300,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "The Ray cluster must tokenize every part, got a failure: " in done.stderr
+    assert "The Ray cluster must tokenize every shard, got a failure: " in done.stderr
     assert "the files of tokenizer 'gpt2' could not be downloaded (ProxyError)" in done.stderr
     # Ray warns first where there is no network.
     assert done.stderr.splitlines()[-1].startswith("error: The Ray cluster")

@@ -70,7 +70,7 @@ def test_a_mixture_keeps_its_proportions(mixture):
 
 def test_each_part_of_a_mixture_visits_its_windows_once_an_epoch(mixture):
     first = mixture.windows(np.arange(3 << 16), **WINDOWS)[:, 0]
-    for part, (low, high) in zip(mixture.parts, ((0, 20_000), (20_000, 60_000), (60_000, 65_000)), strict=True):
+    for part, (low, high) in zip(mixture.sequences, ((0, 20_000), (20_000, 60_000), (60_000, 65_000)), strict=True):
         visits = first[(first >= low) & (first < high)]
         counts = np.unique(visits // 8, return_counts=True)[1]
         epochs = len(visits) / part.num_windows(8)
@@ -94,9 +94,9 @@ MIXED = [39012, 18411, 17922, 2253, 39012]
 
 def test_weights_that_give_a_part_nothing_are_refused(files):
     for weights in ((1e308, 1e308), (1.0, 0.0), (1.0, -1.0), (1.0, float("inf")), (1.0, 1e-9)):
-        with pytest.raises(DataError, match=r"The weights must be .* must give each part at least one window in 65536"):
+        with pytest.raises(DataError, match=r"The weights must be .* must give each at least one window in 65536"):
             TokenMixture((files[0], files[1]), weights)
-    with pytest.raises(DataError, match=r"The weights must be one number for each of 2 parts, .* got \[1.0\]"):
+    with pytest.raises(DataError, match=r"The weights must be one number for each of 2 sequences, .* got \[1.0\]"):
         TokenMixture((files[0], files[1]), (1.0,))
 
 
@@ -106,6 +106,6 @@ def test_a_mixture_has_no_sequential_order(mixture):
 
 
 def test_a_part_too_short_for_a_window_is_seen(mixture, tmp_path):
-    short = TokenSequence((TokenSpan(path=mixture.parts[0].spans[0].path, start=0, stop=8),))
+    short = TokenSequence((TokenSpan(path=mixture.sequences[0].spans[0].path, start=0, stop=8),))
     assert mixture.num_windows(8) == sum((n - 1) // 8 for n in (20_000, 40_000, 5_000))
-    assert TokenMixture((mixture.parts[0], short), (1, 1)).num_windows(8) == 0
+    assert TokenMixture((mixture.sequences[0], short), (1, 1)).num_windows(8) == 0

@@ -13,7 +13,7 @@ class RejectedDocumentsError(DataError):
     """The documents themselves are at fault, and what was made of them is of no use.
 
     Whatever else goes wrong (the network, a cluster, a disk, files of a tokenizer) is a plain `DataError`, and the
-    same call again goes on from the last finished part.
+    same call again goes on from the last finished shard.
     """
 
 

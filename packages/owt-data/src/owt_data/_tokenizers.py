@@ -2,9 +2,7 @@
 
 import hashlib
 
-import numpy as np
 import tiktoken
-from numpy.typing import NDArray
 
 from owt_data._errors import DataError
 
@@ -53,15 +51,6 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
             "once, or set TIKTOKEN_CACHE_DIR to a folder that has them. Text may be prepared with the tokenizer bytes, "
             "which needs no files."
         ) from error
-
-
-def encode(tokenizer: tiktoken.Encoding, document: str) -> NDArray[np.uint16]:
-    """A document's tokens and the end-of-text token after it.
-
-    The text of a special token inside a document is ordinary text. Lets go of the interpreter lock.
-    """
-    tokens = tokenizer.encode_to_numpy(document, allowed_special=set(), disallowed_special=())
-    return np.append(tokens, tokenizer.eot_token).astype("<u2")
 
 
 def tokenizer_digest(tokenizer: tiktoken.Encoding) -> str:

@@ -12,7 +12,7 @@ from owt_data._errors import DataError, check_integer
 from owt_data._json_types import parse_json
 from owt_data._options import PrepareOptions
 from owt_data._prepare.durable import write_durably
-from owt_data._prepare.shards import MAX_PART_BYTES, MIN_PART_BYTES
+from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES
 from owt_data._sources.documents import Documents
 from owt_data._sources.hub import HubLayout, is_offline
 from owt_data._sources.names import Source
@@ -20,10 +20,10 @@ from owt_data._sources.names import Source
 _log = logging.getLogger("owt_data")
 
 _NAME = "plan.json"
-_FORMAT = 1  # raised when parts of an earlier version can no longer be gone on with
+_FORMAT = 1  # raised when shards of an earlier version can no longer be gone on with
 
-# How many parts to make, as far as their sizes allow.
-_NUM_PARTS = 128
+# How many shards to make, as far as their sizes allow.
+_NUM_SHARDS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Plan:
     """Bytes of text, roughly, where that is known."""
 
     part_bytes: int
-    """Text in a part, in bytes."""
+    """Text in a shard, in bytes."""
 
     layouts: dict[str, HubLayout | None] = dataclasses.field(default_factory=dict)
     """By split, how a hub dataset is read; None for files. Missing in plans of versions before 0.3."""
@@ -64,7 +64,7 @@ class Request:
     """What this start is to prepare."""
 
     staging: Path
-    """The folder with the plan and the parts."""
+    """The folder with the plan and the shards."""
 
     out: Path
     """The folder that they are made for."""
@@ -83,17 +83,17 @@ class Request:
 
 
 def find_plan(request: Request) -> Plan | None:
-    """The plan of an interrupted start, if it left parts to go on with. What cannot be gone on with is deleted.
+    """The plan of an interrupted start, if it left shards to go on with. What cannot be gone on with is deleted.
 
     Raises:
         DataError: the interrupted start had another source or other options, or read the hub in another mode.
     """
     staging = request.staging
     plan = _read(staging / _NAME)
-    has_parts = any(staging.glob("parts-*/*.bin"))
-    if plan is None or not has_parts:
-        if has_parts:
-            _log.warning("%s is missing or cannot be read: all parts are made again", staging / _NAME)
+    has_shards = any(staging.glob("parts-*/*.bin"))
+    if plan is None or not has_shards:
+        if has_shards:
+            _log.warning("%s is missing or cannot be read: all shards are made again", staging / _NAME)
         for folder in staging.glob("parts-*"):
             shutil.rmtree(folder)
         return None
@@ -158,7 +158,7 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
         return plan, documents
     sizes = [opened.num_bytes() for opened in documents.values()]
     total = sum(size for size in sizes if size) if all(sizes) else None
-    part_bytes = min(max((total or MAX_PART_BYTES * _NUM_PARTS) // _NUM_PARTS, MIN_PART_BYTES), MAX_PART_BYTES)
+    shard_bytes = min(max((total or MAX_SHARD_BYTES * _NUM_SHARDS) // _NUM_SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     plan = Plan(
         format=_FORMAT,
         source=request.name,
@@ -167,7 +167,7 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
         tokenizer_sha256=tokenizer_sha256,
         layouts=layouts,
         num_bytes=total,
-        part_bytes=part_bytes,
+        part_bytes=shard_bytes,
     )
     write_durably(request.staging / _NAME, json.dumps(dataclasses.asdict(plan)))
     return plan, documents

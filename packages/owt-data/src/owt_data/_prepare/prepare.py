@@ -21,7 +21,7 @@ from owt_data._paths import is_uri, local_path
 from owt_data._prepare.cpus import num_usable_cpus
 from owt_data._prepare.durable import rename_durably, write_durably
 from owt_data._prepare.plan import Plan, Request, find_plan, name_differences, open_documents, revisions
-from owt_data._prepare.shards import MIN_PART_BYTES, Encoder, PartRecord, local_encoder, part_path, tokenize
+from owt_data._prepare.shards import MIN_SHARD_BYTES, Encoder, ShardRecord, local_encoder, shard_path, tokenize
 from owt_data._prepare.write_splits import Ranges, copy_ranges, document_ends, split_at, split_documents
 from owt_data._sources.documents import Documents
 from owt_data._sources.names import BUILTIN, Source, find_splits
@@ -81,12 +81,12 @@ def prepare(
     """Write `train.bin`, `val.bin` and `manifest.json` for a source into the folder `out`.
 
     The token files are those of a plain loop over `datasets`' `train_test_split`, `encode_ordinary` and
-    end-of-text, byte for byte. They are made in parts beside `out`, in `.NAME.partial`, which takes as much
+    end-of-text, byte for byte. They are made in shards beside `out`, in `.NAME.partial`, which takes as much
     disk again as they do, and appear in `out` all at once when they are whole. Whatever interrupts it, the
-    same call again goes on from the last finished part and writes the same bytes. A folder that already
+    same call again goes on from the last finished shard and writes the same bytes. A folder that already
     holds this very source and these options is left as it is.
 
-    Memory: some parts of at most 16 MiB of text for each process, one stretch of 128 MiB of tokens, and
+    Memory: some shards of at most 16 MiB of text for each process, one stretch of 128 MiB of tokens, and
     about 50 bytes for each document.
 
     Args:
@@ -224,8 +224,8 @@ def _encoder(
 
         return ray_encoder(tokenizer)
     sizes = [source.num_bytes for source in splits.values()]
-    most_parts = max(1, -(-sum(1 << 62 if size is None else size for size in sizes) // MIN_PART_BYTES))
-    return local_encoder(tokenizer, min(num_processes or num_usable_cpus(), most_parts))
+    most_shards = max(1, -(-sum(1 << 62 if size is None else size for size in sizes) // MIN_SHARD_BYTES))
+    return local_encoder(tokenizer, min(num_processes or num_usable_cpus(), most_shards))
 
 
 class _Run:
@@ -247,8 +247,8 @@ class _Run:
 
     def write(self, encoder: Encoder) -> Manifest:
         """Tokenize what is not yet tokenized, and assemble it into the folder `result`."""
-        parts = {split: self._tokenize(split, encoder) for split in self._splits}
-        files = self._assemble(parts)
+        shards = {split: self._tokenize(split, encoder) for split in self._splits}
+        files = self._assemble(shards)
         manifest = Manifest(
             tokenizer=self._options.tokenizer,
             vocab_size=self._tokenizer.n_vocab,
@@ -272,11 +272,11 @@ class _Run:
     def _folder(self, split: str) -> Path:
         return self._staging / f"parts-{split}"
 
-    def _tokenize(self, split: str, encoder: Encoder) -> list[PartRecord]:
-        part_bytes, folder = self._plan.part_bytes, self._folder(split)
-        return tokenize(self._documents[split], folder, part_bytes=part_bytes, encoder=encoder, report=self._count)
+    def _tokenize(self, split: str, encoder: Encoder) -> list[ShardRecord]:
+        shard_bytes, folder = self._plan.part_bytes, self._folder(split)
+        return tokenize(self._documents[split], folder, shard_bytes=shard_bytes, encoder=encoder, report=self._count)
 
-    def _count(self, record: PartRecord) -> None:
+    def _count(self, record: ShardRecord) -> None:
         before, total = self._done, self._plan.num_bytes
         num_bytes = before.num_bytes + record.num_bytes
         self._done = Progress(
@@ -288,7 +288,7 @@ class _Run:
         )
         self._report(self._done)
 
-    def _assemble(self, parts: dict[str, list[PartRecord]]) -> dict[str, FileRecord]:
+    def _assemble(self, shards: dict[str, list[ShardRecord]]) -> dict[str, FileRecord]:
         shutil.rmtree(self._result, ignore_errors=True)
         self._result.mkdir()
         end_of_text = self._tokenizer.eot_token
@@ -300,7 +300,7 @@ class _Run:
             self._report(dataclasses.replace(self._done, stage="assembling", fraction=moved / (2 * total)))
 
         sequences, ends = {}, {}
-        for split, records in parts.items():
+        for split, records in shards.items():
             folder = self._folder(split)
             ends[split] = document_ends(folder, records, end_of_text, advance)
             if sum(record.num_tokens for record in records) == len(ends[split]):
@@ -308,7 +308,7 @@ class _Run:
                 raise RejectedDocumentsError(
                     f"{self._splits[split].name} must hold documents with text, got {found}. Give another source."
                 )
-            sequences[split] = local_sequence([part_path(folder, index) for index in range(len(records))])
+            sequences[split] = local_sequence([shard_path(folder, index) for index in range(len(records))])
         whole = concatenate(list(sequences.values()))
         ranges = self._ranges(sequences, ends)
         for split, (starts, stops) in ranges.items():
@@ -324,7 +324,7 @@ class _Run:
         }
 
     def _ranges(self, sequences: dict[str, TokenSequence], ends: dict[str, np.ndarray]) -> dict[str, Ranges]:
-        """Which tokens of all parts go where."""
+        """Which tokens of all shards go where."""
         num_tokens = sum(map(len, sequences.values()))
         if "all" not in sequences:
             return split_at(len(sequences["train"]), num_tokens)

@@ -1,4 +1,4 @@
-"""Parts as tasks of a Ray cluster."""
+"""Shards as tasks of a Ray cluster."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ import tiktoken
 
 from owt_data._errors import DataError
 from owt_data._prepare.shards import Encoder
-from owt_data._prepare.tokenize_worker import encode_part
+from owt_data._prepare.tokenize_worker import encode_shard
 from owt_data._tokenizers import load_tokenizer
 
 _CONNECT_TIMEOUT_S = 10
@@ -32,7 +32,7 @@ def _load_once(tokenizer: str) -> tiktoken.Encoding:
 
 @contextmanager
 def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
-    """Encode parts as Ray tasks, one core each, on the cluster that `RAY_ADDRESS` names or one started here.
+    """Encode shards as Ray tasks, one core each, on the cluster that `RAY_ADDRESS` names or one started here.
 
     Raises:
         DataError: the cluster cannot be reached, or lost a task for good.
@@ -42,14 +42,14 @@ def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
         _start()
     try:
         yield Encoder(
-            submit=lambda part: _encode.remote(part.batch, tokenizer, part.path).future(),
+            submit=lambda shard: _encode.remote(shard.batch, tokenizer, shard.path).future(),
             num_workers=2 * int(ray.cluster_resources().get("CPU", 1)),
         )
     except ray.exceptions.RayError as error:
         # Of what a task raised, its last line has the sentence; the lines before are where.
         reason = str(error).strip().splitlines()[-1]
         raise DataError(
-            f"The Ray cluster must tokenize every part, got a failure: {reason}. Run the same command again, which "
+            f"The Ray cluster must tokenize every shard, got a failure: {reason}. Run the same command again, which "
             "goes on from there."
         ) from error
     finally:
@@ -85,4 +85,4 @@ def _check_address(address: str) -> None:
 
 @ray.remote(num_cpus=1)
 def _encode(batch: pa.RecordBatch, tokenizer: str, path: Path) -> dict[str, Any]:
-    return encode_part(batch, _load_once(tokenizer), path)
+    return encode_shard(batch, _load_once(tokenizer), path)

@@ -1,8 +1,8 @@
-"""Text to a part file: what the tokenizing processes run. Light to import, for there are many of them.
+"""Tokenizing process: text in, a shard file out. Imports little, because a machine runs many of them.
 
-`python -m owt_data._prepare.tokenize_worker TOKENIZER` takes parts as an Arrow stream on its standard input and answers
-each with a line of JSON. A process of its own kind, since those of `multiprocessing` begin by running
-their parent's main module again, which a script without a guard does not survive.
+`python -m owt_data._prepare.tokenize_worker TOKENIZER` reads shards as an Arrow stream from standard input and answers
+each shard with one line of JSON. It is no process of `multiprocessing`: these run the main module of their parent again,
+which breaks a script without a `__main__` guard.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from owt_data._errors import DataError
 from owt_data._tokenizers import load_tokenizer
 
 
-def encode_part(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path) -> dict[str, Any]:
-    """Tokenize pieces of text into a part file, which appears under its name when it is whole.
+def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path) -> dict[str, Any]:
+    """Tokenize pieces of text into a shard file, which appears under its name when it is whole.
 
     Args:
         batch: `text: large_string`, and `ends: bool`, whether a document ends with the piece and an
@@ -58,24 +58,24 @@ def encode_part(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path)
 
 
 def main(name: str) -> None:
-    """Encode parts from standard input until it ends; without the tokenizer, answer the first with the reason."""
+    """Encode shards from standard input until it ends; without the tokenizer, answer the first with the reason."""
     try:
         tokenizer = load_tokenizer(name)
     except DataError as error:
         _answer({"rejected": str(error)})
         return
     for batch, metadata in _receive():
-        _answer(encode_part(batch, tokenizer, Path(metadata["path"].decode())))
+        _answer(encode_shard(batch, tokenizer, Path(metadata["path"].decode())))
 
 
 def _receive() -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata]]:
-    """Yield the parts from standard input."""
+    """Yield the shards from standard input."""
     try:
-        with pa.ipc.open_stream(sys.stdin.buffer) as parts:
-            yield from parts.iter_batches_with_custom_metadata()
+        with pa.ipc.open_stream(sys.stdin.buffer) as shards:
+            yield from shards.iter_batches_with_custom_metadata()
     except (pa.ArrowInvalid, OSError):
         # The parent died and cut the stream: Arrow raises the one or the other, depending on where. Nobody is left
-        # to tell. What fails while a part is encoded is not raised here.
+        # to tell. What fails while a shard is encoded is not raised here.
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Part files to token files: scanned, split, and copied together."""
+"""Shard files to token files: scanned, split, and copied together."""
 
 import math
 import os
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from owt_data._errors import DataError
 from owt_data._prepare.cpus import num_usable_cpus
-from owt_data._prepare.shards import PartRecord, checksum, part_path
+from owt_data._prepare.shards import ShardRecord, checksum, shard_path
 from owt_data._tokens.manifest import FileRecord
 from owt_data._tokens.sequence import SequenceReader, TokenSequence
 from owt_data._tokens.summary import Summary
 
-# Tokens put together in memory before they are written, at most. The parts are gone through once for each such
+# Tokens put together in memory before they are written, at most. The shards are gone through once for each such
 # stretch, so a file has this many of them until they reach that size.
 _CHUNK_TOKENS = 1 << 26
 _NUM_CHUNKS = 16
@@ -26,24 +26,24 @@ Ranges = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def document_ends(
-    folder: Path, records: list[PartRecord], end_of_text: int, report: Callable[[int], None]
+    folder: Path, records: list[ShardRecord], end_of_text: int, report: Callable[[int], None]
 ) -> NDArray[np.int64]:
-    """Where documents end in the sequence of all parts, one past their end-of-text tokens.
+    """Where documents end in the sequence of all shards, one past their end-of-text tokens.
 
-    Every part is checked on the way: what is wrong with one now went wrong after it was written.
+    Every shard is checked on the way: what is wrong with one now went wrong after it was written.
 
     Args:
-        folder: where the parts are.
-        records: the parts.
+        folder: where the shards are.
+        records: the shards.
         end_of_text: the token.
-        report: called with the number of tokens of each part that is done.
+        report: called with the number of tokens of each shard that is done.
 
     Raises:
-        DataError: a part is not as it was written.
+        DataError: a shard is not as it was written.
     """
 
     def ends_in(index: int) -> NDArray[np.int64]:
-        path = part_path(folder, index)
+        path = shard_path(folder, index)
         if checksum(path) != records[index].sha256:
             raise DataError(
                 f"{path} must be as it was written, got other contents: the disk or the memory may be failing, or not "
@@ -97,7 +97,7 @@ def copy_ranges(
         for starts, stops in _chunks(ranges, chunk_tokens):
             offsets = np.concatenate([[0], np.cumsum(stops - starts)])
             tokens = buffer[: offsets[-1]]
-            # In the order of the parts, so that each is opened once, and read from its beginning to its end.
+            # In the order of the shards, so that each is opened once, and read from its beginning to its end.
             for number in np.argsort(starts, kind="stable").tolist():
                 reader.copy(int(starts[number]), tokens[offsets[number] : offsets[number + 1]])
             file.write(tokens.data)

@@ -37,7 +37,7 @@ _CUT_SEARCH = 1 << 12
 class Cursor(NamedTuple):
     """A place between two documents, or two pieces of one."""
 
-    shard: int
+    file: int
     """Number of the file, or of the dataset's shard."""
 
     offset: int
@@ -56,11 +56,11 @@ class Chunk(NamedTuple):
     ends: NDArray[np.bool_]
     """`[N]`, whether a document ends with the piece."""
 
-    shard: int
-    """Where they lie: `Cursor(shard, offsets[i])` is right after piece `i`."""
+    file: int
+    """Where they lie: `Cursor(file, offsets[i])` is right after piece `i`."""
 
     offsets: NDArray[np.int64]
-    """`[N]`, see `shard`."""
+    """`[N]`, see `file`."""
 
 
 class Documents:
@@ -102,39 +102,39 @@ class Documents:
         if self._source.kind in (BUILTIN, "text"):
             yield from self._read_texts(cursor)
             return
-        num_shards = len(self._source.files) if self._hub is None else self._hub.layout.num_shards
-        for shard in range(cursor.shard, num_shards):
-            yield from self._read_rows(shard, cursor.offset if shard == cursor.shard else 0)
+        num_files = len(self._source.files) if self._hub is None else self._hub.layout.num_shards
+        for file in range(cursor.file, num_files):
+            yield from self._read_rows(file, cursor.offset if file == cursor.file else 0)
 
     def _read_texts(self, cursor: Cursor) -> Iterator[Chunk]:
         errors = "replace" if self._source.kind == BUILTIN else "strict"
-        for shard in range(cursor.shard, len(self._source.files)):
-            begin = cursor.offset if shard == cursor.shard else 0
-            for text, offset in _read_pieces(self._source.files[shard], begin, errors):
-                at = Cursor(shard + 1, 0) if offset is None else Cursor(shard, offset)
+        for file in range(cursor.file, len(self._source.files)):
+            begin = cursor.offset if file == cursor.file else 0
+            for text, offset in _read_pieces(self._source.files[file], begin, errors):
+                at = Cursor(file + 1, 0) if offset is None else Cursor(file, offset)
                 texts, ends = pa.array([text], pa.large_string()), np.array([offset is None])
-                yield Chunk(texts, ends, at.shard, np.array([at.offset]))
+                yield Chunk(texts, ends, at.file, np.array([at.offset]))
 
-    def _read_rows(self, shard: int, skip: int) -> Iterator[Chunk]:
+    def _read_rows(self, file: int, skip: int) -> Iterator[Chunk]:
         offset = 0
-        for texts in self._texts_of(shard):
+        for texts in self._texts_of(file):
             first, offset = max(0, skip - offset), offset + len(texts)
             if first < len(texts):
                 rest = texts[first:]
-                yield Chunk(rest, np.ones(len(rest), bool), shard, np.arange(offset - len(rest), offset) + 1)
+                yield Chunk(rest, np.ones(len(rest), bool), file, np.arange(offset - len(rest), offset) + 1)
 
-    def _texts_of(self, shard: int) -> Iterator[pa.Array]:
+    def _texts_of(self, file: int) -> Iterator[pa.Array]:
         """The texts of all rows of a shard, each `large_string[N]`."""
         column = self._text_column
         if self._hub is not None:
             num_rows = 0
-            for table in self._hub.read(shard):
+            for table in self._hub.read(file):
                 yield _check_texts(table, column, self._source.name, num_rows)
                 num_rows += len(table)
         elif self._source.kind == "json":
-            yield from read_json_texts(self._source.files[shard], column)
+            yield from read_json_texts(self._source.files[file], column)
         else:
-            yield from _read_parquet_texts(self._source.files[shard], column)
+            yield from _read_parquet_texts(self._source.files[file], column)
 
 
 def _check_texts(table: pa.Table, column: str, name: str, before: int) -> pa.Array:

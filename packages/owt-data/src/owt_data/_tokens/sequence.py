@@ -160,7 +160,7 @@ class TokenMixture:
         DataError: the weights do not fit the parts, or are so small that a part would give nothing.
     """
 
-    parts: tuple[TokenSequence, ...]
+    sequences: tuple[TokenSequence, ...]
     """What is mixed."""
 
     weights: tuple[float, ...]
@@ -169,20 +169,20 @@ class TokenMixture:
     def __post_init__(self) -> None:
         """Check the weights once."""
         numbers = all(isinstance(weight, int | float) and weight > 0 for weight in self.weights)
-        fit = len(self.weights) == len(self.parts) > 0 and numbers and sum(self.weights) < float("inf")
+        fit = len(self.weights) == len(self.sequences) > 0 and numbers and sum(self.weights) < float("inf")
         if not fit or 0 in self._shares():
             raise DataError(
-                f"The weights must be one number for each of {len(self.parts)} parts, and must give each part at least "
-                f"one window in {_ROUND}, got {list(self.weights)}. Raise the small ones, or leave their parts out."
+                f"The weights must be one number for each of {len(self.sequences)} sequences, and must give each at least one "
+                f"window in {_ROUND}, got {list(self.weights)}. Raise the small ones, or leave their sequences out."
             )
 
     def __len__(self) -> int:
         """Number of tokens in all parts."""
-        return sum(map(len, self.parts))
+        return sum(map(len, self.sequences))
 
     def num_windows(self, seq_len: int) -> int:
         """How many non-overlapping windows of `seq_len` inputs all parts hold; none, where one has none."""
-        counts = [part.num_windows(seq_len) for part in self.parts]
+        counts = [part.num_windows(seq_len) for part in self.sequences]
         return sum(counts) if all(counts) else 0
 
     def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
@@ -194,24 +194,24 @@ class TokenMixture:
         if order == "sequential":
             raise DataError("The order of a mixture must be shuffle or random, got sequential. Read its parts singly.")
         windows = np.empty((len(indices), seq_len + 1), dtype=np.uint16)
-        part_of, index_in_part = self._deal(indices, seed)
-        for number, part in enumerate(self.parts):
-            here = part_of == number
+        which, own_index = self._deal(indices, seed)
+        for number, part in enumerate(self.sequences):
+            here = which == number
             if here.any():
-                windows[here] = part.windows(index_in_part[here], seq_len=seq_len, order=order, seed=seed + number)
+                windows[here] = part.windows(own_index[here], seq_len=seq_len, order=order, seed=seed + number)
         return windows
 
     def _deal(self, indices: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each index, the part that gives its window, and that window's index in the part's own order."""
         shares = np.array(self._shares())
         bounds = np.concatenate([[0], np.cumsum(shares)])
-        part_of, index_in_part = np.empty_like(indices), np.empty_like(indices)
+        which, own_index = np.empty_like(indices), np.empty_like(indices)
         if len(indices):
             for where, number, positions in shuffled(indices, _ROUND, seed):
                 parts = np.searchsorted(bounds, positions, side="right") - 1
-                part_of[where] = parts
-                index_in_part[where] = number * shares[parts] + positions - bounds[parts]
-        return part_of, index_in_part
+                which[where] = parts
+                own_index[where] = number * shares[parts] + positions - bounds[parts]
+        return which, own_index
 
     def _shares(self) -> list[int]:
         """Windows per part in a round, which they fill: rounded down, the rest to the largest remainders."""
