@@ -132,7 +132,7 @@ def test_token_files_of_gpt2_are_opened_without_the_tokenizer_and_not_shown(fold
     assert done.stdout == "50257\n", done.stderr
     done = run("inspect", "gpt2.bin", environment=no_ranks)
     assert done.returncode == 2
-    assert "or set TIKTOKEN_CACHE_DIR to a folder that has them. Text may be prepared with the tokenizer" in done.stderr
+    assert "set TIKTOKEN_CACHE_DIR to a folder that has them, or prepare text with the tokenizer" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -72,7 +72,7 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
     ("args", "message"),
     [
         (["prepare", "nowhere.txt", "out"], "error: nowhere.txt must be a file or a folder of files, got a name that"),
-        (["prepare", "only-one"], "error: The names must be of sources and of a folder, got only-one. Name"),
+        (["prepare", "only-one"], "error: The names must be sources and a folder, got only-one. Name"),
         (
             ["inspect", "nowhere.bin", "--window-tokens", "0"],
             "error: window_tokens must be an integer of at least 1, got 0. ",

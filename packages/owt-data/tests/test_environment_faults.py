@@ -118,7 +118,7 @@ def test_missing_tokenizer_files_cost_no_finished_part(
     interrupt(corpus, out, options)
     before = parts(out)
     done = run("prepare", corpus, out, "--val-fraction", "0.1", "--num-processes", num_processes, **no_ranks)
-    assert_rejected(done, "error: the files of tokenizer 'gpt2' could not be downloaded (ProxyError)")
+    assert_rejected(done, "error: The files of tokenizer 'gpt2' must be downloaded once, got ProxyError.")
     assert parts(out) == before
     assert_goes_on(corpus, out, record_property, options)
 
@@ -138,7 +138,7 @@ tiktoken.load.read_file = lambda address: b"<html>log in</html>"  # what request
         text=True,
         check=False,
     )
-    assert_rejected(done, "error: the files of tokenizer 'gpt2' could not be downloaded (ValueError)")
+    assert_rejected(done, "error: The files of tokenizer 'gpt2' must be downloaded once, got ValueError.")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
 
@@ -158,7 +158,7 @@ def test_a_source_that_cannot_be_read_for_a_while_costs_no_finished_part(corpus,
             corpus.mkdir()  # which opens and cannot be read, as a file of a failing mount
 
     with pytest.raises(
-        DataError, match=r"corpus.jsonl must be readable, got Is a directory. Mend that and run the same"
+        DataError, match=r"corpus.jsonl must be readable, got Is a directory. Correct that and run the same"
     ):
         prepare(str(corpus), out, OPTIONS, num_processes=1, progress=hide)
     corpus.rmdir()
@@ -299,10 +299,8 @@ def test_a_folder_in_object_storage_is_rejected_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     # No server is asked: the address leads nowhere.
     done = run("prepare", corpus, out, "--tokenizer", "bytes", AWS_ENDPOINT_URL="http://127.0.0.1:9")
-    assert_rejected(
-        done, f"error: The folder to write into must be a local or mounted one, got {out}. Prepare into a local"
-    )
-    with pytest.raises(DataError, match="must be a local or mounted one"):
+    assert_rejected(done, f"error: The output must be a local or mounted folder, got {out!r}. Prepare into one and")
+    with pytest.raises(DataError, match="must be a local or mounted folder"):
         prepare(str(corpus), Path(out), OPTIONS)
     assert list(tmp_path.iterdir()) == [corpus]
 
@@ -313,7 +311,7 @@ def test_a_source_in_object_storage_is_rejected(tmp_path, record_property):
     record_property("lost", "nothing")
     done = run("prepare", "s3://bucket/rows.jsonl", tmp_path / "out", "--tokenizer", "bytes")
     assert_rejected(
-        done, "error: The source must be files of this machine or a dataset of the Hugging Face hub, got s3://"
+        done, "error: The source must be files on this machine or a dataset of the Hugging Face hub, got 's3://"
     )
     assert list(tmp_path.iterdir()) == []
 

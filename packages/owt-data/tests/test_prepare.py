@@ -125,7 +125,7 @@ def test_splits_that_are_given_are_kept(articles, tmp_path):
         assert read(tmp_path / "out" / file).tolist() == expected
         assert manifest.files[file].num_documents == len(part)
     assert prepare(sources, tmp_path / "out", BYTES) == manifest
-    with pytest.raises(DataError, match="got it prepared from"):
+    with pytest.raises(DataError, match="got token files of"):
         prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", BYTES)
 
 
@@ -163,7 +163,7 @@ def test_the_same_again_is_left_alone_and_another_is_refused(articles, tmp_path)
     before = (tmp_path / "out/train.bin").stat().st_mtime_ns
     assert prepare(str(articles), tmp_path / "out", BYTES) == first
     assert (tmp_path / "out/train.bin").stat().st_mtime_ns == before
-    with pytest.raises(DataError, match=r"got it prepared from .*: split_seed 2357 and 1 differ"):
+    with pytest.raises(DataError, match=r"got token files of .*: split_seed 2357 and 1 differ"):
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", split_seed=1))
 
 
@@ -179,7 +179,7 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", "", "must hold documents with text, got none"),
+        ("empty.jsonl", "", "must hold text for both splits, got 0 tokens in 0 documents"),
         (
             "other.jsonl",
             '{"body": "x"}\n',
@@ -195,9 +195,9 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
             '{"text": "x"}\n{"text": null}\n',
             "The column 'text' of .*nulls.jsonl must hold text in every row, got none in line 2",
         ),
-        ("rowless.parquet", parquet([]), "must hold documents with text, got none"),
-        ("blank.txt", "", "must hold documents with text, got empty ones"),
-        ("blank.jsonl", '{"text": ""}\n', "must hold documents with text, got empty ones"),
+        ("rowless.parquet", parquet([]), "must hold text for both splits, got 0 tokens in 0 documents"),
+        ("blank.txt", "", "must hold text for both splits, got 1 tokens in 1 documents"),
+        ("blank.jsonl", '{"text": ""}\n' * 99, "must hold text for both splits, got 99 tokens in 99 documents"),
         (
             "mixed.jsonl",
             '{"text": "x"}\n{"text": 5}\n',
@@ -221,9 +221,9 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
         (
             "one.jsonl",
             '{"text": "x"}\n',
-            "must suffice for training and validation, got 1 documents of 2 tokens, which leave none for train",
+            "must hold text for both splits, got 2 tokens in 1 documents",
         ),
-        ("notes.doc", "x", "must be files of one of the kinds .txt, .jsonl and .parquet, got .doc"),
+        ("notes.doc", "x", r"must be files of one kind \(.txt, .jsonl or .parquet\), got .doc"),
     ],
 )
 def test_sources_that_cannot_be_read_are_refused(name, content, message, tmp_path):
@@ -243,7 +243,7 @@ def test_a_source_mended_after_it_was_refused_is_prepared(tmp_path):
     path.write_text('{"text": "x"}\n' * 50)
     prepare(str(path), tmp_path / "out", BYTES)
     path.write_text('{"text": "y"}\n' * 50)
-    with pytest.raises(DataError, match=r"as it is now and with these options, got it .* contents differ"):
+    with pytest.raises(DataError, match=r"made from .* with these options, got token files of .*: contents differ"):
         prepare(str(path), tmp_path / "out", BYTES)
 
 
@@ -256,10 +256,14 @@ def test_an_interruption_before_the_first_part_binds_nobody(articles, tmp_path):
 
 def test_names_that_make_no_sense_are_refused(articles, tmp_path):
     for sources, out, message in (
-        ("", "out", "The sources must be names of files, folders or datasets, got "),
-        (["train=", f"val={articles}"], "out", "The sources must be names of files, folders or datasets, got "),
-        (str(articles), "", "The last name must be a folder to write into, got an empty one"),
-        (str(articles), articles, r"The last name must be a folder to write into, got .*articles.jsonl"),
+        ("", "out", "The source must be files on this machine or a dataset of the Hugging Face hub, got ''"),
+        (
+            ["train=", f"val={articles}"],
+            "out",
+            "The source must be files on this machine or a dataset of the Hugging Face hub, got ''",
+        ),
+        (str(articles), "", "The output must be a local or mounted folder, got ''"),
+        (str(articles), articles, r"The output must be a local or mounted folder, got .*articles.jsonl"),
         (f"{tmp_path}/nowhere/", "out", r"nowhere must be a file or a folder of files, got a name that does not exist"),
     ):
         with pytest.raises(DataError, match=message):
@@ -269,7 +273,7 @@ def test_names_that_make_no_sense_are_refused(articles, tmp_path):
         prepare(str(tmp_path / "out"), tmp_path / "again", BYTES)
     options = PrepareOptions(tokenizer="bytes", val_fraction=0.2)
     with pytest.raises(
-        DataError, match=r"--split and --val-fraction must be left out where train=... and val=... give"
+        DataError, match=r"--split and --val-fraction must be absent with train=... and val=..., got both"
     ):
         prepare([f"train={articles}", f"val={articles}"], tmp_path / "given", options)
 
@@ -285,7 +289,7 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(articles, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("mine")
-    with pytest.raises(DataError, match="must be empty or missing, got a folder of other files"):
+    with pytest.raises(DataError, match=r"must be empty or made from .* with these options, got other files"):
         prepare(str(articles), out, BYTES)
     assert [entry.name for entry in out.iterdir()] == ["thesis.tex"]
 

@@ -52,7 +52,7 @@ def test_a_terminated_prepare_says_so_as_after_ctrl_c(moment, corpus, tmp_path, 
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()  # ends once no tokenizing process has the pipe
     assert process.returncode == 130
-    assert err == "interrupted: the same command again goes on from there\n"
+    assert err == "interrupted: run the same command again to resume\n"
     assert not out.exists()
     began = time.monotonic()
     prepare([str(corpus)] * 4, out, OPTIONS)

@@ -107,7 +107,7 @@ def prepare(
     report = progress or _silent
     splits = find_splits(sources)
     if "all" not in splits and (options.split != "auto" or options.val_fraction is not None):
-        raise DataError("--split and --val-fraction must be left out where train=... and val=... give the split.")
+        raise DataError("--split and --val-fraction must be absent with train=... and val=..., got both. Remove them.")
     out = local_folder(out)
     with file_errors("readable and writable", out):
         digest = _digest(splits, report)

@@ -77,7 +77,7 @@ def test_a_folder_on_the_server_is_verified_and_inspected(both, capsys):
         stream.write(b"xx")
     (difference,) = verify(remote)
     assert difference.startswith("val.bin: expected ")
-    with pytest.raises(DataError, match=r"s3://.*/val.bin must have \d+ bytes, as manifest.json says, got 2\."):
+    with pytest.raises(DataError, match=r"s3://.*/val.bin must have \d+ bytes as in manifest.json, got 2\."):
         open_tokens(remote, tokenizer="bytes")
 
 
