@@ -61,7 +61,7 @@ def rejected(capsys, folder, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        # Where to write.
+        # Outputs.
         (
             ("prepare", "book.txt", "s3://bucket/x"),
             "must be a local or mounted folder, got 's3://bucket/x'. Prepare into",
@@ -75,7 +75,7 @@ def rejected(capsys, folder, *arguments):
             "must be a local or mounted folder, got 'file://host/x'. Prepare into",
         ),
         (("prepare", "book.txt", LONG), f"{LONG}/manifest.json must be readable, got "),
-        (("prepare", "book.txt", LONG[:250]), "x.partial must be readable and writable, got File name too long. Mend"),
+        (("prepare", "book.txt", LONG[:250]), "x.partial must be readable and writable, got File name too long. Correct"),
         (("prepare", "book.txt", "book.txt/out"), "book.txt/.out.partial must be readable and writable, got Not a dir"),
         (
             ("prepare", "book.txt", "pipe.bin"),
@@ -91,7 +91,7 @@ def rejected(capsys, folder, *arguments):
             "must be empty or made from book.txt with these options, got other files. Choose",
         ),
         (("prepare", "book.txt", "out\udce9"), "out\\udce9/manifest.json must be UTF-8 text, got other bytes. Change"),
-        # What to read.
+        # Sources.
         (("prepare", f"{LONG}.txt", "out"), f"{LONG}.txt must be readable, got File name too long. Correct that"),
         (("prepare", LONG, "out"), f"{LONG} must be readable, got File name too long. Correct that"),
         (("prepare", "pipe.txt", "out"), "pipe.txt must be a file or a folder of files, got a pipe, a device"),
@@ -113,7 +113,7 @@ def rejected(capsys, folder, *arguments):
         (("prepare", "book.txt", "out", "--split-seed", "-1"), "split_seed must be an integer of at least 0, got -1. "),
         (("prepare", "book.txt", "out", "--val-fraction", "nan"), "val_fraction must be between 0 and 1, got nan."),
         (("prepare", "", "out"), "must be files on this machine or a dataset of the Hugging Face hub, got ''. Copy"),
-        # What to open.
+        # Token files.
         (("verify", LONG), f"{LONG} must be readable, got "),
         (("verify", "pipe.bin"), "pipe.bin must be a folder that owt-data prepared, got a pipe, a device"),
         (("verify", "~no-such-user/x"), "must begin with ~ or the ~name of a user, got no such user. Write ./~"),
@@ -206,7 +206,7 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize("damage", ["a folder", "a pipe", *MANIFESTS])
-def test_a_manifest_that_is_none(damage, folder, capsys):
+def test_an_invalid_manifest(damage, folder, capsys):
     prepare("book.txt", "out", OPTIONS)
     path = folder / "out/manifest.json"
     manifest = json.loads(path.read_text())
@@ -224,7 +224,7 @@ def test_a_manifest_that_is_none(damage, folder, capsys):
         assert err.endswith(" Restore it from a copy, or delete the folder and prepare it again.\n")
 
 
-def test_a_damaged_folder_is_not_said_to_be_prepared(folder, capsys):
+def test_a_damaged_folder_is_not_reported_as_prepared(folder, capsys):
     prepare("book.txt", "out", OPTIONS)
     (folder / "out/val.bin").write_bytes(b"")
     err = rejected(capsys, folder, "prepare", "book.txt", "out", *BYTES)
@@ -233,18 +233,18 @@ def test_a_damaged_folder_is_not_said_to_be_prepared(folder, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "out: 1 difference"
 
 
-def test_an_id_that_the_tokenizer_has_not_is_named_by_inspect(folder, capsys):
+def test_inspect_names_an_id_outside_the_vocabulary(folder, capsys):
     prepare("book.txt", "out", OPTIONS)
     tokens = np.fromfile("out/val.bin", "<u2")
     tokens[0] = 60_000
     tokens.tofile("out/val.bin")
-    message = "The ids in out must be below 257, the vocabulary of the tokenizer bytes, got 60000. Give the tokenizer"
+    message = "The ids in out must be below 257, the vocabulary of the tokenizer bytes, got 60000. Name the right tokenizer"
     assert message in rejected(capsys, folder, "inspect", "out")
 
 
 @pytest.fixture
 def interrupted(folder) -> Path:
-    """The folder with what a preparation left that was interrupted after two of its parts."""
+    """The working folder of a preparation that was interrupted after two shards."""
     rows = [{"text": f"{number} " * 5000} for number in range(120)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -295,7 +295,7 @@ def assert_completes(folder):
 
 
 @pytest.mark.parametrize("damage", [*PLANS, "not UTF-8", "nested deeply"])
-def test_a_plan_that_is_none_restarts_the_preparation(damage, interrupted, folder):
+def test_an_invalid_plan_restarts_the_preparation(damage, interrupted, folder):
     path = interrupted / "plan.json"
     if damage in PLANS:
         path.write_text(json.dumps(PLANS[damage](json.loads(path.read_text()))))
@@ -305,7 +305,7 @@ def test_a_plan_that_is_none_restarts_the_preparation(damage, interrupted, folde
 
 
 @pytest.mark.parametrize("damage", [*RECORDS, "empty", "nested deeply"])
-def test_a_record_of_a_part_that_is_none_costs_that_part(damage, interrupted, folder):
+def test_an_invalid_shard_record_loses_only_that_shard(damage, interrupted, folder):
     path = interrupted / "parts-all/parts.jsonl"
     first, second, *rest = path.read_bytes().splitlines(keepends=True)
     if damage in RECORDS:

@@ -11,7 +11,7 @@ import pytest
 from owt_data import DataError, PrepareOptions, find_source, prepare, verify
 from owt_data._sources.documents import Cursor, Documents
 
-# Parsers that infer types do so for some 10 MB and fail on what comes after.
+# Parsers infer types from the first 10 MB, and fail on other types after them.
 NUM_ROWS = 14_000
 CHANGE = 13_000
 
@@ -95,7 +95,7 @@ def test_a_file_whose_other_fields_change_is_prepared_and_resumed_byte_for_byte(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_reading_goes_on_from_any_row_of_any_block(suffix, tmp_path, monkeypatch):
+def test_reading_resumes_from_any_row_of_any_block(suffix, tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._sources.json_lines._BLOCK_BYTES", 300)
     path = tmp_path / f"rows{suffix}"
     expected = [f"row {number} é\n" for number in range(200)]
@@ -178,7 +178,7 @@ def test_a_line_that_is_cut_is_named_among_thousands(tmp_path):
         read(tmp_path / "rows.jsonl")
 
 
-def test_a_file_that_begins_with_null_is_rejected_and_crashes_nothing(tmp_path):
+def test_a_file_that_begins_with_null_is_rejected_without_a_crash(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('null\n{"text": "a"}\n')
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"

@@ -21,13 +21,13 @@ def test_gpt2_is_tiktokens(gpt2):
     assert (gpt2.eot_token, gpt2.n_vocab) == (50256, 50257)
 
 
-def test_digests_tell_tokenizers_apart(small_bpe):
+def test_digests_differ_between_tokenizers(small_bpe):
     assert tokenizer_digest(load_tokenizer("bytes")) != tokenizer_digest(small_bpe)
     assert tokenizer_digest(load_tokenizer("bytes")) == (
         "2114b7354135602ea50165381fc6469346dce0a93373908a1d30ff4c2d51410e"
     )
 
 
-def test_an_unknown_tokenizer_is_refused():
+def test_an_unknown_tokenizer_is_rejected():
     with pytest.raises(DataError, match="The tokenizer must be bytes or gpt2, got 'words'"):
         load_tokenizer("words")
