@@ -1,9 +1,10 @@
-"""What the tests share: token files on disk, tokenizers, a Ray cluster, an S3 server."""
+"""Shared fixtures: corpora, token files, tokenizers, a Ray cluster, an S3 server."""
 
 import base64
 import json
 import logging
 import os
+import random
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -23,7 +24,7 @@ SHARED_DATA = {"gpt2", "corpora"}
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what needs data that is shared between machines; a test that asks for it by parameter says so itself."""
+    """Mark tests whose fixtures need shared data. Tests that request them by parameter have the mark already."""
     for item in items:
         if SHARED_DATA & set(item.fixturenames):
             item.add_marker(pytest.mark.shared_data)
@@ -106,7 +107,7 @@ def no_ranks(tmp_path) -> dict[str, str]:
 
 @pytest.fixture
 def tokens(tmp_path, positions) -> TokenSequence:
-    """Tokens that are their own positions, so that a window shows where it came from."""
+    """Tokens that equal their positions, which shows the origin of a window."""
     return positions(tmp_path / "tokens.bin", 0, 5000)
 
 
@@ -130,6 +131,17 @@ def articles(tmp_path) -> Path:
     texts.insert(7, "")
     path = tmp_path / "articles.jsonl"
     path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """10 MB of documents as JSON lines: about forty shards."""
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    with path.open("w") as file:
+        for _ in range(4000):
+            file.write(json.dumps({"text": "".join(rng.choices("abcdefgh \n", k=rng.randrange(5000)))}) + "\n")
     return path
 
 

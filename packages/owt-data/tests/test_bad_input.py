@@ -61,21 +61,39 @@ def rejected(capsys, folder, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        # Where to write.
-        (("prepare", "book.txt", "s3://bucket/x"), "must be a local or mounted one, got s3://bucket/x. Prepare into a"),
-        (("prepare", "book.txt", "gs://bucket/x"), "must be a local or mounted one, got gs://bucket/x. Prepare into a"),
-        (("prepare", "book.txt", "file://host/x"), "must be a local or mounted one, got file://host/x. Prepare into a"),
+        # Outputs.
+        (
+            ("prepare", "book.txt", "s3://bucket/x"),
+            "must be a local or mounted folder, got 's3://bucket/x'. Prepare into",
+        ),
+        (
+            ("prepare", "book.txt", "gs://bucket/x"),
+            "must be a local or mounted folder, got 'gs://bucket/x'. Prepare into",
+        ),
+        (
+            ("prepare", "book.txt", "file://host/x"),
+            "must be a local or mounted folder, got 'file://host/x'. Prepare into",
+        ),
         (("prepare", "book.txt", LONG), f"{LONG}/manifest.json must be readable, got "),
-        (("prepare", "book.txt", LONG[:250]), "x.partial must be readable and writable, got File name too long. Mend"),
+        (("prepare", "book.txt", LONG[:250]), "x.partial must be readable and writable, got File name too long. Correct"),
         (("prepare", "book.txt", "book.txt/out"), "book.txt/.out.partial must be readable and writable, got Not a dir"),
-        (("prepare", "book.txt", "pipe.bin"), "must be a folder to write into, got pipe.bin. Name a folder."),
-        (("prepare", "book.txt", "loop.txt"), "must be a folder to write into, got loop.txt. Name a folder."),
+        (
+            ("prepare", "book.txt", "pipe.bin"),
+            "The output must be a local or mounted folder, got 'pipe.bin'. Prepare into",
+        ),
+        (
+            ("prepare", "book.txt", "loop.txt"),
+            "The output must be a local or mounted folder, got 'loop.txt'. Prepare into",
+        ),
         (("prepare", "book.txt", "~no-such-user/x"), "~no-such-user/x must begin with ~ or the ~name of a user, got"),
-        (("prepare", "book.txt", "."), "must be empty or missing, got a folder of other files. Choose another folder."),
+        (
+            ("prepare", "book.txt", "."),
+            "must be empty or made from book.txt with these options, got other files. Choose",
+        ),
         (("prepare", "book.txt", "out\udce9"), "out\\udce9/manifest.json must be UTF-8 text, got other bytes. Change"),
-        # What to read.
-        (("prepare", f"{LONG}.txt", "out"), f"{LONG}.txt must be readable, got File name too long. Mend that"),
-        (("prepare", LONG, "out"), f"{LONG} must be readable, got File name too long. Mend that"),
+        # Sources.
+        (("prepare", f"{LONG}.txt", "out"), f"{LONG}.txt must be readable, got File name too long. Correct that"),
+        (("prepare", LONG, "out"), f"{LONG} must be readable, got File name too long. Correct that"),
         (("prepare", "pipe.txt", "out"), "pipe.txt must be a file or a folder of files, got a pipe, a device"),
         (("prepare", "/dev/zero", "out"), "/dev/zero must be a file or a folder of files, got a pipe, a device"),
         (("prepare", "loop.txt", "out"), "loop.txt must be a file or a folder of files, got "),
@@ -86,13 +104,16 @@ def rejected(capsys, folder, *arguments):
         (("prepare", "~no-such-user/x.txt", "out"), "must begin with ~ or the ~name of a user, got no such user."),
         (("prepare", "\udce9", "out"), "\\udce9 must be UTF-8 text, got other bytes. Change it."),
         (("prepare", "latin.txt", "out"), "latin.txt must hold UTF-8 text, got other bytes at byte 3. Convert it"),
-        (("prepare", "two-bytes.txt", "out"), "must suffice for training and validation, got 1 documents of 3 tokens"),
+        (
+            ("prepare", "two-bytes.txt", "out"),
+            "two-bytes.txt must hold text for both splits, got 3 tokens in 1 documents. Give",
+        ),
         (("prepare", "blank.jsonl", "out"), "must hold text in every row, got a number in line 5. Name another column"),
         (("prepare", "twice.parquet", "out"), "must be exactly one of the columns ['text', 'text'] of twice.parquet"),
         (("prepare", "book.txt", "out", "--split-seed", "-1"), "split_seed must be an integer of at least 0, got -1. "),
         (("prepare", "book.txt", "out", "--val-fraction", "nan"), "val_fraction must be between 0 and 1, got nan."),
-        (("prepare", "", "out"), "The sources must be names of files, folders or datasets, got ['']. Name one."),
-        # What to open.
+        (("prepare", "", "out"), "must be files on this machine or a dataset of the Hugging Face hub, got ''. Copy"),
+        # Token files.
         (("verify", LONG), f"{LONG} must be readable, got "),
         (("verify", "pipe.bin"), "pipe.bin must be a folder that owt-data prepared, got a pipe, a device"),
         (("verify", "~no-such-user/x"), "must begin with ~ or the ~name of a user, got no such user. Write ./~"),
@@ -101,10 +122,10 @@ def rejected(capsys, folder, *arguments):
         (("verify", "file://host/x"), "The name must be a path, s3://bucket/... or gs://bucket/..., got file://host/x"),
         (("verify", "hdfs://host/x"), "The name must be a path, s3://bucket/... or gs://bucket/..., got hdfs://host/x"),
         (("inspect", LONG), f"{LONG} must be readable, got "),
-        (("inspect", f"{LONG}*.bin"), "must be readable, got File name too long. Mend that"),
+        (("inspect", f"{LONG}*.bin"), "must be readable, got File name too long. Correct that"),
         (("inspect", "pipe.bin"), "pipe.bin must be a token file, got a pipe, a device or a socket. Correct the name."),
-        (("inspect", "odd.bin"), "odd.bin must have an even number of bytes, two for each token, got 3. It is trunc"),
-        (("inspect", "ids.bin"), "ids.bin must be below 257, the vocabulary of the tokenizer bytes, got 300. Give"),
+        (("inspect", "odd.bin"), "odd.bin must have an even number of bytes, two per token, got 3. Write it again."),
+        (("inspect", "ids.bin"), "ids.bin must be below 257, the vocabulary of the tokenizer bytes, got 300. Name"),
         (
             ("inspect", "s3://[x/y.bin"),
             "The name must be a path, s3://bucket/... or gs://bucket/..., got s3://[x/y.bin",
@@ -185,7 +206,7 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize("damage", ["a folder", "a pipe", *MANIFESTS])
-def test_a_manifest_that_is_none(damage, folder, capsys):
+def test_an_invalid_manifest(damage, folder, capsys):
     prepare("book.txt", "out", OPTIONS)
     path = folder / "out/manifest.json"
     manifest = json.loads(path.read_text())
@@ -203,27 +224,27 @@ def test_a_manifest_that_is_none(damage, folder, capsys):
         assert err.endswith(" Restore it from a copy, or delete the folder and prepare it again.\n")
 
 
-def test_a_damaged_folder_is_not_said_to_be_prepared(folder, capsys):
+def test_a_damaged_folder_is_not_reported_as_prepared(folder, capsys):
     prepare("book.txt", "out", OPTIONS)
     (folder / "out/val.bin").write_bytes(b"")
     err = rejected(capsys, folder, "prepare", "book.txt", "out", *BYTES)
-    assert err.startswith(f"error: {folder}/out/val.bin must have 140 bytes, as manifest.json says, got 0. Restore it")
+    assert err.startswith(f"error: {folder}/out/val.bin must have 140 bytes as in manifest.json, got 0. Restore it")
     assert main(["verify", "out"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "out: 1 difference"
 
 
-def test_an_id_that_the_tokenizer_has_not_is_named_by_inspect(folder, capsys):
+def test_inspect_names_an_id_outside_the_vocabulary(folder, capsys):
     prepare("book.txt", "out", OPTIONS)
     tokens = np.fromfile("out/val.bin", "<u2")
     tokens[0] = 60_000
     tokens.tofile("out/val.bin")
-    message = "The ids in out must be below 257, the vocabulary of the tokenizer bytes, got 60000. Give the tokenizer"
+    message = "The ids in out must be below 257, the vocabulary of the tokenizer bytes, got 60000. Name the right tokenizer"
     assert message in rejected(capsys, folder, "inspect", "out")
 
 
 @pytest.fixture
 def interrupted(folder) -> Path:
-    """The folder with what a preparation left that was interrupted after two of its parts."""
+    """The working folder of a preparation that was interrupted after two shards."""
     rows = [{"text": f"{number} " * 5000} for number in range(120)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -274,7 +295,7 @@ def assert_completes(folder):
 
 
 @pytest.mark.parametrize("damage", [*PLANS, "not UTF-8", "nested deeply"])
-def test_a_plan_that_is_none_restarts_the_preparation(damage, interrupted, folder):
+def test_an_invalid_plan_restarts_the_preparation(damage, interrupted, folder):
     path = interrupted / "plan.json"
     if damage in PLANS:
         path.write_text(json.dumps(PLANS[damage](json.loads(path.read_text()))))
@@ -284,7 +305,7 @@ def test_a_plan_that_is_none_restarts_the_preparation(damage, interrupted, folde
 
 
 @pytest.mark.parametrize("damage", [*RECORDS, "empty", "nested deeply"])
-def test_a_record_of_a_part_that_is_none_costs_that_part(damage, interrupted, folder):
+def test_an_invalid_shard_record_loses_only_that_shard(damage, interrupted, folder):
     path = interrupted / "parts-all/parts.jsonl"
     first, second, *rest = path.read_bytes().splitlines(keepends=True)
     if damage in RECORDS:
@@ -309,5 +330,6 @@ def test_a_folder_or_a_file_in_the_place_of_the_other_is_named(name, interrupted
     err = rejected(capsys, folder, "prepare", "rows.jsonl", "out", *BYTES)
     reason = "File exists" if name == "parts-all" else "Is a directory"
     assert (
-        err == f"error: {path} must be readable and writable, got {reason}. Mend that and run the same command again.\n"
+        err
+        == f"error: {path} must be readable and writable, got {reason}. Correct that and run the same command again.\n"
     )

@@ -62,7 +62,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """By case of `UNREADABLE`, the exit code and what was said, by a process that permissions hold for."""
+    """Exit code and stderr for each case of `UNREADABLE`, from a process without the superuser's rights."""
     before = ()
     if os.geteuid() == 0:
         before = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
@@ -99,7 +99,7 @@ def test_what_may_not_be_read_is_named(case, answers):
 
 
 @pytest.mark.fault
-def test_storage_that_does_not_answer_is_said_within_half_a_minute(tmp_path, record_property):
+def test_storage_that_does_not_answer_is_reported_within_half_a_minute(tmp_path, record_property):
     record_property("fault", "no network and no credentials for s3://... and gs://...")
     record_property("lost", "nothing")
     environment = {
@@ -132,13 +132,13 @@ def test_token_files_of_gpt2_are_opened_without_the_tokenizer_and_not_shown(fold
     assert done.stdout == "50257\n", done.stderr
     done = run("inspect", "gpt2.bin", environment=no_ranks)
     assert done.returncode == 2
-    assert "or set TIKTOKEN_CACHE_DIR to a folder that has them. Text may be prepared with the tokenizer" in done.stderr
+    assert "set TIKTOKEN_CACHE_DIR to a folder that has them, or prepare text with the tokenizer" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("why", ["time-out", "address"])
-def test_a_ray_that_does_not_start_is_said(why, articles, tmp_path, record_property):
+def test_a_ray_that_does_not_start_is_reported(why, articles, tmp_path, record_property):
     record_property("fault", f"Ray's processes do not start for prepare --ray: {why}")
     record_property("lost", "nothing")
     # Its control store has no time to come up, or its sockets have names that are too long for sockets.
@@ -172,7 +172,7 @@ def test_names_that_the_terminal_cannot_show_are_escaped(folder):
 
 
 @pytest.mark.parametrize("command", ["inspect", "help"])
-def test_output_that_cannot_be_written_is_said(command, folder):
+def test_output_that_cannot_be_written_is_reported(command, folder):
     arguments = {"inspect": ("inspect", "out"), "help": ("prepare", "--help")}[command]
     with Path("/dev/full").open("w") as full:
         done = run(*arguments, stdout=full)

@@ -23,8 +23,8 @@ def test_prepare_then_verify(articles, tmp_path, capsys):
 
 def test_many_sources_and_given_splits(articles, tmp_path):
     lines = articles.read_text().splitlines(keepends=True)
-    for name, part in (("a", lines[:100]), ("b", lines[100:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    for name, half in (("a", lines[:100]), ("b", lines[100:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(half))
     a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
     for out, sources in (("one", [str(articles)]), ("two", [a, b])):
         assert main(["prepare", *sources, str(tmp_path / out), "--tokenizer", "bytes"]) == 0
@@ -64,7 +64,7 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
     console = Console(file=out, force_terminal=True, width=120)
     with progress_bar(console) as progress:
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes"), progress=progress)
-        progress(Progress(stage="tokenizing", fraction=None))  # of a stream whose length nobody knows
+        progress(Progress(stage="tokenizing", fraction=None))  # of a stream of unknown length
     assert "300 documents" in out.getvalue()
 
 
@@ -72,7 +72,7 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
     ("args", "message"),
     [
         (["prepare", "nowhere.txt", "out"], "error: nowhere.txt must be a file or a folder of files, got a name that"),
-        (["prepare", "only-one"], "error: The names must be of sources and of a folder, got only-one. Name"),
+        (["prepare", "only-one"], "error: The names must be sources and a folder, got only-one. Name"),
         (
             ["inspect", "nowhere.bin", "--window-tokens", "0"],
             "error: window_tokens must be an integer of at least 1, got 0. ",
@@ -81,7 +81,7 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
         (["verify", "nowhere"], "error: {}/nowhere must be a folder that owt-data prepared, got a name that does not"),
     ],
 )
-def test_refusals_are_one_sentence_and_exit_2(args, message, tmp_path, monkeypatch, capsys):
+def test_errors_are_one_sentence_and_exit_2(args, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(args) == 2
     err = capsys.readouterr().err

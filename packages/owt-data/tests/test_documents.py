@@ -26,7 +26,7 @@ def write_rows(path, rows, column="text"):
 
 
 def read(names, **options):
-    """Whole documents, put together from their pieces."""
+    """Return the documents, joined from their pieces."""
     documents, held = [], ""
     for chunk in Documents(find_source(names), **options).read():
         for text, ends in zip(chunk.texts.to_pylist(), chunk.ends.tolist(), strict=True):
@@ -41,12 +41,12 @@ def read(names, **options):
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".jsonl.gz"])
 def test_rows_of_many_files_are_documents_in_order(suffix, tmp_path):
     paths = [
-        str(write_rows(tmp_path / f"part-{number}{suffix}", ROWS[number * 1000 : (number + 1) * 1000], "body"))
+        str(write_rows(tmp_path / f"file-{number}{suffix}", ROWS[number * 1000 : (number + 1) * 1000], "body"))
         for number in range(3)
     ]
     assert read(paths, text_column="body") == ROWS
     assert read(str(tmp_path), text_column="body") == ROWS
-    assert read(str(tmp_path / f"part-*{suffix}"), text_column="body") == ROWS
+    assert read(str(tmp_path / f"file-*{suffix}"), text_column="body") == ROWS
 
 
 def test_files_may_differ_in_their_other_columns(tmp_path):
@@ -67,7 +67,7 @@ def test_empty_files_hold_no_rows_and_empty_text_files_an_empty_document(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["rows", "texts"])
-def test_reading_goes_on_from_any_place(kind, tmp_path, monkeypatch):
+def test_reading_resumes_from_any_place(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 500)
     monkeypatch.setattr("owt_data._sources.documents._ROWS_PER_READ", 64)
     if kind == "rows":
@@ -78,7 +78,7 @@ def test_reading_goes_on_from_any_place(kind, tmp_path, monkeypatch):
             (tmp_path / f"{number}.txt").write_text("\n".join(ROWS[number * 100 : (number + 1) * 100]))
     documents = Documents(find_source(str(tmp_path)))
     pieces = [
-        (text, Cursor(chunk.shard, offset))
+        (text, Cursor(chunk.file, offset))
         for chunk in documents.read()
         for text, offset in zip(chunk.texts.to_pylist(), chunk.offsets.tolist(), strict=True)
     ]
@@ -110,7 +110,7 @@ def random_text(rng, length):
 
 
 @pytest.mark.parametrize("kind", ["small_bpe", pytest.param("gpt2", marks=pytest.mark.shared_data)])
-def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind, tmp_path, monkeypatch, request):
+def test_pieces_of_a_text_have_the_tokens_of_the_uncut_text(kind, tmp_path, monkeypatch, request):
     tokenizer = request.getfixturevalue(kind)
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
     rng = np.random.default_rng(0)
@@ -126,13 +126,13 @@ def test_pieces_of_a_text_have_the_tokens_of_the_whole(kind, tmp_path, monkeypat
         )
 
 
-def test_text_without_a_blank_is_read_whole(tmp_path, monkeypatch):
+def test_text_without_a_blank_is_read_as_one_piece(tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
     (tmp_path / "long.txt").write_text("日" * 1000)
     assert read(str(tmp_path / "long.txt")) == ["日" * 1000]
 
 
-def test_a_byte_that_is_no_utf8_is_named_wherever_it_is(tmp_path, monkeypatch):
+def test_a_byte_that_is_not_utf8_is_named_wherever_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
     text = ("naïve words " * 50).encode()
     (tmp_path / "bad.txt").write_bytes(text + b"\xff" + text)
@@ -140,14 +140,14 @@ def test_a_byte_that_is_no_utf8_is_named_wherever_it_is(tmp_path, monkeypatch):
         read(str(tmp_path / "bad.txt"))
 
 
-def test_a_file_cut_off_in_a_character_is_refused(tmp_path):
+def test_a_file_cut_off_in_a_character_is_rejected(tmp_path):
     (tmp_path / "cut.txt").write_bytes("naïve 日".encode()[:-1])
     with pytest.raises(DataError, match="must hold UTF-8 text, got other bytes at byte 7"):
         read(str(tmp_path / "cut.txt"))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_rows_that_are_no_utf8_are_refused(suffix, tmp_path):
+def test_rows_that_are_not_utf8_are_rejected(suffix, tmp_path):
     path = tmp_path / f"bad{suffix}"
     if suffix == ".jsonl":
         path.write_bytes(b'{"text": "te\xe9"}\n')
@@ -168,14 +168,14 @@ def test_a_parquet_row_without_text_is_named_by_its_number_in_the_file(tmp_path)
 
 def test_several_sources_must_be_of_one_kind(tmp_path):
     names = [str(write_rows(tmp_path / "a.jsonl", ["a"])), str(write_rows(tmp_path / "b.parquet", ["b"]))]
-    with pytest.raises(DataError, match=r"Several sources must be files of one kind, .* got \['json', 'parquet'\]"):
+    with pytest.raises(DataError, match=r"must be files of one kind .*, got json and parquet"):
         find_source(names)
-    with pytest.raises(DataError, match="Several sources must be files of one kind"):
+    with pytest.raises(DataError, match=r"must be files of one kind .*, got builtin and json"):
         find_source([names[0], "builtin"])
 
 
-def test_a_pattern_that_matches_nothing_is_refused(tmp_path):
-    with pytest.raises(DataError, match="none of them"):
+def test_a_pattern_that_matches_nothing_is_rejected(tmp_path):
+    with pytest.raises(DataError, match="got no files"):
         find_source(str(tmp_path / "*.jsonl"))
 
 
@@ -184,7 +184,7 @@ def test_splits_are_named_together_or_not_at_all(tmp_path):
     assert find_splits(name).keys() == {"all"}
     assert find_splits([f"train={name}", f"val={name}"]).keys() == {"train", "val"}
     for names in ([f"train={name}"], [f"train={name}", name]):
-        with pytest.raises(DataError, match="The sources must all name their split"):
+        with pytest.raises(DataError, match="The sources must name both splits"):
             find_splits(names)
 
 

@@ -1,4 +1,4 @@
-"""What may go wrong around a preparation whose documents are sound: no finished part may be discarded for it."""
+"""Faults of a preparation's environment, with valid documents. Finished shards must stay."""
 
 import json
 import os
@@ -19,7 +19,7 @@ COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:
 
 @pytest.fixture
 def corpus(tmp_path) -> Path:
-    """3 MB of documents: a dozen parts."""
+    """3 MB of documents: a dozen shards."""
     rng = random.Random(0)
     rows = ({"text": "".join(rng.choices("abcdefgh \n", k=rng.randrange(5000)))} for _ in range(1200))
     path = tmp_path / "corpus.jsonl"
@@ -28,11 +28,11 @@ def corpus(tmp_path) -> Path:
 
 
 class Interruption(Exception):
-    """What a test interrupts a preparation with."""
+    """Interruption of a preparation by a test."""
 
 
 def interrupt(corpus, out, options=OPTIONS, num_documents=500):
-    """Prepare some parts, and no more."""
+    """Prepare some shards, and no more."""
 
     def stop(progress):
         if progress.num_documents > num_documents:
@@ -40,11 +40,11 @@ def interrupt(corpus, out, options=OPTIONS, num_documents=500):
 
     with pytest.raises(Interruption):
         prepare(str(corpus), out, options, num_processes=1, progress=stop)
-    assert len(parts(out)) >= 3
+    assert len(shards(out)) >= 3
 
 
-def parts(out):
-    """Name, content and time of every part file."""
+def shards(out):
+    """Name, content and time of every shard file."""
     found = sorted(out.with_name(f".{out.name}.partial").glob("parts-*/*.bin"))
     return [(path.name, path.read_bytes(), path.stat().st_mtime_ns) for path in found]
 
@@ -61,7 +61,7 @@ def run(*arguments, **environment):
 
 
 def assert_rejected(done, start):
-    """The command said in one line why it could not, and exited with 2."""
+    """Assert that the command printed one line and exited with 2."""
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(start)
     assert done.stderr.count("\n") == 1
@@ -69,13 +69,13 @@ def assert_rejected(done, start):
 
 
 def assert_goes_on(corpus, out, record_property, options=OPTIONS):
-    """The same call keeps the parts that are there, and writes the files of an undisturbed one."""
-    kept = {name: time_ns for name, _, time_ns in parts(out)}
+    """Assert that the same call keeps all shards, and writes the files of an undisturbed preparation."""
+    kept = {name: time_ns for name, _, time_ns in shards(out)}
     seen = {}
 
     def look(progress):
         if progress.stage == "assembling":
-            seen.update({name: time_ns for name, _, time_ns in parts(out)})
+            seen.update({name: time_ns for name, _, time_ns in shards(out)})
 
     began = time.monotonic()
     prepare(str(corpus), out, options, num_processes=1, progress=look)
@@ -85,7 +85,7 @@ def assert_goes_on(corpus, out, record_property, options=OPTIONS):
 
 
 def assert_same(corpus, out, options=OPTIONS):
-    """The files are those of an undisturbed preparation."""
+    """Assert that the files equal those of an undisturbed preparation."""
     expected = out.with_name("undisturbed")
     prepare(str(corpus), expected, options, num_processes=1)
     for file in ("train.bin", "val.bin", "manifest.json"):
@@ -95,31 +95,31 @@ def assert_same(corpus, out, options=OPTIONS):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense"])
-def test_a_ray_address_that_does_not_answer_costs_no_finished_part(address, corpus, tmp_path, record_property):
+def test_a_ray_address_that_does_not_answer_keeps_finished_shards(address, corpus, tmp_path, record_property):
     record_property("fault", f"preparation resumed with RAY_ADDRESS={address}, where no cluster is")
     record_property("lost", "nothing")
     out = tmp_path / "out"
     interrupt(corpus, out)
-    before = parts(out)
+    before = shards(out)
     done = run("prepare", corpus, out, "--tokenizer", "bytes", "--val-fraction", "0.1", "--ray", RAY_ADDRESS=address)
     assert_rejected(done, f"error: RAY_ADDRESS must name a Ray cluster that answers, got {address} (")
-    assert parts(out) == before
+    assert shards(out) == before
     assert_goes_on(corpus, out, record_property)
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_missing_tokenizer_files_cost_no_finished_part(
+def test_missing_tokenizer_files_keep_finished_shards(
     num_processes, corpus, tmp_path, small_bpe, no_ranks, record_property
 ):
     record_property("fault", f"tokenizer files cannot be had at the resume, {num_processes} processes")
     record_property("lost", "nothing")
     out, options = tmp_path / "out", PrepareOptions(tokenizer="gpt2", val_fraction=0.1)
     interrupt(corpus, out, options)
-    before = parts(out)
+    before = shards(out)
     done = run("prepare", corpus, out, "--val-fraction", "0.1", "--num-processes", num_processes, **no_ranks)
-    assert_rejected(done, "error: the files of tokenizer 'gpt2' could not be downloaded (ProxyError)")
-    assert parts(out) == before
+    assert_rejected(done, "error: The files of tokenizer 'gpt2' must be downloaded once, got ProxyError.")
+    assert shards(out) == before
     assert_goes_on(corpus, out, record_property, options)
 
 
@@ -138,18 +138,18 @@ tiktoken.load.read_file = lambda address: b"<html>log in</html>"  # what request
         text=True,
         check=False,
     )
-    assert_rejected(done, "error: the files of tokenizer 'gpt2' could not be downloaded (ValueError)")
+    assert_rejected(done, "error: The files of tokenizer 'gpt2' must be downloaded once, got ValueError.")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
 
 
 @pytest.mark.fault
-def test_a_source_that_cannot_be_read_for_a_while_costs_no_finished_part(corpus, tmp_path, record_property):
+def test_a_source_that_cannot_be_read_for_a_while_keeps_finished_shards(corpus, tmp_path, record_property):
     record_property("fault", "the source's storage fails while a resumed preparation reads it")
     record_property("lost", "nothing")
     out = tmp_path / "out"
     interrupt(corpus, out)
-    before = parts(out)
+    before = shards(out)
     hidden = tmp_path / "hidden.jsonl"
 
     def hide(progress):  # after the contents were compared, before the documents are read
@@ -158,40 +158,40 @@ def test_a_source_that_cannot_be_read_for_a_while_costs_no_finished_part(corpus,
             corpus.mkdir()  # which opens and cannot be read, as a file of a failing mount
 
     with pytest.raises(
-        DataError, match=r"corpus.jsonl must be readable, got Is a directory. Mend that and run the same"
+        DataError, match=r"corpus.jsonl must be readable, got Is a directory. Correct that and run the same"
     ):
         prepare(str(corpus), out, OPTIONS, num_processes=1, progress=hide)
     corpus.rmdir()
     hidden.rename(corpus)
-    assert parts(out) == before
+    assert shards(out) == before
     assert_goes_on(corpus, out, record_property)
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("spoiled", ["empty", "cut", "zeros", "null", "missing"])
-def test_a_plan_spoiled_by_a_power_cut_restarts_the_preparation(spoiled, corpus, tmp_path, record_property, caplog):
-    record_property("fault", f"plan.json {spoiled} after a power cut")
-    record_property("lost", "the parts, which nothing vouches for")
+@pytest.mark.parametrize("damaged", ["empty", "cut", "zeros", "null", "missing"])
+def test_a_plan_damaged_by_a_power_cut_restarts_the_preparation(damaged, corpus, tmp_path, record_property, caplog):
+    record_property("fault", f"plan.json {damaged} after a power cut")
+    record_property("lost", "the shards, which have no valid plan")
     out, plan = tmp_path / "out", tmp_path / ".out.partial/plan.json"
     interrupt(corpus, out)
     data = plan.read_bytes()
-    if spoiled == "missing":
+    if damaged == "missing":
         plan.unlink()
     else:
         plan.write_bytes(
-            {"empty": b"", "cut": data[: len(data) // 2], "zeros": bytes(len(data)), "null": b"null"}[spoiled]
+            {"empty": b"", "cut": data[: len(data) // 2], "zeros": bytes(len(data)), "null": b"null"}[damaged]
         )
     began = time.monotonic()
     prepare(str(corpus), out, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
-    assert "plan.json is missing or cannot be read: all parts are made again" in caplog.text
+    assert "plan.json is missing or cannot be read: all shards are made again" in caplog.text
     assert_same(corpus, out)
 
 
 @pytest.mark.fault
-def test_parts_without_a_plan_are_not_taken_for_those_of_another_source(corpus, tmp_path, record_property):
+def test_shards_without_a_plan_are_not_used_for_another_source(corpus, tmp_path, record_property):
     record_property("fault", "plan.json lost, and the source changed")
-    record_property("lost", "the parts, which nothing vouches for")
+    record_property("lost", "the shards, which have no valid plan")
     out = tmp_path / "out"
     interrupt(corpus, out)
     (tmp_path / ".out.partial/plan.json").unlink()
@@ -202,9 +202,9 @@ def test_parts_without_a_plan_are_not_taken_for_those_of_another_source(corpus, 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("tail", [b"\0" * 300, b'{"num_bytes": 5}\n', b"[]\n{}\n", b"\xff\n"])
-def test_records_spoiled_by_a_power_cut_cost_only_their_parts(tail, corpus, tmp_path, record_property):
-    record_property("fault", f"the record of parts ends in {tail[:8]!r} after a power cut")
-    record_property("lost", "the parts of the spoiled records")
+def test_records_damaged_by_a_power_cut_lose_only_their_shards(tail, corpus, tmp_path, record_property):
+    record_property("fault", f"the record of shards ends in {tail[:8]!r} after a power cut")
+    record_property("lost", "the shards of the damaged records")
     out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
     interrupt(corpus, out)
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -217,8 +217,8 @@ def test_records_spoiled_by_a_power_cut_cost_only_their_parts(tail, corpus, tmp_
 
 @pytest.mark.fault
 def test_records_that_follow_a_cut_one_are_kept_by_later_starts(corpus, tmp_path, record_property):
-    record_property("fault", "a record of a part cut by a kill, and the next start killed, too")
-    record_property("lost", "the part of the cut record")
+    record_property("fault", "a record of a shard cut by a kill, and the next start killed, too")
+    record_property("lost", "the shard of the cut record")
     out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
     interrupt(corpus, out)
     journal.write_bytes(journal.read_bytes()[:-20])
@@ -229,14 +229,16 @@ def test_records_that_follow_a_cut_one_are_kept_by_later_starts(corpus, tmp_path
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("spoiled", ["empty", "cut"])
-def test_a_manifest_spoiled_by_a_power_cut_is_said_in_a_sentence(spoiled, corpus, tmp_path, record_property, capsys):
-    record_property("fault", f"manifest.json {spoiled} after a power cut")
+@pytest.mark.parametrize("damaged", ["empty", "cut"])
+def test_a_manifest_damaged_by_a_power_cut_is_reported_in_one_sentence(
+    damaged, corpus, tmp_path, record_property, capsys
+):
+    record_property("fault", f"manifest.json {damaged} after a power cut")
     record_property("lost", "nothing")
     out = tmp_path / "out"
     prepare(str(corpus), out, OPTIONS, num_processes=1)
     manifest = out / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:100] if spoiled == "cut" else b"")
+    manifest.write_bytes(manifest.read_bytes()[:100] if damaged == "cut" else b"")
     for command in (("prepare", corpus, out), ("verify", out), ("inspect", out)):
         assert main(list(map(str, command))) == 2
         err = capsys.readouterr().err
@@ -261,7 +263,7 @@ def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(corpu
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
     prepare(str(corpus), tmp_path / "out", OPTIONS, num_processes=1)
-    durable = [entry for entry in renamed if not entry[0].endswith(".bin")]  # parts have checksums instead
+    durable = [entry for entry in renamed if not entry[0].endswith(".bin")]  # shards have checksums instead
     assert [name for name, *_ in durable] == ["plan.json", "manifest.json", "out"]
     for name, contents_are_on_disk, folder, num_before in durable:
         assert contents_are_on_disk, name
@@ -269,18 +271,18 @@ def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(corpu
 
 
 @pytest.mark.fault
-def test_a_preparation_beside_another_costs_neither_its_parts(corpus, tmp_path, record_property):
+def test_a_preparation_beside_another_keeps_the_shards_of_both(corpus, tmp_path, record_property):
     record_property("fault", "a second preparation into the same folder")
     record_property("lost", "nothing")
     out = tmp_path / "out"
     interrupt(corpus, out)
-    before = parts(out)
+    before = shards(out)
     done = []
 
     def beside(progress):
         if not done and progress.stage == "tokenizing":
             done.append(run("prepare", corpus, out, "--tokenizer", "bytes", "--val-fraction", "0.1"))
-            assert parts(out) == before
+            assert shards(out) == before
             raise Interruption
 
     with pytest.raises(Interruption):
@@ -299,10 +301,8 @@ def test_a_folder_in_object_storage_is_rejected_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     # No server is asked: the address leads nowhere.
     done = run("prepare", corpus, out, "--tokenizer", "bytes", AWS_ENDPOINT_URL="http://127.0.0.1:9")
-    assert_rejected(
-        done, f"error: The folder to write into must be a local or mounted one, got {out}. Prepare into a local"
-    )
-    with pytest.raises(DataError, match="must be a local or mounted one"):
+    assert_rejected(done, f"error: The output must be a local or mounted folder, got {out!r}. Prepare into one and")
+    with pytest.raises(DataError, match="must be a local or mounted folder"):
         prepare(str(corpus), Path(out), OPTIONS)
     assert list(tmp_path.iterdir()) == [corpus]
 
@@ -313,7 +313,7 @@ def test_a_source_in_object_storage_is_rejected(tmp_path, record_property):
     record_property("lost", "nothing")
     done = run("prepare", "s3://bucket/rows.jsonl", tmp_path / "out", "--tokenizer", "bytes")
     assert_rejected(
-        done, "error: The source must be files of this machine or a dataset of the Hugging Face hub, got s3://"
+        done, "error: The source must be files on this machine or a dataset of the Hugging Face hub, got 's3://"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -10,7 +10,7 @@ def test_public_names_load_and_are_seen_by_completion():
         assert getattr(owt_data, name) is not None
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_are_rejected():
     assert not hasattr(owt_data, "Nothing")
 
 

@@ -122,9 +122,9 @@ def environment(hub, folder, *, offline=False):
 
 
 def start(hub, folder, name="org/corpus", *, offline=False, num_processes=2):
-    """`owt-data prepare NAME` in parts of 50 kB."""
+    """`owt-data prepare NAME` in shards of 50 kB."""
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
-    small = "import owt_data._prepare.plan as p; p.MIN_PART_BYTES = p.MAX_PART_BYTES = 50_000; "
+    small = "import owt_data._prepare.plan as p; p.MIN_SHARD_BYTES = p.MAX_SHARD_BYTES = 50_000; "
     options = ["--tokenizer", "bytes", "--num-processes", str(num_processes)]
     return subprocess.Popen(
         [sys.executable, "-c", small + code, "prepare", name, str(folder / "out"), *options],
@@ -144,7 +144,7 @@ def download(hub, folder):
 
 
 def kill_in_the_middle(hub, folder, **options):
-    """SIGKILL `owt-data prepare` after some parts and before the last."""
+    """SIGKILL `owt-data prepare` after some shards and before the last."""
     journal = folder / ".out.partial/parts-all/parts.jsonl"
     hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
     process = start(hub, folder, **options)
@@ -158,8 +158,8 @@ def kill_in_the_middle(hub, folder, **options):
     hub.seconds_per_read = 0.0
 
 
-def parts(folder):
-    """Name, content and time of every part file."""
+def shards(folder):
+    """Name, content and time of every shard file."""
     found = sorted((folder / ".out.partial").glob("parts-*/*.bin"))
     return [(path.name, path.read_bytes(), path.stat().st_mtime_ns) for path in found]
 
@@ -180,9 +180,11 @@ def test_a_dataset_is_streamed_and_leaves_no_copy(hub, expected, tmp_path):
 
 
 @pytest.mark.fault
-def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hub, expected, tmp_path, record_property):
+def test_a_killed_hub_preparation_resumes_with_the_same_revision_and_the_remaining_files(
+    hub, expected, tmp_path, record_property
+):
     record_property("fault", "SIGKILL of a hub preparation, and the dataset moved to another revision")
-    record_property("lost", "the parts under way")
+    record_property("lost", "the shards in progress")
     journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
     hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
     process = start(hub, tmp_path)
@@ -211,18 +213,18 @@ def test_killed_it_goes_on_with_the_same_revision_and_the_files_that_are_left(hu
     assert manifest.revisions == {"all": "a" * 40}
 
 
-def test_a_name_that_the_hub_has_not_is_refused(hub, tmp_path):
+def test_a_name_that_is_not_on_the_hub_is_rejected(hub, tmp_path):
     process = start(hub, tmp_path, "org/nothing")
     _, err = process.communicate()
     assert process.returncode == 2
-    assert err.startswith("error: 'org/nothing' is no file here, and as a dataset of the Hugging Face hub")
+    assert err.startswith("error: 'org/nothing' must be a file or a dataset of the hub, got neither (")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("began_offline", [False, True], ids=["online-first", "offline-first"])
-def test_a_preparation_resumed_in_the_other_mode_is_rejected_and_goes_on_in_its_own(
+def test_a_preparation_resumed_in_the_other_mode_is_rejected_and_resumes_in_its_own(
     began_offline, hub, expected, tmp_path, record_property
 ):
     mode = "offline" if began_offline else "online"
@@ -230,14 +232,16 @@ def test_a_preparation_resumed_in_the_other_mode_is_rejected_and_goes_on_in_its_
     record_property("lost", "nothing")
     download(hub, tmp_path)
     kill_in_the_middle(hub, tmp_path, offline=began_offline)
-    before = parts(tmp_path)
+    before = shards(tmp_path)
     assert len(before) >= 3
     process = start(hub, tmp_path, offline=not began_offline)
     _, err = process.communicate()
     assert process.returncode == 2, err
-    assert err.startswith(f"error: HF_HUB_OFFLINE must be {'set' if began_offline else 'unset'}, as it was when")
+    assert err.startswith(f"error: org/corpus must be read as before its interruption, revision {'a' * 40} in ")
+    copy, stream = " as a copy with HF_HUB_OFFLINE=1", " as a stream without HF_HUB_OFFLINE"
+    assert err.index(copy) < err.index(stream) if began_offline else err.index(stream) < err.index(copy)
     assert err.count("\n") == 1
-    assert parts(tmp_path) == before
+    assert shards(tmp_path) == before
     began = time.monotonic()
     process = start(hub, tmp_path, offline=began_offline)
     _, err = process.communicate()
@@ -252,21 +256,21 @@ def test_a_copy_downloaded_again_at_another_revision_is_not_mixed_with_the_first
     record_property("lost", "nothing")
     download(hub, tmp_path)
     kill_in_the_middle(hub, tmp_path, offline=True)
-    before = parts(tmp_path)
+    before = shards(tmp_path)
     shutil.rmtree(tmp_path / "hf")
     hub.revision = "d" * 40
     download(hub, tmp_path)
     process = start(hub, tmp_path, offline=True)
     _, err = process.communicate()
     assert process.returncode == 2, err
-    assert "error: org/corpus must be the dataset that its preparation began with, revision aaaaaaaa" in err
+    assert "error: org/corpus must be read as before its interruption, revision aaaaaaaa" in err
     assert err.count("\n") == 1
-    assert parts(tmp_path) == before
+    assert shards(tmp_path) == before
 
 
 @pytest.mark.fault
-def test_before_the_first_part_the_mode_may_change(hub, expected, tmp_path, record_property):
-    record_property("fault", "hub preparation killed before its first part, resumed in the other mode")
+def test_the_mode_may_change_before_the_first_shard(hub, expected, tmp_path, record_property):
+    record_property("fault", "hub preparation killed before its first shard, resumed in the other mode")
     record_property("lost", "nothing")
     download(hub, tmp_path)
     kill_in_the_middle(hub, tmp_path)
@@ -281,18 +285,18 @@ def test_before_the_first_part_the_mode_may_change(hub, expected, tmp_path, reco
 
 @pytest.mark.fault
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_hub_that_answers_with_an_error_costs_no_finished_part(status, hub, expected, tmp_path, record_property):
+def test_a_hub_that_answers_with_an_error_keeps_finished_shards(status, hub, expected, tmp_path, record_property):
     record_property("fault", f"the hub answers {status} when a killed preparation is resumed")
     record_property("lost", "nothing")
     kill_in_the_middle(hub, tmp_path)
-    before = parts(tmp_path)
+    before = shards(tmp_path)
     hub.refuses_with = status
     process = start(hub, tmp_path)
     _, err = process.communicate()
     assert process.returncode == 2, err
     assert f"{status}" in err
     assert err.count("\n") == 1
-    assert parts(tmp_path) == before
+    assert shards(tmp_path) == before
     hub.refuses_with = None
     began = time.monotonic()
     process = start(hub, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from owt_data import DataError, PrepareOptions, find_source, prepare, verify
 from owt_data._sources.documents import Cursor, Documents
 
-# Parsers that infer types do so for some 10 MB and fail on what comes after.
+# Parsers infer types from the first 10 MB, and fail on other types after them.
 NUM_ROWS = 14_000
 CHANGE = 13_000
 
@@ -95,7 +95,7 @@ def test_a_file_whose_other_fields_change_is_prepared_and_resumed_byte_for_byte(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_reading_goes_on_from_any_row_of_any_block(suffix, tmp_path, monkeypatch):
+def test_reading_resumes_from_any_row_of_any_block(suffix, tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._sources.json_lines._BLOCK_BYTES", 300)
     path = tmp_path / f"rows{suffix}"
     expected = [f"row {number} é\n" for number in range(200)]
@@ -140,16 +140,22 @@ def test_forms_of_json_are_read(block_bytes, data, expected, tmp_path, monkeypat
             b'{"body": "a", "id": 1}\n',
             r"The text column must be exactly one of the columns \['body', 'id'\] of .*, got 'text'",
         ),
-        (b'{"text": "a"}\nnull\n', "must hold JSON lines, one object in each, got another file: null in line 2"),
+        (
+            b'{"text": "a"}\nnull\n',
+            "must hold JSON lines, one object in each, got another or a damaged file: null in line 2",
+        ),
         (b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "Expecting ',' delimiter in line 2. "),
         (b'{"text": "a"\n', "Expecting ',' delimiter in line 1. "),
         (b'{"text": "a"}\n\n{"text": "b",\n{"text": "c"}\n', "Expecting property name .* in line 3. "),
         (b'{"text": "a"}\n{"text":\n{"text": "c"}\n{"text": "d"}\n', "in line 3 of the row that begins in line 2. "),
         (b'{\n  "text": "a"\n  "meta": 1\n}\n', "Expecting ',' delimiter in line 2 of the row that begins in line 1. "),
         (b'[{"text": "a"},\n {"text": "b"\n {"text": "c"}]\n', "Expecting ',' delimiter in line 2. "),
-        (b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n', "got another file: Invalid control character in line 2. "),
-        (b'{"text": "a"}\n{"text": "\\x"}\n', r"got another file: Invalid \\escape in line 2. "),
-        (b'{"text": "a"}\n{"text": "b', "got another file: Unterminated string starting in line 2. "),
+        (
+            b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n',
+            "got another or a damaged file: Invalid control character in line 2. ",
+        ),
+        (b'{"text": "a"}\n{"text": "\\x"}\n', r"got another or a damaged file: Invalid \\escape in line 2. "),
+        (b'{"text": "a"}\n{"text": "b', "got another or a damaged file: Unterminated string starting in line 2. "),
         (b'{"text": "a"}\n\0\0\0\0', "Expecting value in line 2"),
         (b'{"text": "te\xe9"}\n', "must hold UTF-8 text, got other bytes or half a surrogate pair in line 1"),
         (b'{"text": "\\ud800"}\n', "must hold UTF-8 text, got other bytes or half a surrogate pair in line 1"),
@@ -172,7 +178,7 @@ def test_a_line_that_is_cut_is_named_among_thousands(tmp_path):
         read(tmp_path / "rows.jsonl")
 
 
-def test_a_file_that_begins_with_null_is_rejected_and_crashes_nothing(tmp_path):
+def test_a_file_that_begins_with_null_is_rejected_without_a_crash(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('null\n{"text": "a"}\n')
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"

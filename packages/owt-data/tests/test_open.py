@@ -54,7 +54,7 @@ def test_one_file_is_split_by_position(prepared):
     assert len(tokens.val) == pytest.approx(0.1 * len(whole), abs=1)
 
 
-def test_what_counts_as_prepared(prepared, tmp_path):
+def test_is_prepared_recognizes_token_files(prepared, tmp_path):
     assert is_prepared(str(prepared))
     assert is_prepared("x.bin")
     assert not is_prepared(str(tmp_path))
@@ -62,17 +62,17 @@ def test_what_counts_as_prepared(prepared, tmp_path):
     assert not is_prepared("builtin")
 
 
-def test_an_odd_length_is_refused(prepared):
+def test_an_odd_length_is_rejected(prepared):
     with (prepared / "val.bin").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DataError, match=r"val.bin must have \d+ bytes, as manifest.json says, got \d+\. Restore it"):
+    with pytest.raises(DataError, match=r"val.bin must have \d+ bytes as in manifest.json, got \d+\. Restore it"):
         open_tokens(str(prepared), tokenizer="bytes")
 
 
-def test_a_truncated_file_is_refused(prepared):
+def test_a_truncated_file_is_rejected(prepared):
     with (prepared / "train.bin").open("ab") as file:
         file.truncate(100)
-    with pytest.raises(DataError, match=r"train.bin must have \d+ bytes, as manifest.json says, got 100\."):
+    with pytest.raises(DataError, match=r"train.bin must have \d+ bytes as in manifest.json, got 100\."):
         open_tokens(str(prepared), tokenizer="bytes")
     assert len(verify(prepared)) == 1
 
@@ -85,17 +85,17 @@ def test_a_changed_file_is_found_by_verify(prepared):
     assert any(difference.startswith("train.bin: expected SHA-256 ") for difference in verify(prepared))
 
 
-def test_ids_outside_the_vocabulary_are_refused(tmp_path):
+def test_ids_outside_the_vocabulary_are_rejected(tmp_path):
     np.array([1, 2, 257, 3], "<u2").tofile(tmp_path / "x.bin")
     with pytest.raises(DataError, match=r"ids in .*x.bin must be below 257, .*bytes, got 257\.") as caught:
         open_tokens(str(tmp_path / "x.bin"), tokenizer="bytes")
     # Not every command that opens token files has an option for it.
     assert str(caught.value).endswith(
-        "Give the tokenizer that wrote the file or a folder with its manifest.json, or restore a damaged file."
+        "Name the right tokenizer or a folder with a manifest.json, or restore a damaged file."
     )
 
 
-def test_formats_that_are_taken_for_token_files_are_refused(tmp_path):
+def test_formats_that_look_like_token_files_are_rejected(tmp_path):
     path = tmp_path / "x.bin"
     np.arange(1000, dtype="<u4").tofile(path)
     with pytest.raises(DataError, match=r"x.bin must hold raw uint16 tokens, got 32-bit values"):
@@ -106,7 +106,7 @@ def test_formats_that_are_taken_for_token_files_are_refused(tmp_path):
         open_tokens(str(path), tokenizer="bytes")
 
 
-def test_a_manifest_of_another_dtype_or_without_a_file_is_refused(prepared):
+def test_a_manifest_of_another_dtype_or_without_a_file_is_rejected(prepared):
     path = prepared / "manifest.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, "dtype": "<u4"}))
@@ -119,14 +119,14 @@ def test_a_manifest_of_another_dtype_or_without_a_file_is_refused(prepared):
 
 def test_files_that_match_a_pattern_are_one_sequence(prepared, tmp_path):
     whole = np.fromfile(prepared / "train.bin", "<u2")
-    for number, part in enumerate(np.array_split(whole, 3)):
-        part.tofile(tmp_path / f"shard-{number}.bin")
+    for number, piece in enumerate(np.array_split(whole, 3)):
+        piece.tofile(tmp_path / f"shard-{number}.bin")
     data = open_tokens(str(tmp_path / "shard-*.bin"), tokenizer="bytes")
     one = open_tokens(str(prepared / "train.bin"), tokenizer="bytes")
     np.testing.assert_array_equal(sequence(data).read(), sequence(one).read())
     np.testing.assert_array_equal(data.val.read(), one.val.read())
     assert open_tokens(data.names, tokenizer="bytes") == data
-    with pytest.raises(DataError, match=r"other-\*.bin must match token files, got none"):
+    with pytest.raises(DataError, match=r"other-\*.bin must be a token file, got a name that does not exist"):
         open_tokens(str(tmp_path / "other-*.bin"), tokenizer="bytes")
 
 
@@ -135,29 +135,24 @@ def test_folders_are_read_one_after_the_other(prepared, tmp_path):
     prepare(str(tmp_path / "book.txt"), tmp_path / "book", PrepareOptions(tokenizer="bytes"))
     names = [str(prepared), str(tmp_path / "book")]
     data = open_tokens(names, tokenizer="bytes")
-    parts = [open_tokens(name, tokenizer="bytes") for name in names]
+    opened = [open_tokens(name, tokenizer="bytes") for name in names]
     for side in ("train", "val"):
-        expected = np.concatenate([getattr(part, side).read() for part in parts])
+        expected = np.concatenate([getattr(each, side).read() for each in opened])
         np.testing.assert_array_equal(getattr(data, side).read(), expected)
-    assert data.fingerprint == {"sequence": [part.fingerprint for part in parts]}
+    assert data.fingerprint == {"sequence": [each.fingerprint for each in opened]}
     mixed = open_tokens(dict.fromkeys(names, 1.0), tokenizer="bytes")
     assert isinstance(mixed.train, TokenMixture)
-    assert mixed.train.parts == tuple(part.train for part in parts)
+    assert mixed.train.sequences == tuple(each.train for each in opened)
     np.testing.assert_array_equal(mixed.val.read(), data.val.read())
-    assert mixed.fingerprint == {"weights": [1.0, 1.0], "mixture": [part.fingerprint for part in parts]}
+    assert mixed.fingerprint == {"weights": [1.0, 1.0], "mixture": [each.fingerprint for each in opened]}
     assert open_tokens(mixed.names, tokenizer="bytes") == mixed
 
 
 def test_tokens_of_different_tokenizers_are_not_joined(prepared, tmp_path, small_bpe):
     (tmp_path / "book.txt").write_text("abc" * 100)
     prepare(str(tmp_path / "book.txt"), tmp_path / "book", PrepareOptions(tokenizer="gpt2"))
-    with pytest.raises(DataError, match=r"The tokens must be of one tokenizer, got those of \['bytes', 'gpt2'\]"):
+    with pytest.raises(DataError, match=r"All tokens must be of one tokenizer, got \['bytes', 'gpt2'\]"):
         open_tokens([str(prepared), str(tmp_path / "book")], tokenizer="bytes")
-
-
-def test_no_name_is_refused():
-    with pytest.raises(DataError, match="The names must be those of token files or folders, got none"):
-        open_tokens([], tokenizer="bytes")
 
 
 def test_verify_names_all_that_differs(prepared):
@@ -169,13 +164,13 @@ def test_verify_names_all_that_differs(prepared):
     (prepared / "val.bin").unlink()
     shares = []
     tokenizer, train, val = verify(prepared, report=shares.append)
-    assert tokenizer.startswith("manifest.json: the tokenizer's SHA-256 is 0 there, and here it is 2114b")
+    assert tokenizer.startswith("manifest.json: expected the tokenizer's SHA-256 0, found 2114b")
     assert train.startswith("train.bin: expected ")
     assert val == "val.bin: expected a file, found none"
     assert shares[-1] > 0.5
 
 
-def test_verify_without_the_tokenizer_says_so_and_compares_the_rest(prepared, caplog):
+def test_verify_without_the_tokenizer_warns_and_compares_everything_else(prepared, caplog):
     path = prepared / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": "words"}))
     assert verify(prepared) == []
@@ -190,7 +185,7 @@ def test_verify_finds_ids_above_the_vocabulary(prepared):
     assert any("expected ids below 257, found 257" in difference for difference in verify(prepared))
 
 
-def test_missing_files_are_refused(prepared):
+def test_missing_files_are_rejected(prepared):
     with pytest.raises(DataError, match=r"nowhere.bin must be a token file, got a name that does not exist"):
         open_tokens("nowhere.bin", tokenizer="bytes")
     (prepared / "val.bin").unlink()
@@ -198,7 +193,7 @@ def test_missing_files_are_refused(prepared):
         open_tokens(str(prepared), tokenizer="bytes")
 
 
-def test_a_manifest_that_is_none_is_refused(prepared):
+def test_an_invalid_manifest_is_rejected(prepared):
     (prepared / "manifest.json").write_text('{"files": 3}')
     with pytest.raises(DataError, match="must be a manifest of owt-data"):
         open_tokens(str(prepared), tokenizer="bytes")

@@ -31,11 +31,11 @@ def read(path):
 
 def plain_script(documents, tokenizer, folder):
     """The reference, written plainly: split, encode each document, append end-of-text, concatenate."""
-    parts = documents.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    splits = documents.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     folder.mkdir()
-    for name, part in (("train.bin", parts["train"]), ("val.bin", parts["test"])):
+    for name, split in (("train.bin", splits["train"]), ("val.bin", splits["test"])):
         tokens = []
-        for text in part["text"]:
+        for text in split["text"]:
             tokens += [*tokenizer.encode_ordinary(text), tokenizer.eot_token]
         np.array(tokens, dtype=np.uint16).tofile(folder / name)
 
@@ -91,7 +91,7 @@ def test_parquet_and_folders_of_files_hold_the_same_documents(articles, tmp_path
 
 
 @pytest.mark.parametrize("name", ["shakespeare.txt", "wikitext-2-valid.txt"])
-def test_whole_corpora_are_those_of_a_plain_loop(name, corpora, gpt2, tmp_path):
+def test_complete_corpora_equal_those_of_a_plain_loop(name, corpora, gpt2, tmp_path):
     manifest = prepare(str(corpora / name), tmp_path / "out", PrepareOptions(tokenizer="gpt2"))
     plain = np.array([*gpt2.encode_ordinary((corpora / name).read_text()), gpt2.eot_token], dtype="<u2")
     boundary = round(0.9 * len(plain))
@@ -101,12 +101,12 @@ def test_whole_corpora_are_those_of_a_plain_loop(name, corpora, gpt2, tmp_path):
         assert (tmp_path / "out" / file).read_bytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize(("num_processes", "part_bytes"), [(1, 100), (1, 1 << 20), (3, 2000)])
-def test_neither_parts_nor_processes_change_a_byte(num_processes, part_bytes, articles, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("num_processes", "shard_bytes"), [(1, 100), (1, 1 << 20), (3, 2000)])
+def test_neither_shards_nor_processes_change_a_byte(num_processes, shard_bytes, articles, tmp_path, monkeypatch):
     options = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
     expected = prepare(str(articles), tmp_path / "expected", options)
-    monkeypatch.setattr("owt_data._prepare.plan.MAX_PART_BYTES", part_bytes)
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_PART_BYTES", part_bytes)
+    monkeypatch.setattr("owt_data._prepare.plan.MAX_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", shard_bytes)
     monkeypatch.setattr("owt_data._prepare.write_splits._CHUNK_TOKENS", 50)
     assert prepare(str(articles), tmp_path / "out", options, num_processes=num_processes) == expected
     for file in ("train.bin", "val.bin"):
@@ -120,12 +120,12 @@ def test_splits_that_are_given_are_kept(articles, tmp_path):
     sources = [f"train={tmp_path / 'a.jsonl'}", f"val={tmp_path / 'b.jsonl'}"]
     manifest = prepare(sources, tmp_path / "out", BYTES)
     tokenizer = load_tokenizer("bytes")
-    for file, part in (("train.bin", lines[:250]), ("val.bin", lines[250:])):
-        expected = [token for line in part for token in [*json.loads(line)["text"].encode(), tokenizer.eot_token]]
+    for file, split in (("train.bin", lines[:250]), ("val.bin", lines[250:])):
+        expected = [token for line in split for token in [*json.loads(line)["text"].encode(), tokenizer.eot_token]]
         assert read(tmp_path / "out" / file).tolist() == expected
-        assert manifest.files[file].num_documents == len(part)
+        assert manifest.files[file].num_documents == len(split)
     assert prepare(sources, tmp_path / "out", BYTES) == manifest
-    with pytest.raises(DataError, match="got it prepared from"):
+    with pytest.raises(DataError, match="got token files of"):
         prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", BYTES)
 
 
@@ -158,12 +158,12 @@ def test_the_builtin_corpus_is_pythons_source(tmp_path):
     assert b"def __init__(self" in read(tmp_path / "out/train.bin").astype(np.uint8).tobytes()
 
 
-def test_the_same_again_is_left_alone_and_another_is_refused(articles, tmp_path):
+def test_the_same_call_changes_nothing_and_another_is_rejected(articles, tmp_path):
     first = prepare(str(articles), tmp_path / "out", BYTES)
     before = (tmp_path / "out/train.bin").stat().st_mtime_ns
     assert prepare(str(articles), tmp_path / "out", BYTES) == first
     assert (tmp_path / "out/train.bin").stat().st_mtime_ns == before
-    with pytest.raises(DataError, match=r"got it prepared from .*: split_seed 2357 and 1 differ"):
+    with pytest.raises(DataError, match=r"got token files of .*: split_seed 2357 and 1 differ"):
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", split_seed=1))
 
 
@@ -179,7 +179,7 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", "", "must hold documents with text, got none"),
+        ("empty.jsonl", "", "must hold text for both splits, got 0 tokens in 0 documents"),
         (
             "other.jsonl",
             '{"body": "x"}\n',
@@ -195,9 +195,9 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
             '{"text": "x"}\n{"text": null}\n',
             "The column 'text' of .*nulls.jsonl must hold text in every row, got none in line 2",
         ),
-        ("rowless.parquet", parquet([]), "must hold documents with text, got none"),
-        ("blank.txt", "", "must hold documents with text, got empty ones"),
-        ("blank.jsonl", '{"text": ""}\n', "must hold documents with text, got empty ones"),
+        ("rowless.parquet", parquet([]), "must hold text for both splits, got 0 tokens in 0 documents"),
+        ("blank.txt", "", "must hold text for both splits, got 1 tokens in 1 documents"),
+        ("blank.jsonl", '{"text": ""}\n' * 99, "must hold text for both splits, got 99 tokens in 99 documents"),
         (
             "mixed.jsonl",
             '{"text": "x"}\n{"text": 5}\n',
@@ -221,12 +221,12 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
         (
             "one.jsonl",
             '{"text": "x"}\n',
-            "must suffice for training and validation, got 1 documents of 2 tokens, which leave none for train",
+            "must hold text for both splits, got 2 tokens in 1 documents",
         ),
-        ("notes.doc", "x", "must be files of one of the kinds .txt, .jsonl and .parquet, got .doc"),
+        ("notes.doc", "x", r"must be files of one kind \(.txt, .jsonl or .parquet\), got .doc"),
     ],
 )
-def test_sources_that_cannot_be_read_are_refused(name, content, message, tmp_path):
+def test_sources_that_cannot_be_read_are_rejected(name, content, message, tmp_path):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     options = PrepareOptions(tokenizer="bytes", split="documents")
@@ -235,7 +235,7 @@ def test_sources_that_cannot_be_read_are_refused(name, content, message, tmp_pat
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [name]
 
 
-def test_a_source_mended_after_it_was_refused_is_prepared(tmp_path):
+def test_a_source_repaired_after_its_rejection_is_prepared(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "x"}\n' * 50 + "torn")
     with pytest.raises(DataError, match=r"must hold JSON lines, .*: Expecting value in line 51"):
@@ -243,23 +243,27 @@ def test_a_source_mended_after_it_was_refused_is_prepared(tmp_path):
     path.write_text('{"text": "x"}\n' * 50)
     prepare(str(path), tmp_path / "out", BYTES)
     path.write_text('{"text": "y"}\n' * 50)
-    with pytest.raises(DataError, match=r"as it is now and with these options, got it .* contents differ"):
+    with pytest.raises(DataError, match=r"made from .* with these options, got token files of .*: contents differ"):
         prepare(str(path), tmp_path / "out", BYTES)
 
 
-def test_an_interruption_before_the_first_part_binds_nobody(articles, tmp_path):
+def test_an_interruption_before_the_first_shard_allows_any_restart(articles, tmp_path):
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial/plan.json").write_text('{"source": "other", "source_sha256": "0", "options": {}}')
     prepare(str(articles), tmp_path / "out", BYTES)
     assert verify(tmp_path / "out") == []
 
 
-def test_names_that_make_no_sense_are_refused(articles, tmp_path):
+def test_invalid_names_are_rejected(articles, tmp_path):
     for sources, out, message in (
-        ("", "out", "The sources must be names of files, folders or datasets, got "),
-        (["train=", f"val={articles}"], "out", "The sources must be names of files, folders or datasets, got "),
-        (str(articles), "", "The last name must be a folder to write into, got an empty one"),
-        (str(articles), articles, r"The last name must be a folder to write into, got .*articles.jsonl"),
+        ("", "out", "The source must be files on this machine or a dataset of the Hugging Face hub, got ''"),
+        (
+            ["train=", f"val={articles}"],
+            "out",
+            "The source must be files on this machine or a dataset of the Hugging Face hub, got ''",
+        ),
+        (str(articles), "", "The output must be a local or mounted folder, got ''"),
+        (str(articles), articles, r"The output must be a local or mounted folder, got .*articles.jsonl"),
         (f"{tmp_path}/nowhere/", "out", r"nowhere must be a file or a folder of files, got a name that does not exist"),
     ):
         with pytest.raises(DataError, match=message):
@@ -269,23 +273,23 @@ def test_names_that_make_no_sense_are_refused(articles, tmp_path):
         prepare(str(tmp_path / "out"), tmp_path / "again", BYTES)
     options = PrepareOptions(tokenizer="bytes", val_fraction=0.2)
     with pytest.raises(
-        DataError, match=r"--split and --val-fraction must be left out where train=... and val=... give"
+        DataError, match=r"--split and --val-fraction must be absent with train=... and val=..., got both"
     ):
         prepare([f"train={articles}", f"val={articles}"], tmp_path / "given", options)
 
 
-def test_paths_that_do_not_exist_are_refused(tmp_path):
+def test_paths_that_do_not_exist_are_rejected(tmp_path):
     with pytest.raises(
         DataError, match=r"nowhere.txt must be a file or a folder of files, got a name that does not exist"
     ):
         prepare(str(tmp_path / "nowhere.txt"), tmp_path / "out", BYTES)
 
 
-def test_a_folder_of_other_files_is_refused_and_left_alone(articles, tmp_path):
+def test_a_folder_of_other_files_is_rejected_and_left_unchanged(articles, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("mine")
-    with pytest.raises(DataError, match="must be empty or missing, got a folder of other files"):
+    with pytest.raises(DataError, match=r"must be empty or made from .* with these options, got other files"):
         prepare(str(articles), out, BYTES)
     assert [entry.name for entry in out.iterdir()] == ["thesis.tex"]
 
@@ -300,13 +304,13 @@ def test_a_source_that_cannot_be_read_is_named(articles, tmp_path):
         Source(name="folder", kind="text", files=(tmp_path,)).digest()
 
 
-def test_a_folder_that_cannot_be_made_is_refused(articles, tmp_path):
+def test_a_folder_that_cannot_be_made_is_rejected(articles, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file/.out.partial must be readable and writable, got Not a directory"):
         prepare(str(articles), tmp_path / "file" / "out", BYTES)
 
 
-def test_bad_options_are_refused():
+def test_bad_options_are_rejected():
     with pytest.raises(DataError, match=r"val_fraction must be between 0 and 1, got 1.5"):
         PrepareOptions(val_fraction=1.5)
     with pytest.raises(DataError, match="split_seed must be an integer of at least 0, got -1"):

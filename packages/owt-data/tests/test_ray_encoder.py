@@ -11,7 +11,7 @@ from owt_data import PrepareOptions, prepare, verify
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_PART_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", 5000)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=pytest.mark.shared_data)])
@@ -24,7 +24,7 @@ def test_tasks_write_the_same_files(tokenizer, articles, tmp_path, cluster, requ
     assert verify(tmp_path / "out") == []
 
 
-def test_the_command_starts_a_cluster_where_there_is_none(articles, tmp_path):
+def test_the_command_starts_a_cluster_if_needed(articles, tmp_path):
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes", "--ray"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
@@ -34,7 +34,7 @@ def test_the_command_starts_a_cluster_where_there_is_none(articles, tmp_path):
 
 
 @pytest.mark.fault
-def test_tokenizer_files_that_the_cluster_lacks_cost_no_finished_part(
+def test_tokenizer_files_that_the_cluster_lacks_keep_finished_shards(
     articles, tmp_path, ranks, no_ranks, record_property
 ):
     record_property("fault", "the driver has the tokenizer's files, the Ray cluster has not")
@@ -59,16 +59,16 @@ sys.exit(main(sys.argv[2:]))
         timeout=300,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "The Ray cluster must tokenize every part, got a failure: " in done.stderr
-    assert "the files of tokenizer 'gpt2' could not be downloaded (ProxyError)" in done.stderr
-    # Ray warns first where there is no network.
-    assert done.stderr.splitlines()[-1].startswith("error: The Ray cluster")
+    assert "Ray must tokenize every shard, got a failure: " in done.stderr
+    assert "The files of tokenizer 'gpt2' must be downloaded once, got ProxyError." in done.stderr
+    # Ray warns first if there is no network.
+    assert done.stderr.splitlines()[-1].startswith("error: Ray must tokenize")
     assert "Traceback" not in done.stderr
     assert (tmp_path / ".out.partial/plan.json").exists()
 
 
 @pytest.mark.fault
-def test_a_cluster_that_is_not_there_is_said(articles, tmp_path, record_property):
+def test_a_missing_cluster_is_reported(articles, tmp_path, record_property):
     record_property("fault", "RAY_ADDRESS names no cluster at the first start")
     record_property("lost", "nothing")
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"

@@ -1,9 +1,7 @@
-"""What happens when `owt-data prepare` is terminated or killed: a sentence or nothing, and no traceback."""
+"""Termination of `owt-data prepare`: SIGTERM gives one sentence, SIGKILL no output, and neither a traceback."""
 
 import io
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -22,16 +20,6 @@ SCHEMA = pa.schema([("text", pa.large_string()), ("ends", pa.bool_())])
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    """10 MB of documents."""
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    rows = ({"text": "".join(rng.choices("abcdefgh \n", k=rng.randrange(5000)))} for _ in range(4000))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def start(corpus, out):
     """`owt-data prepare` of the corpus, given four times over, with three tokenizing processes."""
     arguments = ["prepare", *[str(corpus)] * 4, str(out), "--tokenizer", "bytes", "--val-fraction", "0.1"]
@@ -41,9 +29,9 @@ def start(corpus, out):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("moment", ["plan.json", "parts-all/parts.jsonl"])
-def test_a_terminated_prepare_says_so_as_after_ctrl_c(moment, corpus, tmp_path, record_property):
+def test_a_terminated_prepare_ends_as_after_ctrl_c(moment, corpus, tmp_path, record_property):
     record_property("fault", f"SIGTERM to prepare once it has {Path(moment).name}")
-    record_property("lost", "the parts under way")
+    record_property("lost", "the shards in progress")
     out, reached = tmp_path / "out", tmp_path / ".out.partial" / moment
     process = start(corpus, out)
     while not (reached.exists() and reached.stat().st_size):
@@ -52,7 +40,7 @@ def test_a_terminated_prepare_says_so_as_after_ctrl_c(moment, corpus, tmp_path, 
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()  # ends once no tokenizing process has the pipe
     assert process.returncode == 130
-    assert err == "interrupted: the same command again goes on from there\n"
+    assert err == "interrupted: run the same command again to resume\n"
     assert not out.exists()
     began = time.monotonic()
     prepare([str(corpus)] * 4, out, OPTIONS)
@@ -63,7 +51,7 @@ def test_a_terminated_prepare_says_so_as_after_ctrl_c(moment, corpus, tmp_path, 
 @pytest.mark.fault
 def test_tokenizing_processes_of_a_killed_prepare_end_silently(corpus, tmp_path, record_property):
     record_property("fault", "SIGKILL of prepare with three tokenizing processes")
-    record_property("lost", "the parts under way")
+    record_property("lost", "the shards in progress")
     out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
     process = start(corpus, out)
     while not (journal.exists() and journal.stat().st_size):
@@ -76,13 +64,13 @@ def test_tokenizing_processes_of_a_killed_prepare_end_silently(corpus, tmp_path,
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("part", ["nothing", "schema", "length", "head", "text"])
-def test_a_tokenizing_process_whose_stream_is_cut_ends_silently(part, tmp_path, record_property):
-    record_property("fault", f"prepare killed when a tokenizing process has received: {part}")
-    record_property("lost", "the part under way")
-    data, after_schema = stream_of_a_part(tmp_path / "part.bin"), SCHEMA.serialize().size
+@pytest.mark.parametrize("received", ["nothing", "schema", "length", "head", "text"])
+def test_a_tokenizing_process_whose_stream_is_cut_ends_silently(received, tmp_path, record_property):
+    record_property("fault", f"prepare killed when a tokenizing process has received: {received}")
+    record_property("lost", "the shard in progress")
+    data, after_schema = stream_of_a_shard(tmp_path / "shard.bin"), SCHEMA.serialize().size
     lengths = {"nothing": 0, "schema": after_schema, "length": after_schema + 6, "head": after_schema + 20}
-    done = worker(data[: lengths.get(part, after_schema + 50_000)], subprocess.PIPE)
+    done = worker(data[: lengths.get(received, after_schema + 50_000)], subprocess.PIPE)
     assert done.stderr == b""
     assert done.stdout == b""
     assert list(tmp_path.iterdir()) == []
@@ -90,20 +78,20 @@ def test_a_tokenizing_process_whose_stream_is_cut_ends_silently(part, tmp_path, 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("tokenizer", ["bytes", "unknown"])
-def test_a_tokenizing_process_whose_answer_nobody_reads_ends_silently(tokenizer, tmp_path, record_property):
+def test_a_tokenizing_process_whose_answer_is_not_read_ends_silently(tokenizer, tmp_path, record_property):
     record_property("fault", f"prepare killed before a tokenizing process answers, tokenizer {tokenizer}")
-    record_property("lost", "the part under way")
+    record_property("lost", "the shard in progress")
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = worker(stream_of_a_part(tmp_path / "part.bin"), writer, tokenizer)
+        done = worker(stream_of_a_shard(tmp_path / "shard.bin"), writer, tokenizer)
     finally:
         os.close(writer)
     assert done.stderr == b""
 
 
-def stream_of_a_part(path):
-    """What a tokenizing process receives: the schema, and one part to write to a path."""
+def stream_of_a_shard(path):
+    """Return the input of a tokenizing process: the schema, and one shard to write to a path."""
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, SCHEMA) as stream:
         batch = pa.record_batch([["a" * 100_000], [True]], schema=SCHEMA)

@@ -1,6 +1,6 @@
-"""Text to token files to Ray Datasets, in a window order that is a pure function.
+"""Text to token files to Ray Datasets, in a window order that is a pure function of seed and index.
 
-`__init__.pyi` lists the public names. Each one loads on first use: to read an option imports neither datasets nor Ray.
+`__init__.pyi` lists the public names. Each name loads on first use, because datasets and Ray take seconds to import.
 """
 
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""`owt-data`: the command line of this package."""
+"""Command line `owt-data`: `prepare`, `verify` and `inspect`."""
 
 import os
 import signal
@@ -24,9 +24,9 @@ def _prepare(
     num_processes: int | None = None,
     ray: bool = False,
 ) -> int:
-    """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json. Killed, it goes on from there.
+    """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json. Resumes after a kill.
 
-    For instance:
+    Examples:
       owt-data prepare openwebtext data/openwebtext
       owt-data prepare articles/*.jsonl data/articles --text-column body
       owt-data prepare train=a.parquet val=b.parquet data/ab
@@ -34,14 +34,14 @@ def _prepare(
     Args:
         paths: One or more sources, and the folder to write into. A source is builtin, a .txt, .jsonl, .jsonl.gz or
             .parquet file, a folder or a glob of such files, or a Hugging Face dataset
-            (NAME[:CONFIGURATION[:SPLIT]]). With train= and val= before the names, the split is given.
+            (NAME[:CONFIGURATION[:SPLIT]]). Names that begin with train= and val= give the split.
         options: Tokenizer and split.
-        num_processes: How many tokenize at once. Default: one for each core.
-        ray: Tokenize as tasks of the Ray cluster at RAY_ADDRESS, whose machines must all see OUT.
+        num_processes: Number of tokenizing processes. Default: one for each core.
+        ray: Tokenize as tasks of the Ray cluster at RAY_ADDRESS. All its machines must share OUT.
     """
     if len(paths) < 2:
-        raise DataError(f"The names must be of sources and of a folder, got {' '.join(paths) or 'none'}. Name both.")
-    # Imported here because it takes seconds, which --help must not wait for.
+        raise DataError(f"The names must be sources and a folder, got {' '.join(paths) or 'no names'}. Name both.")
+    # The imports take seconds, which --help must not wait for.
     from owt_data._paths import join
     from owt_data._prepare.prepare import local_folder, prepare
     from owt_data._prepare.progress_bar import progress_bar
@@ -53,7 +53,7 @@ def _prepare(
     with progress_bar(console) as progress:
         manifest = prepare(sources, out, options, num_processes=num_processes, use_ray=ray, progress=progress)
     if was_prepared:
-        console.print(f"{out} was prepared already: its source, options and sizes are the same", markup=False)
+        console.print(f"{out} is unchanged: it was prepared from the same source and options", markup=False)
     for name, record in manifest.files.items():
         counts = f"{record.num_tokens:,} tokens, {record.num_documents:,} documents"
         console.print(f"{join(out, name)}: {counts}", markup=False)
@@ -61,10 +61,10 @@ def _prepare(
 
 
 def _verify(folder: tyro.conf.Positional[str], /) -> int:
-    """Recompute every count and checksum of a prepared folder and name what differs from its manifest.
+    """Recompute every count and checksum of a prepared folder, and print the differences from its manifest.
 
     Args:
-        folder: The folder, on disk, or s3://... or gs://...
+        folder: A folder on disk, s3://... or gs://...
     """
     from owt_data._prepare.progress_bar import share_bar
     from owt_data._tokens.verify import verify
@@ -75,17 +75,17 @@ def _verify(folder: tyro.conf.Positional[str], /) -> int:
     for difference in differences:
         console.print(difference, markup=False)
     found = "1 difference" if len(differences) == 1 else f"{len(differences)} differences"
-    console.print(f"{folder}: {found if differences else 'as its manifest says'}", markup=False)
+    console.print(f"{folder}: {found if differences else 'no difference from its manifest'}", markup=False)
     return _FAILED if differences else 0
 
 
 def _inspect(name: tyro.conf.Positional[str], /, *, tokenizer: TokenizerName = "gpt2", window_tokens: int = 64) -> int:
-    """Show what token files hold: counts, sizes, the tokenizer, and text from the beginning, the middle and the end.
+    """Show counts, sizes, the tokenizer, and samples of token files from their start, middle and end.
 
     Args:
-        name: A folder of token files or a .bin file, on disk, or s3://... or gs://...
-        tokenizer: What wrote the tokens, where no manifest says so.
-        window_tokens: Length of the samples.
+        name: A folder of token files or a .bin file, on disk, s3://... or gs://...
+        tokenizer: Tokenizer of files without a manifest.
+        window_tokens: Length of a sample.
     """
     from owt_data._tokens.inspect import inspect
 
@@ -104,10 +104,10 @@ def _inspect(name: tyro.conf.Positional[str], /, *, tokenizer: TokenizerName = "
 
 
 class _Console(Console):
-    """A console that leaves it to `main` what to do without a reader."""
+    """Console that raises a `BrokenPipeError`, which `main` handles."""
 
     def on_broken_pipe(self) -> None:
-        """Called while the error is handled."""
+        """Raise the error that is being handled."""
         raise
 
 
@@ -116,7 +116,7 @@ def _console(*, stderr: bool = True) -> Console:
 
 
 def _open_streams() -> None:
-    """Let both streams take any text: a closed one discards it, and characters that it does not have are escaped."""
+    """Make both streams accept all text: a closed stream discards it, and unknown characters are escaped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -126,7 +126,7 @@ def _open_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Let streams that cannot be written discard what they hold, which Python writes again when it ends."""
+    """Discard the buffers of streams that cannot be written, because Python writes them again at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -136,7 +136,7 @@ def _discard_output() -> None:
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Answer SIGTERM as Ctrl-C, unless the process ignores it or has a handler of its own."""
+    """Handle SIGTERM like Ctrl-C, unless the process ignores it or has its own handler."""
     # Python sets signal handlers in the main thread only.
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -153,8 +153,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run `owt-data` with these arguments, or those of the process.
 
     Returns:
-        The exit code: 0, 1 where `verify` found a difference, 2 for bad input and output that cannot be written, 130
-        after Ctrl-C or SIGTERM, or 141 where nobody reads the output any more.
+        The exit code: 0; 1 if `verify` found a difference; 2 for bad input, and output that cannot be written; 130
+        after Ctrl-C or SIGTERM; or 141 if the reader of the output is gone.
     """
     _open_streams()
     try:
@@ -166,16 +166,16 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return _NO_READER
-    # Of a stream: those of files are DataErrors.
+    # This is an error of a stream, because the errors of files are DataErrors.
     except OSError as error:
         _discard_output()
-        with suppress(OSError):  # the stream for errors may be the full one
+        with suppress(OSError):  # stderr itself may be full
             _console().print(f"error: The output must be writable, got {error.strerror}. Write it elsewhere.")
         return _BAD_INPUT
 
 
 def _run(args: Sequence[str] | None) -> int:
-    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what fails there is said here, in a sentence
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # its errors become DataErrors here
     try:
         with _sigterm_as_ctrl_c():
             return tyro.extras.subcommand_cli_from_dict(
@@ -188,5 +188,5 @@ def _run(args: Sequence[str] | None) -> int:
         _console().print(f"error: {' '.join(str(error).split())}", markup=False)
         return _BAD_INPUT
     except KeyboardInterrupt:
-        _console().print("interrupted: the same command again goes on from there")
+        _console().print("interrupted: run the same command again to resume")
         return _INTERRUPTED

@@ -1,4 +1,4 @@
-"""The errors that this package raises for bad input, and the checks that raise them."""
+"""Errors about data, and the checks that several modules share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,28 +6,28 @@ from numbers import Integral
 
 
 class DataError(ValueError):
-    """Something about the data is not as it must be. The message says what, and what to do."""
+    """Error about data or options. The message names the constraint, the value and a remedy."""
 
 
 class RejectedDocumentsError(DataError):
-    """The documents themselves are at fault, and what was made of them is of no use.
+    """Error in the documents themselves: every shard that was made from them is useless.
 
-    Whatever else goes wrong (the network, a cluster, a disk, files of a tokenizer) is a plain `DataError`, and the
-    same call again goes on from the last finished part.
+    All other failures (network, cluster, disk, tokenizer files) are plain `DataError`s. After these, the same call
+    resumes after the last finished shard.
     """
 
 
 def check_integer(name: str, value: int, *, least: int, most: int | None = None) -> None:
-    """Check a number.
+    """Check that a value is an integer within bounds.
 
     Args:
-        name: what the number is, for the error.
-        value: the number.
-        least: its smallest value.
-        most: its largest value, if it has one.
+        name: the name of the value, for the error.
+        value: the value.
+        least: its lower bound.
+        most: its upper bound, or None.
 
     Raises:
-        DataError: the number is smaller or larger, or no integer.
+        DataError: the value is out of bounds or not an integer.
     """
     if not isinstance(value, Integral) or value < least or (most is not None and value > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -36,14 +36,14 @@ def check_integer(name: str, value: int, *, least: int, most: int | None = None)
 
 @contextmanager
 def file_errors(
-    constraint: str, name: object = "", remedy: str = "Mend that and run the same command again."
+    constraint: str, name: object = "", remedy: str = "Correct that and run the same command again."
 ) -> Iterator[None]:
-    """Raise what the operating system or a storage refuses as a `DataError`. Serves as a decorator, too.
+    """Raise the errors of an operating system or a storage as `DataError`s. Also works as a decorator.
 
     Args:
-        constraint: what the file must be, such as `readable`.
-        name: the file, where the system does not name one.
-        remedy: what to do, a sentence.
+        constraint: the requirement on the file, such as `readable`.
+        name: the file, for errors that do not name it.
+        remedy: a sentence.
 
     Raises:
         DataError: a file cannot be used, or its name cannot be encoded.
@@ -58,36 +58,34 @@ def file_errors(
 
 
 def one_line(text: object) -> str:
-    """A message without line breaks and without its full stop."""
+    """Return a message without line breaks and without its final full stop."""
     return " ".join(str(text).split()).rstrip(".")
 
 
+def check_column(column: str, found: list[str], name: object) -> None:
+    """Check that exactly one of the columns `found` in a file is the text column."""
+    if found.count(column) != 1:
+        constraint = f"must be exactly one of the columns {found} of {name}"
+        raise RejectedDocumentsError(f"The text column {constraint}, got {column!r}. Name another with --text-column.")
+
+
+def not_text(column: str, found: str, name: object) -> RejectedDocumentsError:
+    """Return the error for a text column that holds null or another type."""
+    return RejectedDocumentsError(
+        f"The column {column!r} of {name} must hold text in every row, got {found}. Name another column with "
+        "--text-column, or correct the rows."
+    )
+
+
 def not_utf8(name: object, place: str) -> RejectedDocumentsError:
-    """The error of text in another encoding."""
+    """Return the error for text in another encoding."""
     return RejectedDocumentsError(
         f"{name} must hold UTF-8 text, got other bytes {place}. Convert it, for instance with iconv."
     )
 
 
-def missing_column(column: str, found: list[str], name: object) -> RejectedDocumentsError:
-    """The error of a file without the text column, or with several."""
+def not_format(name: object, expected: str, reason: object) -> RejectedDocumentsError:
+    """Return the error for a file that is damaged or has another format."""
     return RejectedDocumentsError(
-        f"The text column must be exactly one of the columns {found} of {name}, got {column!r}. Name another with "
-        "--text-column."
-    )
-
-
-def missing_text(column: str, place: str, name: object) -> RejectedDocumentsError:
-    """The error of a row that is null."""
-    return RejectedDocumentsError(
-        f"The column {column!r} of {name} must hold text in every row, got none in {place}. Remove the rows "
-        "without text."
-    )
-
-
-def wrong_type(column: str, found: str, name: object) -> RejectedDocumentsError:
-    """The error of a text column that holds something else."""
-    return RejectedDocumentsError(
-        f"The column {column!r} of {name} must hold text in every row, got {found}. Name another column with "
-        "--text-column, or make it text."
+        f"{name} must hold {expected}, got another or a damaged file: {one_line(reason)}. Repair or remove the file."
     )

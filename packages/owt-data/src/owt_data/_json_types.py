@@ -1,4 +1,4 @@
-"""JSON as the dataclasses that it was written from, each field checked against its declared type."""
+"""JSON to the dataclass that it was written from, with every field checked against its declared type."""
 
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 def parse_json(declared: type[T], text: str | bytes) -> T:
-    """Parse JSON as a dataclass, or as a type of the fields of one.
+    """Parse JSON as a dataclass or another declared type.
 
     Raises:
-        ValueError: the text is no JSON, or holds something else. The message names the field.
+        ValueError: the text is not JSON, or does not fit the type. The message names the field.
     """
-    from pydantic import ValidationError  # a tenth of a second, which `--help` does without
+    from pydantic import ValidationError  # takes 0.1 s, which `--help` must not wait for
 
     try:
         return _adapter(declared).validate_json(text, strict=True)

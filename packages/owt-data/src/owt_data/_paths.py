@@ -1,4 +1,4 @@
-"""Files on disk and in object storage, by one name: a path, or a URI such as `s3://bucket/folder/train.bin`."""
+"""Names of files: paths on disk, or URIs in object storage such as `s3://bucket/folder/train.bin`."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from owt_data._errors import DataError, file_errors, one_line
 BYTES_PER_TOKEN = 2
 _STREAM_BYTES = 16 << 20
 
-# Also what `Path` makes of a URI, with one slash less.
+# One slash is enough, because `Path` shortens two slashes to one.
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _LOCAL_URI = re.compile(r"file:(//(localhost)?)?(?=/(?!/))")
 _TYPES = {
@@ -26,18 +26,18 @@ _TYPES = {
     FileType.Unknown: "a pipe, a device or a socket",
 }
 
-# How long Google's client repeats a request, by default 15 minutes. Without a network or credentials the first one
-# fails, which looks a name up. Once that has worked, a failure is likely to pass.
+# By default, Google's client repeats a failed request for 15 minutes. The first request looks up a name. Without a
+# network or credentials it always fails. Failures of later reads are likely to pass.
 _LOOKUP_RETRY_S, _READ_RETRY_S = 5, 60
 
 
 def is_uri(name: str) -> bool:
-    """Whether a name is that of a file in object storage."""
+    """Return whether a name is the URI of a file in object storage."""
     return _URI.match(name) is not None and _LOCAL_URI.match(name) is None
 
 
 def local_path(name: str) -> str:
-    """A name as a path: `file:///folder` means `/folder`, and `~` the user's folder.
+    """Return a name as a path: `file:///folder` is `/folder`, and `~` is the home folder.
 
     Raises:
         DataError: the user does not exist.
@@ -45,19 +45,19 @@ def local_path(name: str) -> str:
     local = _LOCAL_URI.match(name)
     if local is not None:
         name = unquote(name[local.end() :])
-    path = os.path.expanduser(name)  # noqa: PTH111 - Path's own raises a RuntimeError for an unknown user
+    path = os.path.expanduser(name)  # noqa: PTH111 - Path.expanduser raises a RuntimeError for an unknown user
     if path.startswith("~"):
         raise DataError(f"{name} must begin with ~ or the ~name of a user, got no such user. Write ./~ for a file.")
     return path
 
 
 def normalize(name: str) -> str:
-    """A name that means the same from any working folder."""
+    """Return a name that does not depend on the working folder."""
     return name if is_uri(name) else os.fspath(Path(local_path(name)).absolute())
 
 
 def join(folder: str, name: str) -> str:
-    """The name of a file in a folder."""
+    """Return the name of a file in a folder."""
     if not is_uri(folder):
         return os.path.join(folder, name)  # noqa: PTH118 - names here are strings
     path, mark, query = folder.partition("?")
@@ -65,19 +65,19 @@ def join(folder: str, name: str) -> str:
 
 
 def base_name(name: str) -> str:
-    """The last component of a name."""
+    """Return the last component of a name."""
     return (name.partition("?")[0] if is_uri(name) else name).rstrip("/").rpartition("/")[2]
 
 
 def locate(name: str, *, retry_s: int = _READ_RETRY_S) -> tuple[FileSystem, str]:
-    """The file system that a name lies on, and its path there.
+    """Return the file system of a name, and its path there.
 
     Args:
         name: a path or a URI.
-        retry_s: seconds for which a request to Google's storage is repeated.
+        retry_s: seconds during which a failed request to Google's storage is repeated.
 
     Raises:
-        DataError: it is a URI that pyarrow cannot read.
+        DataError: pyarrow cannot parse the URI.
     """
     if not is_uri(name):
         return LocalFileSystem(), name
@@ -94,10 +94,10 @@ def locate(name: str, *, retry_s: int = _READ_RETRY_S) -> tuple[FileSystem, str]
 
 
 def file_info(name: str) -> FileInfo:
-    """Whether it is a file, a folder or not there, and its size.
+    """Return the type and size of a file or folder; the type is `NotFound` if the name does not exist.
 
     Raises:
-        DataError: the storage is out of reach.
+        DataError: the storage cannot be reached.
     """
     filesystem, path = locate(name, retry_s=_LOOKUP_RETRY_S)
     with file_errors("readable", name):
@@ -105,10 +105,10 @@ def file_info(name: str) -> FileInfo:
 
 
 def check_type(name: str, wanted: FileType, constraint: str) -> FileInfo:
-    """The size and type of a file or a folder that must be there.
+    """Check that a name exists and is a file or a folder, and return its type and size.
 
     Raises:
-        DataError: it is missing or something else, or the storage is out of reach.
+        DataError: the name does not exist or has another type, or the storage cannot be reached.
     """
     found = file_info(name)
     if found.type is not wanted:
@@ -117,10 +117,10 @@ def check_type(name: str, wanted: FileType, constraint: str) -> FileInfo:
 
 
 def read_blocks(name: str) -> Iterator[bytes]:
-    """The bytes of a file, in blocks of complete tokens.
+    """Yield the bytes of a file, in blocks of complete tokens.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     filesystem, path = locate(name)
     with file_errors("readable", name), filesystem.open_input_stream(path) as stream:
@@ -129,7 +129,7 @@ def read_blocks(name: str) -> Iterator[bytes]:
 
 
 class RemoteTokens:
-    """A token file in object storage, as something to slice. Each slice is one ranged read."""
+    """Token file in object storage, read by slices. Each slice is one ranged read."""
 
     def __init__(self, uri: str) -> None:
         filesystem, path = locate(uri)

@@ -1,10 +1,8 @@
-"""The tokenizers that token files are written with. Both are tiktoken encodings."""
+"""Tokenizers `gpt2` and `bytes`, as tiktoken encodings."""
 
 import hashlib
 
-import numpy as np
 import tiktoken
-from numpy.typing import NDArray
 
 from owt_data._errors import DataError
 
@@ -13,7 +11,7 @@ _VOCAB_SIZES = {"bytes": 257, "gpt2": 50_257}
 
 
 def vocab_size(name: str) -> int:
-    """Number of ids of a tokenizer, known without its files.
+    """Return the number of ids of a tokenizer. Needs no tokenizer files.
 
     Raises:
         DataError: the name is unknown.
@@ -24,11 +22,10 @@ def vocab_size(name: str) -> int:
 
 
 def load_tokenizer(name: str) -> tiktoken.Encoding:
-    """The tokenizer of that name.
+    """Load a tokenizer by name.
 
-    `gpt2` is GPT-2's byte-pair encoding, 50 257 ids, whose two files tiktoken downloads on first use
-    (or finds in `TIKTOKEN_CACHE_DIR`). `bytes` is the 256 bytes and end-of-text, 257 ids, and needs
-    nothing.
+    `gpt2` is GPT-2's byte-pair encoding with 50 257 ids. On first use, tiktoken downloads its two files or finds them
+    in `TIKTOKEN_CACHE_DIR`. `bytes` has 257 ids, the 256 bytes and end-of-text, and needs no files.
 
     Raises:
         DataError: the name is unknown, or the download failed.
@@ -46,26 +43,16 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         )
     try:
         return tiktoken.get_encoding(name)
-    # The errors of requests are OSErrors; a download of something else, as behind a login page, is a ValueError.
+    # `requests` raises OSErrors. The download of another file, such as a login page, is a ValueError.
     except (OSError, ValueError) as error:
         raise DataError(
-            f"the files of tokenizer {name!r} could not be downloaded ({type(error).__name__}). Connect to the network "
-            "once, or set TIKTOKEN_CACHE_DIR to a folder that has them. Text may be prepared with the tokenizer bytes, "
-            "which needs no files."
+            f"The files of tokenizer {name!r} must be downloaded once, got {type(error).__name__}. Connect to the "
+            "network, set TIKTOKEN_CACHE_DIR to a folder that has them, or prepare text with the tokenizer bytes."
         ) from error
 
 
-def encode(tokenizer: tiktoken.Encoding, document: str) -> NDArray[np.uint16]:
-    """A document's tokens and the end-of-text token after it.
-
-    The text of a special token inside a document is ordinary text. Lets go of the interpreter lock.
-    """
-    tokens = tokenizer.encode_to_numpy(document, allowed_special=set(), disallowed_special=())
-    return np.append(tokens, tokenizer.eot_token).astype("<u2")
-
-
 def tokenizer_digest(tokenizer: tiktoken.Encoding) -> str:
-    """SHA-256 of the tokenizer's pieces in order of their ids: equal where two tokenizers encode alike."""
+    """Return the SHA-256 of a tokenizer's pieces in order of their ids. Equal digests mean equal encodings."""
     digest = hashlib.sha256()
     for token in tokenizer.token_byte_values():
         digest.update(len(token).to_bytes(4, "little") + token)

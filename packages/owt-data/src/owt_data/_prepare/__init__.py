@@ -1,1 +1,1 @@
-"""From documents to token files, on all cores, in a way that survives a kill."""
+"""Preparation of token files: tokenize documents into shards on all cores, resume after a kill, write the splits."""

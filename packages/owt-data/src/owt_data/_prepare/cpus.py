@@ -4,7 +4,7 @@ import os
 
 
 def num_usable_cpus() -> int:
-    """Number of CPUs that this process may use: those of its affinity mask where the system has one, else all."""
-    if hasattr(os, "sched_getaffinity"):  # which macOS lacks
-        return len(os.sched_getaffinity(0))  # pyright: ignore[reportAttributeAccessIssue] - absent on macOS
+    """Return the number of CPUs in the affinity mask of this process, or of all CPUs if the system has no mask."""
+    if hasattr(os, "sched_getaffinity"):  # missing on macOS
+        return len(os.sched_getaffinity(0))  # pyright: ignore[reportAttributeAccessIssue] - missing on macOS
     return os.cpu_count() or 1

@@ -1,11 +1,11 @@
-"""Files that a power cut leaves as they were or as they are to be, never empty or cut."""
+"""Durable writes: after a power cut a file has its old or its new contents, never empty or truncated ones."""
 
 import os
 from pathlib import Path
 
 
 def write_durably(path: Path, data: str) -> None:
-    """Write a small file under a temporary name, and give it its name once it is on disk."""
+    """Write a small file to disk under a temporary name, then rename it."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(data)
@@ -15,7 +15,7 @@ def write_durably(path: Path, data: str) -> None:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename a file or a folder, whose contents are on disk, and wait until the new name is on disk too."""
+    """Rename a file or folder whose contents are on disk, and wait until the new name is on disk too."""
     os.replace(source, target)
     sync_folder(target.parent)
 

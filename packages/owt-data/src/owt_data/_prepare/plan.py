@@ -1,4 +1,4 @@
-"""`plan.json`: what an interrupted preparation was doing, which the next start goes on with or rejects."""
+"""`plan.json`: the record of a preparation that its resume depends on."""
 
 import dataclasses
 import json
@@ -6,140 +6,118 @@ import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from owt_data._errors import DataError, check_integer
+from pydantic import PositiveInt
+
+from owt_data._errors import DataError
 from owt_data._json_types import parse_json
 from owt_data._options import PrepareOptions
 from owt_data._prepare.durable import write_durably
-from owt_data._prepare.shards import MAX_PART_BYTES, MIN_PART_BYTES
+from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES
 from owt_data._sources.documents import Documents
-from owt_data._sources.hub import HubLayout, is_offline
+from owt_data._sources.hub import HubLayout
 from owt_data._sources.names import Source
 
 _log = logging.getLogger("owt_data")
 
 _NAME = "plan.json"
-_FORMAT = 1  # raised when parts of an earlier version can no longer be gone on with
 
-# How many parts to make, as far as their sizes allow.
-_NUM_PARTS = 128
+# The goal for the number of shards, within the bounds on their sizes.
+_NUM_SHARDS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The contents of `plan.json`."""
+    """Contents of `plan.json`."""
 
-    format: int
-    """See `_FORMAT`."""
+    format: Literal[1]
+    """Version of the working folder's format. A plan of another version restarts the preparation."""
 
     source: str
     """The sources, as the user named them."""
 
     source_sha256: str
-    """What identifies the sources."""
+    """Digest of the sources."""
 
     options: dict[str, Any]
-    """The options."""
+    """Fields of `PrepareOptions`."""
 
     tokenizer_sha256: str
-    """What identifies the tokenizer."""
+    """Digest of the tokenizer."""
 
     num_bytes: int | None
-    """Bytes of text, roughly, where that is known."""
+    """Approximate bytes of text; None if unknown."""
 
-    part_bytes: int
-    """Text in a part, in bytes."""
+    part_bytes: PositiveInt
+    """Bytes of text in a shard."""
 
-    layouts: dict[str, HubLayout | None] = dataclasses.field(default_factory=dict)
-    """By split, how a hub dataset is read; None for files. Missing in plans of versions before 0.3."""
-
-    def __post_init__(self) -> None:
-        """Check what a loop depends on."""
-        check_integer("part_bytes", self.part_bytes, least=1)
+    layouts: dict[str, HubLayout | None]
+    """By split, the layout of a hub dataset; None for files. Missing in plans of versions before 0.3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What this start is to prepare."""
+    """Inputs of one preparation."""
 
     staging: Path
-    """The folder with the plan and the parts."""
+    """The working folder, with the plan and the shards."""
 
     out: Path
-    """The folder that they are made for."""
+    """The folder to write into."""
 
     name: str
     """The sources, as the user named them."""
 
     digest: str
-    """What identifies the sources."""
+    """Digest of the sources."""
 
     splits: dict[str, Source]
-    """The sources."""
+    """The sources by split, or one source as `all`."""
 
     options: PrepareOptions
-    """The options."""
+    """Tokenizer and split."""
 
 
 def find_plan(request: Request) -> Plan | None:
-    """The plan of an interrupted start, if it left parts to go on with. What cannot be gone on with is deleted.
+    """Return the plan of an interrupted preparation that left shards. Shards without a valid plan are deleted.
 
     Raises:
-        DataError: the interrupted start had another source or other options, or read the hub in another mode.
+        DataError: the interrupted preparation had another source or other options.
     """
     staging = request.staging
     plan = _read(staging / _NAME)
-    has_parts = any(staging.glob("parts-*/*.bin"))
-    if plan is None or not has_parts:
-        if has_parts:
-            _log.warning("%s is missing or cannot be read: all parts are made again", staging / _NAME)
+    has_shards = any(staging.glob("parts-*/*.bin"))
+    if plan is None or not has_shards:
+        if has_shards:
+            _log.warning("%s is missing or cannot be read: all shards are made again", staging / _NAME)
         for folder in staging.glob("parts-*"):
             shutil.rmtree(folder)
         return None
-    options = dataclasses.asdict(request.options)
-    if (plan.format, plan.source_sha256, plan.options) != (_FORMAT, request.digest, options):
+    if (plan.source_sha256, plan.options) != (request.digest, dataclasses.asdict(request.options)):
         same_contents = plan.source_sha256 == request.digest
         raise _another(plan, name_differences(plan.options, request.options, same_contents), request)
-    for split, source in request.splits.items():
-        if source.kind == "hub":
-            _check_mode(plan, split, source, staging)
     return plan
 
 
 def _read(path: Path) -> Plan | None:
-    """The plan in a file; None if there is none, or a power cut or a hand has spoiled it."""
+    """Return the plan in a file; None if the file is missing or damaged."""
     try:
         return parse_json(Plan, path.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
 
 
-def _check_mode(plan: Plan, split: str, source: Source, staging: Path) -> None:
-    layout = plan.layouts.get(split)
-    if layout is None:
-        raise DataError(
-            f"The preparation of {source.name} in {staging} must have been begun by this version of owt-data, got an "
-            f"earlier one, which did not record how it read the hub. Delete {staging} to begin again."
-        )
-    if layout.offline != is_offline():
-        needed, found = ("set", "unset") if layout.offline else ("unset", "set")
-        raise DataError(
-            f"HF_HUB_OFFLINE must be {needed}, as it was when the preparation of {source.name} began, got it {found}. "
-            f"Change it back to go on, or delete {staging} to begin again."
-        )
-
-
 def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -> tuple[Plan, dict[str, Documents]]:
-    """The sources, opened as the plan says; without a plan, one is made and written.
+    """Open the sources as the plan records them. Without a plan, make and write one.
 
     Args:
-        request: what to prepare.
-        plan: what `find_plan` returned.
-        tokenizer_sha256: what identifies the tokenizer.
+        request: the preparation.
+        plan: the result of `find_plan`.
+        tokenizer_sha256: digest of the tokenizer.
 
     Raises:
-        DataError: the tokenizer or a dataset of the hub is another than the plan's, or cannot be had.
+        DataError: the tokenizer or the layout of a hub dataset differs from the plan's, or a dataset cannot be opened.
     """
     if plan is not None and plan.tokenizer_sha256 != tokenizer_sha256:
         raise _another(plan, "tokenizer", request)
@@ -149,25 +127,25 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
         revision = before.revision if before is not None else None
         documents[split] = Documents(source, text_column=request.options.text_column, revision=revision)
         layouts[split] = documents[split].layout
-        if before is not None and before != layouts[split]:
+        if before not in (None, layouts[split]):
             raise DataError(
-                f"{source.name} must be the dataset that its preparation began with, {before}, got {layouts[split]}. "
-                f"Provide that one, or delete {request.staging} to begin again."
+                f"{source.name} must be read as before its interruption, {before}, got {layouts[split]}. Restore that, "
+                f"or delete {request.staging} to start again."
             )
     if plan is not None:
         return plan, documents
     sizes = [opened.num_bytes() for opened in documents.values()]
     total = sum(size for size in sizes if size) if all(sizes) else None
-    part_bytes = min(max((total or MAX_PART_BYTES * _NUM_PARTS) // _NUM_PARTS, MIN_PART_BYTES), MAX_PART_BYTES)
+    shard_bytes = min(max((total or MAX_SHARD_BYTES * _NUM_SHARDS) // _NUM_SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     plan = Plan(
-        format=_FORMAT,
+        format=1,
         source=request.name,
         source_sha256=request.digest,
         options=dataclasses.asdict(request.options),
         tokenizer_sha256=tokenizer_sha256,
         layouts=layouts,
         num_bytes=total,
-        part_bytes=part_bytes,
+        part_bytes=shard_bytes,
     )
     write_durably(request.staging / _NAME, json.dumps(dataclasses.asdict(plan)))
     return plan, documents
@@ -181,13 +159,13 @@ def _another(plan: Plan, different: str, request: Request) -> DataError:
 
 
 def name_differences(before: dict[str, Any], options: PrepareOptions, same_contents: bool) -> str:
-    """Names what two preparations differ in."""
+    """Return the names and values in which two preparations differ."""
     now = dataclasses.asdict(options)
-    fields = [f"{key} {before.get(key)} and {now[key]}" for key in now if before.get(key) != now[key]]
-    return " and ".join(fields if same_contents else ["contents", *fields]) or "tokenizer"
+    fields = [f"{key} {before.get(key)} and {now.get(key)}" for key in now | before if before.get(key) != now.get(key)]
+    return " and ".join(fields if same_contents else ["contents", *fields])
 
 
 def revisions(plan: Plan) -> dict[str, str]:
-    """By split, the commit of each dataset that was streamed from the hub."""
+    """Return the commit of each dataset that was streamed from the hub, by split."""
     layouts = {split: layout for split, layout in plan.layouts.items() if layout and not layout.offline}
     return {split: layout.revision for split, layout in layouts.items() if layout.revision}

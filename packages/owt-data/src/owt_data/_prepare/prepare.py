@@ -1,4 +1,4 @@
-"""Text to token files: `train.bin`, `val.bin` and the manifest that vouches for them."""
+"""Preparation of `train.bin`, `val.bin` and `manifest.json` from text."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from owt_data._paths import is_uri, local_path
 from owt_data._prepare.cpus import num_usable_cpus
 from owt_data._prepare.durable import rename_durably, write_durably
 from owt_data._prepare.plan import Plan, Request, find_plan, name_differences, open_documents, revisions
-from owt_data._prepare.shards import MIN_PART_BYTES, Encoder, PartRecord, local_encoder, part_path, tokenize
+from owt_data._prepare.shards import MIN_SHARD_BYTES, Encoder, ShardRecord, local_encoder, shard_path, tokenize
 from owt_data._prepare.write_splits import Ranges, copy_ranges, document_ends, split_at, split_documents
 from owt_data._sources.documents import Documents
 from owt_data._sources.names import BUILTIN, Source, find_splits
@@ -38,7 +38,7 @@ from owt_data._tokens.manifest import (
 )
 from owt_data._tokens.sequence import TokenSequence, concatenate, local_sequence
 
-# The built-in corpus is small: the reference's 0.0005 would leave a single module to validate on.
+# The share of the reference job, 0.0005, would leave a single module of the small built-in corpus.
 _BUILTIN_VAL_FRACTION = 0.05
 _POSITION_VAL_FRACTION = 0.1
 _DOCUMENTS_VAL_FRACTION = 0.0005
@@ -48,22 +48,22 @@ _RESULT_NAME = "result"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far `prepare` has come."""
+    """Progress of `prepare`."""
 
     stage: str
     """`reading`, `tokenizing` or `assembling`."""
 
     fraction: float | None
-    """Share of the stage that is done, where its length is known."""
+    """Share of the stage that is done; None if its length is unknown."""
 
     num_documents: int = 0
-    """Documents tokenized so far, those of an earlier start included."""
+    """Documents tokenized so far, including those of earlier starts."""
 
     num_tokens: int = 0
-    """Their tokens."""
+    """Tokens of these documents."""
 
     num_bytes: int = 0
-    """Their text, in bytes of UTF-8."""
+    """Text of these documents, in bytes of UTF-8."""
 
 
 Report = Callable[[Progress], None]
@@ -80,35 +80,34 @@ def prepare(
 ) -> Manifest:
     """Write `train.bin`, `val.bin` and `manifest.json` for a source into the folder `out`.
 
-    The token files are those of a plain loop over `datasets`' `train_test_split`, `encode_ordinary` and
-    end-of-text, byte for byte. They are made in parts beside `out`, in `.NAME.partial`, which takes as much
-    disk again as they do, and appear in `out` all at once when they are whole. Whatever interrupts it, the
-    same call again goes on from the last finished part and writes the same bytes. A folder that already
-    holds this very source and these options is left as it is.
+    The token files equal those of a plain loop over `train_test_split` of `datasets`, `encode_ordinary` and
+    end-of-text, byte for byte. The documents are tokenized in shards in the working folder `.NAME.partial` beside
+    `out`, which takes as much disk space as the token files. The complete files are renamed to `out` in one step.
+    After an interruption, the same call resumes after the last finished shard and writes the same bytes. A folder
+    that was prepared from the same source and options is left unchanged.
 
-    Memory: some parts of at most 16 MiB of text for each process, one stretch of 128 MiB of tokens, and
-    about 50 bytes for each document.
+    Memory: a few shards of at most 16 MiB of text for each process, 128 MiB of tokens, and about 50 bytes for each
+    document.
 
     Args:
-        sources: see `find_source`. With `train=` and `val=` before the names, the split is given.
+        sources: see `find_source`. Names that begin with `train=` and `val=` give the split.
         out: the folder; made if missing.
         options: tokenizer and split.
-        num_processes: how many tokenize at once. Default: as many as this process may use cores.
-        use_ray: tokenize as tasks of the Ray cluster that `RAY_ADDRESS` names, or of one started here,
-            whose machines all must see `out`.
-        progress: called now and then.
+        num_processes: number of tokenizing processes. Default: the usable CPUs.
+        use_ray: tokenize as tasks of the Ray cluster at `RAY_ADDRESS`, or of a local one. All its machines must share
+            `out`.
+        progress: called after each step.
 
     Raises:
-        DataError: the source is empty or unreadable, the folder holds something else or cannot be
-            written, another process is preparing into it, or it was interrupted with another source or
-            other options.
+        DataError: the source is empty or unreadable, the folder holds other files or cannot be written, another
+            process prepares into it, or an interrupted preparation had another source or other options.
     """
     if num_processes is not None:
         check_integer("num_processes", num_processes, least=1)
     report = progress or _silent
     splits = find_splits(sources)
     if "all" not in splits and (options.split != "auto" or options.val_fraction is not None):
-        raise DataError("--split and --val-fraction must be left out where train=... and val=... give the split.")
+        raise DataError("--split and --val-fraction must be absent with train=... and val=..., got both. Remove them.")
     out = local_folder(out)
     with file_errors("readable and writable", out):
         digest = _digest(splits, report)
@@ -119,7 +118,7 @@ def prepare(
         with _staging_folder(out) as staging:
             existing = _existing(out, name, digest, options)
             if existing is not None:
-                shutil.rmtree(staging)  # a kill came between the renaming and this
+                shutil.rmtree(staging)  # left by a kill after the renaming
                 return existing
             try:
                 request = Request(staging=staging, out=out, name=name, digest=digest, splits=splits, options=options)
@@ -129,7 +128,7 @@ def prepare(
                     plan, documents = open_documents(request, plan, tokenizer_sha256)
                     manifest = _Run(staging, splits, documents, options, plan, report).write(encoder)
             except RejectedDocumentsError:
-                # The source must change, and with it all that was made of it. Nothing else discards work.
+                # The source must change, so its shards are useless. No other error deletes shards.
                 shutil.rmtree(staging)
                 raise
             rename_durably(staging / _RESULT_NAME, out)
@@ -139,29 +138,24 @@ def prepare(
 
 @file_errors("readable and writable")
 def local_folder(out: str | os.PathLike[str]) -> Path:
-    """The folder to write into, as an absolute path without links.
+    """Return the folder to write into as an absolute path without links.
 
     Raises:
-        DataError: it is a file, or no local folder.
+        DataError: the name is that of a file or of object storage.
     """
     name = os.fspath(out)
     path = Path(os.path.realpath(local_path(name)))
-    if is_uri(name):
-        raise DataError(
-            f"The folder to write into must be a local or mounted one, got {name}. Prepare into a local folder and "
-            "copy it to the storage, where it can be read."
-        )
-    if not name or (os.path.lexists(path) and not path.is_dir()):
-        raise DataError(f"The last name must be a folder to write into, got {name or 'an empty one'}. Name a folder.")
+    if not name or is_uri(name) or (os.path.lexists(path) and not path.is_dir()):
+        raise DataError(f"The output must be a local or mounted folder, got {name!r}. Prepare into one and copy it.")
     return path
 
 
 def _silent(progress: Progress) -> None:
-    """Report to nobody."""
+    """Ignore the progress."""
 
 
 def _digest(splits: dict[str, Source], report: Report) -> str:
-    """What identifies the sources: that of the one, or those of both splits together."""
+    """Return the digest of one source, or of both splits together."""
     digests = {
         split: source.digest(lambda share: report(Progress(stage="reading", fraction=share)))
         for split, source in splits.items()
@@ -170,20 +164,19 @@ def _digest(splits: dict[str, Source], report: Report) -> str:
 
 
 def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Manifest | None:
-    """The manifest of what `out` holds, if that is what is asked for; None if it holds nothing."""
+    """Return the manifest of `out` if it was prepared from this source and these options; None if `out` is empty."""
     manifest = read_manifest(out)
-    if manifest is None:
-        if out.exists() and any(out.iterdir()):
-            raise DataError(f"{out} must be empty or missing, got a folder of other files. Choose another folder.")
+    if manifest is None and not (out.exists() and any(out.iterdir())):
         return None
-    if (manifest.source_sha256, manifest.options) != (digest, dataclasses.asdict(options)):
+    if manifest is None:
+        found = "other files"
+    elif (manifest.source_sha256, manifest.options) == (digest, dataclasses.asdict(options)):
+        check_sizes(os.fspath(out), manifest)
+        return manifest
+    else:
         different = name_differences(manifest.options, options, manifest.source_sha256 == digest)
-        raise DataError(
-            f"{out} must be empty or prepared from {name} as it is now and with these options, got it prepared from "
-            f"{manifest.source}: {different} differ. Choose another folder."
-        )
-    check_sizes(os.fspath(out), manifest)
-    return manifest
+        found = f"token files of {manifest.source}: {different} differ"
+    raise DataError(f"{out} must be empty or made from {name} with these options, got {found}. Choose another folder.")
 
 
 def _staging_path(out: Path) -> Path:
@@ -192,10 +185,9 @@ def _staging_path(out: Path) -> Path:
 
 @contextlib.contextmanager
 def _staging_folder(out: Path) -> Iterator[Path]:
-    """The folder beside `out` where the work is done, held against a second prepare.
+    """Make and lock the working folder beside `out`. Its contents stay for the next start.
 
-    The lock is on the folder itself and goes with the process, however that ends. What is in it stays for
-    the next start, unless it was the source that was found unfit.
+    The lock is on the folder itself. The system releases it when the process ends, even after a kill.
     """
     staging = _staging_path(out)
     if out.is_mount():
@@ -211,25 +203,25 @@ def _staging_folder(out: Path) -> Iterator[Path]:
     finally:
         os.close(folder)
         with contextlib.suppress(OSError):
-            staging.rmdir()  # if nothing came to be in it
+            staging.rmdir()  # works only if the folder is empty
 
 
 def _encoder(
     splits: dict[str, Source], tokenizer: str, num_processes: int | None, use_ray: bool
 ) -> AbstractContextManager[Encoder]:
-    """Processes begin to start here, while the rest is made ready."""
+    """Return the encoder. Its processes start at once, while the caller opens the documents."""
     if use_ray:
-        # Imported here because it takes seconds, which a run without it need not wait for.
+        # The import takes seconds, which a run without Ray must not wait for.
         from owt_data._prepare.ray_encoder import ray_encoder
 
         return ray_encoder(tokenizer)
     sizes = [source.num_bytes for source in splits.values()]
-    most_parts = max(1, -(-sum(1 << 62 if size is None else size for size in sizes) // MIN_PART_BYTES))
-    return local_encoder(tokenizer, min(num_processes or num_usable_cpus(), most_parts))
+    most_shards = max(1, -(-sum(1 << 62 if size is None else size for size in sizes) // MIN_SHARD_BYTES))
+    return local_encoder(tokenizer, min(num_processes or num_usable_cpus(), most_shards))
 
 
 class _Run:
-    """One start of the work in a staging folder."""
+    """Work of one start in the working folder."""
 
     def __init__(
         self,
@@ -246,9 +238,9 @@ class _Run:
         self._done = Progress(stage="tokenizing", fraction=None)
 
     def write(self, encoder: Encoder) -> Manifest:
-        """Tokenize what is not yet tokenized, and assemble it into the folder `result`."""
-        parts = {split: self._tokenize(split, encoder) for split in self._splits}
-        files = self._assemble(parts)
+        """Tokenize the missing shards, and write the token files and the manifest into the folder `result`."""
+        shards = {split: self._tokenize(split, encoder) for split in self._splits}
+        files = self._assemble(shards)
         manifest = Manifest(
             tokenizer=self._options.tokenizer,
             vocab_size=self._tokenizer.n_vocab,
@@ -261,7 +253,7 @@ class _Run:
             version=version("owt-data"),
             revisions=revisions(self._plan),
         )
-        # The token files are on disk by now, and this waits for all the names in the folder.
+        # The token files are on disk already. This call also waits for all names in the folder.
         write_durably(self._result / MANIFEST_NAME, manifest.to_json())
         return manifest
 
@@ -272,11 +264,11 @@ class _Run:
     def _folder(self, split: str) -> Path:
         return self._staging / f"parts-{split}"
 
-    def _tokenize(self, split: str, encoder: Encoder) -> list[PartRecord]:
-        part_bytes, folder = self._plan.part_bytes, self._folder(split)
-        return tokenize(self._documents[split], folder, part_bytes=part_bytes, encoder=encoder, report=self._count)
+    def _tokenize(self, split: str, encoder: Encoder) -> list[ShardRecord]:
+        shard_bytes, folder = self._plan.part_bytes, self._folder(split)
+        return tokenize(self._documents[split], folder, shard_bytes=shard_bytes, encoder=encoder, report=self._count)
 
-    def _count(self, record: PartRecord) -> None:
+    def _count(self, record: ShardRecord) -> None:
         before, total = self._done, self._plan.num_bytes
         num_bytes = before.num_bytes + record.num_bytes
         self._done = Progress(
@@ -288,7 +280,7 @@ class _Run:
         )
         self._report(self._done)
 
-    def _assemble(self, parts: dict[str, list[PartRecord]]) -> dict[str, FileRecord]:
+    def _assemble(self, shards: dict[str, list[ShardRecord]]) -> dict[str, FileRecord]:
         shutil.rmtree(self._result, ignore_errors=True)
         self._result.mkdir()
         end_of_text = self._tokenizer.eot_token
@@ -300,31 +292,25 @@ class _Run:
             self._report(dataclasses.replace(self._done, stage="assembling", fraction=moved / (2 * total)))
 
         sequences, ends = {}, {}
-        for split, records in parts.items():
+        for split, records in shards.items():
             folder = self._folder(split)
             ends[split] = document_ends(folder, records, end_of_text, advance)
-            if sum(record.num_tokens for record in records) == len(ends[split]):
-                found = "empty ones" if len(ends[split]) else "none"
-                raise RejectedDocumentsError(
-                    f"{self._splits[split].name} must hold documents with text, got {found}. Give another source."
-                )
-            sequences[split] = local_sequence([part_path(folder, index) for index in range(len(records))])
+            sequences[split] = local_sequence([shard_path(folder, index) for index in range(len(records))])
         whole = concatenate(list(sequences.values()))
         ranges = self._ranges(sequences, ends)
-        for split, (starts, stops) in ranges.items():
-            if not (stops > starts).any():
-                raise RejectedDocumentsError(
-                    f"The text must suffice for training and validation, got {sum(map(len, ends.values()))} documents "
-                    f"of {len(whole)} tokens, which leave none for {split}. Give more text, or another --split or "
-                    "--val-fraction."
-                )
+        only_ends = any(len(sequences[split]) == len(ends[split]) for split in sequences)
+        if only_ends or not all((stops > starts).any() for starts, stops in ranges.values()):
+            raise RejectedDocumentsError(
+                f"{self._plan.source} must hold text for both splits, got {len(whole)} tokens in "
+                f"{sum(map(len, ends.values()))} documents. Give more text, or another --split or --val-fraction."
+            )
         return {
             name: copy_ranges(whole, ranges[split], self._result / name, end_of_text, advance)
             for split, name in (("train", TRAIN_NAME), ("val", VAL_NAME))
         }
 
     def _ranges(self, sequences: dict[str, TokenSequence], ends: dict[str, np.ndarray]) -> dict[str, Ranges]:
-        """Which tokens of all parts go where."""
+        """Return the token ranges of each split."""
         num_tokens = sum(map(len, sequences.values()))
         if "all" not in sequences:
             return split_at(len(sequences["train"]), num_tokens)

@@ -1,4 +1,4 @@
-"""How far `prepare` and `verify` are, on a terminal or in a log."""
+"""Progress bars of `prepare` and `verify`, or log lines without a terminal."""
 
 import contextlib
 import time
@@ -10,7 +10,7 @@ from rich.progress import Progress as Bar
 
 from owt_data._prepare.prepare import Progress, Report
 
-# Where there is no terminal, a line now and then, for the log.
+# Interval of the log lines that replace the bar without a terminal.
 _SECONDS_PER_LINE = 30.0
 
 
@@ -19,7 +19,7 @@ def progress_bar(console: Console) -> Iterator[Report]:
     """Show documents, tokens, MB/s and time left while `prepare` runs.
 
     Args:
-        console: where to; where it is no terminal, a line every half minute.
+        console: the output. Without a terminal, one line is printed every 30 s.
     """
     with _bar(console) as (bar, task):
         stage, began, bytes_before, last_line = "", 0.0, 0, time.monotonic()
@@ -28,7 +28,7 @@ def progress_bar(console: Console) -> Iterator[Report]:
             nonlocal stage, began, bytes_before, last_line
             now = time.monotonic()
             if progress.stage != stage:
-                # What an earlier start had done comes at once and says nothing of the speed.
+                # The first report includes the work of earlier starts, which must not count for the speed.
                 stage, began, bytes_before = progress.stage, now, progress.num_bytes
                 bar.reset(task, description=stage)
             rate = (progress.num_bytes - bytes_before) / 1e6 / max(now - began, 1e-3)
@@ -45,7 +45,7 @@ def progress_bar(console: Console) -> Iterator[Report]:
 
 @contextlib.contextmanager
 def share_bar(console: Console, description: str) -> Iterator[Callable[[float], None]]:
-    """Show a share, from 0 to 1, while something runs."""
+    """Show a bar; the yielded function takes the share done, from 0 to 1."""
     with _bar(console) as (bar, task):
         bar.reset(task, description=description, total=1.0)
         yield lambda share: bar.update(task, completed=share)

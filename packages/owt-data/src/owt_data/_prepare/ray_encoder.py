@@ -1,4 +1,4 @@
-"""Parts as tasks of a Ray cluster."""
+"""Encoder that runs shards as tasks of a Ray cluster."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# `uv run` would otherwise be repeated by every task. Ray reads this when it is first imported.
+# Else every task repeats `uv run`. Ray reads this variable at its first import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import pyarrow as pa
@@ -17,9 +17,9 @@ import ray
 import ray.exceptions
 import tiktoken
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, one_line
 from owt_data._prepare.shards import Encoder
-from owt_data._prepare.tokenize_worker import encode_part
+from owt_data._prepare.tokenize_worker import encode_shard
 from owt_data._tokenizers import load_tokenizer
 
 _CONNECT_TIMEOUT_S = 10
@@ -32,33 +32,31 @@ def _load_once(tokenizer: str) -> tiktoken.Encoding:
 
 @contextmanager
 def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
-    """Encode parts as Ray tasks, one core each, on the cluster that `RAY_ADDRESS` names or one started here.
+    """Encode shards as Ray tasks of one core each, on the cluster at `RAY_ADDRESS` or a local one.
 
     Raises:
-        DataError: the cluster cannot be reached, or lost a task for good.
+        DataError: the cluster cannot be reached, or a task failed.
     """
     started = not ray.is_initialized()
     if started:
         _start()
     try:
         yield Encoder(
-            submit=lambda part: _encode.remote(part.batch, tokenizer, part.path).future(),
+            submit=lambda shard: _encode.remote(shard.batch, tokenizer, shard.path).future(),
             num_workers=2 * int(ray.cluster_resources().get("CPU", 1)),
         )
     except ray.exceptions.RayError as error:
-        # Of what a task raised, its last line has the sentence; the lines before are where.
+        # The last line has the message, the lines before it the traceback.
         reason = str(error).strip().splitlines()[-1]
-        raise DataError(
-            f"The Ray cluster must tokenize every part, got a failure: {reason}. Run the same command again, which "
-            "goes on from there."
-        ) from error
+        found = f"a failure: {one_line(reason)}"
+        raise DataError(f"Ray must tokenize every shard, got {found}. Run the same command again to resume.") from error
     finally:
         if started:
             ray.shutdown()
 
 
 def _start() -> None:
-    """Connect to the cluster that `RAY_ADDRESS` names, or start one here."""
+    """Connect to the cluster at `RAY_ADDRESS`, or start a local one."""
     address = os.environ.get("RAY_ADDRESS")
     constraint = "Ray must start a cluster on this machine, got a failure"
     remedy = "Run the same command again, or without --ray."
@@ -70,14 +68,14 @@ def _start() -> None:
     try:
         _check_address(address or "")
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    # Where its processes do not come up in time, Ray raises an Exception of no class of its own.
+    # Ray raises a bare Exception if its processes do not start in time.
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise DataError(f"{constraint} ({reason}). {remedy}") from error
 
 
 def _check_address(address: str) -> None:
-    """Ask whether anyone is there; Ray itself would ask for minutes."""
+    """Check that a server answers at the address. Ray itself would retry for minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if colon:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
@@ -85,4 +83,4 @@ def _check_address(address: str) -> None:
 
 @ray.remote(num_cpus=1)
 def _encode(batch: pa.RecordBatch, tokenizer: str, path: Path) -> dict[str, Any]:
-    return encode_part(batch, _load_once(tokenizer), path)
+    return encode_shard(batch, _load_once(tokenizer), path)

@@ -1,4 +1,4 @@
-"""Documents to part files, on several processes, resumable: every part is checksummed and recorded."""
+"""Shards of documents, tokenized in parallel into shard files with checksums, and resumed after the last one."""
 
 import dataclasses
 import hashlib
@@ -23,73 +23,74 @@ import pyarrow.compute as pc
 
 from owt_data._errors import DataError
 from owt_data._json_types import parse_json
-from owt_data._prepare.tokenize_worker import encode_part
+from owt_data._prepare.tokenize_worker import encode_shard
 from owt_data._sources.documents import START, Chunk, Cursor, Documents
 from owt_data._tokenizers import load_tokenizer
 
 _log = logging.getLogger("owt_data")
 
+# The names on disk, here and in `plan.json`, say `parts` since version 0.2.
 _JOURNAL_NAME = "parts.jsonl"
 
-# Text in a part: enough parts to keep every process busy, few enough to keep track of.
-MIN_PART_BYTES, MAX_PART_BYTES = 1 << 18, 1 << 24
+# Bytes of text in a shard: small enough to keep all processes busy, large enough for a short journal.
+MIN_SHARD_BYTES, MAX_SHARD_BYTES = 1 << 18, 1 << 24
 SCHEMA = pa.schema([("text", pa.large_string()), ("ends", pa.bool_())])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Text that is tokenized at once. Parts depend on the source and the size alone."""
+class Shard:
+    """Text that one task tokenizes. Shards depend only on the source and on their size."""
 
     path: Path
-    """The file that its tokens will be in."""
+    """The file for the tokens."""
 
     batch: pa.RecordBatch | None
-    """Its pieces, see `SCHEMA`; None once they are handed over."""
+    """The pieces of text, see `SCHEMA`; None once they are submitted."""
 
     num_bytes: int
     """Bytes of text."""
 
     stop: Cursor
-    """Where the next part begins."""
+    """Start of the next shard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PartRecord:
-    """A part file that was finished."""
+class ShardRecord:
+    """Journal entry of a finished shard file."""
 
     num_bytes: int
-    """Bytes of text it was made of."""
+    """Bytes of text."""
 
     num_tokens: int
-    """Tokens in it."""
+    """Number of tokens."""
 
     num_documents: int
-    """Documents that end in it."""
+    """Number of documents that end in the shard."""
 
     sha256: str
-    """Of the file."""
+    """Checksum of the file."""
 
     stop: Cursor
-    """Where the next part begins."""
+    """Start of the next shard."""
 
 
 Result = Future[dict[str, Any]]
-"""What `encode_part` returns, once it does."""
+"""Future result of `encode_shard`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """Something that encodes parts, several at once."""
+    """Parallel encoder of shards."""
 
-    submit: Callable[[Part], Result]
-    """Begins to encode a part."""
+    submit: Callable[[Shard], Result]
+    """Start to encode a shard."""
 
     num_workers: int
-    """How many parts it encodes at once."""
+    """Number of shards that are encoded in parallel."""
 
 
-def part_path(folder: Path, index: int) -> Path:
-    """The file of a part."""
+def shard_path(folder: Path, index: int) -> Path:
+    """Return the path of a shard file."""
     return folder / f"{index:06d}.bin"
 
 
@@ -97,23 +98,22 @@ def tokenize(
     documents: Documents,
     folder: Path,
     *,
-    part_bytes: int,
+    shard_bytes: int,
     encoder: Encoder,
-    report: Callable[[PartRecord], None],
-) -> list[PartRecord]:
-    """Tokenize documents into part files, going on from those that the folder already has.
+    report: Callable[[ShardRecord], None],
+) -> list[ShardRecord]:
+    """Tokenize documents into shard files. Valid shard files in the folder are kept.
 
     Args:
-        documents: what to tokenize.
-        folder: where the parts are; made if missing.
-        part_bytes: text in a part, at least; the last has less.
-        encoder: does the work.
-        report: called with each part that is done, those of an earlier start first.
+        documents: the documents.
+        folder: the folder for the shard files; made if missing.
+        shard_bytes: least bytes of text in a shard; the last shard may have fewer.
+        encoder: the encoder.
+        report: called with the record of each finished shard, first of the kept ones.
 
     Raises:
-        RejectedDocumentsError: a document cannot be read, whoever reads it.
-        DataError: something else kept a part from being made. Those that are made stay.
-        OSError: a part could not be written.
+        RejectedDocumentsError: a document cannot be read.
+        DataError: a shard cannot be made for another reason. Finished shards stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob("*.tmp"):
@@ -122,15 +122,15 @@ def tokenize(
     records = _read_journal(journal)
     damaged = []
     for index, record in enumerate(records):
-        path = part_path(folder, index)
+        path = shard_path(folder, index)
         if checksum(path) == record.sha256:
             report(record)
         else:
             _log.warning("%s is damaged or missing: tokenizing it again", path)
             damaged.append(index)
     starts = [START, *(record.stop for record in records)]
-    again = (islice(_parts(documents, folder, starts[index], index, part_bytes), 1) for index in damaged)
-    new = _parts(documents, folder, starts[-1], len(records), part_bytes)
+    again = (islice(_cut(documents, folder, starts[index], index, shard_bytes), 1) for index in damaged)
+    new = _cut(documents, folder, starts[-1], len(records), shard_bytes)
     with journal.open("a") as file:
         for number, record in enumerate(_encode(chain(chain.from_iterable(again), new), encoder)):
             if number >= len(damaged):
@@ -138,56 +138,46 @@ def tokenize(
                 file.flush()
                 records.append(record)
             elif record != records[damaged[number]]:
-                raise DataError(
-                    f"{part_path(folder, damaged[number])} must have the tokens that it had before it was damaged, got "
-                    f"others: the source has changed, or the memory is failing. Delete {folder.parent} to begin again."
-                )
+                path = shard_path(folder, damaged[number])
+                remedy = f"Restore the source if it has changed, or delete {folder.parent} to start again."
+                raise DataError(f"{path} must have the tokens of before its damage, got others. {remedy}")
             report(record)
     return records
 
 
 def checksum(path: Path) -> str | None:
-    """SHA-256 of a file, or None where it is missing."""
+    """Return the SHA-256 of a file; None if it is missing."""
     if not path.exists():
         return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_journal(path: Path) -> list[PartRecord]:
-    """The parts that were recorded, up to the first line that a kill or a power cut spoiled, which is cut off."""
+def _read_journal(path: Path) -> list[ShardRecord]:
+    """Return the valid records at the start of the journal. The rest, damaged by a kill or a power cut, is cut off."""
     if not path.exists():
         return []
     records, num_bytes = [], 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        record = _read_record(line)
-        if record is None:
-            break
-        records.append(record)
-        num_bytes += len(line)
+    # A record without its line break would run into the next record.
+    with suppress(ValueError):
+        for line in path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            records.append(parse_json(ShardRecord, line))
+            num_bytes += len(line)
     os.truncate(path, num_bytes)
     return records
 
 
-def _read_record(line: bytes) -> PartRecord | None:
-    """The part that a line of the journal records; None if it does not read as one."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        return parse_json(PartRecord, line)
-    except ValueError:
-        return None
-
-
-def _parts(documents: Documents, folder: Path, start: Cursor, index: int, part_bytes: int) -> Iterator[Part]:
-    """Cut what follows `start` into parts, the first being number `index`."""
+def _cut(documents: Documents, folder: Path, start: Cursor, index: int, shard_bytes: int) -> Iterator[Shard]:
+    """Cut the documents from `start` on into shards. The first shard has the number `index`."""
     held: list[pa.RecordBatch] = []
     held_bytes, stop = 0, start
 
-    def part() -> Part:
-        # One batch of its own, so that a part no longer holds the chunks it was cut from.
+    def shard() -> Shard:
+        # A copy, because slices would keep their complete chunks in memory.
         batch = pa.Table.from_batches(held, SCHEMA).combine_chunks().to_batches()[0]
-        return Part(path=part_path(folder, index), batch=batch, num_bytes=held_bytes, stop=stop)
+        return Shard(path=shard_path(folder, index), batch=batch, num_bytes=held_bytes, stop=stop)
 
     for chunk in documents.read(start):
         pieces = pa.record_batch([chunk.texts, pa.array(chunk.ends)], schema=SCHEMA)
@@ -195,41 +185,36 @@ def _parts(documents: Documents, folder: Path, start: Cursor, index: int, part_b
         begin = 0
         while begin < len(up_to):
             before = int(up_to[begin - 1]) if begin else 0
-            last = int(np.searchsorted(up_to, before + part_bytes - held_bytes))
+            last = int(np.searchsorted(up_to, before + shard_bytes - held_bytes))
             full = last < len(up_to)
             last = min(last, len(up_to) - 1)
             held.append(pieces.slice(begin, last + 1 - begin))
             held_bytes += int(up_to[last]) - before
-            stop = Cursor(chunk.shard, int(chunk.offsets[last]))
+            stop = Cursor(chunk.file, int(chunk.offsets[last]))
             begin = last + 1
             if full:
-                yield part()
+                yield shard()
                 held, held_bytes, index = [], 0, index + 1
     if held:
-        yield part()
+        yield shard()
 
 
 def _lengths(chunk: Chunk) -> np.ndarray:
     return pc.call_function("binary_length", [chunk.texts]).to_numpy()
 
 
-def _encode(parts: Iterable[Part], encoder: Encoder) -> Iterator[PartRecord]:
-    """Encode parts, a bounded number at once, and yield their records in order."""
-    pending: deque[tuple[Part, Result]] = deque()
-    # Enough text to keep the workers busy while the next is read; little enough to hold.
-    max_bytes = (encoder.num_workers + 2) * MAX_PART_BYTES
+def _encode(shards: Iterable[Shard], encoder: Encoder) -> Iterator[ShardRecord]:
+    """Encode shards in parallel and yield their records in order. The number of pending shards is bounded."""
+    pending: deque[tuple[Shard, Result]] = deque()
+    # Enough text to keep the workers busy while more is read, little enough to hold in memory.
+    max_bytes = (encoder.num_workers + 2) * MAX_SHARD_BYTES
 
-    def oldest() -> PartRecord:
-        part, future = pending.popleft()
-        result = future.result()
-        if "errno" in result:
-            raise OSError(result["errno"], result["reason"])
-        if "rejected" in result:
-            raise DataError(result["rejected"])
-        return PartRecord(num_bytes=part.num_bytes, stop=part.stop, **result)
+    def oldest() -> ShardRecord:
+        shard, future = pending.popleft()
+        return ShardRecord(num_bytes=shard.num_bytes, stop=shard.stop, **future.result())
 
-    for part in parts:
-        pending.append((dataclasses.replace(part, batch=None), encoder.submit(part)))
+    for shard in shards:
+        pending.append((dataclasses.replace(shard, batch=None), encoder.submit(shard)))
         while pending and (pending[0][1].done() or sum(held.num_bytes for held, _ in pending) >= max_bytes):
             yield oldest()
     while pending:
@@ -238,23 +223,23 @@ def _encode(parts: Iterable[Part], encoder: Encoder) -> Iterator[PartRecord]:
 
 @contextmanager
 def local_encoder(tokenizer: str, num_processes: int) -> Iterator[Encoder]:
-    """Encode parts on this machine: in processes of their own, or for a single one right here."""
+    """Encode shards on this machine, in child processes. One process needs no child: this process encodes."""
     if num_processes == 1:
         encoding = load_tokenizer(tokenizer)
 
-        def encode(part: Part) -> Result:
+        def encode(shard: Shard) -> Result:
             result: Result = Future()
-            result.set_result(encode_part(part.batch, encoding, part.path))
+            result.set_result(encode_shard(shard.batch, encoding, shard.path))
             return result
 
         yield Encoder(submit=encode, num_workers=1)
         return
     idle: SimpleQueue[_Process] = SimpleQueue()
 
-    def encode_elsewhere(part: Part) -> dict[str, Any]:
+    def encode_in_child(shard: Shard) -> dict[str, Any]:
         process = idle.get()
         try:
-            return process.encode(part)
+            return process.encode(shard)
         finally:
             idle.put(process)
 
@@ -265,14 +250,14 @@ def local_encoder(tokenizer: str, num_processes: int) -> Iterator[Encoder]:
             idle.put(process)
         threads = stack.enter_context(ThreadPoolExecutor(num_processes))
         stack.callback(threads.shutdown, cancel_futures=True)
-        yield Encoder(submit=lambda part: threads.submit(encode_elsewhere, part), num_workers=num_processes)
+        yield Encoder(submit=lambda shard: threads.submit(encode_in_child, shard), num_workers=num_processes)
 
 
 class _Process:
-    """A process that runs `owt_data._prepare.tokenize_worker`. Ends with this one, whose pipe it reads."""
+    """Child process that runs `owt_data._prepare.tokenize_worker`. Ends when this process closes its pipe or dies."""
 
     def __init__(self, tokenizer: str) -> None:
-        # A session of its own, so that Ctrl-C reaches only the process that can answer it.
+        # A new session, so that only the parent receives Ctrl-C.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "owt_data._prepare.tokenize_worker", tokenizer],
             stdin=subprocess.PIPE,
@@ -285,23 +270,27 @@ class _Process:
         self._stdin = self._process.stdin
         self._stream = pa.ipc.new_stream(self._stdin, SCHEMA)
 
-    def encode(self, part: Part) -> dict[str, Any]:
-        """Encode a part."""
-        with suppress(BrokenPipeError):  # the missing answer says the same
-            self._stream.write_batch(part.batch, custom_metadata={"path": os.fspath(part.path)})
+    def encode(self, shard: Shard) -> dict[str, Any]:
+        """Encode a shard."""
+        with suppress(BrokenPipeError):  # then the answer is missing too
+            self._stream.write_batch(shard.batch, custom_metadata={"path": os.fspath(shard.path)})
             self._stdin.flush()
-        answer = self._answers.readline()
-        if not answer:
-            raise DataError(
-                f"a tokenizing process ended with exit code {self._process.wait()}: if that is -9, memory was short; "
-                "the same command again goes on from there, with fewer --num-processes if need be"
-            )
-        return json.loads(answer)
+        line = self._answers.readline()
+        answer = json.loads(line) if line else {"error": self._ended()}
+        if "error" in answer:
+            raise DataError(answer["error"])
+        return answer
+
+    def _ended(self) -> str:
+        return (
+            f"Tokenizing processes must run to the end, got exit code {self._process.wait()} (-9: out of memory). Run "
+            "the same command again to resume, after -9 with fewer --num-processes."
+        )
 
     def close(self) -> None:
-        """End the process, which is doing nothing of use any more."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._answers.close()
-        with suppress(BrokenPipeError):  # what the buffer still held is of no use to anyone
+        with suppress(BrokenPipeError):  # the buffer may hold text that nobody reads any more
             self._stdin.close()

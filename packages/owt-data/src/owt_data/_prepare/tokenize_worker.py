@@ -1,8 +1,8 @@
-"""Text to a part file: what the tokenizing processes run. Light to import, for there are many of them.
+"""Tokenizing process: text in, a shard file out. Imports little, because a machine runs many of them.
 
-`python -m owt_data._prepare.tokenize_worker TOKENIZER` takes parts as an Arrow stream on its standard input and answers
-each with a line of JSON. A process of its own kind, since those of `multiprocessing` begin by running
-their parent's main module again, which a script without a guard does not survive.
+`python -m owt_data._prepare.tokenize_worker TOKENIZER` reads shards as an Arrow stream from standard input and answers
+each shard with one line of JSON. `multiprocessing` is not used, because its processes run the main module of their
+parent again, which breaks a script without a `__main__` guard.
 """
 
 import hashlib
@@ -18,22 +18,23 @@ import numpy as np
 import pyarrow as pa
 import tiktoken
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, file_errors
 from owt_data._tokenizers import load_tokenizer
 
 
-def encode_part(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path) -> dict[str, Any]:
-    """Tokenize pieces of text into a part file, which appears under its name when it is whole.
+def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path) -> dict[str, Any]:
+    """Tokenize pieces of text into a shard file. The file gets its name when it is complete.
 
     Args:
-        batch: `text: large_string`, and `ends: bool`, whether a document ends with the piece and an
-            end-of-text token follows.
-        tokenizer: what to encode with. A special token's text inside a document is ordinary text.
+        batch: `text: large_string` and `ends: bool`. An end-of-text token follows a piece whose `ends` is true.
+        tokenizer: the encoding. The text of a special token inside a document is ordinary text.
         path: the file to write, as raw little-endian uint16.
 
     Returns:
-        `num_tokens`, `num_documents` and `sha256` of the file; or `errno` and `reason` where it could not
-        be written.
+        `num_tokens`, `num_documents` and `sha256` of the file.
+
+    Raises:
+        DataError: the file cannot be written.
     """
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint32)
     pieces = []
@@ -44,12 +45,12 @@ def encode_part(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path)
             pieces.append(end_of_text)
     tokens = np.concatenate(pieces).astype("<u2")
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_bytes(tokens.data)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        return {"errno": error.errno, "reason": error.strerror or str(error)}
+    with file_errors("writable", path):
+        try:
+            temporary.write_bytes(tokens.data)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     return {
         "num_tokens": len(tokens),
         "num_documents": sum(ends_of),
@@ -58,33 +59,31 @@ def encode_part(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path)
 
 
 def main(name: str) -> None:
-    """Encode parts from standard input until it ends; without the tokenizer, answer the first with the reason."""
+    """Encode the shards from standard input; end at the first error, with the error as the answer."""
     try:
         tokenizer = load_tokenizer(name)
+        for batch, metadata in _receive():
+            _answer(encode_shard(batch, tokenizer, Path(metadata["path"].decode())))
     except DataError as error:
-        _answer({"rejected": str(error)})
-        return
-    for batch, metadata in _receive():
-        _answer(encode_part(batch, tokenizer, Path(metadata["path"].decode())))
+        _answer({"error": str(error)})
 
 
 def _receive() -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata]]:
-    """Yield the parts from standard input."""
+    """Yield the shards from standard input."""
     try:
-        with pa.ipc.open_stream(sys.stdin.buffer) as parts:
-            yield from parts.iter_batches_with_custom_metadata()
+        with pa.ipc.open_stream(sys.stdin.buffer) as shards:
+            yield from shards.iter_batches_with_custom_metadata()
     except (pa.ArrowInvalid, OSError):
-        # The parent died and cut the stream: Arrow raises the one or the other, depending on where. Nobody is left
-        # to tell. What fails while a part is encoded is not raised here.
+        # The parent died and cut the stream. Arrow raises either error, depending on the position of the cut.
         sys.exit(1)
 
 
 def _answer(answer: dict[str, Any]) -> None:
-    """Print a line of JSON for the parent."""
+    """Print one line of JSON for the parent."""
     try:
         print(json.dumps(answer), flush=True)  # noqa: T201
     except BrokenPipeError:
-        # The parent died, so nobody is left to tell. At exit Python flushes the line again, which must not fail.
+        # The parent died. At exit Python flushes the line again, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

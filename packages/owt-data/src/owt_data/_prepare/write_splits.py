@@ -1,4 +1,4 @@
-"""Part files to token files: scanned, split, and copied together."""
+"""Token files from shard files: find the documents, split them, copy the tokens."""
 
 import math
 import os
@@ -11,44 +11,40 @@ from numpy.typing import NDArray
 
 from owt_data._errors import DataError
 from owt_data._prepare.cpus import num_usable_cpus
-from owt_data._prepare.shards import PartRecord, checksum, part_path
+from owt_data._prepare.shards import ShardRecord, checksum, shard_path
 from owt_data._tokens.manifest import FileRecord
 from owt_data._tokens.sequence import SequenceReader, TokenSequence
 from owt_data._tokens.summary import Summary
 
-# Tokens put together in memory before they are written, at most. The parts are gone through once for each such
-# stretch, so a file has this many of them until they reach that size.
+# Most tokens in memory before they are written. Each chunk takes one pass over all shards, so small files have
+# `_NUM_CHUNKS` chunks, and larger files have more.
 _CHUNK_TOKENS = 1 << 26
 _NUM_CHUNKS = 16
 
 Ranges = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""First tokens, and ones past the last, of stretches to copy one after the other."""
+"""Starts and exclusive ends of token ranges, in the order of copying."""
 
 
 def document_ends(
-    folder: Path, records: list[PartRecord], end_of_text: int, report: Callable[[int], None]
+    folder: Path, records: list[ShardRecord], end_of_text: int, report: Callable[[int], None]
 ) -> NDArray[np.int64]:
-    """Where documents end in the sequence of all parts, one past their end-of-text tokens.
-
-    Every part is checked on the way: what is wrong with one now went wrong after it was written.
+    """Return the exclusive end of each document in the sequence of all shards, and verify the shards' checksums.
 
     Args:
-        folder: where the parts are.
-        records: the parts.
-        end_of_text: the token.
-        report: called with the number of tokens of each part that is done.
+        folder: the folder of the shard files.
+        records: the records of the shards.
+        end_of_text: the token that ends a document.
+        report: called with the number of tokens of each finished shard.
 
     Raises:
-        DataError: a part is not as it was written.
+        DataError: a shard file changed after it was written.
     """
 
     def ends_in(index: int) -> NDArray[np.int64]:
-        path = part_path(folder, index)
+        path = shard_path(folder, index)
         if checksum(path) != records[index].sha256:
-            raise DataError(
-                f"{path} must be as it was written, got other contents: the disk or the memory may be failing, or not "
-                "all machines share the folder. Run the same command again, which makes the file again."
-            )
+            remedy = "Check the disk, and that all machines share the folder, and run the same command again."
+            raise DataError(f"{path} must be as it was written, got other contents. {remedy}")
         return np.flatnonzero(np.fromfile(path, dtype="<u2") == end_of_text) + 1
 
     ends, before = [np.empty(0, dtype=np.int64)], 0
@@ -61,7 +57,7 @@ def document_ends(
 
 
 def split_documents(ends: NDArray[np.int64], fraction: float, seed: int) -> dict[str, Ranges]:
-    """Documents in the order of `datasets`' `train_test_split(test_size=fraction, seed=seed, shuffle=True)`."""
+    """Split documents as `train_test_split(test_size=fraction, seed=seed, shuffle=True)` of `datasets` does."""
     num_val = math.ceil(fraction * len(ends))
     starts = np.concatenate([[0], ends[:-1]])
     order = np.random.default_rng(seed).permutation(len(ends))
@@ -70,7 +66,7 @@ def split_documents(ends: NDArray[np.int64], fraction: float, seed: int) -> dict
 
 
 def split_at(boundary: int, num_tokens: int) -> dict[str, Ranges]:
-    """Everything before a token for training, the rest for validation."""
+    """Split at a token: training before it, validation from it on."""
     return {
         "train": (np.array([0]), np.array([boundary])),
         "val": (np.array([boundary]), np.array([num_tokens])),
@@ -80,11 +76,11 @@ def split_at(boundary: int, num_tokens: int) -> dict[str, Ranges]:
 def copy_ranges(
     sequence: TokenSequence, ranges: Ranges, path: Path, end_of_text: int, report: Callable[[int], None]
 ) -> FileRecord:
-    """Write stretches of a sequence, one after the other, to a file, and see it safely on disk.
+    """Copy ranges of a sequence to a file, and wait until the file is on disk.
 
     Args:
-        sequence: what to copy from.
-        ranges: what to copy.
+        sequence: the source of the tokens.
+        ranges: the ranges.
         path: the file to write.
         end_of_text: the token that ends a document.
         report: called with the number of tokens of each write.
@@ -97,7 +93,7 @@ def copy_ranges(
         for starts, stops in _chunks(ranges, chunk_tokens):
             offsets = np.concatenate([[0], np.cumsum(stops - starts)])
             tokens = buffer[: offsets[-1]]
-            # In the order of the parts, so that each is opened once, and read from its beginning to its end.
+            # In the order of the shards: each shard file is opened once and read from start to end.
             for number in np.argsort(starts, kind="stable").tolist():
                 reader.copy(int(starts[number]), tokens[offsets[number] : offsets[number + 1]])
             file.write(tokens.data)
@@ -109,7 +105,7 @@ def copy_ranges(
 
 
 def _chunks(ranges: Ranges, chunk_tokens: int) -> Iterator[Ranges]:
-    """The ranges in groups of `chunk_tokens` at most; longer ones are cut."""
+    """Yield the ranges in groups of at most `chunk_tokens`. Longer ranges are cut."""
     starts, stops = ranges
     if len(starts) and (stops - starts).max() > chunk_tokens:
         cut = [np.arange(start, stop, chunk_tokens) for start, stop in zip(starts, stops, strict=True)]

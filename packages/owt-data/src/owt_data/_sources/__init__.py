@@ -1,1 +1,1 @@
-"""Where documents come from: names, files, the Hugging Face hub."""
+"""Sources of documents: their names, their files, and datasets of the Hugging Face hub."""

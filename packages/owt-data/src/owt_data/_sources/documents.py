@@ -1,4 +1,4 @@
-"""Reading a source's documents in order, from any place in it, a bounded amount at a time."""
+"""Documents of a source, read in order from any position, in chunks of bounded size."""
 
 import codecs
 import re
@@ -12,80 +12,72 @@ import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from owt_data._errors import (
-    RejectedDocumentsError,
-    file_errors,
-    missing_column,
-    missing_text,
-    not_utf8,
-    one_line,
-    wrong_type,
-)
+from owt_data._errors import check_column, file_errors, not_format, not_text, not_utf8, one_line
 from owt_data._sources.hub import HubLayout, HubRows
 from owt_data._sources.json_lines import read_json_texts
-from owt_data._sources.names import BUILTIN, Source
+from owt_data._sources.names import BUILTIN, HUB, Source
 
 _ROWS_PER_READ = 1024
 _TEXT_BLOCK_BYTES = 1 << 20
 
-# Between a character that is no white space and a blank, every pattern that gpt2 splits text with ends a match
-# and begins the next: the tokens of both sides are those of the whole.
+# The split pattern of gpt2 always ends a match between a non-space character and a blank. A text that is cut at this
+# position keeps its tokens.
 _CUT = re.compile(r"\S(?=[ \n])")
 _CUT_SEARCH = 1 << 12
 
 
 class Cursor(NamedTuple):
-    """A place between two documents, or two pieces of one."""
+    """Position between two documents, or between two pieces of a document."""
 
-    shard: int
-    """Number of the file, or of the dataset's shard."""
+    file: int
+    """Index of the file, or of the hub dataset's shard."""
 
     offset: int
-    """Rows into it, or bytes into a text file."""
+    """Number of rows before the position, or of bytes in a text file."""
 
 
 START = Cursor(0, 0)
 
 
 class Chunk(NamedTuple):
-    """Consecutive pieces of text."""
+    """Consecutive pieces of text from one file."""
 
     texts: pa.Array
-    """`large_string[N]`: documents, or pieces of a long text file."""
+    """Documents, or pieces of a long text file, `large_string[N]`."""
 
     ends: NDArray[np.bool_]
-    """`[N]`, whether a document ends with the piece."""
+    """True for a piece that ends a document, `[N]`."""
 
-    shard: int
-    """Where they lie: `Cursor(shard, offsets[i])` is right after piece `i`."""
+    file: int
+    """Index of the file. `Cursor(file, offsets[i])` is the position right after piece `i`."""
 
     offsets: NDArray[np.int64]
-    """`[N]`, see `shard`."""
+    """Offsets in the file, `[N]`; see `file`."""
 
 
 class Documents:
-    """A source, opened. The hub's is pinned to a revision, so that a second reading sees the same.
+    """Open source of documents. A hub dataset is pinned to one revision, for equal rows in every reading.
 
     Args:
-        source: what to read.
-        text_column: the column with the text, in JSON lines, parquet and hub datasets.
-        revision: of a hub dataset; by default the newest.
+        source: the source.
+        text_column: the column with the text, in JSON lines, parquet files and hub datasets.
+        revision: the commit of a hub dataset, by default the newest.
 
     Raises:
-        DataError: the hub is out of reach, or has no such dataset.
+        DataError: the hub cannot be reached, or does not have the dataset.
     """
 
     def __init__(self, source: Source, *, text_column: str = "text", revision: str | None = None) -> None:
         self._source, self._text_column = source, text_column
-        self._hub = HubRows(source, revision) if source.kind == "hub" else None
+        self._hub = HubRows(source, revision) if source.kind == HUB else None
 
     @property
     def layout(self) -> HubLayout | None:
-        """How a hub dataset is read, which must not change between two starts; None for files."""
+        """Order of a hub dataset's rows, which must not change before a resume; None for files."""
         return None if self._hub is None else self._hub.layout
 
     def num_bytes(self) -> int | None:
-        """Bytes of text, roughly, where that can be known without reading it."""
+        """Return the approximate bytes of text; None if only reading would tell."""
         if self._hub is not None:
             return self._hub.num_bytes
         if self._source.kind == "parquet":
@@ -93,78 +85,77 @@ class Documents:
         return self._source.num_bytes
 
     def read(self, cursor: Cursor = START) -> Iterator[Chunk]:
-        """Everything from a place on.
+        """Yield all chunks from a position on.
 
         Raises:
-            RejectedDocumentsError: a file is damaged, or the text column is missing or holds something else.
+            RejectedDocumentsError: a file is damaged, or the text column is missing or does not hold text.
             DataError: a file or the hub cannot be read.
         """
         if self._source.kind in (BUILTIN, "text"):
             yield from self._read_texts(cursor)
             return
-        num_shards = len(self._source.files) if self._hub is None else self._hub.layout.num_shards
-        for shard in range(cursor.shard, num_shards):
-            yield from self._read_rows(shard, cursor.offset if shard == cursor.shard else 0)
+        num_files = len(self._source.files) if self._hub is None else self._hub.layout.num_shards
+        for file in range(cursor.file, num_files):
+            yield from self._read_rows(file, cursor.offset if file == cursor.file else 0)
 
     def _read_texts(self, cursor: Cursor) -> Iterator[Chunk]:
         errors = "replace" if self._source.kind == BUILTIN else "strict"
-        for shard in range(cursor.shard, len(self._source.files)):
-            begin = cursor.offset if shard == cursor.shard else 0
-            for text, offset in _read_pieces(self._source.files[shard], begin, errors):
-                at = Cursor(shard + 1, 0) if offset is None else Cursor(shard, offset)
+        for file in range(cursor.file, len(self._source.files)):
+            begin = cursor.offset if file == cursor.file else 0
+            for text, offset in _read_pieces(self._source.files[file], begin, errors):
+                at = Cursor(file + 1, 0) if offset is None else Cursor(file, offset)
                 texts, ends = pa.array([text], pa.large_string()), np.array([offset is None])
-                yield Chunk(texts, ends, at.shard, np.array([at.offset]))
+                yield Chunk(texts, ends, at.file, np.array([at.offset]))
 
-    def _read_rows(self, shard: int, skip: int) -> Iterator[Chunk]:
+    def _read_rows(self, file: int, skip: int) -> Iterator[Chunk]:
         offset = 0
-        for texts in self._texts_of(shard):
+        for texts in self._texts_of(file):
             first, offset = max(0, skip - offset), offset + len(texts)
             if first < len(texts):
                 rest = texts[first:]
-                yield Chunk(rest, np.ones(len(rest), bool), shard, np.arange(offset - len(rest), offset) + 1)
+                yield Chunk(rest, np.ones(len(rest), bool), file, np.arange(offset - len(rest), offset) + 1)
 
-    def _texts_of(self, shard: int) -> Iterator[pa.Array]:
-        """The texts of all rows of a shard, each `large_string[N]`."""
+    def _texts_of(self, file: int) -> Iterator[pa.Array]:
+        """Yield the texts of all rows of a file, as arrays `large_string[N]`."""
         column = self._text_column
         if self._hub is not None:
             num_rows = 0
-            for table in self._hub.read(shard):
+            for table in self._hub.read(file):
                 yield _check_texts(table, column, self._source.name, num_rows)
                 num_rows += len(table)
         elif self._source.kind == "json":
-            yield from read_json_texts(self._source.files[shard], column)
+            yield from read_json_texts(self._source.files[file], column)
         else:
-            yield from _read_parquet_texts(self._source.files[shard], column)
+            yield from _read_parquet_texts(self._source.files[file], column)
 
 
 def _check_texts(table: pa.Table, column: str, name: str, before: int) -> pa.Array:
-    """The text column of a table, `before` rows into a file, as `large_string[N]`."""
-    if table.column_names.count(column) != 1:
-        raise missing_column(column, table.column_names, name)
+    """Return the text column of a table, `before` rows into a file, as `large_string[N]`."""
+    check_column(column, table.column_names, name)
     texts = table[column]
     if pa.types.is_dictionary(texts.type):
         texts = texts.cast(texts.type.value_type)
+    found = None if texts.type in (pa.string(), pa.large_string(), pa.string_view()) else _type_name(texts.type)
     if texts.null_count:
-        raise missing_text(column, f"row {before + texts.is_null().index(True).as_py()}", name)
-    if texts.type not in (pa.string(), pa.large_string(), pa.string_view()):
-        raise wrong_type(column, _type_name(texts.type), name)
+        found = f"none in row {before + texts.is_null().index(True).as_py()}"
+    if found is not None:
+        raise not_text(column, found, name)
     combined = texts.cast(pa.large_string()).combine_chunks()
     try:
-        combined.validate(full=True)  # that it is UTF-8, which a file may claim wrongly
+        combined.validate(full=True)  # checks UTF-8, which a file may declare wrongly
     except pa.ArrowInvalid as error:
         raise not_utf8(name, f"in the column {column!r} ({one_line(error)})") from error
     return combined
 
 
 def _type_name(dtype: pa.DataType) -> str:
-    # What datasets makes of rows that differ in type.
+    # datasets stores rows of several types as JSON.
     return "values of several types" if str(dtype).startswith("extension<arrow.json") else str(dtype)
 
 
 def _read_parquet_texts(path: Path, column: str) -> Iterator[pa.Array]:
     with _parquet_errors(path), pyarrow.parquet.ParquetFile(path) as file:
-        if file.schema_arrow.names.count(column) != 1:
-            raise missing_column(column, file.schema_arrow.names, path)
+        check_column(column, file.schema_arrow.names, path)
         num_rows = 0
         for batch in file.iter_batches(_ROWS_PER_READ, columns=[column]):
             yield _check_texts(pa.table(batch), column, str(path), num_rows)
@@ -173,29 +164,26 @@ def _read_parquet_texts(path: Path, column: str) -> Iterator[pa.Array]:
 
 @contextmanager
 def _parquet_errors(path: Path) -> Iterator[None]:
-    """Tell a damaged file from one that cannot be read just now."""
+    """Distinguish a damaged file from a file that cannot be read now."""
     with file_errors("readable", path):
         try:
             yield
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-            # What decompression finds wrong is an OSError without a number.
+            # Decompression raises an OSError without a number for damaged data.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise RejectedDocumentsError(
-                f"{path} must hold parquet rows, got another or a damaged file: {one_line(error)}. Mend the file or "
-                "leave it out."
-            ) from error
+            raise not_format(path, "parquet rows", error) from error
 
 
 def _read_pieces(path: Path, begin: int, errors: str) -> Iterator[tuple[str, int | None]]:
-    """A text file in pieces of some megabytes, each with the byte after it, or None after the last."""
+    """Yield a text file in pieces of about 1 MiB, each with the offset after it, or None after the last."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     held, offset = "", begin
     with file_errors("readable", path), path.open("rb") as file:
         file.seek(begin)
         while block := file.read(_TEXT_BLOCK_BYTES):
             held += _decode(decoder, block, path, file.tell())
-            # With errors replaced, bytes cannot be counted back from characters: such files are read at once.
+            # Replaced characters hide the number of bytes, so with `replace` the file is read as one piece.
             cut = _last_cut(held) if errors == "strict" else 0
             if cut:
                 offset += len(held[:cut].encode())
@@ -206,7 +194,7 @@ def _read_pieces(path: Path, begin: int, errors: str) -> Iterator[tuple[str, int
 
 
 def _last_cut(text: str) -> int:
-    """Where the last cut of a text may be; 0 for nowhere."""
+    """Return the last position where a text may be cut; 0 if there is no such position."""
     near_the_end = max(0, len(text) - _CUT_SEARCH)
     for begin in (near_the_end, 0):
         cut = max((match.end() for match in _CUT.finditer(text, begin)), default=0)

@@ -1,4 +1,4 @@
-"""JSON lines, read for their text alone: the other fields may hold anything, in any row."""
+"""JSON lines, read for the text column only. Other fields may be missing or hold any JSON in any row."""
 
 import gzip
 import io
@@ -12,22 +12,15 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 import pyarrow.json
 
-from owt_data._errors import (
-    RejectedDocumentsError,
-    file_errors,
-    missing_column,
-    missing_text,
-    not_utf8,
-    wrong_type,
-)
+from owt_data._errors import RejectedDocumentsError, check_column, file_errors, not_format, not_text, not_utf8
 
 _BLOCK_BYTES = 4 << 20
-_MAX_ARROW_BYTES = (1 << 31) - 1  # a block's length is a C int there
+_MAX_ARROW_BYTES = (1 << 31) - 1  # Arrow holds the length of a block in a C int
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BOM = b"\xef\xbb\xbf"
 
-# Numbers are of no interest, and those of any length must pass, which `int` rejects.
+# `int` rejects numbers of more than 4300 digits. Numbers are not used, so `float` serves.
 _DECODER = json.JSONDecoder(parse_int=float)
 _NAMES: dict[type, str] = {
     str: "a string",
@@ -40,16 +33,16 @@ _NAMES: dict[type, str] = {
 
 
 def read_json_texts(path: Path, column: str) -> Iterator[pa.Array]:
-    """The texts of a file of JSON lines, in order, some megabytes at a time, as `large_string[N]`.
+    """Yield the texts of a JSON lines file in order, in arrays `large_string[N]` of a few megabytes.
 
-    A file that is one JSON array is read too, at once. Its items are objects, or the texts themselves.
+    A file with a single JSON array is also accepted and read as one block. Its items are objects or texts.
 
     Args:
-        path: the file; compressed if its name ends with `.gz`.
-        column: the field with the text. All other fields are passed over.
+        path: the file, compressed if its name ends with `.gz`.
+        column: the field with the text.
 
     Raises:
-        RejectedDocumentsError: the file is no JSON, or a row has no text.
+        RejectedDocumentsError: the file is not JSON, or a row has no text.
         DataError: the file cannot be read.
     """
     with file_errors("readable", path):
@@ -58,11 +51,11 @@ def read_json_texts(path: Path, column: str) -> Iterator[pa.Array]:
             with cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
                 yield from rows.read(file)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise rows.rejected(str(error).rstrip(".")) from error
+            raise rows.rejected(str(error)) from error
 
 
 class _Rows:
-    """The rows of one file, counted as they come."""
+    """Rows of one file, with a count of rows and lines for errors."""
 
     def __init__(self, path: Path, column: str) -> None:
         self._path, self._column = path, column
@@ -88,32 +81,29 @@ class _Rows:
             block = held + following
 
     def rejected(self, reason: str) -> RejectedDocumentsError:
-        return RejectedDocumentsError(
-            f"{self._path} must hold JSON lines, one object in each, got another file: {reason}. Mend the file or "
-            "leave it out."
-        )
+        return not_format(self._path, "JSON lines, one object in each", reason)
 
     def _parse(self, block: bytes) -> pa.Array | None:
-        """The texts of a block, by Arrow, which is fast; None where it cannot say or finds something wrong."""
-        # A row `null` before any object crashes Arrow 26's parser.
+        """Return the texts of a block by Arrow, which is fast; None if Arrow fails or finds a row without text."""
+        # Arrow 26 crashes at a row `null` before the first object.
         if len(block) > _MAX_ARROW_BYTES or not block.lstrip().startswith(b"{"):
             return None
         read_options = pyarrow.json.ReadOptions(block_size=len(block), use_threads=False)
         try:
             table = pyarrow.json.read_json(io.BytesIO(block), read_options=read_options, parse_options=self._options)
             texts = table[self._column].combine_chunks()
-            texts.validate(full=True)  # that it is UTF-8
+            texts.validate(full=True)  # checks UTF-8
         except pa.ArrowInvalid:
             return None
         return None if texts.null_count else texts
 
     def _decode(self, block: bytes, *, array: bool, last: bool) -> tuple[pa.Array, bytes]:
-        """The texts of a block, row by row, and the beginning of an object that ends in a later block.
+        """Return the texts of a block, row by row, and the start of an object that ends in a later block.
 
         Raises:
-            RejectedDocumentsError: a row is no JSON, or has no text.
+            RejectedDocumentsError: a row is not JSON, or has no text.
         """
-        # The other fields may hold bytes that are no UTF-8.
+        # Other fields may hold bytes that are not UTF-8.
         decoded = block.decode("utf-8", "surrogateescape")
         texts: list[str] = []
         line = self._num_lines + 1
@@ -126,7 +116,7 @@ class _Rows:
             except json.JSONDecodeError as error:
                 if not last and error.pos >= end - 1:
                     return pa.array(texts, pa.large_string()), decoded[position:].encode("utf-8", "surrogateescape")
-                # What is missing is noticed at the next character, which may stand lines below the text that lacks it.
+                # The parser reports the character after the error, which may be several lines below.
                 noticed = position + len(decoded[position : error.pos].rstrip())
                 last_line = line + decoded.count("\n", position, noticed)
                 row = "" if array or last_line == line else f" of the row that begins in line {line}"
@@ -143,16 +133,15 @@ class _Rows:
         return pa.array(texts, pa.large_string()), b""
 
     def _text(self, row: Any, place: str, *, first: bool) -> str:
-        """The text of a row, given where in the file it is, and whether it is the first."""
+        """Return the text of a row, given its place in the file and whether it is the first row."""
         if not isinstance(row, dict):
             raise self.rejected(f"{_NAMES[type(row)]} in {place}")
-        if self._column not in row and first:
-            raise missing_column(self._column, list(row), self._path)
+        if first:
+            check_column(self._column, list(row), self._path)
         text = row.get(self._column)
-        if text is None:
-            raise missing_text(self._column, place, self._path)
         if not isinstance(text, str):
-            raise wrong_type(self._column, f"{_NAMES[type(text)]} in {place}", self._path)
+            found = "none" if text is None else _NAMES[type(text)]
+            raise not_text(self._column, f"{found} in {place}", self._path)
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Text tokenized while training, as a Ray Dataset of fixed blocks."""
+"""Text tokenized during training, as a Ray Dataset of blocks of one size."""
 
 import re
 from collections import deque
@@ -21,17 +21,17 @@ from owt_data._stream.windows import untyped
 from owt_data._tokenizers import load_tokenizer
 
 StartsDocument = Callable[[str], bool]
-"""Whether a row of text begins a document."""
+"""Predicate: True for a row of text that begins a document."""
 
 _TITLE = re.compile(r" = [^=](?:.*[^=])? = \n?")
 _ROWS_PER_TASK = 256
 
-# Small, so that the first block arrives soon.
+# Small, for a first block soon.
 _BLOCK_BYTES = 1 << 20
 
 
 def is_wikitext_title(row: str) -> bool:
-    r"""Whether a row of wikitext is an article's title, ` = Title = `; headings within have more signs.
+    r"""Return whether a row of wikitext is an article's title, ` = Title = `. Section headings have more signs.
 
     >>> is_wikitext_title(" = Robert Boulter = \n"), is_wikitext_title(" = = Career = = \n")
     (True, False)
@@ -40,7 +40,7 @@ def is_wikitext_title(row: str) -> bool:
 
 
 def every_row(row: str) -> bool:
-    """Every row is a document, as in JSON lines of whole articles."""
+    """Return True: each row is a document, as in JSON lines of articles."""
     return True
 
 
@@ -55,36 +55,35 @@ def stream_text(
     text_column: str = "text",
     num_cpus: int = 1,
 ) -> ray.data.Dataset:
-    """Tokenize rows of text while they are used, into blocks of one size, in order.
+    """Stream rows of text as blocks of tokens, tokenized on demand, in order.
 
-    Rows are tokenized one by one and joined; an end-of-text token comes before each row that begins a
-    document. What a batch of rows leaves over begins the next block, so that only the tail of the last is
-    dropped. One Ray task does it all, and so gives the same blocks each time, on every machine.
+    Rows are tokenized one by one and joined. An end-of-text token precedes each row that begins a document. Tokens
+    that do not fill a block begin the next block; only the tail of the last block is dropped. A single Ray task does
+    the work, so the blocks are the same in every run on every machine.
 
     Args:
-        source: see `find_source`, or a dataset that was loaded. Of a `.txt` file, each line is a row, its
-            line end included.
+        source: see `find_source`, or a loaded dataset. Each line of a `.txt` file is a row, including its line end.
         block_size: tokens in a block.
-        tokenizer: what to encode with.
-        starts_document: which rows begin a document. Travels to the task.
-        segment_ids: whether to say which tokens belong together.
-        start_block: first block to yield; those before are read and tokenized all the same.
+        tokenizer: name of the tokenizer.
+        starts_document: predicate for rows that begin a document. Pickled for the task.
+        segment_ids: whether to add the column `segment_ids`.
+        start_block: first block to yield. Earlier blocks are still read and tokenized.
         text_column: the column with the text.
-        num_cpus: cores that the task takes, and threads that tokenize in it.
+        num_cpus: CPUs of the task, and its number of tokenizing threads.
 
     Returns:
-        Rows `tokens: uint16[block_size]`; with `segment_ids` also `segment_ids: int32[block_size]`, the
-        number of the token's document within the block, from 0: attention may be kept within equal ones.
+        Rows `tokens: uint16[block_size]`. With `segment_ids` also `segment_ids: int32[block_size]`, the index of the
+        token's document in the block, from 0, for attention within documents.
 
     Raises:
-        DataError: the source cannot be found, or a number makes no sense. What is wrong inside the source
-            is raised by the task.
+        DataError: the source does not exist, or a number is out of its range. Errors inside the source are raised by
+            the task.
     """
     check_integer("block_size", block_size, least=1)
     check_integer("start_block", start_block, least=0)
     check_integer("num_cpus", num_cpus, least=1)
     found = find_source(source) if isinstance(source, str | list) else source
-    load_tokenizer(tokenizer)  # so that a failing download is said now, not in a task
+    load_tokenizer(tokenizer)  # raises the error of a failed download here, not in the task
 
     def produce(_: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         encoding = load_tokenizer(tokenizer)
@@ -104,7 +103,7 @@ def stream_text(
 
 
 def _rows(source: Source | datasets.Dataset | datasets.IterableDataset, text_column: str) -> Iterator[str]:
-    """The rows, one by one."""
+    """Yield the rows of a source."""
     if not isinstance(source, Source):
         for batch in source.select_columns([text_column]).iter(_ROWS_PER_TASK):
             yield from dict(batch)[text_column]
@@ -129,7 +128,7 @@ def _lines(path: Path, errors: str) -> Iterator[str]:
 def _encode(
     rows: Iterator[str], encoding: tiktoken.Encoding, starts_document: StartsDocument, num_threads: int
 ) -> Iterator[NDArray[np.uint16]]:
-    """Tokens of the rows, in order, some hundred rows at a time, a bounded number ahead."""
+    """Yield the tokens of the rows in order, in groups of rows. The number of pending groups is bounded."""
 
     def encode(task: list[str]) -> NDArray[np.uint16]:
         tokens: list[int] = []
@@ -150,7 +149,7 @@ def _encode(
 
 
 def _pack(pieces: Iterable[NDArray[np.uint16]], block_size: int, rows_per_batch: int) -> Iterator[NDArray[np.uint16]]:
-    """Pieces joined and cut into `[rows, block_size]`, with at least `rows_per_batch` rows, but in the last."""
+    """Join pieces and cut them into `[rows, block_size]` of at least `rows_per_batch` rows; the last has fewer."""
     held: list[NDArray[np.uint16]] = []
     num_held = 0
     for piece in pieces:
@@ -166,6 +165,6 @@ def _pack(pieces: Iterable[NDArray[np.uint16]], block_size: int, rows_per_batch:
 
 
 def _segments(blocks: NDArray[np.uint16], encoding: tiktoken.Encoding) -> NDArray[np.int32]:
-    """Per token, the number of its document within the block: it goes up at each end-of-text token."""
+    """Return the index of each token's document in its block. It rises at each end-of-text token."""
     begun = np.cumsum(blocks == encoding.eot_token, axis=1, dtype=np.int32)
     return begun - begun[:, :1]

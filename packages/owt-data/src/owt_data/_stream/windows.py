@@ -1,4 +1,4 @@
-"""Token windows as Ray Datasets."""
+"""Token windows as Ray Datasets: rows of an order, or the batches of each step for one worker."""
 
 import functools
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from owt_data._errors import DataError, check_integer
 from owt_data._options import OrderKind
 from owt_data._tokens.sequence import Tokens
 
-# A block is what one Ray task reads and one object holds: small enough to arrive soon, large enough
-# that a task's overhead of some milliseconds does not show.
+# One Ray task reads one block into one object. The size is small enough for a first block soon, and large enough to
+# hide the overhead of a task, a few milliseconds.
 _BLOCK_BYTES = 8 << 20
 
-# Ray plans every block before the first arrives, at a millisecond each: very long streams have larger ones.
+# Ray plans all blocks before it reads the first one, at 1 ms per block. Hence very long streams have larger blocks.
 _MAX_BLOCKS, _MAX_BLOCK_BYTES = 1000, 64 << 20
 
-# Steps that a consumer takes over at once: the overhead of a hand-over, half a millisecond, is shared by these.
+# Steps that a consumer fetches at once. They share the overhead of a fetch, 0.5 ms.
 _STEPS_PER_FETCH = 16
 
 Batch = dict[str, np.ndarray]
@@ -28,37 +28,37 @@ Batch = dict[str, np.ndarray]
 def token_windows(
     tokens: Tokens, *, seq_len: int, num_rows: int, order: OrderKind = "random", seed: int = 2357
 ) -> ray.data.Dataset:
-    """The first `num_rows` windows of an order, one per row, for a training loop of anyone's own.
+    """Stream the first `num_rows` windows of an order, one per row.
 
     Args:
-        tokens: what to read from: of `open_tokens`, `train` or `val`.
+        tokens: `train` or `val` of `open_tokens`.
         seq_len: inputs per window.
-        num_rows: how many windows; an epoch of `shuffle` is `tokens.num_windows(seq_len)`.
+        num_rows: number of windows; an epoch of `shuffle` has `tokens.num_windows(seq_len)`.
         order: see `window_starts`.
         seed: see `window_starts`.
 
     Returns:
-        Rows `x: int32[seq_len]`, and `y: int32[seq_len]`, which is `x` one token on.
+        Rows `x: int32[seq_len]` and `y: int32[seq_len]`; `y` is `x` shifted by one token.
 
     Raises:
-        DataError: the tokens do not fill one window.
+        DataError: there are fewer tokens than one window needs.
     """
     read = functools.partial(_read_rows, tokens=tokens, seq_len=seq_len, order=order, seed=seed)
     check_integer("num_rows", num_rows, least=1)
-    read({"id": np.arange(1)})  # so that too few tokens are said now, not in a task
+    read({"id": np.arange(1)})  # raises the errors of a task here
     num_blocks = _num_blocks(num_rows, 8 * seq_len)
     return ray.data.range(num_rows, override_num_blocks=num_blocks).map_batches(untyped(read), batch_size=None)
 
 
 def _num_blocks(num_rows: int, row_bytes: int) -> int:
-    """How many blocks to cut a stream into."""
+    """Return the number of blocks of a stream."""
     block_bytes = min(max(num_rows * row_bytes // _MAX_BLOCKS, _BLOCK_BYTES), _MAX_BLOCK_BYTES)
     rows_per_block = max(1, block_bytes // row_bytes)
     return max(1, -(-num_rows // rows_per_block))
 
 
 def untyped(read: Any) -> Any:
-    """Ray declares a batch as a union of types, of which a function of arrays takes only one."""
+    """Drop the type of a function, because Ray declares a union of batch types and the function takes one of them."""
     return read
 
 
@@ -79,20 +79,20 @@ def step_windows(
     order: OrderKind = "shuffle",
     seed: int = 2357,
 ) -> ray.data.Dataset:
-    """One worker's share of each step's batch, in the order of steps, from any step at once.
+    """Stream one worker's share of each step's batch, in the order of steps. Any start step takes equal time.
 
-    The global batch of step `s` is the windows `[s * G, (s + 1) * G)` of the order, `G` being
-    `global_batch_size`; rank `r` of `n` gets rows `[r * G/n, (r + 1) * G/n)` of it. So every world size
-    sees the same batches. Read it with `iter_steps`.
+    With `G = global_batch_size`, the global batch of step `s` is the windows `[s * G, (s + 1) * G)` of the order.
+    Rank `r` of `n` gets the rows `[r * G/n, (r + 1) * G/n)` of the batch. Hence the batches do not depend on the world
+    size. Read the stream with `iter_steps`.
 
     Args:
-        tokens: what to read from: of `open_tokens`, `train` or `val`.
+        tokens: `train` or `val` of `open_tokens`.
         seq_len: inputs per window.
         global_batch_size: windows per step, over all workers.
-        rank: this worker's number.
+        rank: index of this worker.
         world_size: number of workers; must divide `global_batch_size`.
-        start_step: first step to yield.
-        stop_step: one past the last.
+        start_step: first step.
+        stop_step: last step, exclusive.
         order: see `window_starts`.
         seed: see `window_starts`.
 
@@ -100,7 +100,7 @@ def step_windows(
         One row per step: `step: int64` and `tokens: uint16[G/n, seq_len + 1]`.
 
     Raises:
-        DataError: the workers do not divide the batch, the rank is none of theirs, or there is no step to yield.
+        DataError: `world_size` does not divide `global_batch_size`, or an argument is out of its range.
     """
     check_integer("world_size", world_size, least=1)
     check_integer("rank", rank, least=0, most=world_size - 1)
@@ -108,9 +108,8 @@ def step_windows(
     check_integer("stop_step", stop_step, least=start_step + 1)
     check_integer("global_batch_size", global_batch_size, least=1)
     if global_batch_size % world_size:
-        raise DataError(
-            f"global_batch_size must be a multiple of the {world_size} workers, got {global_batch_size}. Change either."
-        )
+        constraint = f"a multiple of the {world_size} workers"
+        raise DataError(f"global_batch_size must be {constraint}, got {global_batch_size}. Change one of them.")
     local_batch_size = global_batch_size // world_size
     read = functools.partial(
         _read_steps,
@@ -127,7 +126,7 @@ def step_windows(
     num_blocks = _num_blocks(num_steps, 2 * local_batch_size * (seq_len + 1))
     steps = ray.data.range(num_steps, override_num_blocks=num_blocks)
     dataset = steps.map_batches(untyped(read), batch_size=None)
-    # Whoever finishes first, blocks come out in the order of steps.
+    # Blocks keep the order of steps, whichever task finishes first.
     dataset.context.execution_options.preserve_order = True
     return dataset
 
@@ -153,11 +152,11 @@ def _read_steps(
 def iter_steps(
     dataset: ray.data.Dataset | ray.data.DataIterator, *, prefetch_steps: int = 32
 ) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    """The rows of `step_windows` as `(step, uint16[G/n, seq_len + 1])`, some read ahead.
+    """Yield the rows of `step_windows` as `(step, uint16[G/n, seq_len + 1])`.
 
     Args:
-        dataset: what `step_windows` returned, or the iterator that Ray Train made of it.
-        prefetch_steps: how many steps to hold ready, at least.
+        dataset: result of `step_windows`, or its iterator from Ray Train.
+        prefetch_steps: least number of steps to read ahead.
     """
     prefetch_batches = -(-prefetch_steps // _STEPS_PER_FETCH)
     for batch in dataset.iter_batches(

@@ -1,1 +1,1 @@
-"""Token files, and the windows of them."""
+"""Token files: manifest, opening, sequences and mixtures, window order, verification."""

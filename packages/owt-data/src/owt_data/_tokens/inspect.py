@@ -1,4 +1,4 @@
-"""What a folder of token files, or a token file, holds: for people to look at."""
+"""Inspection of token files: counts, and decoded samples."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from owt_data._tokens.sequence import TokenSequence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """What there is to see."""
+    """Counts and samples of token files."""
 
     tokenizer: str
     """Name of the tokenizer."""
@@ -20,25 +20,25 @@ class Inspection:
     """Number of token ids."""
 
     num_tokens: dict[str, int]
-    """By split: `train` and `val`."""
+    """Number of tokens by split, `train` and `val`."""
 
     samples: dict[str, dict[str, str]]
-    """By split, and in it under `first`, `middle` and `last`: the text of a window."""
+    """Text of three windows, by split and by `first`, `middle` or `last`."""
 
     manifest: Manifest | None
-    """The manifest, where there is one."""
+    """The manifest, or None."""
 
 
 def inspect(name: str, *, tokenizer: str = "gpt2", window_tokens: int = 64) -> Inspection:
-    """Look into token files.
+    """Count the tokens of token files and decode samples.
 
     Args:
         name: a folder of token files, or a `.bin` file, on disk or in object storage.
-        tokenizer: what wrote the tokens, where no manifest says so.
-        window_tokens: length of the samples.
+        tokenizer: tokenizer of files without a manifest.
+        window_tokens: length of a sample.
 
     Raises:
-        DataError: as `open_tokens`, or the length makes no sense.
+        DataError: as `open_tokens`, or `window_tokens` is not positive.
     """
     check_integer("window_tokens", window_tokens, least=1)
     data = open_tokens(name, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""`manifest.json`: the contents of a folder of token files, and how they were made."""
+"""`manifest.json`: the record of the token files in a folder and of their preparation."""
 
 import dataclasses
 import json
@@ -14,100 +14,97 @@ from owt_data._paths import BYTES_PER_TOKEN, check_type, file_info, join, normal
 
 TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
 DTYPE: Literal["<u2"] = "<u2"
+_REMEDY = "Restore it from a copy, or delete the folder and prepare it again."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """One token file."""
+    """Record of a token file."""
 
     num_tokens: int
-    """Tokens, end-of-text tokens included."""
+    """Number of tokens, including end-of-text tokens."""
 
     num_documents: int
-    """Documents. Where one document was split by position, each side counts it."""
+    """Number of documents. A document that was split by position counts in both files."""
 
     sha256: str
-    """Of the file's bytes."""
+    """SHA-256 of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """All that is known of a folder of token files."""
+    """Contents of `manifest.json`."""
 
     tokenizer: str
     """Name of the tokenizer."""
 
     vocab_size: int
-    """Number of token ids, end-of-text included."""
+    """Number of token ids, including end-of-text."""
 
     tokenizer_sha256: str
-    """Of the tokenizer's pieces, in the order of their ids."""
+    """SHA-256 of the tokenizer's pieces, in order of their ids."""
 
     dtype: Literal["<u2"]
-    """Type of a token on disk, as numpy writes it."""
+    """numpy type of a token on disk."""
 
     files: dict[str, FileRecord]
-    """By file name: `train.bin` and `val.bin`."""
+    """Records of `train.bin` and `val.bin`, by file name."""
 
     source: str
-    """What was prepared, as the user named it."""
+    """The sources, as the user named them."""
 
     source_sha256: str
-    """Of the source's contents, or of its name where it is on the hub."""
+    """SHA-256 of the file contents, or of the name for a hub dataset."""
 
     options: dict[str, Any]
-    """The options it was prepared with."""
+    """Fields of `PrepareOptions`."""
 
     version: str
-    """Version of owt-data that prepared it."""
+    """Version of owt-data that wrote the files."""
 
     revisions: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Commit of each source on the hub: by split, `all` where one source was split."""
+    """Commit of each hub dataset, by split; `all` for one source that was split."""
 
     def __post_init__(self) -> None:
-        """Check that both token files are there."""
+        """Check that both token files are recorded."""
         if self.files.keys() != {TRAIN_NAME, VAL_NAME}:
             raise ValueError(f"files are {sorted(self.files)}")
 
     def to_json(self) -> str:
-        """As it is written to disk."""
+        """Return the contents of the file."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
 def check_sizes(folder: str, manifest: Manifest) -> None:
-    """Check that the token files of a folder have the sizes that its manifest says.
+    """Check that the token files of a folder have the sizes in its manifest.
 
     Raises:
-        DataError: a file is missing or of another size.
+        DataError: a file is missing or has another size.
     """
     for name, record in manifest.files.items():
-        size = check_type(join(folder, name), FileType.File, "a token file").size
-        if size != BYTES_PER_TOKEN * record.num_tokens:
-            raise DataError(
-                f"{join(folder, name)} must have {BYTES_PER_TOKEN * record.num_tokens} bytes, as {MANIFEST_NAME} says, "
-                f"got {size}. Restore it from a copy, or delete the folder and prepare it again."
-            )
+        path, num_bytes = join(folder, name), BYTES_PER_TOKEN * record.num_tokens
+        size = check_type(path, FileType.File, "a token file").size
+        if size != num_bytes:
+            raise DataError(f"{path} must have {num_bytes} bytes as in {MANIFEST_NAME}, got {size}. {_REMEDY}")
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
-    """The manifest of a folder, or None where it has none.
+    """Read the manifest of a folder; None if the folder does not have one.
 
     Args:
-        folder: on disk, or in object storage.
+        folder: a folder on disk or in object storage.
 
     Raises:
-        DataError: the manifest cannot be understood.
+        DataError: the manifest is damaged or cannot be read.
     """
     path = join(normalize(os.fspath(folder)), MANIFEST_NAME)
     found = file_info(path).type
     if found is FileType.NotFound:
         return None
-    # Anything else than a file would be read without an error, or without an end.
+    # Reading a pipe could block, and reading a remote folder raises no error.
     text = b"".join(read_blocks(path)) if found is FileType.File else b""
     try:
         return parse_json(Manifest, text)
     except ValueError as error:
-        raise DataError(
-            f"{path} must be a manifest of owt-data, got another or a damaged one: {one_line(error)}. Restore it from "
-            "a copy, or delete the folder and prepare it again."
-        ) from error
+        found = f"another or a damaged one: {one_line(error)}"
+        raise DataError(f"{path} must be a manifest of owt-data, got {found}. {_REMEDY}") from error

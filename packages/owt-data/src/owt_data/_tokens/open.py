@@ -1,4 +1,4 @@
-"""Opening token files: checked, with a fingerprint."""
+"""Opening of token files by name, with checks and a fingerprint."""
 
 import glob
 import hashlib
@@ -17,36 +17,36 @@ from owt_data._tokenizers import vocab_size
 from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, check_sizes, read_manifest
 from owt_data._tokens.sequence import TokenMixture, TokenSequence, TokenSpan, concatenate
 
-# Validation's share of token files that are not split, taken from their end.
+# Share of validation at the end of `.bin` files, which have no split.
 _VAL_FRACTION = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenData:
-    """Tokens to train on, tokens to validate on, and what identifies them."""
+    """Training and validation tokens, and their fingerprint."""
 
     names: str | list[str] | dict[str, float]
-    """What `open_tokens` opened, and can again, from any working folder."""
+    """Names that `open_tokens` opens again from any working folder."""
 
     train: TokenSequence | TokenMixture
     """Training tokens."""
 
     val: TokenSequence
-    """Validation tokens; of a mixture, those of all its parts, one after the other."""
+    """Validation tokens; those of all sequences of a mixture, one after the other."""
 
     tokenizer: str
-    """Name of the tokenizer that wrote them."""
+    """Name of the tokenizer of the tokens."""
 
     vocab_size: int
-    """Number of ids; every token is below it."""
+    """Number of token ids. Every token is smaller."""
 
     fingerprint: dict[str, Any]
-    """Equal for equal tokens under an equal tokenizer: what a checkpoint remembers of the data."""
+    """Fingerprint for checkpoints, equal for equal tokens of the same tokenizer."""
 
 
 @file_errors("readable")
 def is_prepared(name: str) -> bool:
-    """Whether a data path names token files, rather than text that is yet to be prepared."""
+    """Return whether a name is that of token files, and not of text to prepare."""
     path = Path(normalize(name))
     return is_uri(name) or path.suffix == ".bin" or (path.is_dir() and (path / TRAIN_NAME).exists())
 
@@ -55,44 +55,42 @@ def is_prepared(name: str) -> bool:
 def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: str) -> TokenData:
     """Open token files, on disk or in object storage.
 
-    With a manifest, sizes are checked against it and its checksums identify the data. Without one, the
-    files are read through once, to identify them and to check that every id is in the vocabulary.
+    With a manifest, the sizes are checked and its checksums are the fingerprint. Files without a manifest are read
+    once, for their fingerprint and to check that every id is in the vocabulary.
 
     Args:
-        names: a folder with `train.bin` and `val.bin`; or a `.bin` file or a glob of them, which together
-            are split 90/10 by position; or a list of such names, read one after the other; or such names
-            with weights, mixed in their proportion. `s3://` and `gs://` names are read in ranges.
-        tokenizer: what wrote the tokens, where no manifest says so; a manifest is believed.
+        names: a folder with `train.bin` and `val.bin`; a `.bin` file or a glob of them, split 90/10 by position; a
+            list of such names, read one after the other; or such names with weights, mixed. `s3://` and `gs://`
+            names are read in ranges.
+        tokenizer: tokenizer of files without a manifest.
 
     Raises:
-        DataError: a file is missing, truncated, or holds ids outside the vocabulary; or the names do not
+        DataError: a file is missing or truncated, or holds ids outside the vocabulary; or the names do not
             fit together.
     """
     if isinstance(names, Mapping):
         return _open_mixture({normalize(name): weight for name, weight in names.items()}, tokenizer)
     expanded = [name for given in ([names] if isinstance(names, str) else names) for name in _expand(given)]
-    if not expanded:
-        raise DataError("The names must be those of token files or folders, got none. Name one.")
     if all(base_name(name).endswith(".bin") for name in expanded):
         return _open_files(expanded, tokenizer)
     if len(expanded) == 1:
         return _open_folder(expanded[0], tokenizer)
-    parts = [open_tokens(name, tokenizer=tokenizer) for name in expanded]
+    opened = [open_tokens(name, tokenizer=tokenizer) for name in expanded]
     return _combine(
-        parts,
+        opened,
         names=expanded,
-        train=concatenate([_sequence(part) for part in parts]),
-        fingerprint={"sequence": [part.fingerprint for part in parts]},
+        train=concatenate([_sequence(data) for data in opened]),
+        fingerprint={"sequence": [data.fingerprint for data in opened]},
     )
 
 
 def _open_mixture(weights: dict[str, float], tokenizer: str) -> TokenData:
-    parts = [open_tokens(name, tokenizer=tokenizer) for name in weights]
+    opened = [open_tokens(name, tokenizer=tokenizer) for name in weights]
     return _combine(
-        parts,
+        opened,
         names=weights,
-        train=TokenMixture(tuple(_sequence(part) for part in parts), tuple(weights.values())),
-        fingerprint={"weights": list(weights.values()), "mixture": [part.fingerprint for part in parts]},
+        train=TokenMixture(tuple(_sequence(data) for data in opened), tuple(weights.values())),
+        fingerprint={"weights": list(weights.values()), "mixture": [data.fingerprint for data in opened]},
     )
 
 
@@ -100,10 +98,8 @@ def _expand(name: str) -> list[str]:
     path = normalize(name)
     if is_uri(path) or not glob.has_magic(path) or Path(path).exists():
         return [path]
-    found = sorted(glob.glob(path))  # noqa: PTH207 - takes a pattern with an absolute path
-    if not found:
-        raise DataError(f"{name} must match token files, got none. Correct the pattern.")
-    return found
+    # A pattern without matches is rejected as a name that does not exist.
+    return sorted(glob.glob(path)) or [path]  # noqa: PTH207 - takes a pattern with an absolute path
 
 
 def _sequence(data: TokenData) -> TokenSequence:
@@ -112,21 +108,21 @@ def _sequence(data: TokenData) -> TokenSequence:
 
 
 def _combine(
-    parts: list[TokenData],
+    opened: list[TokenData],
     *,
     names: list[str] | dict[str, float],
     train: TokenSequence | TokenMixture,
     fingerprint: dict[str, Any],
 ) -> TokenData:
-    tokenizers = {part.tokenizer for part in parts}
+    tokenizers = {data.tokenizer for data in opened}
     if len(tokenizers) != 1:
-        raise DataError(f"The tokens must be of one tokenizer, got those of {sorted(tokenizers)}. Prepare them alike.")
+        raise DataError(f"All tokens must be of one tokenizer, got {sorted(tokenizers)}. Prepare them with one.")
     return TokenData(
         names=names,
         train=train,
-        val=concatenate([part.val for part in parts]),
-        tokenizer=parts[0].tokenizer,
-        vocab_size=parts[0].vocab_size,
+        val=concatenate([data.val for data in opened]),
+        tokenizer=opened[0].tokenizer,
+        vocab_size=opened[0].vocab_size,
         fingerprint=fingerprint,
     )
 
@@ -154,7 +150,7 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
 
 
 def _open_files(paths: list[str], tokenizer: str) -> TokenData:
-    """Token files without a split of their own: the first 90 % of their tokens are for training."""
+    """Open `.bin` files as one sequence. The first 90 % of its tokens are for training."""
     spans = [_span(path) for path in paths]
     whole = concatenate([_sequence_of(span) for span in spans])
     boundary = round(len(whole) * (1 - _VAL_FRACTION))
@@ -178,18 +174,15 @@ def _sequence_of(span: TokenSpan) -> TokenSequence:
 
 
 def _span(path: str) -> TokenSpan:
-    """All tokens of a file."""
+    """Return all tokens of a file as a span."""
     size = check_type(path, FileType.File, "a token file").size
     if size % BYTES_PER_TOKEN:
-        raise DataError(
-            f"{path} must have an even number of bytes, two for each token, got {size}. It is truncated or no token "
-            "file: write it again."
-        )
+        raise DataError(f"{path} must have an even number of bytes, two per token, got {size}. Write it again.")
     return TokenSpan(path=path, start=0, stop=size // BYTES_PER_TOKEN)
 
 
 def _scan(span: TokenSpan, tokenizer: str) -> str:
-    """SHA-256 of a file without a manifest, whose ids are checked on the way."""
+    """Return the SHA-256 of a file without a manifest, and check its format and ids."""
     num_ids = vocab_size(tokenizer)
     digest = hashlib.sha256()
     for number, block in enumerate(read_blocks(span.path)):
@@ -209,14 +202,13 @@ def check_ids(tokens: NDArray[np.uint16], num_ids: int, name: str, tokenizer: st
     """
     largest = int(tokens.max(initial=0))
     if largest >= num_ids:
-        raise DataError(
-            f"The ids in {name} must be below {num_ids}, the vocabulary of the tokenizer {tokenizer}, got {largest}. "
-            "Give the tokenizer that wrote the file or a folder with its manifest.json, or restore a damaged file."
-        )
+        constraint = f"below {num_ids}, the vocabulary of the tokenizer {tokenizer}"
+        remedy = "Name the right tokenizer or a folder with a manifest.json, or restore a damaged file."
+        raise DataError(f"The ids in {name} must be {constraint}, got {largest}. {remedy}")
 
 
 def _check_format(path: str, block: bytes, tokens: NDArray[np.uint16]) -> None:
-    """Reject the formats that are taken for token files."""
+    """Reject formats that are easily mistaken for token files."""
     found = "a .npy file" if block.startswith(b"\x93NUMPY") else None
     if len(tokens) >= 64 and not tokens[1::2].any():
         found = "32-bit values, as every second one of 16 bits is 0"

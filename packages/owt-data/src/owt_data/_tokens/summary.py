@@ -1,4 +1,4 @@
-"""What a manifest says of a token file, counted as the tokens go by."""
+"""Counts and checksum of a token file, collected while its tokens are written or read."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ from owt_data._tokens.manifest import FileRecord
 
 
 class Summary:
-    """Counts tokens and documents and keeps the checksum.
+    """Running counts of tokens and documents, and the checksum.
 
     Args:
         end_of_text: the token that ends a document.
@@ -22,10 +22,10 @@ class Summary:
         self._num_ends = 0
         self._last = end_of_text
         self.largest = 0
-        """The largest id so far."""
+        """Largest id so far."""
 
     def add(self, tokens: NDArray[np.uint16]) -> None:
-        """Take the next tokens into account."""
+        """Add the next tokens."""
         self._digest.update(tokens.data)
         self._num_tokens += len(tokens)
         self._num_ends += int(np.count_nonzero(tokens == self._end_of_text))
@@ -34,7 +34,7 @@ class Summary:
             self.largest = max(self.largest, int(tokens.max()))
 
     def record(self) -> FileRecord:
-        """What the manifest says of the tokens so far. A document without its end counts."""
+        """Return the manifest's record of the tokens so far. A last document without its end counts."""
         return FileRecord(
             num_tokens=self._num_tokens,
             num_documents=self._num_ends + (self._last != self._end_of_text),

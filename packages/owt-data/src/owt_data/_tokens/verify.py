@@ -1,4 +1,4 @@
-"""Whether token files still are what their manifest says."""
+"""Verification of token files against their manifest."""
 
 import logging
 import os
@@ -19,14 +19,14 @@ _log = logging.getLogger("owt_data")
 def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | None = None) -> list[str]:
     """Recompute every count and checksum of a prepared folder, and the tokenizer's.
 
-    Where the tokenizer cannot be had, a warning says that it was not compared.
+    If the tokenizer cannot be loaded, it is not compared and a warning is logged.
 
     Args:
-        folder: on disk, or in object storage.
-        report: called now and then with the share done.
+        folder: a folder on disk or in object storage.
+        report: called with the share done, after each block.
 
     Returns:
-        One sentence per difference from the manifest; none if all is well.
+        One sentence for each difference from the manifest.
 
     Raises:
         DataError: the folder has no manifest, or a file cannot be read.
@@ -56,13 +56,13 @@ def _differences_of_manifest(manifest: Manifest) -> list[str]:
     try:
         tokenizer = load_tokenizer(manifest.tokenizer)
         facts += [
-            ("tokenizer's SHA-256", manifest.tokenizer_sha256, tokenizer_digest(tokenizer)),
-            ("vocabulary", str(manifest.vocab_size), str(tokenizer.n_vocab)),
+            ("the tokenizer's SHA-256", manifest.tokenizer_sha256, tokenizer_digest(tokenizer)),
+            ("a vocabulary of", str(manifest.vocab_size), str(tokenizer.n_vocab)),
         ]
     except DataError as error:
         _log.warning("the tokenizer is not compared: %s", error)
     return [
-        f"{MANIFEST_NAME}: the {label} is {expected} there, and here it is {found}"
+        f"{MANIFEST_NAME}: expected {label} {expected}, found {found}"
         for label, expected, found in facts
         if expected != found
     ]

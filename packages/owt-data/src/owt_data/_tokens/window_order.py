@@ -1,14 +1,12 @@
-"""Which window comes when: a pure function, so that no iterator state exists that a crash could lose.
+"""Window order: the first token of each window, as a pure function of seed and index. No iterator state can be lost.
 
-Every order is computed per index. `shuffle` sends an epoch's positions through a Feistel network (Luby
-and Rackoff, 1988) over a rectangle of `rows * 2**bits` cells that just holds them, and walks the cycle of
-the few that land outside until they are back (Black and Rogaway, 2002, "Ciphers with Arbitrary Finite
-Domains", methods 2 and 3): a permutation that is never written down, and takes the same time and memory
-at any index of any epoch.
+Every order is computed per index. `shuffle` permutes the positions of an epoch by a Feistel network (Luby and Rackoff,
+1988) over the smallest rectangle of `rows * 2**bits` cells that holds them. Positions that land outside the epoch are
+permuted again until they land inside, known as cycle walking (Black and Rogaway, 2002, "Ciphers with Arbitrary Finite
+Domains", methods 2 and 3). The permutation is never stored, and every index of every epoch takes equal time and memory.
 """
 
 from collections.abc import Iterator
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,21 +15,21 @@ from owt_data._errors import DataError, check_integer
 from owt_data._options import OrderKind
 
 WINDOW_ORDER_VERSION = 2
-"""Raised with every change to an order: what was begun under one version cannot go on under another."""
+"""Incremented by every change to an order. A run cannot resume under another version."""
 
 _U64 = NDArray[np.uint64]
 _ROUNDS = 6
 _MASK_64 = (1 << 64) - 1
 
-# Indices are worked on in blocks whose arrays stay in a core's cache, where numpy is several times faster.
+# Indices in a block. The arrays of a block fit into a core's cache, which makes numpy several times faster.
 _BLOCK = 1 << 16
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
-    """How many windows of `seq_len` inputs, each with its next token as target, lie side by side.
+    """Return the number of non-overlapping windows of `seq_len` inputs; the last input needs a next token as target.
 
     Raises:
-        DataError: `seq_len` is no positive number.
+        DataError: `seq_len` is not a positive integer.
     """
     check_integer("seq_len", seq_len, least=1)
     return max(0, num_tokens - 1) // seq_len
@@ -40,16 +38,15 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
 def window_starts(
     indices: NDArray[np.int64], *, order: OrderKind, seed: int, num_tokens: int, seq_len: int
 ) -> NDArray[np.int64]:
-    """Where in the tokens the windows with these indices begin.
+    """Return the first token of the windows at these indices of an order.
 
-    `shuffle` visits every non-overlapping window once per epoch, each epoch in an order and from a start
-    offset of its own. `random` draws starts with replacement, as nanoGPT does. `sequential` goes from
-    the first window to the last, and round again.
+    `shuffle` visits every non-overlapping window once per epoch. Each epoch has its own order and its own start offset.
+    `random` draws starts with replacement, as nanoGPT does. `sequential` repeats the windows from first to last.
 
     Args:
-        indices: window numbers, `int64[N]`, from 0 without end.
-        order: one of the three.
-        seed: what the pseudo-random orders depend on, beside the index and the two lengths.
+        indices: window indices, `int64[N]`, at least 0 and without an upper bound.
+        order: `shuffle`, `random` or `sequential`.
+        seed: seed of the pseudo-random orders.
         num_tokens: length of the token sequence.
         seq_len: inputs per window. A window spans `seq_len + 1` tokens.
 
@@ -57,7 +54,7 @@ def window_starts(
         `int64[N]`, each between 0 and `num_tokens - seq_len - 1`.
 
     Raises:
-        DataError: the tokens do not fill one window, or an argument is out of its range.
+        DataError: there are fewer tokens than one window needs, or an argument is out of its range.
 
     >>> import numpy as np
     >>> window_starts(np.arange(4), order="shuffle", seed=6, num_tokens=41, seq_len=10).tolist()
@@ -65,17 +62,11 @@ def window_starts(
     """
     count = num_windows(num_tokens, seq_len)
     if count == 0:
-        raise DataError(
-            f"The tokens must be at least {seq_len + 1}, one window of {seq_len} inputs and a target, got "
-            f"{num_tokens}. Give more text or a shorter seq_len."
-        )
-    if order not in get_args(OrderKind):
-        raise DataError(f"The order must be one of {', '.join(get_args(OrderKind))}, got {order!r}. Choose one.")
-    if indices.ndim != 1 or indices.dtype.kind not in "iu" or (len(indices) and indices.min() < 0):
-        raise DataError(
-            f"The window indices must be int64[N] of numbers from 0, got {indices.dtype}{list(indices.shape)}. Correct "
-            "them."
-        )
+        needed = f"at least {seq_len + 1}, one window of {seq_len} inputs and a target"
+        raise DataError(f"The tokens must be {needed}, got {num_tokens}. Give more text or a shorter seq_len.")
+    # Other numbers give wrong windows without an error.
+    if indices.dtype.kind not in "iu" or indices.min(initial=0) < 0:
+        raise DataError(f"The indices must be integers of at least 0, got {indices}. Correct them.")
     starts = np.empty(len(indices), dtype=np.int64)
     for begin in range(0, len(indices), _BLOCK):
         block, out = indices[begin : begin + _BLOCK], starts[begin : begin + _BLOCK]
@@ -84,19 +75,21 @@ def window_starts(
             out[:] = draws % np.uint64(num_tokens - seq_len)
         elif order == "sequential":
             np.multiply(block % count, seq_len, out=out)
-        else:
+        elif order == "shuffle":
             _shuffle(block, out, seed, count, num_tokens, seq_len)
+        else:
+            raise DataError(f"order must be shuffle, random or sequential, got {order!r}. Choose one.")
     return starts
 
 
 def shuffled(
     indices: NDArray[np.int64], size: int, seed: int
 ) -> Iterator[tuple[NDArray[np.bool_] | slice, int, NDArray[np.int64]]]:
-    """Indices without end, as epochs of `size` positions, each epoch in an order of its own.
+    """Split unbounded indices into epochs of `size` positions, and permute each epoch in its own order.
 
     Yields:
-        `(where, epoch, positions)`: which of the indices lie in that epoch, and their positions, below
-        `size`, after the epoch's permutation.
+        `(where, epoch, positions)`: a selection of the indices that lie in the epoch, and their positions after the
+        epoch's permutation, below `size`.
     """
     first, last = int(indices.min()) // size, int(indices.max()) // size
     if first == last:
@@ -117,7 +110,7 @@ def _shuffle(
 
 
 def _mix(x: _U64) -> _U64:
-    """The output function of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Apply the output function of SplitMix64 (Steele, Lea and Flood, 2014)."""
     x = x * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -125,13 +118,13 @@ def _mix(x: _U64) -> _U64:
 
 
 def _key(seed: int, stream: int) -> int:
-    """A 64-bit key for a numbered stream of a seed."""
+    """Return the 64-bit key of a numbered stream of a seed."""
     mixed = int(_mix(np.array([seed & _MASK_64], dtype=np.uint64))[0])
     return int(_mix(np.array([mixed ^ stream], dtype=np.uint64))[0])
 
 
 def _permute(positions: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """A permutation of `range(size)`, evaluated at `positions`."""
+    """Evaluate a permutation of `range(size)` at `positions`."""
     word = np.uint32 if size < 1 << 31 else np.uint64
     images = positions.astype(word)
     _feistel(images, size, key)
@@ -145,10 +138,10 @@ def _permute(positions: NDArray[np.int64], size: int, key: int) -> NDArray[np.in
 
 
 def _feistel(x: NDArray[np.unsignedinteger], size: int, key: int) -> None:
-    """Permute the cells `x` of the rectangle in place: in turn, one coordinate is moved by a hash of the other.
+    """Permute the cells `x` of the rectangle in place. Rounds change row and column in turn, by a hash of the other.
 
-    Words are of 32 bits where the cells fit, which is twice as fast as 64. `half` of a word holds a
-    coordinate, so that a product of a coordinate and a fraction of `half` bits does not overflow.
+    Words of 32 bits, used if the cells fit, are twice as fast as 64 bits. A coordinate fits into `half` a word, so its
+    product with a fraction of `half` bits does not overflow.
     """
     word = x.dtype.type
     width = 8 * x.itemsize
@@ -172,12 +165,12 @@ def _feistel(x: NDArray[np.unsignedinteger], size: int, key: int) -> None:
             np.right_shift(mixed, word(width - bits), out=mixed)
             np.bitwise_xor(column, mixed, out=column)
         else:
-            # The upper half of the hash, as a fraction, times the rows: a number below them; added modulo.
+            # The upper half of the hash, as a fraction, times `num_rows` is below `num_rows`. It is added modulo.
             np.right_shift(mixed, word(half), out=mixed)
             np.multiply(mixed, word(num_rows), out=mixed)
             np.right_shift(mixed, word(half), out=mixed)
             np.add(row, mixed, out=row)
-            np.subtract(row, word(num_rows), out=mixed)  # wraps to a huge number where row was in range
+            np.subtract(row, word(num_rows), out=mixed)  # wraps to a huge number if the row is in range
             np.minimum(row, mixed, out=row)
     np.left_shift(row, word(bits), out=row)
     np.bitwise_or(row, column, out=x)

@@ -51,7 +51,7 @@ def assert_blocks(blocks, expected):
     np.testing.assert_array_equal(blocks.ravel(), expected[: len(expected) // BLOCK * BLOCK])
 
 
-def test_titles_are_told_from_headings():
+def test_titles_are_distinguished_from_headings():
     titles = [" = Robert Boulter = \n", " = X = ", " = C = D = \n", " = Homarus gammarus = \n"]
     others = [" = = Career = = \n", " = = = 2000 to 2005 = = = \n", " \n", "", " a = b \n", " = = \n", "= X =\n"]
     assert [is_wikitext_title(row) for row in titles + others] == [True] * 4 + [False] * 7
@@ -75,7 +75,7 @@ def test_wikitext_itself(corpora, gpt2):
 
 
 @pytest.mark.parametrize("rows_per_batch", [1, 2, 7])
-def test_what_a_batch_of_rows_leaves_over_begins_the_next_block(rows_per_batch):
+def test_the_remainder_of_a_batch_of_rows_begins_the_next_block(rows_per_batch):
     tokens = np.arange(5000, dtype=np.uint16)
     pieces = np.split(tokens, [3, 200, 201, 201, 700, 1900, 1950, 4444])
     assert_blocks(np.concatenate(list(_pack(pieces, BLOCK, rows_per_batch))), tokens)
@@ -89,7 +89,7 @@ def test_blocks_of_a_long_text_are_the_tokens_of_a_plain_loop(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("start_block", [1, 37, 10_000])
-def test_a_stream_goes_on_from_a_block(start_block, wikitext, monkeypatch):
+def test_a_stream_starts_at_a_block(start_block, wikitext, monkeypatch):
     monkeypatch.setattr("owt_data._stream.text._BLOCK_BYTES", 10 * 2 * BLOCK)
     whole = collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes"))
     rest = collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes", start_block=start_block))
@@ -119,12 +119,12 @@ def test_rows_of_datasets_are_documents_if_one_says_so(articles):
         assert_blocks(collect(stream), expected)
 
 
-def test_a_text_shorter_than_a_block_gives_none(tmp_path):
+def test_a_text_shorter_than_a_block_gives_no_block(tmp_path):
     (tmp_path / "short.txt").write_text("short")
     assert len(collect(stream_text(str(tmp_path / "short.txt"), block_size=BLOCK, tokenizer="bytes"))) == 0
 
 
-def test_bad_arguments_are_refused_at_once(tmp_path):
+def test_bad_arguments_are_rejected_at_once(tmp_path):
     with pytest.raises(DataError, match="block_size must be an integer of at least 1, got 0"):
         stream_text("builtin", block_size=0, tokenizer="bytes")
     with pytest.raises(

@@ -1,8 +1,7 @@
-"""What may go wrong while token files are made: kills, full and read-only disks, damage, second starts."""
+"""Faults of `prepare`: kills, full and read-only disks, damaged shards, second starts."""
 
 import fcntl
 import gzip
-import json
 import os
 import random
 import shutil
@@ -21,17 +20,6 @@ COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    """10 MB of documents: some forty parts."""
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    with path.open("w") as file:
-        for _ in range(4000):
-            file.write(json.dumps({"text": "".join(rng.choices("abcdefgh \n", k=rng.randrange(5000)))}) + "\n")
-    return path
-
-
-@pytest.fixture(scope="module")
 def undisturbed(corpus) -> Path:
     out = corpus.with_name("undisturbed")
     prepare(str(corpus), out, OPTIONS)
@@ -40,7 +28,7 @@ def undisturbed(corpus) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(corpus) -> Path:
-    """What a prepare left behind that was killed after some parts."""
+    """The working folder of a prepare that was killed after some shards."""
     out, staging = corpus.with_name("killed"), corpus.with_name(".killed.partial")
     journal = staging / "parts-all/parts.jsonl"
     kill_when(start(corpus, out), lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 5)
@@ -56,16 +44,16 @@ def interrupted(killed, tmp_path) -> Path:
 
 
 def start(corpus, out, *options, times=1):
-    """`owt-data prepare` of the corpus, given so many times over for work that takes longer."""
+    """`owt-data prepare` of the corpus, given `times` times for more work."""
     sources = [str(corpus)] * times
     arguments = ["prepare", *sources, str(out), "--tokenizer", "bytes", "--val-fraction", "0.1", *options]
-    # What runs in the background of a shell inherits that Ctrl-C is ignored.
+    # Background processes of a shell inherit that Ctrl-C is ignored.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     return subprocess.Popen([sys.executable, "-c", heed + COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
 
 
 def kill_when(process, condition):
-    """SIGKILL a process once something is so, which must be before it ends."""
+    """SIGKILL a process once a condition holds. The process must not end before."""
     while not condition():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.002)
@@ -83,11 +71,9 @@ def assert_same(out, expected):
 
 
 @pytest.mark.fault
-def test_killed_at_random_moments_and_run_again_it_writes_the_same_bytes(
-    corpus, undisturbed, tmp_path, record_property
-):
+def test_prepare_killed_at_random_moments_writes_the_same_bytes(corpus, undisturbed, tmp_path, record_property):
     record_property("fault", "SIGKILL of prepare at four random moments")
-    record_property("lost", "the parts under way")
+    record_property("lost", "the shards in progress")
     rng = random.Random(1)
     out, staging = tmp_path / "out", tmp_path / ".out.partial"
     for _ in range(4):
@@ -107,8 +93,8 @@ def test_killed_at_random_moments_and_run_again_it_writes_the_same_bytes(
 
 
 @pytest.mark.fault
-def test_killed_while_assembling_it_goes_on(corpus, undisturbed, tmp_path, record_property):
-    record_property("fault", "SIGKILL of prepare while it assembles the parts")
+def test_a_prepare_killed_while_assembling_resumes(corpus, undisturbed, tmp_path, record_property):
+    record_property("fault", "SIGKILL of prepare while it assembles the shards")
     record_property("lost", "what was assembled")
     out = tmp_path / "out"
     kill_when(start(corpus, out), (tmp_path / ".out.partial/result/train.bin").exists)
@@ -119,7 +105,7 @@ def test_killed_while_assembling_it_goes_on(corpus, undisturbed, tmp_path, recor
     assert_same(out, undisturbed)
 
 
-def test_finished_parts_are_not_tokenized_again(corpus, interrupted, undisturbed):
+def test_finished_shards_are_not_tokenized_again(corpus, interrupted, undisturbed):
     folder = interrupted.with_name(".out.partial") / "parts-all"
     before = {path.name: path.stat().st_mtime_ns for path in sorted(folder.glob("*.bin"))[:5]}
     seen, progress = [], []
@@ -137,11 +123,11 @@ def test_finished_parts_are_not_tokenized_again(corpus, interrupted, undisturbed
 
 @pytest.mark.fault
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_part_damaged_between_kill_and_resume_is_made_again(
+def test_a_shard_damaged_between_kill_and_resume_is_made_again(
     damage, corpus, interrupted, undisturbed, caplog, record_property
 ):
-    record_property("fault", f"a part of a killed prepare damaged: {damage}")
-    record_property("lost", "that part")
+    record_property("fault", f"a shard of a killed prepare damaged: {damage}")
+    record_property("lost", "that shard")
     path = interrupted.with_name(".out.partial") / "parts-all/000002.bin"
     data = bytearray(path.read_bytes())
     data[100] ^= 1
@@ -158,8 +144,8 @@ def test_a_part_damaged_between_kill_and_resume_is_made_again(
 
 @pytest.mark.fault
 def test_a_record_cut_short_is_made_again(corpus, interrupted, undisturbed, record_property):
-    record_property("fault", "the record of a part cut short")
-    record_property("lost", "that part")
+    record_property("fault", "the record of a shard cut short")
+    record_property("lost", "that shard")
     journal = interrupted.with_name(".out.partial") / "parts-all/parts.jsonl"
     journal.write_bytes(journal.read_bytes()[:-20])
     began = time.monotonic()
@@ -169,11 +155,11 @@ def test_a_record_cut_short_is_made_again(corpus, interrupted, undisturbed, reco
 
 
 @pytest.mark.fault
-def test_a_part_damaged_while_assembling_is_said_and_mended_by_the_next_start(
+def test_a_shard_damaged_while_assembling_is_reported_and_repaired_by_the_next_start(
     corpus, undisturbed, tmp_path, monkeypatch, record_property
 ):
-    record_property("fault", "a part damaged while prepare assembles")
-    record_property("lost", "that part")
+    record_property("fault", "a shard damaged while prepare assembles")
+    record_property("lost", "that shard")
     out, staging = tmp_path / "out", tmp_path / ".out.partial"
 
     def damage(progress):
@@ -190,7 +176,7 @@ def test_a_part_damaged_while_assembling_is_said_and_mended_by_the_next_start(
 
 
 @pytest.mark.fault
-def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_refused(
+def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_rejected(
     corpus, interrupted, undisturbed, record_property
 ):
     record_property("fault", "tokenizer, source or split changed between kill and resume")
@@ -215,7 +201,9 @@ def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_refused(
 
 
 @pytest.mark.fault
-def test_two_prepares_into_one_folder_are_refused_and_the_first_goes_on(corpus, undisturbed, tmp_path, record_property):
+def test_two_prepares_into_one_folder_are_rejected_and_the_first_resumes(
+    corpus, undisturbed, tmp_path, record_property
+):
     record_property("fault", "a second prepare into one folder")
     record_property("lost", "nothing")
     out = tmp_path / "out"
@@ -233,7 +221,7 @@ def test_two_prepares_into_one_folder_are_refused_and_the_first_goes_on(corpus, 
 
 
 @pytest.mark.fault
-def test_a_lock_left_by_nobody_holds_nobody_up(articles, tmp_path, record_property):
+def test_a_lock_of_a_dead_process_does_not_block(articles, tmp_path, record_property):
     record_property("fault", "the holder of the folder's lock gone")
     record_property("lost", "nothing")
     staging = tmp_path / ".out.partial"
@@ -247,9 +235,9 @@ def test_a_lock_left_by_nobody_holds_nobody_up(articles, tmp_path, record_proper
 
 
 @pytest.mark.fault
-def test_ctrl_c_keeps_what_is_done(corpus, tmp_path, record_property):
+def test_ctrl_c_keeps_finished_shards(corpus, tmp_path, record_property):
     record_property("fault", "Ctrl-C in prepare")
-    record_property("lost", "the parts under way")
+    record_property("lost", "the shards in progress")
     out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
     process = start(corpus, out, "--num-processes", "1", times=4)
     while not (journal.exists() and journal.stat().st_size):
@@ -258,7 +246,7 @@ def test_ctrl_c_keeps_what_is_done(corpus, tmp_path, record_property):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130
-    assert err == "interrupted: the same command again goes on from there\n"
+    assert err == "interrupted: run the same command again to resume\n"
     assert not out.exists()
     manifest = prepare([str(corpus)] * 4, out, OPTIONS)
     assert sum(record.num_documents for record in manifest.files.values()) == 4 * 4000
@@ -267,9 +255,11 @@ def test_ctrl_c_keeps_what_is_done(corpus, tmp_path, record_property):
 
 @pytest.mark.fault
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc or /sys")
-def test_a_tokenizing_process_that_dies_is_said_and_costs_only_its_part(corpus, undisturbed, tmp_path, record_property):
+def test_a_tokenizing_process_that_dies_is_reported_and_loses_only_its_shard(
+    corpus, undisturbed, tmp_path, record_property
+):
     record_property("fault", "SIGKILL of a tokenizing process")
-    record_property("lost", "the parts under way")
+    record_property("lost", "the shards in progress")
     out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
     process = start(corpus, out, "--num-processes", "2")
     while not (journal.exists() and journal.stat().st_size):
@@ -282,7 +272,7 @@ def test_a_tokenizing_process_that_dies_is_said_and_costs_only_its_part(corpus, 
     os.kill(every[0], signal.SIGKILL)
     _, err = process.communicate()
     assert process.returncode == 2
-    assert err.startswith("error: a tokenizing process ended with exit code -9: if that is -9, memory was short")
+    assert err.startswith("error: Tokenizing processes must run to the end, got exit code -9 (-9: out of memory).")
     began = time.monotonic()
     prepare(str(corpus), out, OPTIONS)
     record_property("recovery_s", round(time.monotonic() - began, 1))
@@ -312,9 +302,11 @@ def in_small_filesystem(folder, megabytes, script, *arguments):
 
 
 @pytest.mark.fault
-def test_a_full_disk_is_said_and_once_there_is_room_it_goes_on(corpus, undisturbed, tmp_path, record_property):
+def test_a_full_disk_is_reported_and_prepare_resumes_once_there_is_space(
+    corpus, undisturbed, tmp_path, record_property
+):
     record_property("fault", "the disk full while prepare tokenizes")
-    record_property("lost", "the parts under way")
+    record_property("lost", "the shards in progress")
     script = """
 import subprocess, sys
 from pathlib import Path
@@ -325,8 +317,8 @@ try:
     prepare(str(corpus), folder / "out", options)
 except DataError as error:
     print(error)
-parts = len(list((folder / ".out.partial/parts-all").glob("*.bin")))
-print(parts, (folder / "out").exists(), list(folder.rglob("*.tmp")))
+shards = len(list((folder / ".out.partial/parts-all").glob("*.bin")))
+print(shards, (folder / "out").exists(), list(folder.rglob("*.tmp")))
 subprocess.run(["mount", "-o", "remount,size=100m", folder], check=True)
 prepare(str(corpus), folder / "out", options)
 subprocess.run(["cp", "-r", folder / "out", kept], check=True)
@@ -337,18 +329,18 @@ subprocess.run(["cp", "-r", folder / "out", kept], check=True)
     done = in_small_filesystem(small, 8, script, str(small), str(corpus), str(kept))
     assert done.returncode == 0, done.stderr
     message, state = done.stdout.splitlines()
-    assert message == (
-        f"{small}/out must be readable and writable, got No space left on device. Mend that and run the same command "
-        "again."
+    assert message.startswith(f"{small}/.out.partial/parts-all/0000")
+    assert message.endswith(
+        ".bin must be writable, got No space left on device. Correct that and run the same command again."
     )
-    parts, *rest = state.split(" ", 1)
-    assert int(parts) > 5
+    shards, *rest = state.split(" ", 1)
+    assert int(shards) > 5
     assert rest == ["False []"]
     assert_same(kept, undisturbed)
 
 
 @pytest.mark.fault
-def test_a_disk_that_is_full_while_assembling_is_said(corpus, tmp_path, record_property):
+def test_a_disk_that_is_full_while_assembling_is_reported(corpus, tmp_path, record_property):
     record_property("fault", "the disk full while prepare assembles")
     record_property("lost", "nothing")
     small = tmp_path / "small"
@@ -373,18 +365,18 @@ def test_a_mount_point_is_rejected_before_the_work(corpus, tmp_path):
 
 @pytest.mark.fault
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc or /sys")
-def test_a_read_only_folder_is_refused(articles, record_property):
+def test_a_read_only_folder_is_rejected(articles, record_property):
     record_property("fault", "a read-only folder to write into")
     record_property("lost", "nothing")
-    # The kernel's own file system refuses everyone, the superuser included.
+    # The kernel's file system is read-only for every user, including the superuser.
     with pytest.raises(DataError, match=r"/sys/.out.partial must be readable and writable, got "):
         prepare(str(articles), "/sys/out", OPTIONS)
 
 
 @pytest.mark.fault
-def test_a_torn_gzip_file_is_rejected_and_once_whole_prepared(corpus, undisturbed, tmp_path, record_property):
+def test_a_torn_gzip_file_is_rejected_and_prepared_once_complete(corpus, undisturbed, tmp_path, record_property):
     record_property("fault", "a source .jsonl.gz torn in the middle")
-    record_property("lost", "the parts made of the torn file")
+    record_property("lost", "the shards made of the torn file")
     source, out = tmp_path / "corpus.jsonl.gz", tmp_path / "out"
     data = gzip.compress(corpus.read_bytes(), 1)
     source.write_bytes(data[: 2 * len(data) // 3])

@@ -76,7 +76,7 @@ def test_a_permutation_of_more_than_32_bits_has_no_repetition():
     assert visited.max() > 1 << 32
 
 
-def test_any_index_stands_alone():
+def test_every_index_is_independent():
     indices = np.array([99_999_999_999, 3, 12_345_678])
     for order in ("shuffle", "random", "sequential"):
         together = starts(indices, order)
@@ -91,7 +91,7 @@ def test_random_draws_cover_all_starts_evenly():
     np.testing.assert_allclose(counts, 10_000, rtol=0.05)
 
 
-def test_sequential_goes_round():
+def test_sequential_repeats():
     assert starts(np.arange(5), "sequential", num_tokens=31).tolist() == [0, 10, 20, 0, 10]
 
 
@@ -104,19 +104,18 @@ def test_the_order_is_the_same_everywhere():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"order": "shuffled"}, "The order must be one of shuffle, random, sequential, got 'shuffled'"),
+        ({"order": "shuffled"}, "order must be shuffle, random or sequential, got 'shuffled'"),
         ({"seq_len": 0}, "seq_len must be an integer of at least 1, got 0"),
         ({"seq_len": 1.5}, "seq_len must be an integer of at least 1, got 1.5"),
-        ({"indices": [-1]}, "The window indices must be int64"),
-        ({"indices": [0.5]}, r"The window indices must be .* got float64\[1\]"),
-        ({"indices": [[0]]}, r"The window indices must be .* got int64\[1, 1\]"),
+        ({"indices": [-1]}, r"The indices must be integers of at least 0, got \[-1\]"),
+        ({"indices": [0.5]}, r"The indices must be integers of at least 0, got \[0\.5\]"),
     ],
 )
-def test_arguments_out_of_range_are_refused(arguments, message):
+def test_arguments_out_of_range_are_rejected(arguments, message):
     with pytest.raises(DataError, match=message):
         starts(**{"indices": [0], "order": "shuffle", **arguments})
 
 
-def test_too_few_tokens_are_refused():
+def test_too_few_tokens_are_rejected():
     with pytest.raises(DataError, match=r"The tokens must be at least 11, .* got 10"):
         starts([0], "shuffle", num_tokens=10)

@@ -35,13 +35,13 @@ def test_a_stream_is_the_window_order_step_by_step(tokens, order):
 
 
 def test_ranks_make_up_the_same_global_batches_from_any_step(tokens):
-    parts = []
+    shares = []
     for rank in range(4):
         dataset = steps_of(tokens, rank=rank, world_size=4, start_step=650, stop_step=STEPS)
         steps, batches = collect(dataset)
         assert steps == list(range(650, STEPS))
-        parts.append(batches)
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), expected(tokens, "shuffle", 650, STEPS))
+        shares.append(batches)
+    np.testing.assert_array_equal(np.concatenate(shares, axis=1), expected(tokens, "shuffle", 650, STEPS))
 
 
 def test_order_holds_over_many_blocks(tokens, monkeypatch):
@@ -67,21 +67,21 @@ def test_token_windows_are_inputs_and_targets(tmp_path):
         np.testing.assert_array_equal(row["y"], values[start + 1 : start + 1 + SEQ_LEN])
 
 
-def test_workers_that_do_not_divide_the_batch_are_refused(tokens):
+def test_workers_that_do_not_divide_the_batch_are_rejected(tokens):
     with pytest.raises(DataError, match="global_batch_size must be a multiple of the 3 workers, got 8"):
         steps_of(tokens, rank=0, world_size=3, start_step=0, stop_step=1)
 
 
-def test_a_rank_that_is_none_of_theirs_is_refused(tokens):
+def test_a_rank_beyond_the_world_size_is_rejected(tokens):
     with pytest.raises(DataError, match="rank must be an integer from 0 to 1, got 2"):
         steps_of(tokens, rank=2, world_size=2, start_step=0, stop_step=1)
 
 
-def test_no_steps_are_refused(tokens):
+def test_an_empty_range_of_steps_is_rejected(tokens):
     with pytest.raises(DataError, match="stop_step must be an integer of at least 6, got 5"):
         steps_of(tokens, rank=0, world_size=1, start_step=5, stop_step=5)
 
 
-def test_too_few_tokens_are_refused_at_once(tokens):
+def test_too_few_tokens_are_rejected_at_once(tokens):
     with pytest.raises(DataError, match="The tokens must be at least 6001"):
         token_windows(tokens, seq_len=6000, num_rows=1)

@@ -77,11 +77,11 @@ def test_a_folder_on_the_server_is_verified_and_inspected(both, capsys):
         stream.write(b"xx")
     (difference,) = verify(remote)
     assert difference.startswith("val.bin: expected ")
-    with pytest.raises(DataError, match=r"s3://.*/val.bin must have \d+ bytes, as manifest.json says, got 2\."):
+    with pytest.raises(DataError, match=r"s3://.*/val.bin must have \d+ bytes as in manifest.json, got 2\."):
         open_tokens(remote, tokenizer="bytes")
 
 
-def test_what_is_not_there_is_said(s3):
+def test_a_missing_name_is_reported(s3):
     with pytest.raises(
         DataError, match=r"s3://bucket/nowhere must be a folder of token files or a .bin file, got a name that does"
     ):

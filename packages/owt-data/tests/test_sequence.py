@@ -18,8 +18,8 @@ def files(tmp_path, positions) -> list[TokenSequence]:
     return [positions(tmp_path / f"{a}.bin", a, b) for a, b in pairwise(bounds)]
 
 
-def sequence(parts) -> TokenSequence:
-    return TokenSequence(tuple(span for part in parts for span in part.spans))
+def sequence(sequences) -> TokenSequence:
+    return TokenSequence(tuple(span for piece in sequences for span in piece.spans))
 
 
 @pytest.mark.parametrize("order", ["shuffle", "random", "sequential"])
@@ -32,12 +32,12 @@ def test_many_files_have_the_windows_of_one(order, tokens, files):
     np.testing.assert_array_equal(joined.read(995, 1003), np.arange(995, 1003))
 
 
-def test_a_part_of_a_sequence_is_a_sequence(files):
+def test_a_slice_of_a_sequence_is_a_sequence(files):
     joined = sequence(files)
     for start, stop in ((0, 5000), (3, 3), (6, 8), (1000, 1001), (999, 4001), (4999, 5000)):
-        part = joined.between(start, stop)
-        assert len(part) == stop - start
-        np.testing.assert_array_equal(part.read(), np.arange(start, stop))
+        piece = joined.between(start, stop)
+        assert len(piece) == stop - start
+        np.testing.assert_array_equal(piece.read(), np.arange(start, stop))
 
 
 def test_tokens_travel_between_processes(files):
@@ -50,36 +50,36 @@ def test_tokens_travel_between_processes(files):
 
 @pytest.fixture
 def mixture(tmp_path, positions) -> TokenMixture:
-    """Three parts that no token is common to, to be mixed 6 : 3 : 1."""
-    parts = [positions(tmp_path / f"{a}.bin", a, b) for a, b in ((0, 20_000), (20_000, 60_000), (60_000, 65_000))]
-    return TokenMixture(tuple(parts), (6, 3, 1))
+    """Three sequences without common tokens, mixed 6 : 3 : 1."""
+    sequences = [positions(tmp_path / f"{a}.bin", a, b) for a, b in ((0, 20_000), (20_000, 60_000), (60_000, 65_000))]
+    return TokenMixture(tuple(sequences), (6, 3, 1))
 
 
 def test_a_mixture_keeps_its_proportions(mixture):
     first = mixture.windows(np.arange(3 << 16), **WINDOWS)[:, 0]
-    part_of = np.searchsorted([20_000, 60_000], first, side="right")
+    sequence_of = np.searchsorted([20_000, 60_000], first, side="right")
     for number in range(3):
-        shares = np.bincount(part_of[number << 16 : (number + 1) << 16]) / (1 << 16)
+        shares = np.bincount(sequence_of[number << 16 : (number + 1) << 16]) / (1 << 16)
         np.testing.assert_allclose(shares, [0.6, 0.3, 0.1], atol=1e-5)
-    # And within a few hundred windows nearly so: five standard errors of independent draws.
+    # A few hundred windows have nearly the same shares: within five standard errors of independent draws.
     for begin in range(0, 1 << 16, 4096):
-        share = (part_of[begin : begin + 512] == 0).mean()
+        share = (sequence_of[begin : begin + 512] == 0).mean()
         assert abs(share - 0.6) < 5 * np.sqrt(0.24 / 512)
-    assert (part_of[: 1 << 16] != part_of[1 << 16 : 2 << 16]).mean() > 0.4
+    assert (sequence_of[: 1 << 16] != sequence_of[1 << 16 : 2 << 16]).mean() > 0.4
 
 
-def test_each_part_of_a_mixture_visits_its_windows_once_an_epoch(mixture):
+def test_each_sequence_of_a_mixture_visits_its_windows_once_an_epoch(mixture):
     first = mixture.windows(np.arange(3 << 16), **WINDOWS)[:, 0]
-    for part, (low, high) in zip(mixture.parts, ((0, 20_000), (20_000, 60_000), (60_000, 65_000)), strict=True):
+    for piece, (low, high) in zip(mixture.sequences, ((0, 20_000), (20_000, 60_000), (60_000, 65_000)), strict=True):
         visits = first[(first >= low) & (first < high)]
         counts = np.unique(visits // 8, return_counts=True)[1]
-        epochs = len(visits) / part.num_windows(8)
-        # Start offsets move windows across the border of eight, so a window may be seen one epoch more or less.
+        epochs = len(visits) / piece.num_windows(8)
+        # Start offsets move windows across a multiple of eight, which may count a window once more or less.
         assert counts.max() - epochs < 3
         assert epochs - counts[1:-1].min() < 3
 
 
-def test_any_window_of_a_mixture_stands_alone(mixture):
+def test_any_window_of_a_mixture_is_independent(mixture):
     indices = np.array([5, 123_456_789, 70_000, 6, 5])
     together = mixture.windows(indices, **WINDOWS)
     for index, window in zip(indices, together, strict=True):
@@ -92,11 +92,14 @@ def test_any_window_of_a_mixture_stands_alone(mixture):
 MIXED = [39012, 18411, 17922, 2253, 39012]
 
 
-def test_weights_that_give_a_part_nothing_are_refused(files):
+def test_weights_that_give_a_sequence_no_window_are_rejected(files):
     for weights in ((1e308, 1e308), (1.0, 0.0), (1.0, -1.0), (1.0, float("inf")), (1.0, 1e-9)):
-        with pytest.raises(DataError, match=r"The weights must be .* must give each part at least one window in 65536"):
+        with pytest.raises(
+            DataError,
+            match=r"The weights must be 2 finite numbers, and give each sequence at least one window in 65536",
+        ):
             TokenMixture((files[0], files[1]), weights)
-    with pytest.raises(DataError, match=r"The weights must be one number for each of 2 parts, .* got \[1.0\]"):
+    with pytest.raises(DataError, match=r"The weights must be 2 finite numbers, .* got \[1.0\]"):
         TokenMixture((files[0], files[1]), (1.0,))
 
 
@@ -105,7 +108,7 @@ def test_a_mixture_has_no_sequential_order(mixture):
         mixture.windows(np.arange(3), seq_len=8, order="sequential", seed=1)
 
 
-def test_a_part_too_short_for_a_window_is_seen(mixture, tmp_path):
-    short = TokenSequence((TokenSpan(path=mixture.parts[0].spans[0].path, start=0, stop=8),))
+def test_a_sequence_too_short_for_a_window_gives_no_windows(mixture, tmp_path):
+    short = TokenSequence((TokenSpan(path=mixture.sequences[0].spans[0].path, start=0, stop=8),))
     assert mixture.num_windows(8) == sum((n - 1) // 8 for n in (20_000, 40_000, 5_000))
-    assert TokenMixture((mixture.parts[0], short), (1, 1)).num_windows(8) == 0
+    assert TokenMixture((mixture.sequences[0], short), (1, 1)).num_windows(8) == 0
