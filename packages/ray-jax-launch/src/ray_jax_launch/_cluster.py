@@ -1,22 +1,19 @@
 """Finding or starting the Ray cluster, and what it has."""
 
-import contextlib
-import functools
 import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from ray._private import services, worker
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import AuthenticationError
 
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
+from ray_jax_launch._ray_internals import connected_node, own_process_groups
 from ray_jax_launch._reaper import start_reaper
 
 # CPUs that Ray Data gets beside the workers' own: at the least, and in a cluster started here. Train reserves its CPUs
@@ -63,7 +60,7 @@ def connect(hardware: Hardware | None = None) -> None:
         return
     workers = hardware.num_workers if hardware is not None else 1
     try:
-        with _own_process_groups():
+        with own_process_groups():
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, workers + _LOCAL_DATA_CPUS),
@@ -72,25 +69,10 @@ def connect(hardware: Hardware | None = None) -> None:
             )
     except Exception as error:  # Ray has no class of its own for this
         raise LaunchError(f"expected Ray to start on this machine, but it did not: {error}") from error
-    node = worker.global_worker.node
+    node = connected_node()
     assert node is not None, "ray.init has started it"
     processes: Any = node.all_processes  # lists by kind; Ray declares it as empty
     start_reaper(info.process.pid for infos in processes.values() for info in infos)
-
-
-@contextlib.contextmanager
-def _own_process_groups() -> Iterator[None]:
-    """Start Ray's processes in process groups of their own while the block runs.
-
-    `timeout`, job schedulers and service managers send SIGTERM to the group of the command. The driver answers it and
-    needs its cluster for that. Ray has no option for this: it protects its processes from SIGINT alone.
-    """
-    start = services.ConsolePopen
-    services.ConsolePopen = functools.partial(start, process_group=0)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = start
 
 
 def _check_answers(address: str) -> None:
@@ -106,13 +88,13 @@ def _check_answers(address: str) -> None:
 
 def is_started_here() -> bool:
     """Whether this process started the connected cluster, which then is this machine alone."""
-    node = worker.global_worker.node
+    node = connected_node()
     return node is not None and node.head
 
 
 def log_folder() -> str:
     """Where Ray keeps its full logs, on each node of the connected cluster."""
-    node = worker.global_worker.node
+    node = connected_node()
     return "" if node is None else node.get_logs_dir_path()
 
 

@@ -2,18 +2,18 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
-from ray.train.v2.jax.config import JaxConfig, _JaxBackend
+from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._hardware import Hardware
+from ray_jax_launch._ray_internals import JaxBackend, WorkerGroupStartupFailedError
 
 
 @dataclass
@@ -57,8 +57,7 @@ class _DistributedBackend(Backend):
 
     def choose_coordinator(self, worker_group: Any) -> str:
         """Address and port on rank 0's node that are free just now."""
-        address, port = worker_group.execute_single(0, get_address_and_port)
-        return f"{address}:{port}"
+        return worker_group.execute_single(0, _free_address)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         if len(worker_group) > 1:
@@ -77,7 +76,7 @@ class TpuConfig(JaxConfig):
         return _TpuBackend
 
 
-class _TpuBackend(_JaxBackend):
+class _TpuBackend(JaxBackend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         with _restartable(worker_group):
             super().on_start(worker_group, backend_config)
@@ -96,6 +95,12 @@ def _restartable(worker_group: Any) -> Iterator[None]:
         worker_group.get_worker_group_state().shutdown()
         why = repr(error.cause) if isinstance(error, RayTaskError) else "a worker died"
         raise WorkerGroupStartupFailedError(f"jax.distributed.initialize: {why}") from error
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
 
 def _initialize(coordinator: str, num_processes: int, process_id: int, timeouts: DistributedConfig) -> None:

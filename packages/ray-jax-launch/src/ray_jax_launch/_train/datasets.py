@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import ray.data
-from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ResourceRequestPriority
-from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import DefaultAutoscalingCoordinator
 from ray.train import DataConfig
+
+from ray_jax_launch._ray_internals import DefaultAutoscalingCoordinator, ResourceRequestPriority
 
 _RENEW_EVERY_S = 20
 

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
+from ray.exceptions import RayActorError
 from ray.train import Checkpoint, UserCallback
 
 from ray_jax_launch._errors import (
@@ -67,6 +68,12 @@ def is_permanent(failure: Exception) -> bool:
     )
 
 
+def is_preemption(failure: Exception) -> bool:
+    """Return whether a worker stopped, or died, because its node was preempted."""
+    cause = _cause(failure)
+    return isinstance(cause, Preempted) or (isinstance(cause, RayActorError) and cause.preempted)
+
+
 def identity(failure: Exception, details: str) -> str | None:
     """What a failure has in common with another that has the same cause; None if the machines may be its cause.
 
@@ -107,10 +114,15 @@ def to_raise(failures: Mapping[int, Exception], hardware: object, log_folder: st
 
 def _shortage(failure: Exception) -> str | None:
     """What could not be allocated, in a line, if a worker failed for want of memory; else None."""
-    cause = getattr(failure, "health_check_failure", failure)  # Ray Train wraps the death of a worker
+    cause = _cause(failure)
     if isinstance(cause, MemoryError | RayOutOfMemoryError) or (_is_of_jax(cause) and _NO_MEMORY in str(cause)):
         return (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
     return None
+
+
+def _cause(failure: Exception) -> Exception:
+    """Return the error of Ray that Ray Train wraps when a worker dies; else the failure itself."""
+    return getattr(failure, "health_check_failure", failure)
 
 
 def _is_of_jax(failure: Exception) -> bool:

@@ -15,17 +15,16 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.actor import ActorHandle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.config import LoggingConfig
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
-from ray.train.v2.jax import JaxTrainer
 from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._cluster import DATA_CPUS, check_resources, connect, is_started_here, log_folder
 from ray_jax_launch._errors import LaunchError, TrainingFailed
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._numbers import check_number
+from ray_jax_launch._ray_internals import Trainer
 from ray_jax_launch._storage import StoragePath, check_run_name, join_path, open_uri
 from ray_jax_launch._train.backend import backend_config, worker_environment
 from ray_jax_launch._train.control_actor import BoardHandle, Metrics, start_board
@@ -143,7 +142,7 @@ def launch(
         check_resources(hardware, data_cpus=data_cpus, wait_for_resources_s=wait_for_resources_s)
     board = start_board()
     interrupt = Interrupt(board)
-    trainer = _Trainer(
+    trainer = Trainer(
         functools.partial(_run_loop, train_loop, Session(board, run_path, name, marker)),
         train_loop_config=config,
         jax_config=backend_config(hardware) if backend is None else backend,
@@ -261,7 +260,7 @@ def _run_folder(storage_path: StoragePath, name: str) -> Iterator[tuple[StorageP
         raise
 
 
-def _fit(trainer: "_Trainer", board: BoardHandle) -> Any:
+def _fit(trainer: Trainer, board: BoardHandle) -> Any:
     """Train, and return what the loop returned on rank 0."""
     try:
         return trainer.fit().return_value
@@ -273,22 +272,6 @@ def _fit(trainer: "_Trainer", board: BoardHandle) -> Any:
         what = in_a_line(rank, error.worker_failures[rank])
         _logger.warning("%s; this was after the training had ended, and nothing is lost", what)
         return finished[0]
-
-
-class _Trainer(JaxTrainer):
-    """Ray's trainer, which answers signals and failures in its own way.
-
-    Ray's stops the workers at once when it is interrupted, and takes its failure policy from nobody.
-    """
-
-    on_start: Callable[[ActorHandle], None]
-    policy: RestartPolicy
-
-    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        return super()._initialize_and_run_controller(**arguments | {"failure_policy": self.policy})
-
-    def _register_sigint_handler(self, controller: ActorHandle) -> None:
-        self.on_start(controller)
 
 
 @contextlib.contextmanager

@@ -4,13 +4,16 @@ import time
 
 import ray
 from ray.train import FailureConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
-from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
-from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 
+from ray_jax_launch._ray_internals import (
+    FailureDecision,
+    FailurePolicy,
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+)
 from ray_jax_launch._train.control_actor import BoardHandle
-from ray_jax_launch._train.failures import Preempted, first_failure, identity, in_a_line, is_permanent
+from ray_jax_launch._train.failures import first_failure, identity, in_a_line, is_permanent, is_preemption
 
 # Nodes that are lost come back, or an autoscaler replaces them, within this time or the one that the user gives.
 _MIN_RESTART_WAIT_S = 240.0
@@ -56,7 +59,7 @@ class RestartPolicy(FailurePolicy):
 
     def _handle_workers(self, failures: dict[int, Exception]) -> FailureDecision:
         # When one rank is preempted, others fail with it: their collectives break.
-        if any(isinstance(failure, Preempted) or _is_preempted_actor(failure) for failure in failures.values()):
+        if any(is_preemption(failure) for failure in failures.values()):
             return self._restart_after_preemption()
         rank, details = first_failure(failures)
         failure = failures[rank]

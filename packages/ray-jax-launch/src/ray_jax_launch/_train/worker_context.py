@@ -13,10 +13,10 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train.v2._internal.execution.context import get_train_context
 from ray.util.metrics import Gauge
 
 from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._ray_internals import preemption_noticed
 from ray_jax_launch._storage import StoragePath
 from ray_jax_launch._train.control_actor import BoardHandle, StopReason
 from ray_jax_launch._train.failures import Preempted
@@ -167,8 +167,7 @@ class _Listener:
         # Each start of the workers has a placement group of its own.
         placement_group = ray.util.get_current_placement_group()
         self._group = "" if placement_group is None else placement_group.id.hex()
-        # A worker's context is found by its thread.
-        self._preemption = get_train_context().preemption_context
+        self._preemption_noticed = preemption_noticed()
         self._lock = threading.Lock()
         self.step = -1
         self._asked = False
@@ -196,7 +195,7 @@ class _Listener:
         asked = self._board.wait_for_stop.remote(self._group, self._rank)
         told = False
         while not ray.wait([asked], timeout=_PREEMPTION_POLL_S)[0]:
-            if self._preemption.preemption_info is not None and not told:
+            if self._preemption_noticed() and not told:
                 told = True
                 self._board.preempt.remote(self._group)
         self.reason = ray.get(asked)
