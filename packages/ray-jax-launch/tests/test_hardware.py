@@ -64,8 +64,8 @@ def test_hardware_survives_a_round_trip_through_its_text(text, num_workers, devi
         ("cpu:0-4", "the smallest number of CPU workers must be a whole number of at least 1, got 0"),
         ("tpu:v6e:4x4:0", "the number of TPU slices must be a whole number of at least 1, got 0"),
         ("tpu:v9:4x4", "the TPU type must be one of v2, v3, v4, v5e, v5litepod, v5p, v6e, v7x, got 'v9'"),
-        ("tpu:v6e:16", "the TPU topology must be a shape such as 4x4 or 2x2x2, got '16'"),
-        ("tpu:v4:1x3x3", "the TPU topology must be a multiple of 4 chips (one host), got 1x3x3, which has 9"),
+        ("tpu:v6e:16", "must be a shape such as 4x4 or 2x2x2, of whole hosts of 4 chips, got '16'"),
+        ("tpu:v4:1x3x3", "must be a shape such as 4x4 or 2x2x2, of whole hosts of 4 chips, got '1x3x3'"),
     ],
 )
 def test_a_text_that_is_not_hardware_is_rejected(text, message):

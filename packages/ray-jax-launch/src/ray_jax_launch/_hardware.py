@@ -136,16 +136,15 @@ def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices
     ray_type = _TPU_TYPES.get(accelerator_type.lower())
     if ray_type is None:
         raise LaunchError(f"the TPU type must be one of {', '.join(_TPU_TYPES)}, got {accelerator_type!r}. Choose one")
-    if not re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", topology):
-        raise LaunchError(f"the TPU topology must be a shape such as 4x4 or 2x2x2, got {topology!r}. Choose one")
     num_slices, min_slices = _check_range(num_slices, min_slices, "TPU slices")
-    chips = math.prod(int(length) for length in topology.split("x"))
+    is_shape = re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", topology)
+    chips = math.prod(int(length) for length in topology.split("x")) if is_shape else 0
     single_host = ray_type in _SINGLE_HOST_TYPES and chips <= _SINGLE_HOST_CHIPS
     per_host = chips if single_host else min(chips, _CHIPS_PER_HOST)
-    if chips % per_host:
+    if not chips or chips % per_host:
         raise LaunchError(
-            f"the TPU topology must be a multiple of {per_host} chips (one host), got {topology}, which has {chips}. "
-            "Choose another"
+            f"the TPU topology must be a shape such as 4x4 or 2x2x2, of whole hosts of {_CHIPS_PER_HOST} chips, got "
+            f"{topology!r}. Choose another"
         )
     return Hardware(
         kind="tpu",

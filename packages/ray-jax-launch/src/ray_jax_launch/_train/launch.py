@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from pickle import PicklingError
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.config import LoggingConfig
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
@@ -122,9 +120,9 @@ def launch(
             `backend_config(hardware)`.
 
     Raises:
-        LaunchError: a number, `name` or `storage_path` is invalid, or an argument cannot be pickled; the cluster has
-            too few resources or does not answer; the storage cannot be reached, or is a folder that the nodes do not
-            share; or the loop raised a LaunchError.
+        LaunchError: a number, `name` or `storage_path` is invalid; the cluster has too few resources or does not
+            answer; the storage cannot be reached, or is a folder that the nodes do not share; or the loop raised one.
+        TypeError: `train_loop`, `config` or `datasets` cannot be pickled.
         OutOfMemoryError: memory could not be allocated, or Ray's memory monitor killed workers twice in a row.
         DamagedCheckpointError: all checkpoints of the run are damaged.
         TrainingFailed: workers failed more than `max_failures` times.
@@ -133,13 +131,6 @@ def launch(
     """
     datasets = datasets or {}
     check_run_name(name)
-    _check_picklable(
-        {
-            "train_loop": train_loop,
-            **{f"config[{key!r}]": value for key, value in config.items()},
-            **{f"datasets[{key!r}]": make for key, make in datasets.items()},
-        }
-    )
     data_cpus = (DATA_CPUS if datasets else 0) if data_cpus is None else data_cpus
     for what, number in (("max_failures", max_failures), ("data_cpus", data_cpus)):
         check_number(what, number, at_least=0)
@@ -204,17 +195,6 @@ def launch(
         ray.kill(control)
         if marker is not None:
             marker.unlink(missing_ok=True)
-
-
-def _check_picklable(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        try:
-            cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
-        except (PicklingError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # depends on the value
-            raise LaunchError(
-                f"{name} must be picklable, as the workers get it, got {type(value).__name__} ({error}). Make it in "
-                "the loop"
-            ) from None
 
 
 @contextlib.contextmanager
