@@ -1,11 +1,9 @@
-"""What a hostile caller passes. Every case ends in one sentence before anything starts, and leaves nothing behind."""
+"""Invalid arguments: each is rejected with one sentence before anything starts, and leaves no file behind."""
 
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,9 @@ from ray_jax_launch import (
     latest_step,
     launch,
     parse_hardware,
-    tpu,
 )
 
 NAN = float("nan")
-NONE: Any = None
 
 
 def no_loop(config):
@@ -34,7 +30,7 @@ def no_loop(config):
 
 
 def launching(**changed: Any):
-    """A launch with other arguments than good ones."""
+    """Return a launch with changed arguments."""
 
     def call(folder):
         given = {
@@ -50,7 +46,7 @@ def launching(**changed: Any):
 
 
 def launching_below(name, make):
-    """A launch below a path that is not a good one."""
+    """Return a launch in a storage path that `make` prepares."""
 
     def call(folder):
         make(folder / name)
@@ -102,7 +98,6 @@ LONG = "a" * 300
 WRITABLE = "storage_path must be a folder that can be written, got "
 NO_PLACE = "a storage path must be a folder, or the text of a URI, got "
 UNWRITABLE = "the folder of the checkpoints must be writable, got "
-PICKLABLE = "must be picklable, as the workers get it, got "
 BAD_INTS: list[Any] = [True, 1.5, -1, "2", NAN]
 BAD_SECONDS: list[Any] = [NAN, float("inf"), -1.0, "9"]
 
@@ -133,20 +128,8 @@ CASES = {
         for name in ("wait_for_resources_s", "preemption_grace_s")
         for value in BAD_SECONDS
     },
-    "loop": (launching(train_loop=None), "train_loop must be a function, got None"),
-    "callback": (launching(on_metrics=3), "on_metrics must be a function, got 3"),
-    "dataset": (launching(datasets={"a": 3}), "datasets['a'] must be a function, got 3"),
-    "datasets": (launching(datasets=[no_loop]), "datasets must be a dict, got [<function no_loop"),
-    "lock in dataset": (launching(datasets={"a": threading.Lock().acquire}), f"datasets['a'] {PICKLABLE}builtin"),
-    "config": (launching(config=None), "config must be a dict, got None"),
-    "lock": (launching(config={"x": threading.Lock()}), f"config['x'] {PICKLABLE}lock ("),
-    "lock of processes": (launching(config={"x": multiprocessing.Lock()}), f"config['x'] {PICKLABLE}Lock ("),
-    "hardware": (launching(hardware="cpu:1"), "hardware must be made by cpu, gpu, tpu, auto or parse_hardware, got"),
-    "backend": (launching(backend="jax"), "backend must be a JaxConfig, got 'jax'"),
-    "endless number": (lambda _: parse_hardware(f"cpu:{'9' * 5000}"), "expected hardware as auto"),
-    "Arabic digit": (lambda _: parse_hardware("tpu:v6e:4x1\N{ARABIC-INDIC DIGIT THREE}"), "expected a TPU topology"),
-    "no hardware": (lambda _: parse_hardware(NONE), "expected hardware as auto"),
-    "no TPU": (lambda _: tpu(NONE, "4x4"), "expected a TPU type among v2, v3"),
+    "endless number": (lambda _: parse_hardware(f"cpu:{'9' * 5000}"), "hardware must be auto"),
+    "Arabic digit": (lambda _: parse_hardware("tpu:v6e:4x1\N{ARABIC-INDIC DIGIT THREE}"), "the TPU topology must be "),
     **{
         f"cpu({value!r})": (
             lambda _, value=value: cpu(value),
@@ -172,13 +155,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_answered_by_one_sentence_before_anything_starts(tmp_path, monkeypatch, name):
+def test_bad_input_is_rejected_with_one_sentence_before_anything_starts(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     call, message = CASES[name]
     (tmp_path / "inputs").mkdir()
-    with pytest.raises(LaunchError) as said:
+    with pytest.raises(LaunchError) as rejected:
         call(tmp_path / "inputs")
-    text = str(said.value)
+    text = str(rejected.value)
     assert message in text
     assert "\n" not in text
     assert not ray.is_initialized()
@@ -212,12 +195,12 @@ for action in (
 """
 
 
-def test_a_folder_that_may_not_be_read_or_written_is_said_to_be(tmp_path):
+def test_a_folder_without_permissions_is_an_error_that_names_it(tmp_path):
     prefix = []
     if os.geteuid() == 0:
         prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
         if shutil.which("setpriv") is None or subprocess.run([*prefix, "true"], check=False).returncode != 0:
-            pytest.skip("root may read everything, and setpriv cannot take that away here")
+            pytest.skip("root may read everything, and setpriv cannot drop that right here")
     for name, mode in (("closed", 0), ("seen", 0o555)):
         (tmp_path / name).mkdir(mode=mode)
     try:
@@ -228,9 +211,9 @@ def test_a_folder_that_may_not_be_read_or_written_is_said_to_be(tmp_path):
         (tmp_path / "closed").chmod(0o700)
     assert done.returncode == 0, done.stderr
     *launched, writing, reading, step, intact, metadata = done.stdout.splitlines()
-    for path, said in zip(("closed/runs/run", "closed/run", "seen/run"), launched, strict=True):
-        assert said.startswith(f"{WRITABLE}{tmp_path}/{path} (Permission denied). ")
+    for path, message in zip(("closed/runs/run", "closed/run", "seen/run"), launched, strict=True):
+        assert message.startswith(f"{WRITABLE}{tmp_path}/{path} (Permission denied). ")
     assert writing.startswith("the folder of the checkpoints must be writable, got [Errno 13] Permission denied")
-    for said in (reading, step, intact, metadata):
-        assert "must be accessible, got [Errno 13] Permission denied" in said
+    for message in (reading, step, intact, metadata):
+        assert "must be accessible, got [Errno 13] Permission denied" in message
     assert [*tmp_path.glob("*/*")] == []

@@ -1,3 +1,5 @@
+"""Public names: all of them load, and the package itself is light to import."""
+
 import subprocess
 import sys
 
@@ -10,10 +12,10 @@ def test_public_names_load_and_are_seen_by_completion():
         assert getattr(ray_jax_launch, name) is not None
 
 
-def test_unknown_names_are_refused():
+def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(ray_jax_launch, "Nothing")
 
 
-def test_importing_it_imports_nothing_heavy():
+def test_the_package_imports_neither_jax_nor_ray_nor_orbax():
     code = "import sys, ray_jax_launch; sys.exit(bool({'jax', 'ray', 'orbax'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What Ray's own metrics show of a training loop. They are exported where `ray[default]` is installed."""
+"""Gauges of a training loop among Ray's metrics, which Ray exports if `ray[default]` is installed."""
 
 import sys
 import time
@@ -23,7 +23,7 @@ def log_for_a_while(config):
         time.sleep(0.1)
 
 
-def test_prometheus_sees_what_a_loop_logs(monkeypatch, tmp_path):
+def test_logged_metrics_are_exported_to_prometheus(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_metrics_report_interval_ms", "500")
     seen = {}
 

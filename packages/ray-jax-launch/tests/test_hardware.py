@@ -39,7 +39,7 @@ from ray_jax_launch import (
         ("tpu:v5p:4x4x4", 16, 4),
     ],
 )
-def test_hardware_is_read_and_written_alike(text, num_workers, devices_per_worker):
+def test_hardware_survives_a_round_trip_through_its_text(text, num_workers, devices_per_worker):
     hardware = parse_hardware(text)
     assert (hardware.num_workers, hardware.devices_per_worker) == (num_workers, devices_per_worker)
     assert hardware.num_devices == num_workers * devices_per_worker
@@ -53,22 +53,22 @@ def test_hardware_is_read_and_written_alike(text, num_workers, devices_per_worke
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected hardware as auto, cpu:WORKERS"),
-        ("auto", "got 'auto': call auto(), which asks the cluster"),
-        ("cpu", "expected hardware as auto, cpu:WORKERS"),
-        ("cpu:two", "expected hardware as auto, cpu:WORKERS"),
-        ("gpu:2x", "expected hardware as auto, cpu:WORKERS"),
+        ("", "hardware must be auto, cpu:WORKERS"),
+        ("auto", "got 'auto'. Connect, and call auto()"),
+        ("cpu", "hardware must be auto, cpu:WORKERS"),
+        ("cpu:two", "hardware must be auto, cpu:WORKERS"),
+        ("gpu:2x", "hardware must be auto, cpu:WORKERS"),
         ("cpu:0", "the number of CPU workers must be a whole number of at least 1, got 0. Change it"),
         ("gpu:1x0", "the number of GPUs per worker must be a whole number of at least 1, got 0"),
         ("cpu:4-1", "the number of CPU workers must be a whole number of at least 4, got 1"),
         ("cpu:0-4", "the smallest number of CPU workers must be a whole number of at least 1, got 0"),
         ("tpu:v6e:4x4:0", "the number of TPU slices must be a whole number of at least 1, got 0"),
-        ("tpu:v9:4x4", "expected a TPU type among v2, v3, v4, v5e, v5litepod, v5p, v6e, v7x, got 'v9'"),
-        ("tpu:v6e:16", "expected a TPU topology such as 4x4 or 2x2x2, got '16'"),
-        ("tpu:v4:1x3x3", "expected a topology of whole hosts of 4 chips, got 1x3x3 with 9 chips"),
+        ("tpu:v9:4x4", "the TPU type must be one of v2, v3, v4, v5e, v5litepod, v5p, v6e, v7x, got 'v9'"),
+        ("tpu:v6e:16", "must be a shape such as 4x4 or 2x2x2, of whole hosts of 4 chips, got '16'"),
+        ("tpu:v4:1x3x3", "must be a shape such as 4x4 or 2x2x2, of whole hosts of 4 chips, got '1x3x3'"),
     ],
 )
-def test_what_is_no_hardware_is_refused(text, message):
+def test_a_text_that_is_not_hardware_is_rejected(text, message):
     with pytest.raises(LaunchError, match=re.escape(message)):
         parse_hardware(text)
 
@@ -82,7 +82,7 @@ def test_groups_grow_by_workers_or_by_whole_slices(text, counts):
 
 
 @pytest.mark.parametrize("generation", sorted(VALID_TPU_TOPOLOGY))
-def test_every_topology_that_ray_knows_has_its_workers_and_chips(generation):
+def test_every_topology_has_as_many_workers_and_chips_as_in_ray(generation):
     for topology in VALID_TPU_TOPOLOGY[generation]:
         hardware = tpu(generation, topology)
         assert hardware.accelerator_type is not None
@@ -93,7 +93,7 @@ def test_every_topology_that_ray_knows_has_its_workers_and_chips(generation):
 
 
 @pytest.mark.parametrize("generation", sorted(VALID_TPU_TOPOLOGY))
-def test_every_slice_that_ray_knows_is_found_by_its_nodes_and_refused_when_a_host_is_missing(generation, monkeypatch):
+def test_auto_finds_every_slice_that_ray_knows_and_a_missing_host_is_an_error(generation, monkeypatch):
     for topology in VALID_TPU_TOPOLOGY[generation]:
         hardware = tpu(generation, topology)
         assert hardware.accelerator_type is not None
@@ -124,7 +124,7 @@ def test_every_slice_that_ray_knows_is_found_by_its_nodes_and_refused_when_a_hos
         ("gpu:2", 0, [(1, 2)], "must have 2 CPUs, 2 for the workers of gpu:2 and 0 for the tasks of Ray Data, got 1"),
     ],
 )  # fmt: skip
-def test_a_cluster_has_what_the_fewest_workers_need(text, data_cpus, nodes, shortage, monkeypatch):
+def test_a_cluster_must_have_the_resources_of_the_smallest_group(text, data_cpus, nodes, shortage, monkeypatch):
     found = [{"Alive": True, "Resources": {"CPU": float(cpus), "GPU": float(gpus)}} for cpus, gpus in nodes]
     found.append({"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}})
     monkeypatch.setattr("ray.nodes", lambda: found)
@@ -135,12 +135,12 @@ def test_a_cluster_has_what_the_fewest_workers_need(text, data_cpus, nodes, shor
         check_resources(parse_hardware(text), data_cpus=data_cpus)
 
 
-def test_the_users_own_settings_of_memory_are_kept(monkeypatch):
+def test_the_users_own_glibc_tunables_are_kept(monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
     assert worker_environment(cpu(1))["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
 
 
-def test_presets_say_what_ray_and_jax_need():
+def test_presets_set_what_ray_and_jax_need():
     assert scaling_config(gpu(2, 4)).resources_per_worker == {"CPU": 1, "GPU": 4}
     assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     assert worker_environment(cpu(2, 4))["JAX_NUM_CPU_DEVICES"] == "4"

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,19 +28,19 @@ from ray_jax_launch import (
     launch,
     parse_hardware,
 )
-from ray_jax_launch._train.control_actor import start_board
+from ray_jax_launch._train.control_actor import start_control_actor
 from ray_jax_launch._train.interrupt import Interrupt
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-# Workers cannot import this file: what they run is sent to them whole.
+# Workers cannot import this file: their functions are sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def scramble(config):
-    """Multiplies and adds, whole numbers that wrap around, on arrays that the ranks share; checkpoints into the run.
+    """Compute with integers that wrap around, on arrays sharded over the ranks, and save into the run's folder.
 
-    In its first life rank 1 is killed, after step 5 of 8.
+    At the first start rank 1 is killed after step 5 of 8.
     """
     import jax
     import jax.numpy as jnp
@@ -90,7 +91,7 @@ def rows_of_rank(rank, world_size):
     return ray.data.range(3 * (rank + 1))
 
 
-def test_a_run_in_object_storage_whose_worker_is_killed_ends_like_one_that_was_not(s3, tmp_path, caplog):
+def test_a_run_in_object_storage_ends_with_the_same_numbers_after_a_worker_is_killed(s3, tmp_path, caplog):
     marker = tmp_path / "marker"
     logged = []
 
@@ -126,7 +127,7 @@ def test_a_run_in_object_storage_whose_worker_is_killed_ends_like_one_that_was_n
         "x": x.tolist(),
         "factor": 2,
     }
-    # Each rank's metrics came in their order: steps 1 to 5, and after the restart from checkpoint 4 on.
+    # Each rank's metrics are in order: steps 1 to 5, and after the restart from step 5.
     assert [entry for entry in logged if entry[0] == 0] == [
         *((0, 0, step) for step in range(1, 6)), *((0, 4, step) for step in range(5, 9))
     ]  # fmt: skip
@@ -136,20 +137,20 @@ def test_a_run_in_object_storage_whose_worker_is_killed_ends_like_one_that_was_n
     assert Path(result.log_folder).is_dir()
 
 
-def test_what_a_worker_logs_quickly_keeps_its_order():
-    board = start_board()
+def test_metrics_that_a_worker_logs_quickly_keep_their_order():
+    control = start_control_actor()
     for number in range(1000):
-        board.post.remote("a worker", number, 0, {"step": number})
+        control.record.remote(0, {"step": number})
     logged, deadline = [], time.monotonic() + 60
     while len(logged) < 1000 and time.monotonic() < deadline:
-        logged += ray.get(board.collect.remote())[0]
+        logged += ray.get(control.collect.remote())[0]
     assert logged == [(0, {"step": number}) for number in range(1000)]
-    assert ray.get(board.latest.remote()) == {"step": 999}
-    ray.kill(board)
+    assert ray.get(control.latest.remote()) == {"step": 999}
+    ray.kill(control)
 
 
 def save_when_asked(config):
-    """Endless, unless it is asked to stop."""
+    """Train without end, until a stop is requested."""
     import jax
     import jax.numpy as jnp
 
@@ -161,14 +162,14 @@ def save_when_asked(config):
             step += 1
             time.sleep(0.02)
             log_metrics({"step": step})
-            if config["listens"] and stop_requested(step):
+            if config["polls"] and stop_requested(step):
                 checkpoints.save(step, {"state": {"step": jnp.int32(step)}}, metadata={})
                 return jax.process_index()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("listens", [True, False])
-def test_ctrl_c_lets_a_loop_that_listens_save_and_ends_any_other(tmp_path, listens, caplog):
+@pytest.mark.parametrize("polls", [True, False])
+def test_ctrl_c_lets_a_loop_that_polls_save_and_ends_any_other(tmp_path, polls, caplog):
     seen = []
 
     def interrupt_at_20(rank, metrics):
@@ -178,12 +179,12 @@ def test_ctrl_c_lets_a_loop_that_listens_save_and_ends_any_other(tmp_path, liste
 
     before = signal.getsignal(signal.SIGINT)
     with (
-        pytest.raises(KeyboardInterrupt, match="to continue" if listens else "^$"),
+        pytest.raises(KeyboardInterrupt, match="to continue" if polls else "^$"),
         caplog.at_level(logging.WARNING, "ray_jax_launch"),
     ):
         launch(
             save_when_asked,
-            {"listens": listens},
+            {"polls": polls},
             hardware=cpu(1),
             storage_path=tmp_path,
             name="run",
@@ -191,7 +192,7 @@ def test_ctrl_c_lets_a_loop_that_listens_save_and_ends_any_other(tmp_path, liste
         )
     assert signal.getsignal(signal.SIGINT) == before
     saved = latest_step(tmp_path / "run" / "checkpoints")
-    if listens:
+    if polls:
         assert saved is not None
         assert saved == seen[-1]
         assert saved >= 20
@@ -203,34 +204,34 @@ def test_ctrl_c_lets_a_loop_that_listens_save_and_ends_any_other(tmp_path, liste
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_launch_whose_loop_does_not_listen(number):
-    board, before = start_board(), signal.getsignal(number)
-    interrupt = Interrupt(board)
-    interrupt.handle()
+def test_a_signal_ends_a_launch_whose_loop_does_not_poll(number):
+    control, before = start_control_actor(), signal.getsignal(number)
+    interrupt = Interrupt(control)
+    interrupt.install()
     try:
         assert signal.getsignal(number) != before
         with pytest.raises(SystemExit):
             signal.raise_signal(number)
     finally:
         interrupt.restore()
-        ray.kill(board)
+        ray.kill(control)
     assert signal.getsignal(number) == before
 
 
-def test_a_second_signal_does_not_wait_for_a_loop_that_listens():
-    board = start_board()
-    stop = board.wait_for_stop.remote("group", 0)
-    ray.get(board.latest.remote())
-    interrupt = Interrupt(board)
-    interrupt.handle()
+def test_a_second_signal_does_not_wait_for_a_loop_that_polls():
+    control = start_control_actor()
+    poll = partial(control.poll.remote, "group", 1, 0, is_preempted=False, next_step=None)
+    assert ray.get(poll()) == (None, None)
+    interrupt = Interrupt(control)
+    interrupt.install()
     try:
         signal.raise_signal(signal.SIGTERM)
-        assert ray.get(stop, timeout=60) == "interrupt"
+        assert ray.get(poll()) == ("interrupt", None)
         with pytest.raises(SystemExit):
             signal.raise_signal(signal.SIGTERM)
     finally:
         interrupt.restore()
-        ray.kill(board)
+        ray.kill(control)
 
 
 def fail_on_rank_1(config):
@@ -249,7 +250,7 @@ def test_a_failure_names_the_rank_and_shows_its_traceback(tmp_path):
     assert f"full logs: {failed.value.log_folder}" in str(failed.value)
 
 
-def test_more_than_the_cluster_has_is_refused_before_anything_starts(tmp_path):
+def test_hardware_that_the_cluster_lacks_is_rejected_before_anything_starts(tmp_path):
     with pytest.raises(LaunchError, match=r"The Ray cluster must have 3 GPUs for gpu:3, got 0\."):
         launch(fail_on_rank_1, {}, hardware=gpu(3), storage_path=tmp_path, name="run")
     with pytest.raises(LaunchError, match=r"must have 16 TPUs for tpu:v6e:4x4, got 0"):

@@ -1,4 +1,4 @@
-"""A node whose memory is full. Ray's own memory monitor kills the worker."""
+"""A node without free memory, where Ray's memory monitor kills the worker."""
 
 import sys
 import time
@@ -32,7 +32,7 @@ def test_a_loop_that_fills_the_memory_of_its_node_twice_ends_the_launch(tmp_path
     memory = psutil.virtual_memory()
     if memory.available < 2 * _LIMIT_BYTES:
         pytest.skip(f"needs {2 * _LIMIT_BYTES} bytes of memory")
-    # The variables of raylet, which this process starts.
+    # Variables of the raylet that this process starts.
     monkeypatch.setenv(
         "RAY_memory_usage_threshold", f"{(memory.total - memory.available + _LIMIT_BYTES) / memory.total:.3f}"
     )

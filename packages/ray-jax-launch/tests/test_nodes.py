@@ -1,4 +1,4 @@
-"""Clusters of several nodes, real processes on this machine; their workers and nodes are killed while a loop computes.
+"""Clusters of several nodes: real processes on this machine. Workers and nodes are killed while a loop computes.
 
 Each takes a minute or two. The times from a kill to the next step are logged (`--log-cli-level=INFO`).
 """
@@ -34,7 +34,7 @@ RECOVERY_LIMIT_S = 60
 
 
 def sum_each_step(config):
-    """Every step adds up a number of each process, over all of them; rank 0 notes it. Continues from checkpoints."""
+    """At each step add a number of each process, over all processes. Continue from checkpoints."""
     import json
     import os
     import time
@@ -51,14 +51,14 @@ def sum_each_step(config):
 
     folder, rank = Path(config["folder"]), jax.process_index()
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     ones = jax.make_array_from_process_local_data(
         NamedSharding(mesh, PartitionSpec("data")), np.ones(jax.local_device_count(), np.float32)
     )
-    add = jax.jit(lambda total, ones: total + ones.sum() / ones.size, out_shardings=whole)
+    add = jax.jit(lambda total, ones: total + ones.sum() / ones.size, out_shardings=replicated)
     node = ray.get_runtime_context().get_node_id()
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        start, total = checkpoints.latest_step() or 0, jax.device_put(jnp.float32(0), whole)
+        start, total = checkpoints.latest_step() or 0, jax.device_put(jnp.float32(0), replicated)
         if start:
             total = checkpoints.restore(start, {"state": {"total": total}})["state"]["total"]
         for step in range(start + 1, config["num_steps"] + 1):
@@ -82,7 +82,7 @@ def sum_each_step(config):
 
 
 class Run:
-    """A launch in a thread, so that the test can interfere."""
+    """A launch in a thread, in parallel to the test."""
 
     def __init__(self, folder, hardware, num_steps=NUM_STEPS, save_every=SAVE_EVERY, max_failures=3):
         self.folder = folder
@@ -110,7 +110,7 @@ class Run:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for(self, condition, timeout=180):
-        """Wait until a record of rank 0 meets the condition, and return the first that does."""
+        """Return the first record of rank 0 that meets the condition."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.thread.is_alive():
             for record in self.records():
@@ -129,7 +129,7 @@ class Run:
 
 
 def recovery(run, killed, began, what, limit_s=RECOVERY_LIMIT_S):
-    """The first step of the group that follows the one whose processes were `killed`; it comes soon enough."""
+    """Return the first record of a process that is not among `killed`. It must come within the limit."""
     record = run.wait_for(lambda record: record["time"] > began and record["pid"] not in killed)
     seconds = record["time"] - began
     log.info("%s: %.1f s to step %d on %d processes", what, seconds, record["step"], record["processes"])
@@ -149,8 +149,8 @@ def test_every_rank_sees_the_processes_of_four_nodes(nodes, tmp_path):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("victim", ["rank 0", "random rank", "node"])
-def test_a_run_goes_on_after(nodes, tmp_path, victim, record_property):
-    added = [nodes.add_node(num_cpus=1) for _ in range(3)]  # one to spare, for the node that is lost
+def test_a_run_continues_after_a_kill_of(nodes, tmp_path, victim, record_property):
+    added = [nodes.add_node(num_cpus=1) for _ in range(3)]  # one is a spare for the lost node
     run = Run(tmp_path, cpu(2))
     run.wait_for(lambda record: record["step"] == 3 * SAVE_EVERY + 5)
     rank = 0 if victim == "rank 0" else random.randrange(2)
@@ -194,8 +194,8 @@ def test_an_elastic_run_shrinks_and_grows(nodes, tmp_path, record_property):
 
 
 @pytest.mark.fault
-def test_a_preempted_node_is_left_as_soon_as_the_loop_has_saved(nodes, tmp_path, record_property):
-    """As a cloud takes a spot machine back, with an hour's notice. The loop saves at no other time."""
+def test_workers_leave_a_preempted_node_as_soon_as_the_loop_has_saved(nodes, tmp_path, record_property):
+    """A cloud preempts a spot machine with an hour's notice. The loop saves at no other time."""
     added = [nodes.add_node(num_cpus=1) for _ in range(3)]
     run = Run(tmp_path, cpu(2), num_steps=600, save_every=10_000, max_failures=0)
     run.wait_for(lambda record: record["step"] == 30)
@@ -225,7 +225,7 @@ def test_a_preempted_node_is_left_as_soon_as_the_loop_has_saved(nodes, tmp_path,
 
 
 def note_host(config):
-    """Which host of which TPU slice this worker is on. There is no TPU to compute with."""
+    """Write the host and TPU slice of this worker. There is no TPU to compute with."""
     import json
     import os
     from pathlib import Path
@@ -241,7 +241,7 @@ def note_host(config):
 
 
 @pytest.mark.parametrize("text", ["tpu:v6e:4x4", "tpu:v4:2x2x2:2", "tpu:v5e:2x4"])
-def test_the_hosts_of_tpu_slices_each_have_a_worker(nodes, tmp_path, text):
+def test_each_host_of_a_tpu_slice_has_one_worker(nodes, tmp_path, text):
     hardware = parse_hardware(text)
     assert hardware.topology is not None
     assert hardware.accelerator_type is not None
@@ -262,10 +262,10 @@ def test_the_hosts_of_tpu_slices_each_have_a_worker(nodes, tmp_path, text):
                 "ray.io/tpu-pod-type": pod_type,
                 "ray.io/accelerator-type": hardware.accelerator_type,
             },
-            # What GKE sets, and Ray reads when it takes a slice as a whole.
+            # GKE sets these, and Ray reads them when it reserves a slice.
             env_vars={"TPU_NAME": f"slice-{slice_}", "TPU_WORKER_ID": str(host)},
         )
-    # Ray's plain JaxConfig joins nothing: jax would look for the chips.
+    # Ray's plain JaxConfig does not join the workers: jax would look for the chips.
     launch(
         note_host, {"folder": str(tmp_path)}, hardware=hardware, storage_path=tmp_path, name="run", backend=JaxConfig()
     )
@@ -279,7 +279,7 @@ def test_the_hosts_of_tpu_slices_each_have_a_worker(nodes, tmp_path, text):
 
 
 def note_visible_device(config):
-    """Which GPU this worker may see. There is none to compute with."""
+    """Write the GPUs that this worker may see. There is no GPU to compute with."""
     import os
     from pathlib import Path
 
@@ -289,7 +289,7 @@ def note_visible_device(config):
     (Path(config["folder"]) / f"gpu-{rank}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 
 
-def test_workers_of_one_gpu_each_share_a_node_and_no_gpu(nodes, tmp_path):
+def test_workers_of_one_gpu_on_one_node_have_different_gpus(nodes, tmp_path):
     nodes.add_node(num_cpus=4, num_gpus=4)
     launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(4), storage_path=tmp_path, name="run")
     assert sorted(path.read_text() for path in tmp_path.glob("gpu-*")) == ["0", "1", "2", "3"]
@@ -301,7 +301,7 @@ def test_a_worker_of_four_gpus_sees_all_of_them(nodes, tmp_path):
     assert (tmp_path / "gpu-0").read_text() == "0,1,2,3"
 
 
-def test_workers_that_fit_no_node_are_refused_at_once(nodes, tmp_path):
+def test_workers_that_fit_on_no_node_are_rejected_at_once(nodes, tmp_path):
     for _ in range(2):
         nodes.add_node(num_cpus=2, num_gpus=4)
     began = time.monotonic()
@@ -319,7 +319,7 @@ def count_rows(config):
     return jax.process_count(), sum(1 for _ in shard.iter_rows())
 
 
-def test_an_elastic_group_leaves_a_cpu_to_the_data_it_reads(nodes, tmp_path):
+def test_an_elastic_group_leaves_a_cpu_to_ray_data(nodes, tmp_path):
     nodes.add_node(num_cpus=1)
     given = {"hardware": cpu(2, min_workers=1), "storage_path": tmp_path, "name": "run"}
     rows = {"rows": lambda rank, world_size: ray.data.range(5)}
@@ -329,7 +329,7 @@ def test_an_elastic_group_leaves_a_cpu_to_the_data_it_reads(nodes, tmp_path):
     assert launch(count_rows, {}, datasets=rows, **given).return_value == (1, 5)
 
 
-def test_a_cluster_that_wants_a_token_says_how_to_give_it(tmp_path):
+def test_the_error_of_a_cluster_that_requires_a_token_names_the_variable(tmp_path):
     environment = os.environ | {"HOME": str(tmp_path), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     environment.pop("RAY_AUTH_MODE", None)  # Ray sets it in a process that started a cluster
     ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -344,14 +344,14 @@ def test_a_cluster_that_wants_a_token_says_how_to_give_it(tmp_path):
         while "Ray runtime started" not in (tmp_path / "log").read_text():
             assert head.poll() is None
             time.sleep(0.5)
-        for mode, said in [({}, "set RAY_AUTH_MODE=token"), ({"RAY_AUTH_MODE": "token"}, "connected")]:
+        for mode, expected in [({}, "Set RAY_AUTH_MODE=token"), ({"RAY_AUTH_MODE": "token"}, "connected")]:
             done = subprocess.run(
                 [sys.executable, "-c", "from ray_jax_launch import connect; connect(); print('connected')"],
                 env=environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"} | mode,
                 capture_output=True,
                 text=True,
             )
-            assert said in (done.stdout + done.stderr).splitlines()[-1]
+            assert expected in (done.stdout + done.stderr).splitlines()[-1]
     finally:
         head.terminate()
         head.wait()

@@ -1,4 +1,4 @@
-"""Which failures of a loop are tried again, and which end the launch. Real launches on a cluster of this machine."""
+"""Restarts: failures that a launch retries, and failures that end it. Real launches on a cluster of this machine."""
 
 import logging
 import os
@@ -25,18 +25,18 @@ from ray.train.v2.api.preemption import PreemptionInfo
 
 from ray_jax_launch import DistributedConfig, LaunchError, OutOfMemoryError, TrainingFailed, cpu, launch
 from ray_jax_launch._train.backend import _DistributedBackend
-from ray_jax_launch._train.control_actor import start_board
+from ray_jax_launch._train.control_actor import start_control_actor
 from ray_jax_launch._train.failures import Preempted, note_traceback, to_raise
 from ray_jax_launch._train.restart_policy import RestartPolicy
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-# Workers cannot import this file: what they run is sent to them.
+# Workers cannot import this file: their functions are sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class UnluckyBackend(_DistributedBackend):
-    """At the first start another program takes the port that was free."""
+    """At the first start another program has taken the free port."""
 
     def choose_coordinator(self, worker_group: Any) -> str:
         taken = Path(os.environ["TAKEN_PORT"])
@@ -55,7 +55,7 @@ class UnluckyConfig(DistributedConfig):
 
 
 def fail_then_finish(config):
-    """Rank 0 cannot read at first; then it finishes, and is killed while it does something that is not needed."""
+    """Rank 0 fails to read at first. Then it finishes, and is killed while it does optional work."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -73,7 +73,7 @@ def fail_then_finish(config):
 
 
 @pytest.mark.fault
-def test_a_taken_port_a_read_error_and_a_death_after_the_end_fail_no_run(
+def test_a_run_survives_a_taken_port_a_read_error_and_a_death_after_its_end(
     tmp_path, caplog, monkeypatch, record_property
 ):
     record_property("fault", "port of the rendezvous taken; read error in the loop; SIGKILL after the last step")
@@ -97,7 +97,7 @@ def test_a_taken_port_a_read_error_and_a_death_after_the_end_fail_no_run(
     assert result.return_value == "all that matters"
     assert len((tmp_path / "starts").read_text().splitlines()) == 2
     joining, reading, end = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
-    # Either the failure of rank 0 comes first, or the death of rank 1, which had joined the other program.
+    # Either rank 0 fails first, or rank 1 dies first, which had joined the other program.
     assert joining.startswith("the workers could not start: jax.distributed.initialize: ")
     assert joining.endswith("; the workers start again (failure 1 of at most 2)")
     assert reading == "worker 0 failed: OSError: stale file handle; the workers start again (failure 2 of at most 2)"
@@ -146,13 +146,13 @@ def test_a_failure_that_would_happen_again_ends_the_launch(
         assert again.endswith("the workers do not start again, because they failed in the same way before")
 
 
-REMEDY = "Use a smaller batch or model, more gradient accumulation parts, or more devices to share it"
+REMEDY = "Use a smaller batch or model, more gradient accumulation steps, or more devices to shard it"
 # As Ray 2.60 writes it.
 KILLED = "1 worker(s) were killed due to the node running low on memory. Memory on the node was 23GB used / 23GB limit"
 
 
 def take_more_on_rank_1(config):
-    """Rank 1 cannot allocate, and rank 0 waits for it."""
+    """Rank 1 cannot allocate memory, and rank 0 waits for rank 1."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import multihost_utils
@@ -178,7 +178,7 @@ def test_an_array_that_no_device_can_hold_ends_the_launch_at_once(tmp_path, capl
 
 
 def raised(action):
-    """The exception of an action, as a worker sends it."""
+    """Return the exception of an action, as a worker sends it."""
     with pytest.raises(Exception) as caught:  # noqa: PT011
         action()
     note_traceback(caught.type, caught.value, caught.tb)
@@ -191,13 +191,13 @@ def died(cause):
 
 @pytest.fixture
 def decide():
-    """What the policy decides on each failure of a group, given by rank."""
-    board = start_board()
-    policy = RestartPolicy(board, max_failures=3, wait_for_resources_s=0)
+    """Return a function from the failures of a group, by rank, to the decision of the policy."""
+    control = start_control_actor()
+    policy = RestartPolicy(control, max_failures=3, wait_for_resources_s=0)
     yield lambda *failures: policy.make_decision(
         failures[0] if isinstance(failures[0], TrainingFailedError) else WorkerGroupError("", dict(enumerate(failures)))
     )
-    ray.kill(board)
+    ray.kill(control)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def decide():
     ],
     ids=["jax", "numpy", "python"],
 )
-def test_memory_that_cannot_be_allocated_is_no_failure_to_retry(decide, allocate, line):
+def test_a_loop_whose_memory_cannot_be_allocated_is_not_restarted(decide, allocate, line):
     failure = raised(allocate)
     other = raised(lambda: jax.block_until_ready(jax.jit(lambda x: x)(1)) and 1 / 0)
-    # Others may die or fail because of it.
+    # Other ranks may die or fail because of it.
     failures = [other, died(ray.exceptions.ActorDiedError()), failure]
     assert decide(*failures) == FailureDecision.RAISE
     error = to_raise(dict(enumerate(failures)), cpu(3), "/logs")
@@ -233,19 +233,19 @@ def test_a_second_kill_by_the_memory_monitor_in_a_row_ends_the_launch(decide):
     )
 
 
-def test_a_death_without_a_reason_is_a_failure_to_retry(decide):
-    """The kernel's SIGKILL for want of memory looks like any other."""
+def test_a_death_without_a_reason_is_retried(decide):
+    """A SIGKILL by the kernel for lack of memory looks like any other SIGKILL."""
     decisions = [decide(died(ray.exceptions.ActorDiedError())) for _ in range(4)]
     assert decisions == [FailureDecision.RETRY] * 3 + [FailureDecision.RAISE]
 
 
-def test_preemptions_are_no_failures(decide):
+def test_preemptions_do_not_count_as_failures(decide):
     preemptions = [
         PreemptionError(PreemptionInfo(None, {"a node": [0]})),
         died(ray.exceptions.RayActorError(preempted=True)),
         Preempted("saved at step 3"),
     ]
-    # The collectives of others break meanwhile.
+    # The collectives of other ranks fail too.
     broken = raised(lambda: jax.block_until_ready(jax.jit(lambda x: x)(1)) and 1 / 0)
     for _ in range(3):
         assert [decide(failure) for failure in preemptions] == [FailureDecision.RETRY] * 3
@@ -262,7 +262,7 @@ def test_the_same_exception_ends_the_launch_only_twice_in_a_row(decide):
     assert decide(failure) == FailureDecision.RAISE
 
 
-def test_each_loss_of_nodes_is_waited_for_as_long(decide, monkeypatch):
+def test_the_wait_for_nodes_starts_again_after_each_loss(decide, monkeypatch):
     too_few = ControllerError(WorkerGroupStartupTimeoutError(2))
     assert decide(too_few) == FailureDecision.RETRY
     now = time.monotonic()

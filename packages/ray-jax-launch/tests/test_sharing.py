@@ -1,4 +1,4 @@
-"""What nodes must share, and what a cluster must have, before a loop begins. Real nodes on this machine."""
+"""Checks before a loop begins: a shared folder, enough resources. Real nodes on this machine."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture
 def add_node_elsewhere(nodes, tmp_path):
-    """Add a node of one CPU to whose processes a folder is another, empty one: it has a mount namespace of its own."""
+    """Return a function that adds a node of one CPU with its own mount namespace, where a folder is empty."""
     started = []
 
     def add(hidden: Path) -> None:
@@ -51,7 +51,7 @@ def note_start(config):
 def test_a_folder_that_nodes_do_not_share_is_rejected_before_the_loop_begins(
     nodes, add_node_elsewhere, tmp_path, record_property
 ):
-    record_property("fault", "two nodes, and a storage path that each has for itself")
+    record_property("fault", "two nodes, and a storage path that they do not share")
     record_property("lost", "nothing: rejected before the first step")
     storage, marker = tmp_path / "storage", tmp_path / "began"
     storage.mkdir()
@@ -62,7 +62,7 @@ def test_a_folder_that_nodes_do_not_share_is_rejected_before_the_loop_begins(
     assert [path for path in (storage / "run").iterdir() if path.name.startswith(".launch-")] == []
 
 
-def test_a_cluster_that_gets_its_node_later_is_waited_for(nodes, tmp_path, caplog, record_property):
+def test_a_launch_waits_for_a_node_that_comes_later(nodes, tmp_path, caplog, record_property):
     record_property("fault", "the cluster has no node for the worker; one comes ten seconds later")
     record_property("lost", "nothing")
     marker = tmp_path / "began"
@@ -79,7 +79,7 @@ def test_a_cluster_that_gets_its_node_later_is_waited_for(nodes, tmp_path, caplo
     assert "waiting up to 60 s for more nodes: The Ray cluster must have 1 CPUs for cpu:1, got 0" in caplog.text
 
 
-def test_tpu_hosts_of_one_cpu_each_need_a_node_for_the_data(nodes, record_property):
+def test_tpu_hosts_of_one_cpu_need_another_node_for_ray_data(nodes, record_property):
     record_property("fault", "TPU hosts whose only CPU the worker takes, and no node for Ray Data")
     record_property("lost", "nothing: rejected before the start")
     for _ in range(4):
@@ -108,7 +108,7 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_nothing_of_a_killed_driver_lives_for_long(tmp_path, record_property):
+def test_all_processes_of_a_killed_driver_end_within_30_s(tmp_path, record_property):
     record_property("fault", "SIGKILL of the command: its cluster's processes")
     environment = dict(os.environ)
     driver = subprocess.Popen(
@@ -130,7 +130,7 @@ def test_nothing_of_a_killed_driver_lives_for_long(tmp_path, record_property):
 
 
 def _session_members(session: int) -> list[str]:
-    """The command lines of a session's processes that are no zombies."""
+    """Return the command lines of a session's processes, without zombies."""
     members = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,6 +1,6 @@
 """JAX training loops under Ray Train, on CPUs, GPUs or TPU slices.
 
-`__init__.pyi` lists the public names. Each one loads on first use: to name hardware imports neither Ray nor jax.
+`__init__.pyi` lists the public names. Each name loads on first use: `parse_hardware` imports neither Ray nor jax.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The public names of ray_jax_launch, each by its module. `__init__.py` loads a name when it is first used."""
+"""Public names of ray_jax_launch, by module. `__init__.py` loads each name on first use."""
 
 from ._checkpoint.catalog import intact_step as intact_step
 from ._checkpoint.catalog import latest_step as latest_step

@@ -1,26 +1,23 @@
-"""Finding or starting the Ray cluster, and what it has."""
+"""Connect to a Ray cluster or start one, and check its resources."""
 
-import contextlib
-import functools
 import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from ray._private import services, worker
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import AuthenticationError
 
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
+from ray_jax_launch._ray_internals import connected_node, own_process_groups
 from ray_jax_launch._reaper import start_reaper
 
-# CPUs that Ray Data gets beside the workers' own: at the least, and in a cluster started here. Train reserves its CPUs
-# first, and with none left over Data would wait for ever.
+# CPUs for Ray Data, in addition to the workers' CPUs: the minimum, and in a cluster started here. Ray Train reserves
+# its CPUs first. Without another CPU, Ray Data would wait for ever.
 DATA_CPUS, _LOCAL_DATA_CPUS = 1, 2
 _CONNECT_TIMEOUT_S = 5
 _POLL_S = 1.0
@@ -29,13 +26,12 @@ _logger = logging.getLogger("ray_jax_launch")
 
 
 def connect(hardware: Hardware | None = None) -> None:
-    """Connect to the cluster that `RAY_ADDRESS` names, or start one on this machine.
+    """Connect to the cluster that `RAY_ADDRESS` names, or start a cluster on this machine.
 
-    The started one counts CPUs logically: enough for the workers asked for and for Ray Data, however
-    few the machine has.
+    A started cluster has enough logical CPUs for the workers and for Ray Data, even if the machine has fewer.
 
     Args:
-        hardware: what will be launched; None where that is still to be found out.
+        hardware: to launch; None if it is not known yet.
 
     Raises:
         LaunchError: the cluster does not answer.
@@ -50,77 +46,62 @@ def connect(hardware: Hardware | None = None) -> None:
             _check_answers(address)
             ray.init(address=address, **quiet)
         except (OSError, ValueError, AuthenticationError) as error:
-            # Ray tells of a refused token in the text of an error's cause alone.
+            # Ray names a rejected token only in the text of the error's cause.
             if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error.__cause__):
                 raise LaunchError(
-                    f"expected entry to the Ray cluster at {address} (RAY_ADDRESS), but it wants the token it was "
-                    "started with: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token has another"
+                    f"RAY_ADDRESS must be a Ray cluster that admits this process, got {address}, which requires a "
+                    "token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token has another token"
                 ) from None
             raise LaunchError(
-                f"expected a Ray cluster at {address} (RAY_ADDRESS), but it does not answer ({error}): start it, or "
-                "unset RAY_ADDRESS to run on this machine alone"
+                f"RAY_ADDRESS must be a Ray cluster that answers, got {address} ({error}). Start it, or unset "
+                "RAY_ADDRESS to run on this machine alone"
             ) from error
         return
     workers = hardware.num_workers if hardware is not None else 1
     try:
-        with _own_process_groups():
+        with own_process_groups():
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, workers + _LOCAL_DATA_CPUS),
                 include_dashboard=False,
                 **quiet,
             )
-    except Exception as error:  # Ray has no class of its own for this
-        raise LaunchError(f"expected Ray to start on this machine, but it did not: {error}") from error
-    node = worker.global_worker.node
+    except Exception as error:  # Ray raises Exception itself here
+        raise LaunchError(f"Ray could not start on this machine: {error}") from error
+    node = connected_node()
     assert node is not None, "ray.init has started it"
     processes: Any = node.all_processes  # lists by kind; Ray declares it as empty
     start_reaper(info.process.pid for infos in processes.values() for info in infos)
 
 
-@contextlib.contextmanager
-def _own_process_groups() -> Iterator[None]:
-    """Start Ray's processes in process groups of their own while the block runs.
-
-    `timeout`, job schedulers and service managers send SIGTERM to the group of the command. The driver answers it and
-    needs its cluster for that. Ray has no option for this: it protects its processes from SIGINT alone.
-    """
-    start = services.ConsolePopen
-    services.ConsolePopen = functools.partial(start, process_group=0)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = start
-
-
 def _check_answers(address: str) -> None:
-    """Knock where the cluster should be: Ray itself would wait for minutes.
+    """Connect to the cluster's port, because Ray itself would wait for minutes.
 
     Raises:
-        OSError: nobody opens.
+        OSError: the port does not answer.
     """
     if address != "auto":
-        where = urlsplit(address if "://" in address else f"ray://{address}")
-        socket.create_connection((where.hostname or "", where.port or 6379), timeout=_CONNECT_TIMEOUT_S).close()
+        url = urlsplit(address if "://" in address else f"ray://{address}")
+        socket.create_connection((url.hostname or "", url.port or 6379), timeout=_CONNECT_TIMEOUT_S).close()
 
 
 def is_started_here() -> bool:
-    """Whether this process started the connected cluster, which then is this machine alone."""
-    node = worker.global_worker.node
+    """Return whether this process started the connected cluster, which then is this machine alone."""
+    node = connected_node()
     return node is not None and node.head
 
 
 def log_folder() -> str:
-    """Where Ray keeps its full logs, on each node of the connected cluster."""
-    node = worker.global_worker.node
+    """Return the folder of Ray's full logs on each node of the connected cluster."""
+    node = connected_node()
     return "" if node is None else node.get_logs_dir_path()
 
 
 def auto() -> Hardware:
-    """The best that the connected cluster has: a TPU slice, else all GPUs, else one CPU worker.
+    """Return the best hardware of the connected cluster: a TPU slice, else all GPUs, else one CPU worker.
 
-    One worker takes all the GPUs of a node, if the nodes have equally many; else each GPU has a worker.
-    A TPU slice is found by the labels that its nodes carry.
+    One worker takes all GPUs of a node if all nodes have the same number; else each GPU has a worker. Ray labels the
+    nodes of a TPU slice.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     for node in nodes:
@@ -135,16 +116,16 @@ def auto() -> Hardware:
 
 
 def check_resources(hardware: Hardware, *, data_cpus: int = 0, wait_for_resources_s: float = 0.0) -> None:
-    """Compare what is asked for, at the least, with what the connected cluster has, in all and on each node.
+    """Check that the connected cluster has the resources for the smallest group, in total and on each node.
 
     Args:
-        hardware: what will be launched.
-        data_cpus: CPUs for the tasks of Ray Data, beside those of the workers.
-        wait_for_resources_s: seconds to wait for nodes that the cluster lacks. They are requested from its autoscaler,
-            if it has one.
+        hardware: to launch.
+        data_cpus: CPUs for the tasks of Ray Data, in addition to the workers' CPUs.
+        wait_for_resources_s: seconds to wait for missing nodes. They are requested from the cluster's autoscaler, if it
+            has one.
 
     Raises:
-        LaunchError: it has too little; the message has both numbers.
+        LaunchError: it has too few; the message has both numbers.
     """
     shortage = _find_shortage(hardware, data_cpus)
     if shortage is not None and wait_for_resources_s > 0:
@@ -157,14 +138,14 @@ def check_resources(hardware: Hardware, *, data_cpus: int = 0, wait_for_resource
                 time.sleep(_POLL_S)
                 shortage = _find_shortage(hardware, data_cpus)
         finally:
-            request_resources(bundles=[])  # the placement group of the workers is a request of its own
+            request_resources(bundles=[])  # the workers' placement group is a request too
     if shortage is not None:
         remedy = "Ask for fewer workers, add nodes, or set RAY_ADDRESS to a cluster that has them"
         raise LaunchError(f"{shortage}. {remedy}")
 
 
 def _find_shortage(hardware: Hardware, data_cpus: int) -> str | None:
-    """What the connected cluster lacks, in a sentence without its end; None where it lacks nothing."""
+    """Return the resources that the connected cluster lacks, as an error without remedy; None if it lacks nothing."""
     resource = hardware.kind.upper()
     per_worker = 1 if hardware.kind == "cpu" else hardware.devices_per_worker
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -172,7 +153,7 @@ def _find_shortage(hardware: Hardware, data_cpus: int) -> str | None:
     needed = hardware.min_workers * per_worker
     if sum(held) < needed:
         return f"The Ray cluster must have {needed} {resource}s for {hardware}, got {sum(held)}"
-    # A worker lives on one node, whose devices another worker's do not complete.
+    # All devices of a worker are on one node.
     places = sum(count // per_worker for count in held)
     if places < hardware.min_workers:
         return (
@@ -180,7 +161,7 @@ def _find_shortage(hardware: Hardware, data_cpus: int) -> str | None:
             f"{hardware}, got room for {places} on nodes of {', '.join(map(str, sorted(held, reverse=True)))} "
             f"{resource}s"
         )
-    # Ray gives a worker a CPU whatever else it computes on.
+    # Ray gives each worker a CPU, on GPU and TPU nodes too.
     cpus = sum(int(resources.get("CPU", 0)) for resources in nodes)
     if cpus < hardware.min_workers + data_cpus:
         return (

@@ -1,5 +1,6 @@
-"""What to run on: how many workers, of how many devices each. Light to import, for command lines."""
+"""Hardware presets: the number of workers, and of devices per worker. Imports neither Ray nor jax."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -7,7 +8,7 @@ from typing import Literal
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._numbers import check_number
 
-# Ray's names of the TPU generations, by the names that people type.
+# Ray's names of the TPU generations, by the names that users type.
 _TPU_TYPES = {
     "v2": "TPU-V2",
     "v3": "TPU-V3",
@@ -19,20 +20,20 @@ _TPU_TYPES = {
     "v7x": "TPU-V7X",
 }
 _CHIPS_PER_HOST = 4
-# These generations have hosts of up to eight chips, which hold a small slice whole.
+# These generations have hosts of up to eight chips: a small slice is one host.
 _SINGLE_HOST_TYPES = ("TPU-V5LITEPOD", "TPU-V6E")
 _SINGLE_HOST_CHIPS = 8
 
 _COUNT = "([0-9]{1,6})"
 _FORMS = (
     "auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or "
-    "tpu:TYPE:TOPOLOGY:SLICES, where a range such as 1-4 in the place of WORKERS or SLICES is elastic"
+    "tpu:TYPE:TOPOLOGY:SLICES, where WORKERS or SLICES may be a range such as 1-4 (elastic)"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """A group of equal workers. Made by `cpu`, `gpu`, `tpu` or `parse_hardware`.
+    """Equal workers, and the devices of each. Made by `cpu`, `gpu`, `tpu` or `parse_hardware`.
 
     >>> parse_hardware("gpu:4x8").num_devices
     32
@@ -44,40 +45,40 @@ class Hardware:
     """Platform that jax runs on."""
 
     num_workers: int
-    """Worker processes; of an elastic group, the most that it grows to."""
+    """Number of worker processes; the maximum if the group is elastic."""
 
     devices_per_worker: int
-    """Devices that jax sees in each of them."""
+    """Number of jax devices in each worker."""
 
     min_workers: int
-    """The fewest workers that training goes on with; `num_workers` where the group is not elastic."""
+    """Minimum number of workers; `num_workers` if the group is not elastic."""
 
     accelerator_type: str | None = None
     """Ray's name of the TPU generation."""
 
     topology: str | None = None
-    """Of a TPU slice, such as 4x4."""
+    """Topology of a TPU slice, such as 4x4."""
 
     workers_per_slice: int = 1
-    """Hosts of a TPU slice: groups grow and shrink by whole slices."""
+    """Hosts of a TPU slice. Groups grow and shrink by slices."""
 
     @property
     def num_devices(self) -> int:
-        """Devices of all workers."""
+        """Number of devices of all workers."""
         return self.num_workers * self.devices_per_worker
 
     @property
     def is_elastic(self) -> bool:
-        """The number of workers may change while training."""
+        """True if the number of workers may change during training."""
         return self.min_workers < self.num_workers
 
     @property
     def worker_counts(self) -> range:
-        """Every number of workers that the group may have, from the fewest to the most."""
+        """Numbers of workers that the group may have, in ascending order."""
         return range(self.min_workers, self.num_workers + 1, self.workers_per_slice)
 
     def __str__(self) -> str:
-        """The text that `parse_hardware` reads."""
+        """Return the text that `parse_hardware` reads."""
         size, smallest = self.num_workers // self.workers_per_slice, self.min_workers // self.workers_per_slice
         groups = f"{smallest}-{size}" if self.is_elastic else f"{size}"
         if self.kind == "tpu":
@@ -87,15 +88,15 @@ class Hardware:
 
 
 def cpu(num_workers: int, devices_per_worker: int = 1, *, min_workers: int | None = None) -> Hardware:
-    """That many CPU processes, joined by jax.distributed.
+    """Return CPU workers, joined by jax.distributed.
 
     Args:
-        num_workers: processes.
-        devices_per_worker: jax devices that each process makes of its CPUs.
-        min_workers: fewer, for an elastic group: see `Hardware.min_workers`.
+        num_workers: the number of processes.
+        devices_per_worker: the number of jax devices that each process makes of its CPUs.
+        min_workers: smaller than `num_workers` for an elastic group.
 
     Raises:
-        LaunchError: fewer than one of any, or more at the least than at the most.
+        LaunchError: a number is less than one, or `num_workers` less than `min_workers`.
     """
     devices_per_worker = check_number("the number of devices per worker", devices_per_worker, at_least=1)
     num_workers, min_workers = _check_range(num_workers, min_workers, "CPU workers")
@@ -103,15 +104,15 @@ def cpu(num_workers: int, devices_per_worker: int = 1, *, min_workers: int | Non
 
 
 def gpu(num_workers: int, gpus_per_worker: int = 1, *, min_workers: int | None = None) -> Hardware:
-    """That many workers of so many GPUs each.
+    """Return GPU workers.
 
     Args:
-        num_workers: processes.
-        gpus_per_worker: GPUs of each, on one node.
-        min_workers: fewer, for an elastic group: see `Hardware.min_workers`.
+        num_workers: the number of processes.
+        gpus_per_worker: the number of GPUs of each process, all on one node.
+        min_workers: smaller than `num_workers` for an elastic group.
 
     Raises:
-        LaunchError: fewer than one of any, or more at the least than at the most.
+        LaunchError: a number is less than one, or `num_workers` less than `min_workers`.
     """
     gpus_per_worker = check_number("the number of GPUs per worker", gpus_per_worker, at_least=1)
     num_workers, min_workers = _check_range(num_workers, min_workers, "GPU workers")
@@ -119,32 +120,32 @@ def gpu(num_workers: int, gpus_per_worker: int = 1, *, min_workers: int | None =
 
 
 def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices: int | None = None) -> Hardware:
-    """TPU slices, one worker per host.
+    """Return the workers of TPU slices, one per host.
 
     A host has 4 chips, except that a v5e or v6e slice of at most 8 chips is one host.
 
     Args:
         accelerator_type: v2, v3, v4, v5e, v5p, v6e or v7x.
-        topology: a slice's chips along its axes, such as 4x4 or 2x2x2.
-        num_slices: equal slices.
-        min_slices: fewer, for an elastic group, which grows and shrinks by whole slices.
+        topology: the chips of a slice along its axes, such as 4x4 or 2x2x2.
+        num_slices: the number of equal slices.
+        min_slices: smaller than `num_slices` for an elastic group.
 
     Raises:
-        LaunchError: the type is unknown, or the topology is not one.
+        LaunchError: the type is unknown, the topology or a number is invalid.
     """
-    ray_type = _TPU_TYPES.get(str(accelerator_type).lower())
+    ray_type = _TPU_TYPES.get(accelerator_type.lower())
     if ray_type is None:
-        raise LaunchError(f"expected a TPU type among {', '.join(_TPU_TYPES)}, got {accelerator_type!r}")
-    if not re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", str(topology)):
-        raise LaunchError(f"expected a TPU topology such as 4x4 or 2x2x2, got {topology!r}")
+        raise LaunchError(f"the TPU type must be one of {', '.join(_TPU_TYPES)}, got {accelerator_type!r}. Choose one")
     num_slices, min_slices = _check_range(num_slices, min_slices, "TPU slices")
-    chips = 1
-    for length in topology.split("x"):
-        chips *= int(length)
+    is_shape = re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", topology)
+    chips = math.prod(int(length) for length in topology.split("x")) if is_shape else 0
     single_host = ray_type in _SINGLE_HOST_TYPES and chips <= _SINGLE_HOST_CHIPS
     per_host = chips if single_host else min(chips, _CHIPS_PER_HOST)
-    if chips % per_host:
-        raise LaunchError(f"expected a topology of whole hosts of {per_host} chips, got {topology} with {chips} chips")
+    if not chips or chips % per_host:
+        raise LaunchError(
+            f"the TPU topology must be a shape such as 4x4 or 2x2x2, of whole hosts of {_CHIPS_PER_HOST} chips, got "
+            f"{topology!r}. Choose another"
+        )
     return Hardware(
         kind="tpu",
         num_workers=chips // per_host * num_slices,
@@ -160,21 +161,21 @@ def parse_hardware(text: str) -> Hardware:
     """Read `cpu:2`, `cpu:1-4` (elastic), `gpu:8`, `gpu:4x8` (four workers of eight), `tpu:v6e:4x4` or `tpu:v6e:4x4:2`.
 
     Raises:
-        LaunchError: it is none of these.
+        LaunchError: the text has another form, or a number is invalid.
     """
     if text == "auto":
-        raise LaunchError("expected hardware that is known beforehand, got 'auto': call auto(), which asks the cluster")
-    kind, _, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
+        raise LaunchError("hardware must be known without a cluster, got 'auto'. Connect, and call auto()")
+    kind, _, rest = text.partition(":")
     if kind in ("cpu", "gpu") and (match := re.fullmatch(rf"(?:{_COUNT}-)?{_COUNT}(?:x{_COUNT})?", rest)):
         make = cpu if kind == "cpu" else gpu
         return make(int(match[2]), int(match[3] or 1), min_workers=int(match[1]) if match[1] else None)
     if kind == "tpu" and (match := re.fullmatch(rf"([^:]+):([^:]+)(?::(?:{_COUNT}-)?{_COUNT})?", rest)):
         return tpu(match[1], match[2], int(match[4] or 1), min_slices=int(match[3]) if match[3] else None)
-    raise LaunchError(f"expected hardware as {_FORMS}, got {text!r}")
+    raise LaunchError(f"hardware must be {_FORMS}, got {text!r}. Choose one of these forms")
 
 
 def _check_range(number: int, smallest: int | None, what: str) -> tuple[int, int]:
-    """The number of workers or slices, and the smallest that it may shrink to."""
+    """Return the checked maximum and minimum number of workers or slices."""
     at_least = 1 if smallest is None else check_number(f"the smallest number of {what}", smallest, at_least=1)
     number = check_number(f"the number of {what}", number, at_least=at_least)
     return number, number if smallest is None else at_least

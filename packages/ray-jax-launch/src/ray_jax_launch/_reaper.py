@@ -1,8 +1,8 @@
-"""Ends the processes of a cluster that its driver started, once the driver has died without ending them.
+"""Kill the processes of a cluster after the driver that started it was killed.
 
-Ray ends most of them itself on Linux. Two agents of its node wait a minute for a control store that is gone, to tell it
-that their node is; on macOS nothing ends with the driver. This runs as a process of its own, as a driver that is killed
-can do nothing: it waits for the end of its standard input, a pipe that only the driver holds open.
+On Linux Ray itself ends most of them, but two agents of the node first try for a minute to reach the control store,
+which is gone. On macOS no process ends with the driver. This module runs as a separate process. It waits for the end of
+its standard input, a pipe that only the driver holds open.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-# What ends by itself does so within this time.
+# Processes that end by themselves do it within this time.
 _GRACE_S = 10.0
 
 
 def start_reaper(parents: Iterable[int]) -> None:
-    """End these processes of this process, and the children that they have now, some seconds after it has died."""
+    """Start the process that kills these processes and their present children, after this process has died."""
     pids = sorted({pid for parent in parents for pid in (parent, *_children(parent))})
     reader, writer = os.pipe()  # the writing end closes with this process
     os.posix_spawn(
@@ -32,13 +32,13 @@ def start_reaper(parents: Iterable[int]) -> None:
             (os.POSIX_SPAWN_DUP2, 1, 2),
             (os.POSIX_SPAWN_CLOSE, writer),
         ],
-        setpgroup=0,  # Ctrl-C is for the driver
+        setpgroup=0,  # Ctrl-C must reach only the driver
     )
     os.close(reader)
 
 
 def _children(parent: int) -> list[int]:
-    """The processes that a process started."""
+    """Return the processes that a process started."""
     if sys.platform == "linux":
         lists = [path.read_text() for path in Path(f"/proc/{parent}/task").glob("*/children")]
         return [int(pid) for pids in lists for pid in pids.split()]
@@ -47,7 +47,7 @@ def _children(parent: int) -> list[int]:
 
 
 def _birth(pid: int) -> str:
-    """When a process began, which tells it from a later one with its number; nothing if there is none."""
+    """Return the start time of a process, which is unique for its pid; empty if it does not exist."""
     if sys.platform == "linux":
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -56,7 +56,7 @@ def _birth(pid: int) -> str:
 
 
 def _main(births: dict[int, str]) -> None:
-    sys.stdin.buffer.read()  # until the driver has ended
+    sys.stdin.buffer.read()  # returns when the driver has ended
     deadline_s = time.monotonic() + _GRACE_S
     while births and time.monotonic() < deadline_s:
         time.sleep(0.2)

@@ -1,19 +1,19 @@
-"""How the workers' jax processes find each other."""
+"""Backends of Ray Train that join the workers by `jax.distributed`, and the workers' environment."""
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
-from ray.train.v2.jax.config import JaxConfig, _JaxBackend
+from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._hardware import Hardware
+from ray_jax_launch._ray_internals import JaxBackend, WorkerGroupStartupFailedError
 
 
 @dataclass
@@ -21,23 +21,22 @@ class DistributedConfig(JaxConfig):
     """Joins the workers by `jax.distributed` on CPUs and GPUs alike.
 
     Ray 2.60's own backend (`ray/train/v2/jax/config.py`) leaves CPU workers unjoined, and on GPUs sets
-    `CUDA_VISIBLE_DEVICES` to `range(GPUs per worker)`, so that several workers on a node would all take
-    GPU 0 (noticed in the review of ray-project/ray#58322, which added it). This one keeps the devices that Ray
-    assigned to each worker.
+    `CUDA_VISIBLE_DEVICES` to `range(GPUs per worker)`, which makes several workers on a node all use GPU 0 (noticed in
+    the review of ray-project/ray#58322, which added it). This backend keeps the devices that Ray assigned.
     """
 
     initialization_timeout_s: int = 300
-    """How long a worker waits for the others to join."""
+    """Seconds that a worker waits for the other workers to join."""
 
     heartbeat_timeout_s: int = 100
-    """How long a silent worker is taken to be alive. (Ray sees a process that died before this does.)"""
+    """Seconds without a heartbeat before a worker counts as dead. Ray notices a dead process sooner."""
 
     shutdown_timeout_s: int = 30
-    """How long workers wait for each other at the end."""
+    """Seconds that workers wait for each other at the end."""
 
     @property
     def backend_cls(self) -> Any:
-        """What Ray Train starts in the workers."""
+        """Class of the backend."""
         return _DistributedBackend
 
 
@@ -56,9 +55,8 @@ class _DistributedBackend(Backend):
             )
 
     def choose_coordinator(self, worker_group: Any) -> str:
-        """Address and port on rank 0's node that are free just now."""
-        address, port = worker_group.execute_single(0, get_address_and_port)
-        return f"{address}:{port}"
+        """Return the address of rank 0's node with a port that is free now."""
+        return worker_group.execute_single(0, _free_address)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         if len(worker_group) > 1:
@@ -67,17 +65,17 @@ class _DistributedBackend(Backend):
 
 @dataclass
 class TpuConfig(JaxConfig):
-    """Ray's own backend for TPUs, which knows their slices, with restarts after a failure to join."""
+    """Ray's own backend for TPUs, which knows TPU slices, with restarts after a failed rendezvous."""
 
     use_tpu: bool = True
 
     @property
     def backend_cls(self) -> Any:
-        """What Ray Train starts in the workers."""
+        """Class of the backend."""
         return _TpuBackend
 
 
-class _TpuBackend(_JaxBackend):
+class _TpuBackend(JaxBackend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         with _restartable(worker_group):
             super().on_start(worker_group, backend_config)
@@ -85,21 +83,27 @@ class _TpuBackend(_JaxBackend):
 
 @contextlib.contextmanager
 def _restartable(worker_group: Any) -> Iterator[None]:
-    """Make a failed rendezvous a failed start, which can be tried again. Ray Train would end the run.
+    """Turn a failed rendezvous into a failed start, which `RestartPolicy` can retry. Ray Train would end the run.
 
-    The port that the coordinator was given may be taken by then, and workers may time out waiting for each other.
+    Another program may take the coordinator's port first, and workers may time out waiting for each other.
     """
     try:
         yield
     except (RayActorError, RayTaskError) as error:
-        # Ray 2.60 forgets a group that fails at this point, but its workers would keep their resources.
+        # Ray 2.60 drops a group that fails here without stopping its workers, which keep their resources.
         worker_group.get_worker_group_state().shutdown()
         why = repr(error.cause) if isinstance(error, RayTaskError) else "a worker died"
         raise WorkerGroupStartupFailedError(f"jax.distributed.initialize: {why}") from error
 
 
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+
 def _initialize(coordinator: str, num_processes: int, process_id: int, timeouts: DistributedConfig) -> None:
-    import jax  # on TPUs a driver that imports jax would lock the chips: workers alone do
+    import jax  # only in workers: on TPUs a driver that uses jax locks the chips
 
     jax.distributed.initialize(
         coordinator,
@@ -118,23 +122,23 @@ def _shutdown() -> None:
 
 
 def backend_config(hardware: Hardware) -> JaxConfig:
-    """The backend for this hardware."""
+    """Return the default backend for this hardware."""
     return TpuConfig() if hardware.kind == "tpu" else DistributedConfig()
 
 
 def worker_environment(hardware: Hardware) -> dict[str, str]:
-    """Environment variables for the workers, which must be there before they import jax."""
+    """Return environment variables for the workers. They must be set before a worker imports jax."""
     if hardware.kind == "cpu":
         devices = hardware.devices_per_worker
-        # XLA's CPU backend allocates a step's temporary arrays anew each time: in pages of 4 KiB, touching them
-        # takes a tenth to a fifth of a step. With this, glibc asks for huge pages; other C libraries ignore it.
+        # XLA's CPU backend allocates the temporary arrays of each step again. In pages of 4 KiB, the page faults take
+        # 10 to 20 % of a step. This makes glibc use huge pages; other C libraries ignore it.
         return {
             "JAX_PLATFORMS": "cpu",
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
-            # jax makes one device of a process's CPUs unless told otherwise.
+            # By default jax makes one device of all CPUs of a process.
             **({"JAX_NUM_CPU_DEVICES": str(devices)} if devices > 1 else {}),
         }
     if hardware.kind == "tpu":
         return {"JAX_PLATFORMS": "tpu"}
-    # jax brings CUDA's libraries with it; a path to others would make it load those first.
+    # jax has its own CUDA libraries. A path to other CUDA libraries would make it load these first.
     return {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": ""}

@@ -1,51 +1,50 @@
-"""Datasets that depend on a worker's rank."""
+"""One Ray Dataset per rank, and CPUs reserved for the tasks of Ray Data."""
 
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray.data
-from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ResourceRequestPriority
-from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import DefaultAutoscalingCoordinator
 from ray.train import DataConfig
+
+from ray_jax_launch._ray_internals import DefaultAutoscalingCoordinator, ResourceRequestPriority
 
 _RENEW_EVERY_S = 20
 
 RankedDataset = Callable[[int, int], ray.data.Dataset]
-"""Called as `(rank, world_size)`: makes the dataset of one worker."""
+"""Function that makes the dataset of one worker, called with `(rank, world_size)`."""
 
 
 class RankedDataConfig(DataConfig):
-    """Gives each worker the dataset that is made for its rank.
+    """Gives each worker its own dataset, in the dataset's order.
 
-    Ray's default deals one dataset out among the workers (`streaming_split`), in an order that depends
-    on which of them is faster. Here each rank has its own, and gets its rows in their order.
+    Ray's default splits one dataset among the workers (`streaming_split`), in an order that depends on their speed.
     """
 
     def configure(
         self, datasets: dict[str, Any], world_size: int, *args: Any, **kwargs: Any
     ) -> list[dict[str, ray.data.DataIterator]]:
-        """Make the iterators of all ranks. Called anew each time a worker group starts."""
+        """Return the iterators of all ranks. Called each time a group of workers starts."""
         return [
             {name: _in_order(make(rank, world_size)) for name, make in datasets.items()} for rank in range(world_size)
         ]
 
 
 def _in_order(dataset: ray.data.Dataset) -> ray.data.DataIterator:
-    """Iterate in the dataset's own order, whichever of its blocks is ready first."""
+    """Return an iterator in the dataset's order, even if later blocks are ready first."""
     dataset.context.execution_options.preserve_order = True
     return dataset.iterator()
 
 
 class DataReservation:
-    """Keeps CPUs of the cluster from the workers of an elastic group, which would take all there are.
+    """Reserves CPUs for Ray Data, because an elastic group of workers would take all CPUs of the cluster.
 
-    The group is sized by what Ray's coordinator of autoscaling leaves it, and requests of equal priority are served in
-    the order in which they came. Not thread-safe.
+    Ray's autoscaling coordinator sizes the group by the resources that it has left, and serves requests of equal
+    priority in order of arrival. Not thread-safe.
 
     Args:
-        name: one of no other launch.
-        num_cpus: how many to keep.
+        name: unique among launches.
+        num_cpus: the number of CPUs.
     """
 
     def __init__(self, name: str, num_cpus: int) -> None:
@@ -54,7 +53,7 @@ class DataReservation:
         self._renewed_s = float("-inf")
 
     def renew(self) -> None:
-        """Keep the CPUs for another minute. May be called more often."""
+        """Reserve the CPUs for another minute. May be called more often."""
         if time.monotonic() - self._renewed_s > _RENEW_EVERY_S:
             self._renewed_s = time.monotonic()
             self._coordinator.request_resources(
@@ -64,5 +63,5 @@ class DataReservation:
             )
 
     def cancel(self) -> None:
-        """Keep them no longer."""
+        """Release the CPUs."""
         self._coordinator.cancel_request()

@@ -1,4 +1,4 @@
-"""Failures of workers: how they are raised, and how they are read in Ray Train's controller."""
+"""Failures of workers: raised in a worker, classified in Ray Train's controller, raised again by `launch`."""
 
 import traceback
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
+from ray.exceptions import RayActorError
 from ray.train import Checkpoint, UserCallback
 
 from ray_jax_launch._errors import (
@@ -15,35 +16,35 @@ from ray_jax_launch._errors import (
     PermanentError,
     TrainingFailed,
 )
-from ray_jax_launch._train.control_actor import BoardHandle, Metrics
+from ray_jax_launch._train.control_actor import ControlHandle, Metrics
 
-# Exceptions of jax: a collective that timed out, a device that is busy. Known by name, as jax is not imported here.
+# Exceptions of jax, such as a collective that timed out. Compared by name, as this file does not import jax.
 _JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
-# The status of jax's errors for memory, of a device or of the host, that cannot be allocated.
+# Status of jax's errors when memory of a device or of the host cannot be allocated.
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 class Preempted(Exception):
-    """Raised in a worker whose loop has saved and returned because a node is preempted."""
+    """A loop has saved and returned in a worker because a node is preempted."""
 
 
 def note_traceback(
     exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Have an exception that leaves a worker take its traceback along, which is lost on the way otherwise."""
+    """Add its traceback to an exception that leaves a worker. Pickling would lose it."""
     if exc is not None:
         exc.add_note("".join(traceback.format_exception(exc)))
 
 
 def has_raised(failure: Exception) -> bool:
-    """Whether a worker's failure is an exception of its loop, and not the death of its process."""
+    """Return whether a worker's failure is an exception of its loop. If not, its process died."""
     return hasattr(failure, "__notes__")
 
 
 def first_failure(failures: Mapping[int, Exception]) -> tuple[int, str]:
-    """The rank to blame for a failure of the group, and its traceback; of a worker that died, what Ray knows of it.
+    """Return the rank that caused the failure of a group, and its traceback (Ray's message if the worker died).
 
-    Where one had no memory left, or died, others may have failed because of it: in a collective, for instance.
+    A worker that had no memory left comes first, then a worker that died: their collectives make other workers fail.
     """
     rank = min(failures, key=lambda rank: (_shortage(failures[rank]) is None, has_raised(failures[rank]), rank))
     notes = getattr(failures[rank], "__notes__", [str(failures[rank])])
@@ -51,27 +52,33 @@ def first_failure(failures: Mapping[int, Exception]) -> tuple[int, str]:
 
 
 def in_a_line(rank: int, failure: Exception) -> str:
-    """A worker's failure as the log has it."""
+    """Return a worker's failure as one line for the log."""
     if not has_raised(failure):
         return f"worker {rank} died, or no longer answers"
     return f"worker {rank} failed: {traceback.format_exception_only(failure)[0].splitlines()[0]}"
 
 
 def is_permanent(failure: Exception) -> bool:
-    """Whether the same failure would follow a restart: an error of that kind, or memory that cannot be allocated.
+    """Return whether a restart would end in the same failure: a permanent error, or memory that cannot be allocated.
 
-    Ray's memory monitor kills a worker for what others on its node take, too. That may pass.
+    A kill by Ray's memory monitor is not permanent: other processes on the node may have used the memory.
     """
     return isinstance(failure, LaunchError | DamagedCheckpointError | PermanentError) or (
         has_raised(failure) and _shortage(failure) is not None
     )
 
 
-def identity(failure: Exception, details: str) -> str | None:
-    """What a failure has in common with another that has the same cause; None if the machines may be its cause.
+def is_preemption(failure: Exception) -> bool:
+    """Return whether a worker stopped, or died, because its node was preempted."""
+    cause = _cause(failure)
+    return isinstance(cause, Preempted) or (isinstance(cause, RayActorError) and cause.preempted)
+
+
+def fingerprint(failure: Exception, details: str) -> str | None:
+    """Return a text that is equal for failures of the same cause; None if a machine may be the cause.
 
     Args:
-        failure: of a worker.
+        failure: a worker's.
         details: see `first_failure`.
     """
     if _shortage(failure) is not None:
@@ -81,23 +88,23 @@ def identity(failure: Exception, details: str) -> str | None:
 
 
 def to_raise(failures: Mapping[int, Exception], hardware: object, log_folder: str) -> Exception:
-    """What `launch` raises for the failure of a group that does not start again.
+    """Return the exception that `launch` raises when a group failed and does not start again.
 
     Args:
         failures: by rank.
-        hardware: what the group ran on, for the message.
-        log_folder: where Ray's logs are.
+        hardware: the group's, for the message.
+        log_folder: the folder of Ray's logs.
     """
     rank, details = first_failure(failures)
     failure = failures[rank]
     if isinstance(failure, LaunchError | DamagedCheckpointError):
-        # Its traceback, in the worker, says nothing to the user.
+        # Its traceback in the worker does not help the user.
         return (LaunchError if isinstance(failure, LaunchError) else DamagedCheckpointError)(str(failure))
     shortage = _shortage(failure)
     if shortage is not None:
         error: Exception = OutOfMemoryError(
             f"the training loop must fit in the memory of worker {rank}, got {shortage}. Use a smaller batch or model, "
-            "more gradient accumulation parts, or more devices to share it"
+            "more gradient accumulation steps, or more devices to shard it"
         )
     else:
         error = TrainingFailed(f"worker {rank} of {hardware} failed", rank, details, log_folder)
@@ -106,11 +113,16 @@ def to_raise(failures: Mapping[int, Exception], hardware: object, log_folder: st
 
 
 def _shortage(failure: Exception) -> str | None:
-    """What could not be allocated, in a line, if a worker failed for want of memory; else None."""
-    cause = getattr(failure, "health_check_failure", failure)  # Ray Train wraps the death of a worker
+    """Return one line on the memory that could not be allocated; None for other failures."""
+    cause = _cause(failure)
     if isinstance(cause, MemoryError | RayOutOfMemoryError) or (_is_of_jax(cause) and _NO_MEMORY in str(cause)):
         return (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
     return None
+
+
+def _cause(failure: Exception) -> Exception:
+    """Return Ray's error if Ray Train has wrapped it, as it does when a worker dies; else the failure."""
+    return getattr(failure, "health_check_failure", failure)
 
 
 def _is_of_jax(failure: Exception) -> bool:
@@ -118,11 +130,11 @@ def _is_of_jax(failure: Exception) -> bool:
 
 
 class ForwardReports(UserCallback):
-    """Runs in Ray Train's controller, which drops metrics without a checkpoint."""
+    """Forwards reported metrics from Ray Train's controller, which drops metrics without a checkpoint."""
 
-    def __init__(self, board: BoardHandle) -> None:
-        self._board = board
+    def __init__(self, control: ControlHandle) -> None:
+        self._control = control
 
     def after_report(self, run_context: Any, metrics: list[Metrics], checkpoint: Checkpoint | None) -> None:
-        """Pass on what rank 0 reported."""
-        self._board.report.remote(metrics[0])
+        """Forward the metrics that rank 0 reported."""
+        self._control.report.remote(metrics[0])

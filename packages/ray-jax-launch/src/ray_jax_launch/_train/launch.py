@@ -1,4 +1,4 @@
-"""Running a training loop on all workers, until it ends or fails too often."""
+"""Run a training loop on all workers under Ray Train, until it ends or fails too often."""
 
 import contextlib
 import functools
@@ -10,33 +10,30 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from pickle import PicklingError
 from typing import Any
 
 import ray
-from ray import cloudpickle
-from ray.actor import ActorHandle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.config import LoggingConfig
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
-from ray.train.v2.jax import JaxTrainer
 from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._cluster import DATA_CPUS, check_resources, connect, is_started_here, log_folder
 from ray_jax_launch._errors import LaunchError, TrainingFailed
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._numbers import check_number
+from ray_jax_launch._ray_internals import Trainer
 from ray_jax_launch._storage import StoragePath, check_run_name, join_path, open_uri
 from ray_jax_launch._train.backend import backend_config, worker_environment
-from ray_jax_launch._train.control_actor import BoardHandle, Metrics, start_board
+from ray_jax_launch._train.control_actor import ControlHandle, Metrics, start_control_actor
 from ray_jax_launch._train.datasets import DataReservation, RankedDataConfig, RankedDataset
 from ray_jax_launch._train.failures import ForwardReports, first_failure, in_a_line, note_traceback, to_raise
 from ray_jax_launch._train.interrupt import Interrupt
 from ray_jax_launch._train.restart_policy import RestartPolicy
 from ray_jax_launch._train.worker_context import Session, begin, end, note_step
 
-# An elastic group starts where it saw room for its workers. When that was a node which had just gone, the start fails,
-# and the next one sees what there is: this is to happen soon.
+# An elastic group starts on the nodes that it saw. If one of them has just been lost, the start fails, and the next
+# start sees the remaining nodes. A short timeout makes this fast.
 _ELASTIC_START_TIMEOUT_S = 15
 _COLLECT_EVERY_S = 0.5
 _MARKER = ".launch-"
@@ -48,23 +45,23 @@ _logger = logging.getLogger("ray_jax_launch")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """How a launch ended."""
+    """Result of a launch."""
 
     return_value: Any
-    """What the loop returned on rank 0."""
+    """Value that the loop returned on rank 0."""
 
     metrics: Metrics
-    """Of each metric, the last value that rank 0 logged (`log_metrics`) or reported (`ray.train.report`)."""
+    """Last value of each metric that rank 0 logged (`log_metrics`) or reported (`ray.train.report`)."""
 
     path: StoragePath
-    """Where the run is kept: the name in the storage path."""
+    """Folder of the run: the name in the storage path."""
 
     log_folder: str
-    """Ray's full logs, on each node: what workers print, and Ray Train's own."""
+    """Folder of Ray's full logs on each node: the output of workers, and Ray Train's own logs."""
 
 
 def scaling_config(hardware: Hardware) -> ScalingConfig:
-    """Ray Train's form of the hardware."""
+    """Return Ray Train's scaling config for this hardware."""
     num_workers = (hardware.min_workers, hardware.num_workers) if hardware.is_elastic else hardware.num_workers
     if hardware.kind == "gpu":
         return ScalingConfig(
@@ -99,40 +96,41 @@ def launch(
 ) -> Result:
     """Run `train_loop(config)` on every worker under Ray Train and wait for its end.
 
-    When a worker fails, all workers are started again in new processes, at most `max_failures` times; the loop is
-    expected to go on from its newest checkpoint (see `Checkpoints`). Preemptions are not counted. A loop that raises
-    the same exception at the same place twice in a row, or a `PermanentError`, is not started again.
+    When a worker fails, all workers start again in new processes, at most `max_failures` times. The loop should then
+    continue from its newest checkpoint (see `Checkpoints`). Preemptions do not count. A loop that raises the same
+    exception at the same place twice in a row, or a `PermanentError`, does not start again.
 
     Args:
-        train_loop: runs in each worker, where `ray.train`'s functions, `Checkpoints`, `log_metrics` and
-            `stop_requested` are at hand and, with several workers, `jax.distributed` is initialised. What rank 0
-            returns is the result's `return_value`.
-        config: handed to the loop. Must not make workers import jax when it is unpickled.
+        train_loop: runs in each worker. It can use `ray.train`, `Checkpoints`, `log_metrics` and `stop_requested`. With
+            several workers, `jax.distributed` is initialised.
+        config: passed to the loop. Must not make workers import jax when it is unpickled.
         hardware: see `parse_hardware`.
         storage_path: a folder that all nodes share, or a URI of object storage.
-        name: of the run, which is kept under it in the storage path. Ray keeps its own state in `.ray` there.
-        datasets: for each name that `ray.train.get_dataset_shard` knows in the loop, what makes a
-            rank's dataset. It is called once per start of the group, when rank 0 first asks for the dataset.
-        on_metrics: called in this process, in a thread of its own, with the rank and the metrics of each
-            `log_metrics`, in each rank's order. What it raises is logged, and the run goes on.
-        data_cpus: CPUs for the tasks of Ray Data beside those of the workers, for a loop that makes datasets of its
-            own. By default 1 where `datasets` are given, else 0.
-        max_failures: how many failures of the group to recover from.
-        preemption_grace_s: seconds that workers on other nodes may go on after a preempted node is gone, to save.
-        wait_for_resources_s: seconds to wait for an autoscaler, or a person, to add the nodes that the cluster lacks.
-        backend: how the workers join, such as a `DistributedConfig` with other time-outs; by default
+        name: the run's folder in the storage path. Ray keeps its own state in `.ray` there.
+        datasets: by name for `ray.train.get_dataset_shard`, functions that make the dataset of a rank. Each is called
+            once per start of the group, when rank 0 first asks for the dataset.
+        on_metrics: called in a thread of this process with the rank and the metrics of each `log_metrics`, in each
+            rank's order. Its exceptions are logged, and the run continues.
+        data_cpus: CPUs for the tasks of Ray Data, in addition to the workers' CPUs, if the loop makes its own datasets.
+            By default 1 with `datasets`, else 0.
+        max_failures: the number of failures of the group to recover from.
+        preemption_grace_s: seconds that workers on other nodes have to save after a preempted node is gone.
+        wait_for_resources_s: seconds to wait for an autoscaler, or a person, to add missing nodes.
+        backend: joins the workers, such as a `DistributedConfig` with other timeouts; by default
             `backend_config(hardware)`.
 
     Raises:
-        LaunchError: an argument cannot be; the cluster has too little, or does not answer; the storage cannot be
-            reached, or is a folder that the nodes do not share; or the loop raised one.
+        LaunchError: a number, `name` or `storage_path` is invalid; the cluster has too few resources or does not
+            answer; the storage cannot be reached, or is a folder that the nodes do not share; or the loop raised one.
+        TypeError: `train_loop`, `config` or `datasets` cannot be pickled.
         OutOfMemoryError: memory could not be allocated, or Ray's memory monitor killed workers twice in a row.
-        DamagedCheckpointError: the run has checkpoints, and all of them are damaged.
-        TrainingFailed: a worker failed once more than `max_failures`.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM. A loop that listens (`stop_requested`) has saved and returned; a
-            second Ctrl-C does not wait for it. The workers have been stopped.
+        DamagedCheckpointError: all checkpoints of the run are damaged.
+        TrainingFailed: workers failed more than `max_failures` times.
+        KeyboardInterrupt: Ctrl-C or SIGTERM. A loop that calls `stop_requested` has saved and returned. A second Ctrl-C
+            does not wait for it. All workers have stopped.
     """
-    _check_arguments(train_loop, config, hardware, name, datasets, on_metrics, backend)
+    datasets = datasets or {}
+    check_run_name(name)
     data_cpus = (DATA_CPUS if datasets else 0) if data_cpus is None else data_cpus
     for what, number in (("max_failures", max_failures), ("data_cpus", data_cpus)):
         check_number(what, number, at_least=0)
@@ -141,45 +139,44 @@ def launch(
     with _run_folder(storage_path, name) as (run_path, marker):
         connect(hardware)
         check_resources(hardware, data_cpus=data_cpus, wait_for_resources_s=wait_for_resources_s)
-    board = start_board()
-    interrupt = Interrupt(board)
-    trainer = _Trainer(
-        functools.partial(_run_loop, train_loop, Session(board, run_path, name, marker)),
+    control = start_control_actor()
+    interrupt = Interrupt(control)
+    trainer = Trainer(
+        functools.partial(_run_loop, train_loop, Session(control, run_path, name, marker)),
         train_loop_config=config,
         jax_config=backend_config(hardware) if backend is None else backend,
         scaling_config=scaling_config(hardware),
-        # Ray 2.60 declares a dict of these, and then uses it as one.
+        # Ray 2.60 declares a dict of configs, but uses the argument as one config.
         dataset_config=RankedDataConfig(),  # pyright: ignore[reportArgumentType]
-        # Ray calls a callable dataset at each start of the group; what this one returns is again a
-        # callable, which RankedDataConfig calls with the ranks.
-        datasets={name: _constant(make) for name, make in (datasets or {}).items()},
+        # Ray calls a callable dataset at each start of the group. The result here is again a callable, which
+        # RankedDataConfig calls with the ranks.
+        datasets={name: _constant(make) for name, make in datasets.items()},
         run_config=RunConfig(
-            # A name of its own per launch: Ray then never resumes from its own snapshot, which is not
-            # written atomically and stops the start when it names a checkpoint that is gone. The
-            # checkpoints in the run's folder are the one record of how far it came.
+            # With a unique name per launch, Ray never resumes from its own snapshot. Ray does not write it atomically,
+            # and the start fails if it lists a deleted checkpoint. Only the checkpoints in the run's folder count.
             name=datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ"),
             storage_path=str(join_path(run_path, ".ray")),
             failure_config=FailureConfig(preemption_grace_s=preemption_grace_s),
             worker_runtime_env={"env_vars": worker_environment(hardware)},
             logging_config=LoggingConfig(log_level="ERROR"),
-            callbacks=[ForwardReports(board)],
+            callbacks=[ForwardReports(control)],
         ),
     )
     trainer.on_start = interrupt.attach
-    trainer.policy = RestartPolicy(board, max_failures=max_failures, wait_for_resources_s=wait_for_resources_s)
+    trainer.policy = RestartPolicy(control, max_failures=max_failures, wait_for_resources_s=wait_for_resources_s)
     try:
-        interrupt.handle()
+        interrupt.install()
         with (
             _reserving(hardware, str(run_path), data_cpus) as renew,
-            _collecting(board, on_metrics, renew),
+            _forwarding(control, on_metrics, renew),
             _train_settings(hardware),
         ):
-            return_value = _fit(trainer, board)
-        if ray.get(board.obeyed.remote()):
+            return_value = _fit(trainer, control)
+        if ray.get(control.acknowledged.remote()):
             raise KeyboardInterrupt("stopped: launch it again, with the same storage_path and name, to continue")
         return Result(
             return_value=return_value,
-            metrics=ray.get(board.latest.remote()),
+            metrics=ray.get(control.latest.remote()),
             path=run_path,
             log_folder=log_folder(),
         )
@@ -195,44 +192,16 @@ def launch(
         raise TrainingFailed(what, None, str(error), log_folder()) from error
     finally:
         interrupt.restore()
-        ray.kill(board)
+        ray.kill(control)
         if marker is not None:
             marker.unlink(missing_ok=True)
 
 
-def _check_arguments(
-    train_loop: Any, config: Any, hardware: Any, name: Any, datasets: Any, on_metrics: Any, backend: Any
-) -> None:
-    makers = {f"datasets[{key!r}]": make for key, make in datasets.items()} if isinstance(datasets, Mapping) else {}
-    rules: list[tuple[str, Any, bool, str]] = [
-        ("train_loop", train_loop, callable(train_loop), "a function"),
-        ("datasets", datasets, datasets is None or isinstance(datasets, Mapping), "a dict"),
-        *((what, make, callable(make), "a function") for what, make in makers.items()),
-        ("on_metrics", on_metrics, on_metrics is None or callable(on_metrics), "a function"),
-        ("config", config, isinstance(config, dict), "a dict"),
-        ("hardware", hardware, isinstance(hardware, Hardware), "made by cpu, gpu, tpu, auto or parse_hardware"),
-        ("backend", backend, backend is None or isinstance(backend, JaxConfig), "a JaxConfig"),
-    ]
-    check_run_name(name)
-    for what, value, holds, constraint in rules:
-        if not holds:
-            raise LaunchError(f"{what} must be {constraint}, got {value!r}. Pass another")
-    sent = {"train_loop": train_loop, "backend": backend, **makers}
-    for what, value in (sent | {f"config[{key!r}]": config[key] for key in config}).items():
-        try:
-            cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
-        except (PicklingError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # as the value sees fit
-            raise LaunchError(
-                f"{what} must be picklable, as the workers get it, got {type(value).__name__} ({error}). Make it in "
-                "the loop"
-            ) from None
-
-
 @contextlib.contextmanager
 def _run_folder(storage_path: StoragePath, name: str) -> Iterator[tuple[StoragePath, Path | None]]:
-    """Make the run's folder, and in it a file that every worker must find (see `Session`).
+    """Make the run's folder, with a marker file that every worker must find (see `Session`).
 
-    If the block fails, both are deleted. Yields the folder, and the file; no file in object storage.
+    A LaunchError of the block deletes both. Yields the folder and the marker, which is None in object storage.
     """
     run_path = join_path(storage_path, name)
     if not isinstance(run_path, Path):
@@ -246,7 +215,7 @@ def _run_folder(storage_path: StoragePath, name: str) -> Iterator[tuple[StorageP
         try:
             made += (path for path in (*reversed(run_path.parents), run_path) if not path.exists())
             run_path.mkdir(parents=True, exist_ok=True)
-            for left in run_path.glob(f"{_MARKER}*"):  # by a launch that was killed
+            for left in run_path.glob(f"{_MARKER}*"):  # left by a launch that was killed
                 left.unlink(missing_ok=True)
             marker.touch()
         except OSError as error:
@@ -256,17 +225,17 @@ def _run_folder(storage_path: StoragePath, name: str) -> Iterator[tuple[StorageP
         yield run_path, marker
     except LaunchError:
         for path, delete in ((marker, Path.unlink), *((path, Path.rmdir) for path in reversed(made))):
-            with contextlib.suppress(OSError):  # where there is none, or another has put something into it
+            with contextlib.suppress(OSError):  # it does not exist, or another process has written into it
                 delete(path)
         raise
 
 
-def _fit(trainer: "_Trainer", board: BoardHandle) -> Any:
-    """Train, and return what the loop returned on rank 0."""
+def _fit(trainer: Trainer, control: ControlHandle) -> Any:
+    """Train, and return the value of rank 0."""
     try:
         return trainer.fit().return_value
     except WorkerGroupError as error:
-        finished = ray.get(board.finished.remote())
+        finished = ray.get(control.finished.remote())
         if finished is None:
             raise
         rank, _ = first_failure(error.worker_failures)
@@ -275,38 +244,22 @@ def _fit(trainer: "_Trainer", board: BoardHandle) -> Any:
         return finished[0]
 
 
-class _Trainer(JaxTrainer):
-    """Ray's trainer, which answers signals and failures in its own way.
-
-    Ray's stops the workers at once when it is interrupted, and takes its failure policy from nobody.
-    """
-
-    on_start: Callable[[ActorHandle], None]
-    policy: RestartPolicy
-
-    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        return super()._initialize_and_run_controller(**arguments | {"failure_policy": self.policy})
-
-    def _register_sigint_handler(self, controller: ActorHandle) -> None:
-        self.on_start(controller)
-
-
 @contextlib.contextmanager
-def _collecting(board: BoardHandle, on_metrics: OnMetrics | None, renew: Callable[[], None]) -> Iterator[None]:
-    """Hand on what workers log, say why they failed, and renew what is reserved, while the block runs."""
+def _forwarding(control: ControlHandle, on_metrics: OnMetrics | None, renew: Callable[[], None]) -> Iterator[None]:
+    """Forward metrics to `on_metrics` and lines to the log, and call `renew`, every half second of the block."""
     stop = threading.Event()
-    hand_on = on_metrics or _do_nothing
+    forward = on_metrics or _do_nothing
 
     def collect() -> None:
         stopping = False
         while not stopping:
             stopping = stop.wait(_COLLECT_EVERY_S)
             renew()
-            logged, lines = ray.get(board.collect.remote())
+            logged, lines = ray.get(control.collect.remote())
             for rank, metrics in logged:
                 try:
-                    hand_on(rank, metrics)
-                except Exception:  # the user's function may raise anything; the run is worth more than what shows it
+                    forward(rank, metrics)
+                except Exception:  # the user's function may raise anything, and the run must not end by it
                     _logger.exception("on_metrics failed; it gets the next metrics all the same")
             for line in lines:
                 _logger.warning(line)
@@ -322,7 +275,7 @@ def _collecting(board: BoardHandle, on_metrics: OnMetrics | None, renew: Callabl
 
 @contextlib.contextmanager
 def _reserving(hardware: Hardware, name: str, num_cpus: int) -> Iterator[Callable[[], None]]:
-    """Keep CPUs from an elastic group while the block runs. Yields what is to be called every few seconds."""
+    """Reserve CPUs for Ray Data while the block runs. Yields a function to call every few seconds."""
     if not hardware.is_elastic or not num_cpus:
         yield _do_nothing
         return
@@ -336,12 +289,12 @@ def _reserving(hardware: Hardware, name: str, num_cpus: int) -> Iterator[Callabl
 
 @contextlib.contextmanager
 def _train_settings(hardware: Hardware) -> Iterator[None]:
-    """Have Ray Train, which reads these from the environment, do what it has no arguments for. The user's own win."""
+    """Set environment variables of Ray Train that have no argument. The user's own values win."""
     settings: dict[str, str] = {}
     if hardware.is_elastic:
         settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ELASTIC_START_TIMEOUT_S)
     if is_started_here():
-        # It looks for nodes that are about to be taken away, in a process of its own that takes seconds to start.
+        # A cluster of this machine alone has no preemptions. The watcher is a process that takes seconds to start.
         settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     settings = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(settings)
@@ -353,7 +306,7 @@ def _train_settings(hardware: Hardware) -> Iterator[None]:
 
 
 def _run_loop(train_loop: Callable[[dict[str, Any]], Any], session: Session, config: dict[str, Any]) -> Any:
-    """Run the loop in a worker. An exception takes its traceback along, which is lost on the way otherwise."""
+    """Run the loop in a worker, and add traceback and step to its exception."""
     begin(session)
     with contextlib.ExitStack() as stack:
         stack.push(note_traceback)

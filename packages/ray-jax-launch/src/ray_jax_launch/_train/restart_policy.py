@@ -1,35 +1,38 @@
-"""Decides whether a worker group that failed starts again. Runs in Ray Train's controller."""
+"""Policy of restarts: decides in Ray Train's controller whether a failed group of workers starts again."""
 
 import time
 
 import ray
 from ray.train import FailureConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
-from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
-from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 
-from ray_jax_launch._train.control_actor import BoardHandle
-from ray_jax_launch._train.failures import Preempted, first_failure, identity, in_a_line, is_permanent
+from ray_jax_launch._ray_internals import (
+    FailureDecision,
+    FailurePolicy,
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+)
+from ray_jax_launch._train.control_actor import ControlHandle
+from ray_jax_launch._train.failures import fingerprint, first_failure, in_a_line, is_permanent, is_preemption
 
-# Nodes that are lost come back, or an autoscaler replaces them, within this time or the one that the user gives.
+# Lost nodes come back, or an autoscaler replaces them, within this time or the user's `wait_for_resources_s`.
 _MIN_RESTART_WAIT_S = 240.0
 
 
 class RestartPolicy(FailurePolicy):
-    """Restarts a group after failures that may pass, and says so on the control actor.
+    """Restarts a group after temporary failures, and logs why.
 
-    Ray's own policy restarts after every exception that the loop raises, and after no failure to join the workers.
+    Ray's own policy restarts after every exception of the loop, and never after a failure to join the workers.
 
     Args:
-        board: the control actor, which the driver reads.
-        max_failures: failures to recover from. A preemption is no failure.
+        control: the control actor, which carries log lines to the driver.
+        max_failures: failures to recover from. Preemptions do not count.
         wait_for_resources_s: seconds to wait for nodes when the cluster has too few to start the group again.
     """
 
-    def __init__(self, board: BoardHandle, *, max_failures: int, wait_for_resources_s: float) -> None:
+    def __init__(self, control: ControlHandle, *, max_failures: int, wait_for_resources_s: float) -> None:
         super().__init__(FailureConfig(max_failures=max_failures))
-        self._board = board
+        self._control = control
         self._max_failures = max_failures
         self._wait_s = max(wait_for_resources_s, _MIN_RESTART_WAIT_S)
         self._waiting_since_s: float | None = None
@@ -37,9 +40,9 @@ class RestartPolicy(FailurePolicy):
         self._last: str | None = None
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        """Retry or raise. Called once for each failure of the group."""
-        if ray.get(self._board.is_finished.remote()):
-            return FailureDecision.RAISE  # `launch` knows that nothing is lost
+        """Return whether to retry or to raise. Called once for each failure of the group."""
+        if ray.get(self._control.finished.remote()) is not None:
+            return FailureDecision.RAISE  # `launch` then returns the result that `mark_finished` was given
         if isinstance(training_failed_error, ControllerError):
             cause = training_failed_error.controller_failure
             if isinstance(cause, WorkerGroupStartupTimeoutError):
@@ -55,17 +58,17 @@ class RestartPolicy(FailurePolicy):
         return self._handle_workers(training_failed_error.worker_failures)
 
     def _handle_workers(self, failures: dict[int, Exception]) -> FailureDecision:
-        # When one rank is preempted, others fail with it: their collectives break.
-        if any(isinstance(failure, Preempted) or _is_preempted_actor(failure) for failure in failures.values()):
+        # When one rank is preempted, the collectives of other ranks fail too.
+        if any(is_preemption(failure) for failure in failures.values()):
             return self._restart_after_preemption()
         rank, details = first_failure(failures)
         failure = failures[rank]
         what = in_a_line(rank, failure)
         if is_permanent(failure):
             return FailureDecision.RAISE
-        before, self._last = self._last, identity(failure, details)
+        before, self._last = self._last, fingerprint(failure, details)
         if self._last is not None and self._last == before:
-            self._tell(f"{what}; the workers do not start again, because they failed in the same way before")
+            self._log(f"{what}; the workers do not start again, because they failed in the same way before")
             return FailureDecision.RAISE
         return self._count(what)
 
@@ -73,19 +76,19 @@ class RestartPolicy(FailurePolicy):
         self._num_failures += 1
         if self._num_failures > self._max_failures:
             return FailureDecision.RAISE
-        self._tell(f"{what}; the workers start again (failure {self._num_failures} of at most {self._max_failures})")
+        self._log(f"{what}; the workers start again (failure {self._num_failures} of at most {self._max_failures})")
         return FailureDecision.RETRY
 
     def _restart_after_preemption(self) -> FailureDecision:
-        self._tell("a node is preempted; the workers start again on the others")
+        self._log("a node is preempted; the workers start again on the others")
         return FailureDecision.RETRY
 
     def _wait_for_nodes(self) -> FailureDecision:
         now = time.monotonic()
         if self._waiting_since_s is None:
             self._waiting_since_s = now
-            self._tell(f"the cluster has too few nodes for the workers; waiting up to {self._wait_s:.0f} s for more")
+            self._log(f"the cluster has too few nodes for the workers; waiting up to {self._wait_s:.0f} s for more")
         return FailureDecision.RETRY if now - self._waiting_since_s < self._wait_s else FailureDecision.RAISE
 
-    def _tell(self, line: str) -> None:
-        self._board.tell.remote(line)
+    def _log(self, line: str) -> None:
+        self._control.log.remote(line)
