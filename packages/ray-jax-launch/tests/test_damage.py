@@ -15,7 +15,7 @@ import pytest
 
 from ray_jax_launch import Checkpoints, DamagedCheckpointError, intact_step
 from ray_jax_launch._checkpoint.catalog import list_steps
-from ray_jax_launch._checkpoint.folder_store import Folders
+from ray_jax_launch._checkpoint.folder_store import FolderStore
 
 TREE = {"w": jnp.arange(1000.0)}
 
@@ -190,14 +190,14 @@ def test_a_file_shorter_than_written_by_a_multiple_of_4_gib_is_damaged(folder):
     name, (size, checksum) = next(iter(checksums["files"].items()))
     checksums["files"][name] = [size + (1 << 32), checksum]
     path.write_text(json.dumps(checksums))
-    assert Folders(folder).find_damage(30) == f"{name} has {size} bytes, not {size + (1 << 32)}"
+    assert FolderStore(folder).find_damage(30) == f"{name} has {size} bytes, not {size + (1 << 32)}"
 
 
 DELETES = """
 import sys
 from pathlib import Path
-from ray_jax_launch._checkpoint.folder_store import Folders
-Folders(Path(sys.argv[1])).delete(30)
+from ray_jax_launch._checkpoint.folder_store import FolderStore
+FolderStore(Path(sys.argv[1])).delete(30)
 """
 
 

@@ -19,7 +19,7 @@ from pyarrow.fs import FileSelector
 
 from ray_jax_launch import Checkpoints, DamagedCheckpointError, LaunchError, intact_step, latest_step
 from ray_jax_launch._checkpoint.catalog import list_steps
-from ray_jax_launch._checkpoint.object_store import Listing, Objects, _Summing
+from ray_jax_launch._checkpoint.object_store import Listing, ObjectStore, _Summing
 from ray_jax_launch._storage import join_path, open_uri
 
 TREE = {"w": jnp.arange(1000.0)}
@@ -167,7 +167,7 @@ def test_clean_up_keeps_the_parts_of_a_quarantined_checkpoint(uri):
 
 
 def test_sizes_of_parts_beyond_4_gib_are_kept(uri):
-    size, kept = (1 << 32) + 5, Objects(uri)
+    size, kept = (1 << 32) + 5, ObjectStore(uri)
     kept.write_note(30, 1, "a save", (size, 7))
     assert kept.read_note(30, 1, "a save") == (size, 7)
     kept.commit(40, Listing({"process-0.tar": (size, 7)}, {}, None))

@@ -58,7 +58,7 @@ from ray_jax_launch import LaunchError, intact_step
 from ray_jax_launch._checkpoint import retry
 retry.DELAYS_S = (0.05,) * 5
 try:
-    print(intact_step(sys.argv[1], set_aside=True))
+    print(intact_step(sys.argv[1], quarantine=True))
 except LaunchError as error:
     print("LaunchError:", error)
 """

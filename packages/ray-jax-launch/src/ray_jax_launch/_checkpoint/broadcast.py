@@ -27,14 +27,14 @@ def from_first_process(find: Callable[[], Any]) -> Any:
     if jax.process_index() == 0:
         try:
             result = find()
-        except (OSError, ValueError) as found:
-            error = found
+        except (OSError, ValueError) as raised:
+            error = raised
     if jax.process_count() > 1:
         message = {"result": result} if error is None else {"error": type(error).__name__, "text": str(error)}
-        told = json.loads(_broadcast(json.dumps(message).encode()))
-        result = told.get("result")
-        if error is None and "error" in told:
-            error = _ERRORS.get(told["error"], LaunchError)(f"process 0: {told['text']}")
+        answer = json.loads(_broadcast(json.dumps(message).encode()))
+        result = answer.get("result")
+        if error is None and "error" in answer:
+            error = _ERRORS.get(answer["error"], LaunchError)(f"process 0: {answer['text']}")
     if error is not None:
         raise error
     return result

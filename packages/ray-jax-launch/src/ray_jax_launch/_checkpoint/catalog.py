@@ -8,15 +8,15 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ray_jax_launch._checkpoint.folder_store import Folders
-from ray_jax_launch._checkpoint.object_store import Objects
+from ray_jax_launch._checkpoint.folder_store import FolderStore
+from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._storage import StoragePath, as_storage_path
 
 _logger = logging.getLogger("ray_jax_launch")
 
 
-class Kept(Protocol):
+class CheckpointStore(Protocol):
     """Checkpoints by their numbers, in a folder or in object storage. Written by one process at a time."""
 
     def prepare(self) -> None:
@@ -27,7 +27,7 @@ class Kept(Protocol):
         """Numbers of the complete checkpoints, in no order."""
         ...
 
-    def mark(self, step: int) -> Hashable:
+    def version(self, step: int) -> Hashable:
         """Something that stays equal as long as a checkpoint is there; None once it is deleted."""
         ...
 
@@ -43,7 +43,7 @@ class Kept(Protocol):
         """What is wrong with a checkpoint; None if nothing is."""
         ...
 
-    def set_aside(self, step: int) -> None:
+    def quarantine(self, step: int) -> None:
         """Quarantine a checkpoint: list it no longer."""
         ...
 
@@ -52,10 +52,10 @@ class Kept(Protocol):
         ...
 
 
-def kept_in(folder: StoragePath) -> Kept:
+def open_store(folder: StoragePath) -> CheckpointStore:
     """The checkpoints in a folder or below a URI."""
     place = as_storage_path(folder)
-    return Folders(place) if isinstance(place, Path) else Objects(place)
+    return FolderStore(place) if isinstance(place, Path) else ObjectStore(place)
 
 
 def latest_step(folder: StoragePath) -> int | None:
@@ -68,7 +68,7 @@ def latest_step(folder: StoragePath) -> int | None:
 
 def list_steps(folder: StoragePath) -> list[int]:
     """Numbers of all complete checkpoints in a folder or below a URI, in no order."""
-    return kept_in(folder).steps()
+    return open_store(folder).steps()
 
 
 def newest_metadata(folder: StoragePath) -> dict[str, Any] | None:
@@ -83,18 +83,18 @@ def newest_metadata(folder: StoragePath) -> dict[str, Any] | None:
     Raises:
         LaunchError: the storage cannot be read, also after several attempts.
     """
-    kept = kept_in(folder)
+    store = open_store(folder)
     unreadable: set[int] = set()
-    while left := set(kept.steps()) - unreadable:
+    while left := set(store.steps()) - unreadable:
         step = max(left)
         try:
-            return kept.metadata(step)
+            return store.metadata(step)
         except DamagedCheckpointError:
             unreadable.add(step)
     return None
 
 
-def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
+def intact_step(folder: StoragePath, *, quarantine: bool = False) -> int | None:
     """Number of the newest checkpoint whose files have the sizes and checksums they were written with.
 
     Every file of the newest checkpoint is read; files of older ones only if the newest is damaged. A checkpoint that
@@ -103,7 +103,7 @@ def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
 
     Args:
         folder: where the checkpoints are; a URI is object storage.
-        set_aside: quarantine damaged checkpoints: rename them, from 40 to 40.damaged, so that they are no longer
+        quarantine: quarantine damaged checkpoints: rename them, from 40 to 40.damaged, so that they are no longer
             listed and their numbers are free. (In object storage the object that lists it is renamed.) For one
             process, while none writes.
 
@@ -114,15 +114,15 @@ def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
         DamagedCheckpointError: there are checkpoints, and all of them are damaged.
         LaunchError: the storage cannot be read, also after several attempts. Nothing was changed.
     """
-    kept = kept_in(folder)
+    store = open_store(folder)
     damaged: dict[int, str] = {}
     step = None
-    while left := sorted(set(kept.steps()) - damaged.keys(), reverse=True):
-        problem = kept.find_damage(left[0])
+    while left := sorted(set(store.steps()) - damaged.keys(), reverse=True):
+        problem = store.find_damage(left[0])
         if problem is None:
             step = left[0]
             break
-        if left[0] in kept.steps():  # else the run that writes has deleted it
+        if left[0] in store.steps():  # else the run that writes has deleted it
             damaged[left[0]] = problem
     if damaged and step is None:
         raise all_damaged(folder, damaged)
@@ -130,8 +130,8 @@ def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
         _logger.warning(
             "checkpoint %s in %s is damaged (%s): going back to checkpoint %s", number, folder, problem, step
         )
-        if set_aside:
-            kept.set_aside(number)
+        if quarantine:
+            store.quarantine(number)
     return step
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from ray_jax_launch._checkpoint.broadcast import from_first_process
-from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, kept_in
+from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, open_store
 from ray_jax_launch._checkpoint.pytree import as_wanted, to_save
 from ray_jax_launch._checkpoint.writers import RESERVED, make_writer
 from ray_jax_launch._errors import (
@@ -119,18 +119,18 @@ class Checkpoints:
         self._read_only, self._closed = read_only, False
         self._pending: _Pending | None = None
 
-        def look() -> tuple[list[tuple[int, float | None]], str]:
+        def open_and_list() -> tuple[list[tuple[int, float | None]], str]:
             if not read_only:
-                kept_in(self._folder).prepare()
+                open_store(self._folder).prepare()
                 if verify:
-                    intact_step(self._folder, set_aside=True)
+                    intact_step(self._folder, quarantine=True)
             return self._list(), uuid.uuid4().hex
 
-        listed, run_id = from_first_process(look)
+        listed, run_id = from_first_process(open_and_list)
         self._scores: dict[int, float | None] = dict(listed)
         self._durable_step = self.latest_step()
-        self._kept = kept_in(self._folder)
-        self._writer = make_writer(self._folder, self._kept, run_id)
+        self._store = open_store(self._folder)
+        self._writer = make_writer(self._folder, self._store, run_id)
         self._thread = ThreadPoolExecutor(1, "checkpoints")
 
     def __enter__(self) -> "Checkpoints":
@@ -215,7 +215,7 @@ class Checkpoints:
         # A number of jax's or NumPy's would not become JSON.
         score = None if score is None or not math.isfinite(score) else float(score)
         self._writer.begin(step, trees, dict(metadata), score)
-        scores = self._kept_of({**self._scores, step: score})
+        scores = self._select({**self._scores, step: score})
         self._pending = _Pending(step, scores, self._thread.submit(self._finish, step, scores))
 
     def wait(self) -> None:
@@ -311,15 +311,15 @@ class Checkpoints:
             DeletedCheckpointError: it was opened read-only, and the run that writes deleted it meanwhile.
         """
         self._check_exists(step)
-        return from_first_process(lambda: self._reading(step, lambda: self._kept.metadata(step)))
+        return from_first_process(lambda: self._reading(step, lambda: self._store.metadata(step)))
 
     def _read_copy(self, step: int, like: Mapping[str, Any]) -> Restored:
-        metadata = self._kept.metadata(step)
+        metadata = self._store.metadata(step)
         return Restored(step, _as_wanted(like, self._writer.restore_copy(step, like)), metadata)
 
     def _list(self) -> list[tuple[int, float | None]]:
-        kept = kept_in(self._folder)
-        return [(step, kept.score(step) if self._num_best_to_keep else None) for step in kept.steps()]
+        store = open_store(self._folder)
+        return [(step, store.score(step) if self._num_best_to_keep else None) for step in store.steps()]
 
     def _newest(self) -> int | None:
         if not self._read_only:
@@ -339,15 +339,15 @@ class Checkpoints:
         """Read a checkpoint. Opened read-only, another process may delete it meanwhile."""
         if not self._read_only or jax.process_index() > 0:
             return read()
-        mark = self._kept.mark(step)
+        version = self._store.version(step)
         try:
             result = read()
         except _READ_ERRORS as error:
-            if mark is None or self._kept.mark(step) != mark:
+            if version is None or self._store.version(step) != version:
                 raise self._deleted(step) from error
             raise
         # Orbax may read zeros where files are missing.
-        if mark is None or self._kept.mark(step) != mark:
+        if version is None or self._store.version(step) != version:
             raise self._deleted(step)
         return result
 
@@ -357,8 +357,8 @@ class Checkpoints:
             "newest one instead"
         )
 
-    def _kept_of(self, scores: dict[int, float | None]) -> dict[int, float | None]:
-        """Those of the checkpoints that are kept: the newest, and the best."""
+    def _select(self, scores: dict[int, float | None]) -> dict[int, float | None]:
+        """Select the checkpoints to keep: the newest and the best."""
         steps = sorted(scores)
         ranked = sorted((score, step) for step, score in scores.items() if score is not None)
         kept = {*steps[-self._num_to_keep :], *(step for _, step in ranked[: self._num_best_to_keep])}
@@ -372,7 +372,7 @@ class Checkpoints:
             return
         for old in self._scores.keys() - scores.keys():
             try:
-                self._kept.delete(old)
+                self._store.delete(old)
             except (OSError, LaunchError) as error:
                 _logger.warning("checkpoint %s in %s cannot be deleted: %s", old, self._folder, error)
 

@@ -30,7 +30,7 @@ _TRASH = ".trash"
 _BLOCK_BYTES = 1 << 22
 
 
-class Folders:
+class FolderStore:
     """The checkpoints in a folder. A complete one has its step as its name."""
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class Folders:
         except ABSENT:
             return []
 
-    def mark(self, step: int) -> Hashable:
+    def version(self, step: int) -> Hashable:
         """Something that stays equal as long as a checkpoint is there; None once it is deleted."""
         try:
             found = retry(str(self._path(step)), self._path(step).stat)
@@ -143,7 +143,7 @@ class Folders:
                 return str(path)
         return None
 
-    def set_aside(self, step: int) -> None:
+    def quarantine(self, step: int) -> None:
         """Quarantine a checkpoint: rename it, so that it is no longer listed and its number is free."""
         checkpoint = self._path(step)
         target, number = checkpoint.with_name(f"{step}.damaged"), 1

@@ -38,7 +38,7 @@ class Listing:
     """What the best are chosen by."""
 
 
-class Objects:
+class ObjectStore:
     """The checkpoints below a URI.
 
     Every request is repeated for a while when the storage fails.
@@ -65,7 +65,7 @@ class Objects:
         """Numbers of the complete checkpoints."""
         return [step for step, names in self._contents().items() if _LISTING in names]
 
-    def mark(self, step: int) -> Hashable:
+    def version(self, step: int) -> Hashable:
         """Something that stays equal as long as a checkpoint is there; None once it is deleted."""
         try:
             return self._read(f"{step}/{_LISTING}")
@@ -100,7 +100,7 @@ class Objects:
             return str(error)
         return None
 
-    def set_aside(self, step: int) -> None:
+    def quarantine(self, step: int) -> None:
         """Quarantine a checkpoint: list it no longer. Its parts stay until one of its number is written."""
         listing = f"{self._root}/{step}/{_LISTING}"
         self._filesystem.move(listing, f"{listing}.damaged")

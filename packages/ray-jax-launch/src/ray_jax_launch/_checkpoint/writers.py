@@ -15,8 +15,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler, ScalarHandler, create_type_handler_registry
 
-from ray_jax_launch._checkpoint.folder_store import METADATA, METRICS, SCORE, Folders
-from ray_jax_launch._checkpoint.object_store import Listing, Objects, part_name
+from ray_jax_launch._checkpoint.folder_store import METADATA, METRICS, SCORE, FolderStore
+from ray_jax_launch._checkpoint.object_store import Listing, ObjectStore, part_name
 from ray_jax_launch._checkpoint.pytree import to_restore
 from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._checkpoint.staging import Staging
@@ -61,8 +61,8 @@ class Writer(Protocol):
 class FolderWriter:
     """Writes into a folder that all processes share. Orbax writes under a temporary name and renames."""
 
-    def __init__(self, folder: Path, kept: Folders) -> None:
-        self._folder, self._kept = folder, kept
+    def __init__(self, folder: Path, store: FolderStore) -> None:
+        self._folder, self._store = folder, store
         self._step = 0
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         registry.add(None, ocp.args.PyTreeSave, _arrays_handler())
@@ -71,7 +71,7 @@ class FolderWriter:
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=_WRITE_TIMEOUT_S,
                 # Called by the first process once all have written, before the renaming.
-                post_finalization_callback=lambda: kept.sign(self._step),
+                post_finalization_callback=lambda: store.sign(self._step),
             ),
         )
         self._reader = ocp.Checkpointer(_arrays_handler())
@@ -79,8 +79,8 @@ class FolderWriter:
     def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
         self._step = step
         if jax.process_index() == 0:
-            self._kept.prepare()  # a save that failed has left files
-            if self._kept.mark(step) is not None:
+            self._store.prepare()  # a save that failed has left files
+            if self._store.version(step) is not None:
                 raise FileExistsError(f"{self._folder / str(step)} must not exist before checkpoint {step} is written")
         args: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
         args[METADATA] = ocp.args.JsonSave(metadata)
@@ -92,7 +92,7 @@ class FolderWriter:
     def commit(self, step: int) -> None:
         self._writer.wait_until_finished()
         if jax.process_index() == 0:
-            self._kept.sync()
+            self._store.sync()
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         if jax.process_index() > 0:
@@ -113,7 +113,7 @@ class FolderWriter:
     def restore_copy(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         # Where files vanish under it, Orbax leaves unfinished coroutines, and may read zeros.
         with contextlib.closing(Staging(str(self._folder))) as staging:
-            items = self._kept.copy_items(step, like.keys(), staging.path)
+            items = self._store.copy_items(step, like.keys(), staging.path)
             trees = {name: _saved_tree(staging.path / name) if name in like else None for name in items}
             wanted = to_restore(like, trees)
             restore = self._reader.restore
@@ -122,7 +122,7 @@ class FolderWriter:
     def _wait_until_visible(self, step: int) -> None:
         """Wait until this host sees the files that the first process sees."""
         deadline = time.monotonic() + _STALE_S
-        while (missing := self._kept.find_missing(step)) is not None:
+        while (missing := self._store.find_missing(step)) is not None:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"the folder of the checkpoints must be shared by all nodes, got {missing}, which "
@@ -142,12 +142,12 @@ class ObjectWriter:
 
     Args:
         uri: of the checkpoints.
-        kept: the checkpoints there.
+        store: the checkpoints there.
         run_id: the same in all processes, and in no other run.
     """
 
-    def __init__(self, uri: str, kept: Objects, run_id: str) -> None:
-        self._kept, self._run_id = kept, run_id
+    def __init__(self, uri: str, store: ObjectStore, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
         self._rank = jax.process_index()
         self._num_saves = 0
         self._staging = Staging(uri)
@@ -195,20 +195,20 @@ class ObjectWriter:
                 uploading.callback(self._meet, key=f"{save_id}-uploaded", timeout_ms=_WRITE_TIMEOUT_S * 1000)
                 uploading.callback(shutil.rmtree, folder, ignore_errors=True)
                 self._writer.wait_until_finished()
-                part = self._kept.write_part(step, self._rank, folder)
+                part = self._store.write_part(step, self._rank, folder)
                 if self._rank > 0:
-                    self._kept.write_note(step, self._rank, save_id, part)
+                    self._store.write_note(step, self._rank, save_id, part)
             if self._rank == 0:
                 listing.parts[part_name(0)] = part
                 for rank in range(1, jax.process_count()):
-                    listing.parts[part_name(rank)] = self._kept.read_note(step, rank, save_id)
-                self._kept.commit(step, listing)
-        if self._rank > 0 and self._kept.mark(step) is None:
+                    listing.parts[part_name(rank)] = self._store.read_note(step, rank, save_id)
+                self._store.commit(step, listing)
+        if self._rank > 0 and self._store.version(step) is None:
             raise FileNotFoundError(f"process 0 has not listed checkpoint {step}: its own error says why")
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         with self._staging.folder() as folder:
-            self._kept.read_parts(step, folder)
+            self._store.read_parts(step, folder)
             wanted = to_restore(like, _saved_tree(folder / "items"))
             return self._reader.restore(folder / "items", args=_restore_args(wanted)) if wanted else {}
 
@@ -221,11 +221,11 @@ class ObjectWriter:
             stack.callback(self._writer.close)
 
 
-def make_writer(folder: Path | str, kept: Any, run_id: str) -> Writer:
+def make_writer(folder: Path | str, store: Any, run_id: str) -> Writer:
     """The way to write checkpoints into a folder or below a URI."""
     if isinstance(folder, Path):
-        return FolderWriter(folder, kept)
-    return ObjectWriter(folder, kept, run_id)
+        return FolderWriter(folder, store)
+    return ObjectWriter(folder, store, run_id)
 
 
 def _read(checkpoint: Path, read: Callable[[], T]) -> T:
