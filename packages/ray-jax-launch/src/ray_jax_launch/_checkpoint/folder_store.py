@@ -12,12 +12,12 @@ import os
 import re
 import shutil
 import uuid
-import zlib
 from collections.abc import Collection, Hashable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ray_jax_launch._checkpoint.checksums import BLOCK_BYTES, Checksum, ChecksummedStream, compare, parse
 from ray_jax_launch._checkpoint.retry import ABSENT, retry
 from ray_jax_launch._errors import DamagedCheckpointError, LaunchError
 
@@ -27,7 +27,6 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 # Beside the items, Orbax writes these last, after the checksums, and restores without them.
 _UNCHECKED = (CHECKSUMS, "_CHECKPOINT_METADATA", "commit_success.txt")
 _TRASH = ".trash"
-_BLOCK_BYTES = 1 << 22
 
 
 class FolderStore:
@@ -110,7 +109,7 @@ class FolderStore:
         Raises:
             DamagedCheckpointError: a file is not what was written.
         """
-        files: Mapping[str, tuple[int, int] | None] = self._files(step) or {
+        files: Mapping[str, Checksum | None] = self._files(step) or {
             str(path.relative_to(self._path(step))): None for path in self._path(step).rglob("*") if path.is_file()
         }
         for name, expected in files.items():
@@ -180,7 +179,7 @@ class FolderStore:
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
 
-    def _files(self, step: int) -> dict[str, tuple[int, int]]:
+    def _files(self, step: int) -> dict[str, Checksum]:
         """Size and CRC-32 of each file by its name; nothing where a version before 0.3 wrote the checkpoint.
 
         Raises:
@@ -194,20 +193,16 @@ class FolderStore:
                 raise DamagedCheckpointError(f"{CHECKSUMS} is missing") from error
             return {}  # a version before 0.3 wrote metadata alone
         try:
-            files = json.loads(content)["files"]
-            return {name: (int(size), int(checksum)) for name, (size, checksum) in files.items()}
+            return parse(json.loads(content)["files"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"{CHECKSUMS} cannot be read") from error
 
-    def _read_file(self, path: Path, name: str, expected: tuple[int, int] | None, copy: Path | None = None) -> None:
+    def _read_file(self, path: Path, name: str, expected: Checksum | None, copy: Path | None = None) -> None:
         try:
-            size, checksum = retry(str(path), partial(_read, path, expected and expected[0], copy=copy))
+            found = retry(str(path), partial(_read, path, expected and expected[0], copy=copy))
         except ABSENT as error:
             raise DamagedCheckpointError(f"{name} is missing") from error
-        if expected is not None and size != expected[0]:
-            raise DamagedCheckpointError(f"{name} has {size} bytes, not {expected[0]}")
-        if expected is not None and checksum != expected[1]:
-            raise DamagedCheckpointError(f"{name} does not have the checksum it was written with")
+        compare(name, found, expected or found)
 
     def _read_json(self, step: int, name: str) -> Any:
         """What a JSON file beside the items holds; None where there is no such file, or it is no JSON."""
@@ -227,7 +222,7 @@ class FolderStore:
 
 def write_checksums(checkpoint: Path) -> None:
     """Make a checkpoint's files durable, and note the size and checksum (CRC-32) of each in a file beside them."""
-    files: dict[str, tuple[int, int]] = {}
+    files: dict[str, Checksum] = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and not (path.parent == checkpoint and path.name in _UNCHECKED):
             files[str(path.relative_to(checkpoint))] = _read(path, sync=True)
@@ -239,9 +234,7 @@ def write_checksums(checkpoint: Path) -> None:
     os.replace(temporary, checkpoint / CHECKSUMS)
 
 
-def _read(
-    path: Path, expected_size: int | None = None, *, copy: Path | None = None, sync: bool = False
-) -> tuple[int, int]:
+def _read(path: Path, expected_size: int | None = None, *, copy: Path | None = None, sync: bool = False) -> Checksum:
     """Size and CRC-32 of a file. Where the size is not the expected one, the content is not read."""
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(path.open("rb", buffering=0))
@@ -249,12 +242,10 @@ def _read(
         size = os.fstat(file.fileno()).st_size
         if expected_size is not None and size != expected_size:
             return size, 0
-        size = checksum = 0
-        while block := file.read(_BLOCK_BYTES):
-            size += len(block)
-            checksum = zlib.crc32(block, checksum)
+        source = ChecksummedStream(file)
+        while block := source.read(BLOCK_BYTES):
             if target is not None:
                 target.write(block)
         if sync:
             os.fsync(file.fileno())
-    return size, checksum
+    return source.checksum()

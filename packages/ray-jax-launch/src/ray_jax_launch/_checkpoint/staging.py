@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import uuid
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ray_jax_launch._errors import LaunchError
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Staging:
@@ -42,6 +45,13 @@ class Staging:
             self.path = parent / name
             self._lock = _lock(_lock_path(self.path), os.O_CREAT | os.O_EXCL)
         self.path.mkdir(mode=0o700)
+
+    def node(self) -> str:
+        """Identity of the node and its folder for temporary files: equal in processes that see each other's files."""
+        found = self.path.parent.stat()
+        # The kernel's boot id differs between hosts; macOS has no such file.
+        host = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+        return f"{host} {found.st_dev} {found.st_ino}"
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:

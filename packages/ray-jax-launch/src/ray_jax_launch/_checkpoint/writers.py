@@ -15,8 +15,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler, ScalarHandler, create_type_handler_registry
 
+from ray_jax_launch._checkpoint.broadcast import from_leader, gather
 from ray_jax_launch._checkpoint.folder_store import METADATA, METRICS, SCORE, FolderStore
-from ray_jax_launch._checkpoint.object_store import Listing, ObjectStore, part_name
+from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._checkpoint.pytree import to_restore
 from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._checkpoint.staging import Staging
@@ -138,22 +139,23 @@ class FolderWriter:
 
 
 class ObjectWriter:
-    """Writes to object storage. Each process has Orbax write its own shards on its own disk, and uploads them.
+    """Writes to object storage. In each process Orbax writes shards to the local disk, and the process uploads them.
 
     Args:
         uri: of the checkpoints.
         store: the checkpoints there.
-        run_id: the same in all processes, and in no other run.
+        run_id: the same in all processes, and different in other runs.
     """
 
     def __init__(self, uri: str, store: ObjectStore, run_id: str) -> None:
         self._store, self._run_id = store, run_id
-        self._rank = jax.process_index()
         self._num_saves = 0
         self._staging = Staging(uri)
-        # Every process is the first one on its own disk; of equal replicas, one process writes.
+        self._folder, self._listed = self._staging.path, ({}, None)
+        rank = jax.process_index()
+        # Every process is the primary host of its own disk. Of equal replicas, one process writes.
         options = ocp.options.MultiprocessingOptions(
-            primary_host=None, active_processes={self._rank}, barrier_sync_key_prefix=f"process-{self._rank}"
+            primary_host=None, active_processes={rank}, barrier_sync_key_prefix=f"process-{rank}"
         )
         handlers = create_type_handler_registry(
             (jax.Array, ArrayHandler(primary_host=None, replica_id=0, use_replica_parallel=False)),
@@ -162,55 +164,54 @@ class ObjectWriter:
             (int, ScalarHandler()),
             (float, ScalarHandler()),
         )
-        # The parts of several processes become one checkpoint by unpacking them side by side, which files per shard
-        # can and Orbax's database of shards cannot.
+        # Files of several processes can lie side by side in one folder. Orbax's database of shards (OCDBT) cannot.
         handler = _arrays_handler(use_ocdbt=False, multiprocessing_options=options, type_handler_registry=handlers)
         self._writer = ocp.AsyncCheckpointer(
             handler,
             multiprocessing_options=options,
-            # By default a folder is made in the background, and the news of it goes to all processes: one would begin
-            # to write when another's folder is there.
+            # In the background, one process would begin to write when the folder of another process exists.
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=_WRITE_TIMEOUT_S, create_directories_asynchronously=False
             ),
         )
         self._reader = ocp.Checkpointer(handler, multiprocessing_options=options)
-        self._meet = ocp.multihost.get_barrier_sync_fn()
-        self._saved: tuple[Path, Listing] | None = None
+        self._wait_for_all = partial(ocp.multihost.get_barrier_sync_fn(), timeout_ms=_WRITE_TIMEOUT_S * 1000)
 
     def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
         self._num_saves += 1
-        folder = self._staging.make_folder()
-        self._saved = folder, Listing({}, metadata, score)
-        self._writer.save(folder / "items", args=ocp.args.PyTreeSave(dict(items)))
+        self._folder, self._listed = self._staging.make_folder(), (metadata, score)
+        self._writer.save(self._folder / "items", args=ocp.args.PyTreeSave(dict(items)))
 
     def commit(self, step: int) -> None:
-        assert self._saved is not None, "a save has begun"
-        folder, listing = self._saved
         save_id = f"{self._run_id}-{self._num_saves}"
-        # All processes meet twice, also where one fails: the others hear of it at once.
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._meet, key=f"{save_id}-committed", timeout_ms=_WRITE_TIMEOUT_S * 1000)
-            with contextlib.ExitStack() as uploading:
-                uploading.callback(self._meet, key=f"{save_id}-uploaded", timeout_ms=_WRITE_TIMEOUT_S * 1000)
-                uploading.callback(shutil.rmtree, folder, ignore_errors=True)
+        # Where one process fails, the others learn of it at once: all processes reach both barriers.
+        with contextlib.ExitStack() as committed:
+            committed.callback(self._wait_for_all, key=f"{save_id}-committed")
+            with contextlib.ExitStack() as uploaded:
+                uploaded.callback(self._wait_for_all, key=f"{save_id}-uploaded")
+                uploaded.callback(shutil.rmtree, self._folder, ignore_errors=True)
                 self._writer.wait_until_finished()
-                part = self._store.write_part(step, self._rank, folder)
-                if self._rank > 0:
-                    self._store.write_note(step, self._rank, save_id, part)
-            if self._rank == 0:
-                listing.parts[part_name(0)] = part
-                for rank in range(1, jax.process_count()):
-                    listing.parts[part_name(rank)] = self._store.read_note(step, rank, save_id)
-                self._store.commit(step, listing)
-        if self._rank > 0 and self._store.version(step) is None:
-            raise FileNotFoundError(f"process 0 has not listed checkpoint {step}: its own error says why")
+                self._store.upload(step, jax.process_index(), save_id, self._folder)
+            if jax.process_index() == 0:
+                self._store.commit(step, jax.process_count(), save_id, *self._listed)
+        if self._store.version(step) is None:
+            raise FileNotFoundError(f"process 0 has not listed checkpoint {step}. See its own error")
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        with self._staging.folder() as folder:
-            self._store.read_parts(step, folder)
-            wanted = to_restore(like, _saved_tree(folder / "items"))
-            return self._reader.restore(folder / "items", args=_restore_args(wanted)) if wanted else {}
+        # One process of each node downloads for all processes of the node.
+        leader = gather(self._staging.node()).index(self._staging.node())
+        with self._staging.folder() as target:
+
+            def download() -> str:
+                self._store.download(step, like.keys(), target)
+                return str(target.relative_to(self._staging.path.parent))
+
+            folder = self._staging.path.parent / from_leader(leader, download) / "items"
+            try:
+                wanted = to_restore(like, _saved_tree(folder))
+                return self._reader.restore(folder, args=_restore_args(wanted)) if wanted else {}
+            finally:
+                gather(None)  # all processes have read the files
 
     restore_copy = restore
 
