@@ -62,11 +62,11 @@ class S3Proxy(http.server.ThreadingHTTPServer):
 
 
 class _ProxyHandler(http.server.BaseHTTPRequestHandler):
-    server: S3Proxy
-
     def do_GET(self):
-        if self.server.num_failures > 0 and self.server.failing in self.path:
-            self.server.num_failures -= 1
+        proxy = self.server
+        assert isinstance(proxy, S3Proxy)
+        if proxy.num_failures > 0 and proxy.failing in self.path:
+            proxy.num_failures -= 1
             self.send_response(503)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -90,9 +90,9 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         path = self.path.partition("?")[0]
         if self.command in ("PUT", "POST", "DELETE"):
-            self.server.changes.append((self.command, path))
+            proxy.changes.append((self.command, path))
         if self.command == "GET":
-            self.server.downloads.append((path, len(content)))
+            proxy.downloads.append((path, len(content)))
         if self.command != "HEAD":
             self.wfile.write(content)
         upstream.close()

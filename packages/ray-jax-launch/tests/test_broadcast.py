@@ -1,4 +1,4 @@
-"""Processes that see different listings of the same folder, as hosts of NFS do for a while."""
+"""Messages between processes, which can see different listings of a folder on NFS."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from ray_jax_launch import Checkpoints
 
-# Rank 1's folder is as old as NFS may show it: 20 is not there yet, and 30 still is. `late` appears as 20 after 2 s.
+# Rank 1 sees an old listing, as NFS may show it: without 20, and with 30. After 2 s, `late` becomes 20.
 STALE = """
 import json, sys, threading
 from pathlib import Path
@@ -113,9 +113,7 @@ def save(folder, steps, size=10):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("mode", ["{}", '{"verify": false}', '{"read_only": true}'])
-def test_an_old_listing_on_one_host_does_not_make_processes_start_at_different_steps(
-    run_ranks, tmp_path, mode, record_property
-):
+def test_processes_start_at_one_step_despite_an_old_listing_on_one_host(run_ranks, tmp_path, mode, record_property):
     new, old = tmp_path / "new", tmp_path / "old"
     save(new, [10, 20, 30])
     shutil.copytree(new, old)
@@ -135,21 +133,21 @@ def test_two_processes_read_the_newest_checkpoint_once(run_ranks, tmp_path):
     assert int(read1) < 0.3 * 32_000_000
 
 
-def test_an_answer_of_any_length_reaches_all_processes(run_ranks, tmp_path):
+def test_a_message_of_any_length_reaches_all_processes(run_ranks, tmp_path):
     assert run_ranks(LONG, [tmp_path] * 2) == ["True"] * 2
 
 
 @pytest.mark.fault
-def test_all_processes_say_that_every_checkpoint_is_damaged(run_ranks, tmp_path, record_property):
+def test_all_processes_raise_if_every_checkpoint_is_damaged(run_ranks, tmp_path, record_property):
     save(tmp_path, [30])
     (tmp_path / "30" / "params" / "manifest.ocdbt").unlink()
     assert run_ranks(DAMAGED, [tmp_path] * 2) == ["True"] * 2
     record_property("fault", "every checkpoint of a run of two processes is damaged")
-    record_property("lost", "nothing: the start is refused, and says what is damaged")
+    record_property("lost", "nothing: the start is rejected with a list of the damage")
 
 
 @pytest.mark.fault
-def test_all_processes_say_that_one_of_them_could_not_write_its_part(run_ranks, s3, tmp_path, record_property):
+def test_all_processes_raise_if_one_process_cannot_write_its_shards(run_ranks, s3, tmp_path, record_property):
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], check=False).returncode != 0:
         pytest.skip("needs unshare, and the permission to mount")
     mount = f'mount -t tmpfs -o size=2m tmpfs {tmp_path}; export TMPDIR={tmp_path}; exec "$0" "$@"'

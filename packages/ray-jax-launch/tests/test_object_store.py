@@ -1,4 +1,4 @@
-"""Checkpoints in object storage: what is damaged, half written, or out of reach."""
+"""Checkpoints in object storage: contents, damage, downloads and servers that fail."""
 
 import io
 import json
@@ -23,7 +23,7 @@ FILES = {"30/checkpoint.json", "30/process-0.tar", "30/process-0.params.tar"}
 
 @pytest.fixture
 def uri(s3, tmp_path):
-    """Checkpoints 10, 20 and 30, of other values each."""
+    """Checkpoints 10, 20 and 30, with different values."""
     uri = join_path(s3, tmp_path.name, "checkpoints")
     with Checkpoints(uri, num_to_keep=3) as checkpoints:
         for step in (10, 20, 30):
@@ -76,9 +76,7 @@ def spoil_the_listing(uri):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_short, remove_an_archive, spoil_the_listing])
-def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_names_both(
-    uri, caplog, damage, record_property
-):
+def test_the_checkpoint_before_a_damaged_checkpoint_is_restored_with_a_warning(uri, caplog, damage, record_property):
     problem = damage(uri)
     with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(uri, num_to_keep=3) as checkpoints:
         assert checkpoints.latest_step() == 20
@@ -130,7 +128,7 @@ def test_archives_without_a_listing_are_no_checkpoint_and_are_deleted(uri, recor
 
 
 @pytest.mark.fault
-def test_the_same_step_is_quarantined_twice_and_its_number_is_free_again(uri, record_property):
+def test_a_step_can_be_quarantined_twice_and_written_again(uri, record_property):
     record_property("fault", "newest checkpoint in object storage: damaged, written again, and damaged again")
     record_property("lost", "steps since the checkpoint before it")
     for _ in range(2):
@@ -140,7 +138,7 @@ def test_the_same_step_is_quarantined_twice_and_its_number_is_free_again(uri, re
             checkpoints.save(30, {"params": TREE}, metadata={})
         assert intact_step(uri) == 30
         assert {name for name in names(uri) if name.startswith("30/")} == FILES
-    # Somebody lists a quarantined one again.
+    # A quarantined checkpoint is listed again by hand.
     flip_a_byte(uri)
     listing = read(uri, "30/checkpoint.json")
     for _ in range(2):
@@ -253,12 +251,12 @@ def test_all_processes_of_a_node_raise_the_error_of_its_download(
 
 @pytest.fixture
 def busy(uri, proxy):
-    """The checkpoints behind a server that is busy from time to time."""
+    """The checkpoints behind a server that can be made busy."""
     return proxy.uri(uri)
 
 
 @pytest.mark.fault
-def test_a_busy_server_does_not_condemn_a_checkpoint(uri, busy, proxy, caplog, record_property):
+def test_a_checkpoint_on_a_busy_server_is_not_damaged(uri, busy, proxy, caplog, record_property):
     proxy.failing = "/30/process-0.params.tar"
     proxy.num_failures = 40  # more than pyarrow's client tries again, in 6 s
     began = time.monotonic()
@@ -287,7 +285,7 @@ def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(
     assert names(uri) == before
     assert intact_step(uri) == 30
     record_property("fault", f"the object storage answers 503 to every request for {name} of the newest checkpoint")
-    record_property("lost", "nothing: the start is refused, and works once the storage does")
+    record_property("lost", "nothing: the start is rejected, and succeeds when the storage works")
 
 
 def test_a_checkpoint_is_listed_after_its_upload_and_unlisted_before_its_deletion(uri, busy, proxy):
@@ -345,10 +343,10 @@ def test_an_archive_that_names_files_elsewhere_is_rejected(uri, member, tmp_path
 
 
 @pytest.mark.parametrize("uri", ["s3://no-such-bucket/x", "nowhere://x"])
-def test_storage_out_of_reach_is_said(s3, uri):
-    with pytest.raises(LaunchError, match=r"expected .*bucket/path.* that can be reached, got"):
+def test_storage_that_cannot_be_opened_is_rejected(s3, uri):
+    with pytest.raises(LaunchError, match=r"the storage must be .*bucket/path.* that can be reached, got"):
         Checkpoints(uri)
 
 
-def test_names_are_joined_before_the_options_of_a_uri():
+def test_join_path_keeps_the_options_of_a_uri_at_the_end():
     assert join_path("s3://bucket/runs/?scheme=http", "a", "b") == "s3://bucket/runs/a/b?scheme=http"

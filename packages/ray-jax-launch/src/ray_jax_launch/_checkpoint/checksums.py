@@ -1,12 +1,16 @@
-"""Sizes and checksums of a checkpoint's files and archives."""
+"""Verification of a checkpoint's files and archives by their sizes and checksums."""
 
+import json
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from ray_jax_launch._checkpoint.retry import ABSENT, retry
 from ray_jax_launch._errors import DamagedCheckpointError
 
 BLOCK_BYTES = 1 << 22
 
+T = TypeVar("T")
 Checksum = tuple[int, int]
 """Size in bytes, and CRC-32."""
 
@@ -44,22 +48,42 @@ class ChecksummedStream:
         self._crc = zlib.crc32(block, self._crc)
 
 
+def read_present(name: str, address: str, read: Callable[[], T]) -> T:
+    """Call a function that reads a file of a checkpoint, and retry it.
+
+    Raises:
+        DamagedCheckpointError: the file is missing.
+    """
+    try:
+        return retry(address, read)
+    except ABSENT as error:
+        raise DamagedCheckpointError(f"{name} is missing") from error
+
+
+def parse(name: str, content: bytes, convert: Callable[[Any], T]) -> T:
+    """Convert the contents of a JSON file.
+
+    Raises:
+        DamagedCheckpointError: the file is not JSON, or holds something else.
+    """
+    try:
+        return convert(json.loads(content))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{name} cannot be read") from error
+
+
+def to_checksums(found: Any) -> dict[str, Checksum]:
+    """Return checksums by name from JSON."""
+    return {name: (int(size), int(crc)) for name, (size, crc) in found.items()}
+
+
 def compare(name: str, found: Checksum, written: Checksum) -> None:
-    """Compare a checksum with the checksum of what was written.
+    """Compare a file with what was written.
 
     Raises:
-        DamagedCheckpointError: they differ.
+        DamagedCheckpointError: the checksums differ.
     """
-    if found[0] != written[0]:
-        raise DamagedCheckpointError(f"{name} has {found[0]} bytes, not {written[0]}")
     if found != written:
-        raise DamagedCheckpointError(f"{name} does not have the checksum it was written with")
-
-
-def parse(checksums: Any) -> dict[str, Checksum]:
-    """Return checksums by name, out of JSON.
-
-    Raises:
-        ValueError, TypeError, AttributeError: the JSON holds something else.
-    """
-    return {name: (int(size), int(crc)) for name, (size, crc) in checksums.items()}
+        sizes = f"has {found[0]} bytes, not {written[0]}"
+        problem = "does not have the checksum it was written with" if found[0] == written[0] else sizes
+        raise DamagedCheckpointError(f"{name} {problem}")

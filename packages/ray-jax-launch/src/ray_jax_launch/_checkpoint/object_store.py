@@ -18,7 +18,15 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from ray_jax_launch._checkpoint.checksums import BLOCK_BYTES, Checksum, ChecksummedStream, compare, parse
+from ray_jax_launch._checkpoint.checksums import (
+    BLOCK_BYTES,
+    Checksum,
+    ChecksummedStream,
+    compare,
+    parse,
+    read_present,
+    to_checksums,
+)
 from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._storage import open_uri
@@ -117,15 +125,12 @@ class ObjectStore:
         Raises:
             DamagedCheckpointError: the listing is missing or damaged.
         """
-        try:
-            content = self._read(f"{step}/{_LISTING}")
-        except FileNotFoundError as error:
-            raise DamagedCheckpointError(f"{_LISTING} is missing") from error
-        try:
-            found = json.loads(content)
-            return Listing(parse(found["parts"]), dict(found["metadata"]), found["score"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedCheckpointError(f"{_LISTING} cannot be read") from error
+        content = read_present(_LISTING, self._uri, partial(self._read, f"{step}/{_LISTING}"))
+        return parse(
+            _LISTING,
+            content,
+            lambda found: Listing(to_checksums(found["parts"]), dict(found["metadata"]), found["score"]),
+        )
 
     def upload(self, step: int, rank: int, save_id: str, folder: Path) -> None:
         """Upload what Orbax wrote in one process, and then the checksums for `commit`."""
@@ -155,10 +160,10 @@ class ObjectStore:
         archives: dict[str, Checksum] = {}
         for rank in range(num_processes):
             try:
-                archives |= parse(json.loads(self._read(_checksums_name(step, rank, save_id))))
+                archives |= to_checksums(json.loads(self._read(_checksums_name(step, rank, save_id))))
             except FileNotFoundError as error:
                 raise FileNotFoundError(
-                    f"process {rank} has not uploaded its shards of checkpoint {step}. See its own error"
+                    f"process {rank} has not uploaded its shards of checkpoint {step}. See its own error."
                 ) from error
         listing = {"parts": archives, "metadata": metadata, "score": score}
         self._write(f"{step}/{_LISTING}", json.dumps(listing).encode())
@@ -216,10 +221,7 @@ class ObjectStore:
                     _unpack(source, name, folder)
                 return source.read_to_end()
 
-        try:
-            compare(name, retry(f"{name} of checkpoint {step} in {self._uri}", read), written)
-        except FileNotFoundError as error:
-            raise DamagedCheckpointError(f"{name} is missing") from error
+        compare(name, read_present(name, f"{name} of checkpoint {step} in {self._uri}", read), written)
 
     def _contents(self) -> dict[int, set[str]]:
         from pyarrow.fs import FileSelector  # see open_uri
