@@ -1,7 +1,13 @@
 """Every test that computes here sees two CPU devices; workers see one. Object storage is a server of this machine."""
 
+import http.client
+import http.server
 import logging
 import os
+import socket
+import subprocess
+import sys
+import threading
 
 import pytest
 import ray
@@ -30,6 +36,112 @@ def s3():
     S3FileSystem(endpoint_override=f"127.0.0.1:{port}", scheme="http", allow_bucket_creation=True).create_dir("bucket")
     yield "s3://bucket"
     server.stop()
+
+
+class S3Proxy(http.server.ThreadingHTTPServer):
+    """Passes requests on to the S3 server, answers some of them with 503, and records the others."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _ProxyHandler)
+        self.failing = ""
+        """Requests are answered with 503 if their path contains this text."""
+        self.num_failures = 0
+        """How many of the requests are answered with 503."""
+        self.changes: list[tuple[str, str]] = []
+        """Method and path of each request that wrote or deleted, in the order of the answers."""
+        self.downloads: list[tuple[str, int]] = []
+        """Path and size of each answer to a GET request."""
+
+    def uri(self, uri):
+        """The same place, reached through this server."""
+        return f"{uri}?scheme=http&endpoint_override=127.0.0.1:{self.server_port}"
+
+    def downloaded_bytes(self, name=""):
+        """The number of bytes downloaded from objects whose name ends so."""
+        return sum(size for path, size in self.downloads if path.endswith(name))
+
+
+class _ProxyHandler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        proxy = self.server
+        assert isinstance(proxy, S3Proxy)
+        if proxy.num_failures > 0 and proxy.failing in self.path:
+            proxy.num_failures -= 1
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        upstream = http.client.HTTPConnection(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), timeout=60)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while (line := self.rfile.readline()) != b"\r\n":
+                size = int(line, 16)
+                body += line + self.rfile.read(size + 2 if size else 0)
+            body += line
+        upstream.request(self.command, self.path, body, dict(self.headers))
+        response = upstream.getresponse()
+        content = response.read()
+        self.send_response(response.status)
+        for name, value in response.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
+                self.send_header(name, value)
+        if response.getheader("Content-Length") is None:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        path = self.path.partition("?")[0]
+        if self.command in ("PUT", "POST", "DELETE"):
+            proxy.changes.append((self.command, path))
+        if self.command == "GET":
+            proxy.downloads.append((path, len(content)))
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        upstream.close()
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def log_message(self, format, *args):
+        pass
+
+
+@pytest.fixture
+def proxy(s3):
+    """A server in front of the S3 server."""
+    server = S3Proxy()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def run_ranks():
+    """Run two processes, and return what each prints after the word `found`."""
+
+    def run(code, places, *args, prefix=()):
+        """Arguments of the code: a place for checkpoints, the rank, a port, and others. Rank 1 has the prefix."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        processes = [
+            subprocess.Popen(
+                [*(prefix if rank else ()), sys.executable, "-c", code, str(place), str(rank), port, *args],
+                env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank, place in enumerate(places)
+        ]  # fmt: skip
+        try:
+            outputs = [process.communicate(timeout=60) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for process, (_, errors) in zip(processes, outputs, strict=True):
+            assert process.returncode == 0, errors
+        return [output[output.index("found ") + 6 :].strip() for output, _ in outputs]
+
+    return run
 
 
 @pytest.fixture(params=["folder", "s3"])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from pyarrow.fs import FileSelector
 
 from ray_jax_launch import Checkpoints, MismatchedCheckpointError, intact_step, latest_step, open_uri
 from ray_jax_launch._checkpoint.catalog import list_steps
@@ -23,7 +24,7 @@ def tree():
     }
 
 
-def test_what_was_saved_comes_back_bit_for_bit(place, tree):
+def test_arrays_are_restored_bit_for_bit(place, tree):
     with Checkpoints(place) as checkpoints:
         assert checkpoints.latest_step() is None
         checkpoints.save(7, {"params": tree, "extra": {"x": jnp.ones(2, jnp.bfloat16)}}, metadata={"seed": 1})
@@ -37,7 +38,7 @@ def test_what_was_saved_comes_back_bit_for_bit(place, tree):
     assert restored["params"]["h"][0]["w"].sharding == tree["h"][0]["w"].sharding
 
 
-def test_another_layout_can_be_restored_into(place, tree):
+def test_arrays_are_restored_into_another_sharding(place, tree):
     on_one = SingleDeviceSharding(jax.devices()[1])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_one), tree)
     with Checkpoints(place) as checkpoints:
@@ -48,7 +49,7 @@ def test_another_layout_can_be_restored_into(place, tree):
     jax.tree.map(np.testing.assert_array_equal, restored, tree)
 
 
-def test_keys_and_numbers_and_nothing_come_back_as_they_were(place):
+def test_random_keys_numbers_and_empty_items_are_restored(place):
     keys = jax.random.split(jax.random.key(3), 4)
     numbers = {
         "steps": np.int64(3),
@@ -72,36 +73,44 @@ def test_keys_and_numbers_and_nothing_come_back_as_they_were(place):
     assert (restored["opt_state"], restored["average"]) == (((), {}), None)
 
 
-def test_only_what_was_saved_can_be_restored(place):
+@pytest.fixture
+def saved(place):
+    """Checkpoint 1."""
     with Checkpoints(place) as checkpoints:
         checkpoints.save(1, {"params": {"h": [{"w": jnp.ones((3, 2)), "b": jnp.ones(2)}]}}, metadata={})
-        checkpoints.wait()
-        for like, message in [
-            ({"opt_state": {"mu": jnp.ones(2)}}, "opt_state.mu: not saved, wanted with shape (2,)"),
-            ({"params": {}}, "params.h.0.b: saved with shape (2,), not wanted"),
-            ({"params": {"h": [{"w": jnp.ones((3, 2))}]}}, "params.h.0.b: saved with shape (2,), not wanted"),
-            (
-                {"params": {"h": [{"w": jnp.ones((3, 2)), "b": jnp.ones(2), "c": 1}]}},
-                "params.h.0.c: not saved, wanted with shape ()",
-            ),
-            (
-                {"params": {"h": [{"w": jnp.ones((2, 3)), "b": jnp.ones(2)}]}},
-                "params.h.0.w: saved with shape (3, 2), wanted with shape (2, 3)",
-            ),
-        ]:
-            with pytest.raises(MismatchedCheckpointError) as said:
-                checkpoints.restore(1, like)
-            assert str(said.value) == (
+    return place
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"opt_state": {"mu": jnp.ones(2)}}, "opt_state.mu: not saved, wanted with shape (2,)"),
+        ({"params": {}}, "params.h.0.b: saved with shape (2,), not wanted"),
+        ({"params": {"h": [{"w": jnp.ones((3, 2))}]}}, "params.h.0.b: saved with shape (2,), not wanted"),
+        (
+            {"params": {"h": [{"w": jnp.ones((3, 2)), "b": jnp.ones(2), "c": 1}]}},
+            "params.h.0.c: not saved, wanted with shape ()",
+        ),
+        (
+            {"params": {"h": [{"w": jnp.ones((2, 3)), "b": jnp.ones(2)}]}},
+            "params.h.0.w: saved with shape (3, 2), wanted with shape (2, 3)",
+        ),
+        ({"params": jnp.ones(2)}, "params: not saved, wanted with shape (2,)"),
+    ],
+    ids=["item", "no leaves", "missing leaf", "other leaf", "shape", "array"],
+)
+def test_a_restore_into_another_tree_is_rejected(saved, like, message):
+    with Checkpoints(saved, read_only=True) as checkpoints:
+        for restore in (lambda: checkpoints.restore(1, like), lambda: checkpoints.restore_latest(like)):
+            with pytest.raises(MismatchedCheckpointError) as error:
+                restore()
+            assert str(error.value) == (
                 f"the checkpoint must hold the arrays that are to be restored, got {message}. Restore into the model "
-                "that wrote it, or read another checkpoint"
+                "that wrote it, or read another checkpoint."
             )
-        with pytest.raises(ValueError, match="expected a tree of arrays as the item params, got a single"):
-            checkpoints.restore(1, {"params": jnp.ones(2)})
-    with Checkpoints(place, read_only=True) as checkpoints, pytest.raises(MismatchedCheckpointError):
-        checkpoints.restore_latest({"params": {"h": jnp.ones(2)}})
 
 
-def test_a_buffer_may_be_reused_once_save_returns(place):
+def test_an_array_can_be_overwritten_when_save_returns(place):
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     x = jnp.arange(4_000_000.0)
     with Checkpoints(place) as checkpoints:
@@ -112,7 +121,7 @@ def test_a_buffer_may_be_reused_once_save_returns(place):
     np.testing.assert_array_equal(restored, np.arange(4_000_000.0))
 
 
-def test_only_the_newest_are_kept(place, tree):
+def test_only_the_newest_checkpoints_are_kept(place, tree):
     with Checkpoints(place, num_to_keep=2) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, {"params": tree}, metadata={})
@@ -120,7 +129,7 @@ def test_only_the_newest_are_kept(place, tree):
     assert sorted(list_steps(place)) == [20, 30]
 
 
-def test_the_best_are_kept_beside_the_newest(place, tree):
+def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(place, tree):
     scores = {10: jnp.float32(3.0), 20: 1.0, 30: np.float32(2.0), 40: 5.0, 50: float("nan"), 60: None}
     with Checkpoints(place, num_to_keep=2, num_best_to_keep=2) as checkpoints:
         for step, score in scores.items():
@@ -130,7 +139,7 @@ def test_the_best_are_kept_beside_the_newest(place, tree):
     assert sorted(list_steps(place)) == [20, 30, 50, 60]
 
 
-def test_a_save_ends_and_old_checkpoints_are_deleted_though_nobody_waits(place, tree):
+def test_a_save_ends_and_old_checkpoints_are_deleted_in_the_background(place, tree):
     with Checkpoints(place, num_to_keep=2) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, {"params": tree}, metadata={})
@@ -143,12 +152,12 @@ def test_a_save_ends_and_old_checkpoints_are_deleted_though_nobody_waits(place, 
             while {path.name for path in place.iterdir()} != {"20", "30"}:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-        assert checkpoints.latest_step() == 20  # the same on every process, whichever is first to know
+        assert checkpoints.latest_step() == 20  # equal on all processes until they wait
         checkpoints.wait()
         assert checkpoints.latest_step() == 30
 
 
-def test_what_is_being_saved_can_be_restored(place, tree):
+def test_a_checkpoint_that_is_being_saved_can_be_restored(place, tree):
     with Checkpoints(place) as checkpoints:
         checkpoints.save(10, {"params": tree}, metadata={"seed": 2})
         jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(10, {"params": tree})["params"], tree)
@@ -156,7 +165,7 @@ def test_what_is_being_saved_can_be_restored(place, tree):
         assert checkpoints.metadata(20) == {"seed": 3}
 
 
-def test_an_error_in_the_loop_keeps_what_was_saved_before_it(place, tree):
+def test_an_error_in_the_loop_keeps_the_save_before_it(place, tree):
     def loop():
         with Checkpoints(place) as checkpoints:
             checkpoints.save(10, {"params": tree}, metadata={})
@@ -167,48 +176,82 @@ def test_an_error_in_the_loop_keeps_what_was_saved_before_it(place, tree):
     assert latest_step(place) == 10
 
 
-@pytest.fixture
-def place_of_0_3(place, tmp_path):
-    """A checkpoint that version 0.3.0 wrote, in a folder or in object storage."""
-    with tarfile.open(Path(__file__).with_name("checkpoints-0.3.tar.gz")) as tar:
+OLD_ITEMS = {
+    "params": {"h": [{"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(2, jnp.bfloat16)}], "count": np.int64(3)},
+    "rng": {"key": jax.random.key(7)},
+}
+
+
+@pytest.fixture(params=["folder 0.3", "objects 0.3", "objects 0.5"])
+def old_checkpoints(request, tmp_path):
+    """Checkpoint 7, which an older version wrote. Two processes wrote that of version 0.5."""
+    kind, version = request.param.split()
+    unpacked = tmp_path / "unpacked"
+    with tarfile.open(Path(__file__).with_name(f"checkpoints-{version}.tar.gz")) as tar:
         for member in filter(tarfile.TarInfo.isfile, tar):
-            path, content = tmp_path / "unpacked" / member.name, tar.extractfile(member)
+            path, content = unpacked / member.name, tar.extractfile(member)
             assert content is not None
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.read())
-    if isinstance(place, Path):
-        return tmp_path / "unpacked" / "folder"
-    filesystem, root = open_uri(place)
-    for name in ("7/process-0.tar", "7/checkpoint.json"):
-        with filesystem.open_output_stream(f"{root}/{name}") as stream:
-            stream.write((tmp_path / "unpacked" / "objects" / name).read_bytes())
-    return place
+    if kind == "folder":
+        return unpacked / "folder"
+    uri = f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+    filesystem, root = open_uri(uri)
+    for path in (unpacked / "objects" / "7").iterdir():
+        with filesystem.open_output_stream(f"{root}/7/{path.name}") as stream:
+            stream.write(path.read_bytes())
+    return uri
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_checkpoints_of_version_0_3_can_be_restored(place_of_0_3, read_only):
-    items = {
-        "params": {"h": [{"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(2, jnp.bfloat16)}], "count": np.int64(3)},
-        "rng": {"key": jax.random.key(7)},
-    }
-    assert intact_step(place_of_0_3) == 7
-    with Checkpoints(place_of_0_3, num_to_keep=1, num_best_to_keep=1, read_only=read_only) as checkpoints:
+def test_checkpoints_of_older_versions_can_be_restored(old_checkpoints, read_only):
+    assert intact_step(old_checkpoints) == 7
+    with Checkpoints(old_checkpoints, read_only=read_only) as checkpoints:
         found = checkpoints.restore_latest(
-            jax.tree.map(jnp.zeros_like, {"params": items["params"]}) | {"rng": items["rng"]}
+            jax.tree.map(jnp.zeros_like, {"params": OLD_ITEMS["params"]}) | {"rng": OLD_ITEMS["rng"]}
         )
-        assert found is not None
-        assert (found.step, found.metadata) == (7, {"seed": 1})
-        jax.tree.map(np.testing.assert_array_equal, found.items["params"], items["params"])
-        key = found.items["rng"]["key"]
-        np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(items["rng"]["key"]))
-        if not read_only:  # its score counts as well
-            for step, score in ((8, 3.0), (9, 4.0)):
-                checkpoints.save(step, {"params": items["params"]}, metadata={}, score=score)
-    if not read_only:
-        assert sorted(list_steps(place_of_0_3)) == [7, 9]
+    assert found is not None
+    assert (found.step, found.metadata) == (7, {"seed": 1})
+    jax.tree.map(np.testing.assert_array_equal, found.items["params"], OLD_ITEMS["params"])
+    key = found.items["rng"]["key"]
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(OLD_ITEMS["rng"]["key"]))
 
 
-def test_a_checkpoint_under_way_is_not_listed(tmp_path):
+def test_scores_of_older_versions_count(old_checkpoints):
+    with Checkpoints(old_checkpoints, num_to_keep=1, num_best_to_keep=1) as checkpoints:
+        for step, score in ((8, 3.0), (9, 4.0)):
+            checkpoints.save(step, {"params": OLD_ITEMS["params"]}, metadata={}, score=score)
+    assert sorted(list_steps(old_checkpoints)) == [7, 9]
+
+
+def test_checkpoints_of_older_versions_are_deleted(old_checkpoints):
+    with Checkpoints(old_checkpoints, num_to_keep=1) as checkpoints:
+        checkpoints.save(8, {"params": OLD_ITEMS["params"]}, metadata={})
+    if isinstance(old_checkpoints, Path):
+        assert [path.name for path in old_checkpoints.iterdir()] == ["8"]
+    else:
+        filesystem, root = open_uri(old_checkpoints)
+        paths = [info.path for info in filesystem.get_file_info(FileSelector(root, recursive=True)) if info.is_file]
+        assert {path[len(root) :].split("/")[1] for path in paths} == {"8"}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("old_checkpoints", ["objects 0.3", "objects 0.5"], indirect=True)
+def test_a_damaged_checkpoint_of_an_older_version_is_quarantined(old_checkpoints, record_property):
+    filesystem, root = open_uri(old_checkpoints)
+    for info in filesystem.get_file_info(FileSelector(f"{root}/7")):
+        filesystem.copy_file(info.path, f"{root}/3/{info.base_name}")
+    filesystem.copy_file(f"{root}/7/checkpoint.json", f"{root}/7/process-0.tar")
+    assert intact_step(old_checkpoints, quarantine=True) == 3
+    assert list_steps(old_checkpoints) == [3]
+    with Checkpoints(old_checkpoints) as checkpoints:
+        checkpoints.save(7, {"params": OLD_ITEMS["params"]}, metadata={})
+    assert intact_step(old_checkpoints) == 7
+    record_property("fault", "newest checkpoint in object storage, of an older version: an archive has other bytes")
+    record_property("lost", "steps since the checkpoint before it")
+
+
+def test_an_incomplete_checkpoint_is_not_listed(tmp_path):
     assert latest_step(tmp_path / "nowhere") is None
     (tmp_path / "10").mkdir()
     (tmp_path / "20.orbax-checkpoint-tmp").mkdir()
@@ -216,7 +259,7 @@ def test_a_checkpoint_under_way_is_not_listed(tmp_path):
 
 
 @pytest.mark.fault
-def test_what_a_kill_left_half_written_is_deleted_and_written_again(tmp_path, tree, record_property):
+def test_a_checkpoint_that_a_kill_left_incomplete_is_deleted_and_written_again(tmp_path, tree, record_property):
     record_property("fault", "a process was killed while it wrote a checkpoint to a folder")
     record_property("lost", "steps since the last checkpoint")
     half = tmp_path / "20.orbax-checkpoint-tmp"
@@ -229,7 +272,7 @@ def test_what_a_kill_left_half_written_is_deleted_and_written_again(tmp_path, tr
     assert [path.name for path in tmp_path.iterdir()] == ["20"]
 
 
-def test_reading_changes_nothing(tmp_path, tree):
+def test_a_reader_changes_nothing(tmp_path, tree):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(10, {"params": tree}, metadata={})
         checkpoints.wait()
@@ -239,36 +282,61 @@ def test_reading_changes_nothing(tmp_path, tree):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20.orbax-checkpoint-tmp"]
 
 
-def test_what_cannot_be_saved_or_restored_is_said(place, tree):
-    with Checkpoints(place) as checkpoints:
-        checkpoints.save(0, {"params": tree}, metadata={})
-        checkpoints.wait()
-        checkpoints.save(10, {"params": tree}, metadata={})
-        checkpoints.wait()
-        for step in (10, 5, -1):
-            with pytest.raises(ValueError, match=rf"must be a whole number of at least 11, got {step}\. Continue from"):
-                checkpoints.save(step, {"params": tree}, metadata={})
-        for name in ("metadata", "metrics", "a/b", ".x", "", "checksums.json", "a\0", "_CHECKPOINT_METADATA"):
-            with pytest.raises(
-                ValueError, match=r"expected names of items in letters, digits, - and _, .*, got"
-            ) as said:
-                checkpoints.save(20, {name: tree}, metadata={})
-            assert str(said.value).endswith(repr(name))
-        for items, message in [
-            ({"params": {"h": "text"}}, "expected arrays and numbers to save, got 'text' at params['h']"),
-            ({"params": {"h": np.array(["text"])}}, "expected arrays and numbers to save, got array(['text']"),
-            ({"params": {"h": jnp.zeros((0, 3))}}, "something in them, got one of shape (0, 3) at params['h']"),
-            ({"params": jnp.ones(2)}, "expected a tree of arrays as the item params, got a single ArrayImpl"),
-            ({"params": {}}, "expected an array or a number to save, got none in the items ['params']"),
-        ]:
-            with pytest.raises(ValueError, match=re.escape(message)):
-                checkpoints.save(20, items, metadata={})
-        with pytest.raises(TypeError, match="not JSON serializable"):
-            checkpoints.save(20, {"params": tree}, metadata={"x": jnp.ones(1)})
-        for read in (lambda step: checkpoints.restore(step, {"params": tree}), checkpoints.metadata):
-            with pytest.raises(ValueError, match=r"expected one of the checkpoints \[0, 10\] in .*, got 7"):
-                read(7)
-    with pytest.raises(ValueError, match=r"open for writing, but these in .* are closed"):
-        checkpoints.save(20, {"params": tree}, metadata={})
-    with Checkpoints(place, read_only=True) as checkpoints, pytest.raises(ValueError, match="are opened read-only"):
-        checkpoints.save(20, {"params": tree}, metadata={})
+@pytest.mark.parametrize("step", [1, 0, -1, 2.5, float("nan"), "2"])
+def test_a_step_that_is_not_greater_than_the_newest_is_rejected(saved, step):
+    expected = re.escape(f"must be a whole number of at least 2, got {step!r}. Continue from")
+    with Checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=expected):
+        checkpoints.save(step, {"params": {"w": jnp.ones(2)}}, metadata={})
+
+
+@pytest.mark.parametrize(
+    "name", ["metadata", "metrics", "a/b", ".x", "", "checksums.json", "a\0", "_CHECKPOINT_METADATA"]
+)
+def test_a_name_that_cannot_be_a_folder_of_an_item_is_rejected(place, name):
+    expected = re.escape(
+        f"the name of an item must be a letter followed by letters, digits, - and _, and not metadata "
+        f"or metrics, got {name!r}. Rename the item."
+    )
+    with Checkpoints(place) as checkpoints, pytest.raises(ValueError, match=expected):
+        checkpoints.save(1, {name: {"w": jnp.ones(2)}}, metadata={})
+
+
+NUMBERS = "must be a number, or an array of numbers that is not empty, got"
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ({"params": {"h": "text"}}, f"params['h'] {NUMBERS} 'text'. Leave it out"),
+        ({"params": {"h": np.array(["text"])}}, f"params['h'] {NUMBERS} array(['text']"),
+        ({"params": {"h": jnp.zeros((0, 3))}}, f"params['h'] {NUMBERS} Array([], shape=(0, 3)"),
+        ({"params": jnp.ones(2)}, "item params must be a tree of arrays, got one ArrayImpl. Put it into a dict."),
+        ({"params": {}}, "items must hold an array or a number, got none in ['params']. Save at least one."),
+    ],
+    ids=["text", "texts", "empty array", "array", "no leaves"],
+)
+def test_items_that_are_not_trees_of_numbers_are_rejected(place, items, message):
+    with Checkpoints(place) as checkpoints, pytest.raises(ValueError, match=re.escape(message)):
+        checkpoints.save(1, items, metadata={})
+
+
+def test_metadata_that_is_not_json_is_rejected(place):
+    with Checkpoints(place) as checkpoints, pytest.raises(TypeError, match="not JSON serializable"):
+        checkpoints.save(1, {"params": {"w": jnp.ones(2)}}, metadata={"x": jnp.ones(1)})
+
+
+def test_a_step_without_a_checkpoint_cannot_be_read(saved):
+    with Checkpoints(saved) as checkpoints:
+        for read in (lambda: checkpoints.restore(7, {"params": {"w": jnp.ones(2)}}), lambda: checkpoints.metadata(7)):
+            with pytest.raises(ValueError, match=r"step must be a checkpoint in .*, got 7\. Choose one of \[1\]\."):
+                read()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_closed_and_read_only_checkpoints_cannot_be_saved(saved, read_only):
+    with Checkpoints(saved, read_only=read_only) as checkpoints:
+        if read_only:
+            with pytest.raises(ValueError, match="must be open for writing, got read-only ones"):
+                checkpoints.save(20, {"params": {"w": jnp.ones(2)}}, metadata={})
+    with pytest.raises(ValueError, match="must be open for writing, got closed ones"):
+        checkpoints.save(20, {"params": {"w": jnp.ones(2)}}, metadata={})

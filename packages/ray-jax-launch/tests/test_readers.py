@@ -1,4 +1,4 @@
-"""Readers beside a run that writes and deletes checkpoints."""
+"""Readers of checkpoints while a run writes and deletes them."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ LIKE = {name: jnp.zeros(1000) for name in "abcdef"}
 
 @pytest.fixture
 def writer(place):
-    """A process that saves every 50 ms and keeps one checkpoint."""
+    """A process that saves every 50 ms, and keeps one checkpoint."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(place)], env=environment)
     try:
@@ -52,7 +52,7 @@ def writer(place):
 
 
 @pytest.mark.fault
-def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_the_next(place, writer, record_property):
+def test_a_reader_takes_a_newer_checkpoint_if_the_run_deletes_the_one_it_reads(place, writer, record_property):
     steps = []
     for _ in range(30):
         with Checkpoints(place, read_only=True) as checkpoints:
@@ -69,19 +69,19 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_the_next(p
     record_property("lost", "nothing")
 
 
-def test_to_verify_beside_a_run_finds_no_damage(place, writer, caplog):
+def test_checkpoints_that_a_run_deletes_are_not_damaged(place, writer, caplog):
     steps = [intact_step(place) or 0 for _ in range(20)]
     assert steps == sorted(steps)
     assert not [record for record in caplog.records if "damaged" in record.message]
 
 
-def test_metadata_are_found_beside_a_run_that_deletes_checkpoints(place, writer):
+def test_metadata_is_found_while_a_run_deletes_checkpoints(place, writer):
     found = [(newest_metadata(place) or {}).get("step", 0) for _ in range(50)]
     assert found == sorted(found)
     assert found[0] > 0
 
 
-def test_a_checkpoint_that_was_deleted_is_said_to_be(place):
+def test_a_deleted_checkpoint_is_reported_as_deleted(place):
     with Checkpoints(place, num_to_keep=1) as checkpoints:
         checkpoints.save(1, {"params": LIKE}, metadata={})
         checkpoints.wait()
@@ -89,14 +89,14 @@ def test_a_checkpoint_that_was_deleted_is_said_to_be(place):
             checkpoints.save(2, {"params": LIKE}, metadata={"step": 2})
             checkpoints.wait()
             for read in (lambda: reader.restore(1, {"params": LIKE}), lambda: reader.metadata(1)):
-                with pytest.raises(DeletedCheckpointError, match=r"checkpoint 1 in .* must stay while it is read"):
+                with pytest.raises(DeletedCheckpointError, match=r"checkpoint 1 in .* must exist while it is read"):
                     read()
-            # A number that was not there when the reader began.
+            # Checkpoint 2 was saved after the reader was opened.
             assert reader.metadata(2) == {"step": 2}
             assert reader.latest_step() == 2
 
 
-def test_the_newest_is_restored_by_the_run_itself(place):
+def test_the_run_itself_can_restore_its_newest_checkpoint(place):
     with Checkpoints(place) as checkpoints:
         assert checkpoints.restore_latest({"params": LIKE}) is None
         checkpoints.save(3, {"params": LIKE}, metadata={"step": 3})

@@ -1,4 +1,4 @@
-"""Which errors of the storage are tried again."""
+"""Retries after temporary errors of the storage."""
 
 import errno
 import os
@@ -12,14 +12,14 @@ from ray_jax_launch._checkpoint.retry import retry
 
 @pytest.fixture
 def sleeps(monkeypatch):
-    """The seconds slept between the attempts."""
+    """Seconds between the attempts, which are not slept."""
     slept = []
     monkeypatch.setattr("ray_jax_launch._checkpoint.retry.time", SimpleNamespace(sleep=slept.append))
     return slept
 
 
 def failing(*errors):
-    """A function that raises these errors, one a call, and then works."""
+    """A function that raises one of the errors in each call, and then works."""
     left = list(errors)
 
     def action():
@@ -31,7 +31,7 @@ def failing(*errors):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, None])
-def test_an_error_that_may_pass_is_tried_again_for_a_quarter_of_a_minute(number, sleeps):
+def test_a_temporary_error_is_retried_for_15_seconds(number, sleeps):
     error = OSError("HTTP 503") if number is None else OSError(number, os.strerror(number))
     assert retry("file", failing(*[error] * 6)) == "read"
     assert 15 <= sum(sleeps) <= 20
@@ -40,7 +40,7 @@ def test_an_error_that_may_pass_is_tried_again_for_a_quarter_of_a_minute(number,
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG])
-def test_an_error_that_stays_is_not_waited_for(number, sleeps):
+def test_a_permanent_error_is_not_retried(number, sleeps):
     with pytest.raises(LaunchError, match=rf"file must be accessible, got \[Errno {number}\]"):
         retry("file", failing(OSError(number, os.strerror(number))))
     assert sleeps == []
@@ -49,13 +49,13 @@ def test_an_error_that_stays_is_not_waited_for(number, sleeps):
 @pytest.mark.parametrize(
     "error", [FileNotFoundError(2, "No such file"), OSError("AWS Error NO_SUCH_KEY during GetObject operation")]
 )
-def test_a_file_that_is_not_there_is_an_answer(error, sleeps):
+def test_a_missing_file_is_not_retried(error, sleeps):
     with pytest.raises(FileNotFoundError):
         retry("file", failing(error))
     assert sleeps == []
 
 
-def test_a_bucket_that_is_not_there_is_not_waited_for(sleeps):
+def test_a_missing_bucket_is_not_retried(sleeps):
     with pytest.raises(LaunchError):
         retry("file", failing(OSError("AWS Error NO_SUCH_BUCKET during HeadObject operation")))
     assert sleeps == []

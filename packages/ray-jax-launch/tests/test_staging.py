@@ -1,4 +1,4 @@
-"""Local files on their way to object storage, and processes that are killed meanwhile."""
+"""Local files before an upload and after a download, and processes that are killed."""
 
 import os
 import subprocess
@@ -59,7 +59,7 @@ def large_files(folder):
             if path.is_file() and path.stat().st_size > 1_000_000:
                 found.append(path)
         except FileNotFoundError:
-            pass  # deleted meanwhile
+            pass  # the process has deleted it
     return found
 
 
@@ -79,7 +79,7 @@ def kill(process):
     process.stdout.close()
 
 
-def kill_when_files_lie_there(process, temporary):
+def kill_when_files_exist(process, temporary):
     try:
         deadline = time.monotonic() + 60
         while not large_files(temporary):
@@ -91,12 +91,12 @@ def kill_when_files_lie_there(process, temporary):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("code", [SAVES, RESTORES], ids=["save", "restore"])
-def test_a_kill_between_disk_and_object_storage_leaves_no_files_on_the_disk(s3, temporary, code, record_property):
+def test_the_next_start_deletes_the_local_files_of_a_killed_process(s3, temporary, code, record_property):
     uri = f"{s3}/{temporary.name}"
     if code is RESTORES:
         with Checkpoints(uri) as checkpoints:
             checkpoints.save(1, {"params": {"w": jnp.ones(4_000_000)}}, metadata={})
-    kill_when_files_lie_there(begin(code, uri), temporary)
+    kill_when_files_exist(begin(code, uri), temporary)
     assert large_files(temporary)
     before = latest_step(uri) or 0
     with Checkpoints(uri) as checkpoints:
@@ -111,7 +111,7 @@ def test_a_kill_between_disk_and_object_storage_leaves_no_files_on_the_disk(s3, 
 
 
 @pytest.mark.fault
-def test_a_start_deletes_no_files_of_a_process_that_lives(s3, temporary, record_property):
+def test_a_start_does_not_delete_files_of_a_living_process(s3, temporary, record_property):
     same, other = f"{s3}/{temporary.name}/same", f"{s3}/{temporary.name}/other"
     processes = [begin(HOLDS, same), begin(HOLDS, other)]
     try:
@@ -129,7 +129,7 @@ def test_a_start_deletes_no_files_of_a_process_that_lives(s3, temporary, record_
     record_property("lost", "nothing")
 
 
-def test_processes_that_start_together_keep_their_own_files(temporary):
+def test_processes_that_start_together_keep_their_files(temporary):
     code = """
 import sys
 from ray_jax_launch._checkpoint.staging import Staging
@@ -147,7 +147,7 @@ for number in range(200):
     assert list(parent.iterdir()) == []
 
 
-def test_a_folder_of_another_user_is_refused(temporary):
+def test_a_folder_of_another_user_is_rejected(temporary):
     folder = temporary / f"ray-jax-launch-{os.getuid()}"
     folder.mkdir()
     try:
@@ -159,7 +159,7 @@ def test_a_folder_of_another_user_is_refused(temporary):
         Staging("s3://bucket/run")
 
 
-def test_a_link_to_a_folder_of_somebody_else_is_refused(temporary):
+def test_a_link_in_place_of_the_folder_is_rejected(temporary):
     (temporary / "elsewhere").mkdir()
     (temporary / f"ray-jax-launch-{os.getuid()}").symlink_to(temporary / "elsewhere")
     with pytest.raises(LaunchError, match=r"ray-jax-launch-.* must be a folder of this user"):

@@ -1,4 +1,4 @@
-"""Storage that fails: reads that fail and then work, disks that are full, folders that cannot be written."""
+"""Storage that fails: temporary read errors, full disks, read-only folders."""
 
 import errno
 import os
@@ -51,19 +51,19 @@ ssize_t pread(int descriptor, void *buffer, size_t size, off_t offset) {
 }
 """
 
-# What every start does first: look for the newest undamaged checkpoint, and quarantine the damaged ones.
+# First step of every start: find the newest undamaged checkpoint, and quarantine damaged ones.
 START = """
 import sys
 from ray_jax_launch import LaunchError, intact_step
 from ray_jax_launch._checkpoint import retry
 retry.DELAYS_S = (0.05,) * 5
 try:
-    print(intact_step(sys.argv[1], set_aside=True))
+    print(intact_step(sys.argv[1], quarantine=True))
 except LaunchError as error:
     print("LaunchError:", error)
 """
 
-# What a process that restores does after another has verified the checkpoint.
+# Restores a checkpoint that another process has verified.
 RESTORE = """
 import sys
 import jax.numpy as jnp
@@ -143,7 +143,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def in_mount_namespace():
-    """Run a shell command and then Python code, where mounts are of this process alone."""
+    """Run a shell command and then Python code, in a mount namespace of their own."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], check=False).returncode != 0:
         pytest.skip("needs unshare, and the permission to mount")
 
@@ -163,7 +163,7 @@ def start(folder, environment, code=START):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
-def test_a_read_error_that_passes_does_not_condemn_a_checkpoint(folder, shim, error, record_property):
+def test_a_checkpoint_with_a_temporary_read_error_is_not_damaged(folder, shim, error, record_property):
     began = time.monotonic()
     answer, log = start(folder, shim("/20/params/", error, 3))
     assert answer == "20"
@@ -175,18 +175,18 @@ def test_a_read_error_that_passes_does_not_condemn_a_checkpoint(folder, shim, er
 
 
 @pytest.mark.fault
-def test_a_read_error_that_stays_ends_the_start_and_changes_nothing(folder, shim, record_property):
+def test_a_permanent_read_error_ends_the_start_and_changes_nothing(folder, shim, record_property):
     answer, _ = start(folder, shim("/20/", errno.EIO, 1_000_000))
     assert answer.startswith("LaunchError: ")
     assert "must be accessible, got [Errno 5]" in answer
     assert sorted(path.name for path in folder.iterdir()) == ["10", "20"]
     assert start(folder, os.environ)[0] == "20"
     record_property("fault", "every read of the newest checkpoint fails with EIO")
-    record_property("lost", "nothing: the start is refused, and works once the storage does")
+    record_property("lost", "nothing: the start is rejected, and succeeds when the storage works")
 
 
 @pytest.mark.fault
-def test_a_read_error_of_the_checksums_does_not_condemn_a_checkpoint(folder, shim, record_property):
+def test_a_checkpoint_with_a_temporary_read_error_of_its_checksums_is_not_damaged(folder, shim, record_property):
     answer, log = start(folder, shim("/20/checksums.json", errno.ESTALE, 2))
     assert answer == "20"
     assert log.count("checksums.json cannot be accessed") == 2
@@ -196,7 +196,7 @@ def test_a_read_error_of_the_checksums_does_not_condemn_a_checkpoint(folder, shi
 
 @pytest.mark.fault
 @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
-def test_a_read_error_that_passes_does_not_fail_a_restore(folder, shim, name, record_property):
+def test_a_restore_succeeds_despite_a_temporary_read_error(folder, shim, name, record_property):
     began = time.monotonic()
     answer, log = start(folder, shim(f"/20/params/{name}", errno.EIO, 2), RESTORE)
     assert answer == "20.0"
@@ -207,15 +207,15 @@ def test_a_read_error_that_passes_does_not_fail_a_restore(folder, shim, name, re
 
 
 @pytest.mark.fault
-def test_a_read_error_that_stays_ends_a_restore_with_a_sentence(folder, shim, record_property):
+def test_a_permanent_read_error_ends_a_restore_with_one_message(folder, shim, record_property):
     answer, _ = start(folder, shim("/20/params/d/", errno.EIO, 1_000_000), RESTORE)
     assert answer.startswith(f"LaunchError: {folder}/20 must be accessible, got [Errno 5]")
     record_property("fault", "every read of the arrays fails with EIO in a restore")
-    record_property("lost", "nothing: the restore is refused, and works once the storage does")
+    record_property("lost", "nothing: the restore is rejected, and succeeds when the storage works")
 
 
 @pytest.mark.fault
-def test_a_full_disk_fails_the_save_and_leaves_the_checkpoints_before_it(tmp_path, in_mount_namespace, record_property):
+def test_a_full_disk_fails_the_save_and_keeps_the_checkpoints_before_it(tmp_path, in_mount_namespace, record_property):
     done = in_mount_namespace(f"mount -t tmpfs -o size=8m tmpfs {tmp_path}", FULL, tmp_path / "checkpoints")
     assert done.returncode == 0, done.stderr
     assert "checkpoint 2 in" in done.stdout
@@ -226,9 +226,7 @@ def test_a_full_disk_fails_the_save_and_leaves_the_checkpoints_before_it(tmp_pat
 
 
 @pytest.mark.fault
-def test_a_folder_on_read_only_storage_is_refused_for_writing_and_can_be_read(
-    tmp_path, in_mount_namespace, record_property
-):
+def test_a_read_only_folder_can_be_read_and_is_rejected_for_writing(tmp_path, in_mount_namespace, record_property):
     folder = tmp_path / "checkpoints"
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, {"params": {"w": jnp.ones(10)}}, metadata={})
@@ -238,10 +236,10 @@ def test_a_folder_on_read_only_storage_is_refused_for_writing_and_can_be_read(
     assert "the folder of the checkpoints must be writable, got [Errno 30] Read-only file system" in done.stdout
     assert done.stdout.endswith("read\n")
     record_property("fault", "the storage of the checkpoints is mounted read-only")
-    record_property("lost", "nothing: the start is refused")
+    record_property("lost", "nothing: the start is rejected")
 
 
-def test_a_file_where_the_folder_should_be_is_refused(tmp_path):
+def test_a_file_in_place_of_the_folder_is_rejected(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="the folder of the checkpoints must be writable, got"):
         Checkpoints(tmp_path / "file")

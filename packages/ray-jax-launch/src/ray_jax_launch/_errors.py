@@ -1,51 +1,51 @@
-"""The errors of this package that a caller can catch or raise."""
+"""Errors of this package that a caller can catch or raise."""
 
 
 class LaunchError(ValueError):
-    """What was asked for cannot be run. The message says what was expected, what came, and what to do.
+    """An argument or the environment is not valid. The message names the constraint, the value and the remedy.
 
-    A loop may raise it too, for what only a worker can see. `launch` then raises it, and restarts nothing.
+    A loop may raise it too, for an error that only a worker can see. `launch` then raises it and does not restart.
     """
 
 
 class OutOfMemoryError(LaunchError):
-    """What a loop computes does not fit in memory. A restart does not help, so `launch` does not try."""
+    """The computation of a loop does not fit in memory. `launch` does not restart, which would not help."""
 
 
 class PermanentError(RuntimeError):
-    """A failure of a loop that would happen again after a restart, such as a loss that is no longer finite.
+    """A failure of a loop that a restart would repeat, such as a loss that is not finite.
 
-    Raise it, or a subclass, in a loop: `launch` restarts nothing, and raises `TrainingFailed`.
+    Raise it or a subclass in a loop. `launch` then does not restart, and raises `TrainingFailed`.
     """
 
 
 class DamagedCheckpointError(ValueError):
-    """No checkpoint of a run can be restored: all of them are damaged."""
+    """A checkpoint is not what was written. From a search for an undamaged checkpoint: all are damaged."""
 
 
 class DeletedCheckpointError(ValueError):
-    """A checkpoint was deleted while it was read, because the run that writes it has a newer one."""
+    """A checkpoint was deleted while it was read, because the run has a newer checkpoint."""
 
 
 class MismatchedCheckpointError(LaunchError):
-    """A checkpoint does not hold the arrays that it is to be restored into: another model has written it."""
+    """A checkpoint does not hold the arrays that are to be restored: another model wrote it."""
 
 
 class UnsavedCheckpointError(RuntimeError):
-    """A checkpoint could not be written. The error that prevented it is the cause (`__cause__`)."""
+    """A checkpoint could not be written. `__cause__` is the error that prevented it."""
 
 
 class StorageFullError(UnsavedCheckpointError, LaunchError):
-    """A checkpoint could not be written for want of room. A restart does not help, so `launch` does not try."""
+    """A checkpoint could not be written to full storage. `launch` does not restart, which would not help."""
 
 
 class TrainingFailed(RuntimeError):
-    """A worker failed more often than it may.
+    """A worker failed more often than `max_failures` allows.
 
     Attributes:
-        rank: the first worker that failed, or None where the launch itself did.
-        details: that worker's traceback.
-        log_folder: Ray's full logs, on each node.
+        rank: the first worker that failed, or None if the launch itself failed.
+        details: traceback of this worker.
+        log_folder: folder of Ray's full logs on each node.
     """
 
     def __init__(self, message: str, rank: int | None, details: str, log_folder: str) -> None:

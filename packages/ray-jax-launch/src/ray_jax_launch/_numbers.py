@@ -1,4 +1,4 @@
-"""Numbers that a caller gives."""
+"""Checks of numbers that a caller passes."""
 
 import math
 import operator
@@ -8,17 +8,17 @@ from ray_jax_launch._errors import LaunchError
 
 
 def check_number(name: str, value: Any, *, at_least: float, whole: bool = True, remedy: str = "Change it") -> Any:
-    """A number of a caller's as an int, or as a float where it need not be whole.
+    """Return a caller's number as an int, or as a float if it need not be whole.
 
     Args:
-        name: what the number is, for the message.
-        value: an int, or what stands for one, such as NumPy's; where it need not be whole, a float too.
-        at_least: the smallest number.
-        whole: whether it must be a whole number.
-        remedy: a sentence for the message, without its end.
+        name: name of the number in the message.
+        value: an int or NumPy integer. If the number need not be whole, a float is accepted too.
+        at_least: smallest number that is accepted.
+        whole: True if the number must be whole.
+        remedy: last sentence of the message, without the period.
 
     Raises:
-        LaunchError: it is no such number, or it is not finite.
+        LaunchError: the value is not a number, not finite, or too small.
     """
     try:
         number = operator.index(value) if whole else float(value)
@@ -26,5 +26,5 @@ def check_number(name: str, value: Any, *, at_least: float, whole: bool = True, 
         number = math.nan
     if isinstance(value, bool | str) or not at_least <= number < math.inf:
         kind = "whole number" if whole else "number"
-        raise LaunchError(f"{name} must be a {kind} of at least {at_least}, got {value!r}. {remedy}")
+        raise LaunchError(f"{name} must be a {kind} of at least {at_least}, got {value!r}. {remedy}.")
     return number

@@ -1,4 +1,4 @@
-"""Where a run is kept: a folder, or a place in object storage. Light to import, for command lines."""
+"""Storage of runs: folders and URIs of object storage. Imports in milliseconds, for command lines."""
 
 import os
 import re
@@ -27,17 +27,17 @@ _LOST_URI = re.compile(f"{_SCHEME}/|file:", re.IGNORECASE)
 
 
 def as_storage_path(place: StoragePath) -> StoragePath:
-    """The place that a user has written.
+    """Parse a storage path that a user has written.
 
     Args:
-        place: a folder, where `~` is the home folder; or a URI. `file:///a%20b` is the folder `/a b`, any other URI
+        place: a folder, where `~` is the home folder, or a URI. `file:///a%20b` is the folder `/a b`. Any other URI
             is object storage.
 
     Returns:
-        A `Path` for a folder, a text for object storage.
+        A `Path` for a folder, a string for object storage.
 
     Raises:
-        LaunchError: it can be neither.
+        LaunchError: the text is neither a folder nor a URI.
 
     >>> as_storage_path("file:///data/my%20runs"), as_storage_path("s3://bucket/runs")
     (PosixPath('/data/my runs'), 's3://bucket/runs')
@@ -50,71 +50,72 @@ def as_storage_path(place: StoragePath) -> StoragePath:
         text = unquote(match[1])
     if not text or "\0" in text or _LOST_URI.match(text):
         raise LaunchError(
-            f"a storage path must be a folder, or the text of a URI, got {place!r}. Name a folder, or give a text such "
-            "as s3://bucket/runs"
+            f"a storage path must be a folder, or the text of a URI, got {place!r}. Name a folder, or a URI such as "
+            "s3://bucket/runs."
         )
     return Path(text)
 
 
 def check_run_name(name: str) -> None:
-    """Check that a text can be the name of a run, which is the name of a folder and a part of a URI.
+    """Check that a text can be the name of a run, which becomes the name of a folder and appears in URIs.
 
     Raises:
-        LaunchError: it cannot.
+        LaunchError: the text cannot be a name.
     """
     if not isinstance(name, str) or not name.isprintable() or not name or name[0] in ". " or {*name} & {*"/?"}:
         raise LaunchError(
             f"name must be a printable text that begins with no dot or space and has no / and ? in it, got {name!r}. "
-            "Choose another"
+            "Choose another."
         )
 
 
 def join_path(place: StoragePath, *names: str) -> StoragePath:
-    """A name below a place, of the same kind.
+    """Append names to a storage path.
 
-    In a URI the name is percent-encoded where it must be, and the options, after `?`, stay at the end.
+    In a URI, the names are percent-encoded, and the options after `?` stay at the end.
     """
     place = as_storage_path(place)
     if isinstance(place, Path):
         return place.joinpath(*names)
-    address, mark, options = place.partition("?")
-    return "/".join((address.rstrip("/"), *(quote(name, safe="/:+") for name in names))) + mark + options
+    address, question_mark, options = place.partition("?")
+    return "/".join((address.rstrip("/"), *(quote(name, safe="/:+") for name in names))) + question_mark + options
 
 
 def is_uri(place: StoragePath) -> bool:
-    """Whether this is object storage, and not a folder."""
+    """Return whether a storage path is a URI of object storage."""
     return isinstance(place, str) and _URI.match(place) is not None
 
 
 def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
-    """The filesystem that a URI names, and the path there, as Ray opens them.
+    """Open the filesystem of a URI in the same way as Ray. Return it with the path in it.
 
     Args:
         uri: such as `s3://bucket/path`.
-        create: make the folder, which also tells whether writing is allowed. A bucket is never made.
+        create: make the folder, which also checks that writing is allowed. A bucket is never made.
 
     Raises:
-        LaunchError: no such filesystem is known, it does not answer within 20 s, or it does not let us in.
+        LaunchError: the scheme is unknown, the server does not answer within 20 s or denies access, or the URI is
+            that of a file.
     """
     from pyarrow.fs import FileSystem, FileType  # half a second: only where object storage is used
 
     try:
-        found = _in_time(lambda: _look(uri))
+        if _in_time(lambda: _file_info(uri)).type == FileType.File:
+            raise NotADirectoryError("a file")
         filesystem, path = FileSystem.from_uri(uri)
-        if create and found.type != FileType.File:
+        if create:
             filesystem.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
         reason = str(error) or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
         raise LaunchError(
-            f"expected a folder, s3://bucket/path or gs://bucket/path that can be reached, got {uri}: {reason}"
+            f"the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got {uri}: "
+            f"{reason}. Check the address, the credentials and the network."
         ) from error
-    if found.type == FileType.File:
-        raise LaunchError(f"expected a folder as storage, but {uri} is a file: name another")
     return filesystem, path
 
 
-def _look(uri: str) -> Any:
-    """What is at a URI."""
+def _file_info(uri: str) -> Any:
+    """Return pyarrow's description of the folder or file at a URI."""
     from pyarrow.fs import FileSystem  # see open_uri
 
     if uri.startswith(_GOOGLE) and _PATIENCE not in uri:
@@ -125,10 +126,10 @@ def _look(uri: str) -> Any:
 
 
 def _in_time(action: Callable[[], Any]) -> Any:
-    """The result of a function, which may take minutes where a server is silent: the clients repeat their requests.
+    """Return the result of a function. It may take minutes if a server is silent, because clients repeat requests.
 
     Raises:
-        TimeoutError: it took too long. It goes on in a thread that does not keep the process alive.
+        TimeoutError: the function took too long. It continues in a thread that does not keep the process alive.
     """
     answer: Future[Any] = Future()
 

@@ -1,4 +1,4 @@
-"""Answers that only the first process finds out, for all processes."""
+"""Messages between the processes of a run, such as a result that one process computes for the others."""
 
 import json
 from collections.abc import Callable
@@ -10,40 +10,55 @@ from jax.experimental import multihost_utils
 
 from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError
 
-_SMALLEST_MESSAGE = 1024
+_MIN_MESSAGE_BYTES = 1024
 _ERRORS = {error.__name__: error for error in (DamagedCheckpointError, DeletedCheckpointError, LaunchError)}
 
 
-def from_first_process(find: Callable[[], Any]) -> Any:
-    """What a function returns in the first process, in every process. An error there is raised in all of them.
+def from_first_process(compute: Callable[[], Any]) -> Any:
+    """Call a function in the first process, and return its result in all processes.
 
-    File systems answer different hosts differently for a while (NFS keeps listings), so only one of them is asked.
+    File systems answer different hosts differently for a while (NFS caches listings), so only one host is asked. An
+    error is raised in all processes.
 
     Args:
-        find: called in the first process alone. Its result is JSON.
+        compute: returns JSON.
     """
-    error: Exception | None = None
-    result = None
-    if jax.process_index() == 0:
+    return from_leader(0, compute)
+
+
+def from_leader(leader: int, compute: Callable[[], Any]) -> Any:
+    """Call a function in each process that leads others, and return its result in the processes that follow it.
+
+    An error of any leader is raised in all processes.
+
+    Args:
+        leader: rank of the process whose result is returned here. A process that names its own rank leads.
+        compute: returns JSON.
+    """
+    message, error = {}, None
+    if leader == jax.process_index():
         try:
-            result = find()
-        except (OSError, ValueError) as found:
-            error = found
-    if jax.process_count() > 1:
-        message = {"result": result} if error is None else {"error": type(error).__name__, "text": str(error)}
-        told = json.loads(_broadcast(json.dumps(message).encode()))
-        result = told.get("result")
-        if error is None and "error" in told:
-            error = _ERRORS.get(told["error"], LaunchError)(f"process 0: {told['text']}")
+            message = {"result": compute()}
+        except (OSError, ValueError) as raised:
+            message, error = {"error": type(raised).__name__, "text": str(raised)}, raised
+    messages = gather(message)
+    for rank, other in enumerate(messages):
+        if error is None and "error" in other:
+            error = _ERRORS.get(other["error"], LaunchError)(f"process {rank}: {other['text']}")
     if error is not None:
         raise error
-    return result
+    return messages[leader]["result"]
 
 
-def _broadcast(message: bytes) -> bytes:
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(message))))
-    # Each shape is compiled once: there are few of them.
-    padded = np.zeros(max(_SMALLEST_MESSAGE, 1 << (size - 1).bit_length()), np.int32)
-    if jax.process_index() == 0:
-        padded[:size] = np.frombuffer(message, np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(padded))[:size].astype(np.uint8).tobytes()
+def gather(message: Any) -> list[Any]:
+    """Return the messages of all processes by rank. Each process sends one message, which is JSON."""
+    if jax.process_count() == 1:
+        return [message]
+    content = json.dumps([jax.process_index(), message]).encode()
+    size = int(multihost_utils.process_allgather(np.int32(len(content))).max())
+    # JSON may end in spaces. Each size is compiled once, so there are few of them.
+    padded = content.ljust(max(_MIN_MESSAGE_BYTES, 1 << (size - 1).bit_length()))
+    rows = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
+    # The rows are in the order of the devices, which is not that of the processes on every TPU slice.
+    messages: dict[int, Any] = dict(json.loads(row.tobytes()) for row in rows)
+    return [messages[rank] for rank in range(jax.process_count())]

@@ -1,6 +1,6 @@
-"""Which checkpoints there are, and whether their files are those that were written.
+"""List of checkpoints in a folder or in object storage, and verification of their files.
 
-Imports no jax, so that drivers can ask without touching the devices.
+Does not import jax, so that a driver can use it without touching the devices.
 """
 
 import logging
@@ -8,43 +8,43 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ray_jax_launch._checkpoint.folder_store import Folders
-from ray_jax_launch._checkpoint.object_store import Objects
+from ray_jax_launch._checkpoint.folder_store import FolderStore
+from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._storage import StoragePath, as_storage_path
 
 _logger = logging.getLogger("ray_jax_launch")
 
 
-class Kept(Protocol):
-    """Checkpoints by their numbers, in a folder or in object storage. Written by one process at a time."""
+class CheckpointStore(Protocol):
+    """Numbered checkpoints in a folder or in object storage. One process at a time writes."""
 
     def prepare(self) -> None:
-        """Make the place ready for a run that writes: delete what a killed process left half written."""
+        """Make the folder, and delete checkpoints that a killed process left incomplete."""
         ...
 
     def steps(self) -> list[int]:
-        """Numbers of the complete checkpoints, in no order."""
+        """Return the numbers of the complete checkpoints, in no order."""
         ...
 
-    def mark(self, step: int) -> Hashable:
-        """Something that stays equal as long as a checkpoint is there; None once it is deleted."""
+    def version(self, step: int) -> Hashable:
+        """Return a value that changes when a checkpoint is replaced; None if there is no such checkpoint."""
         ...
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """What was saved as a checkpoint's metadata."""
+        """Return a checkpoint's metadata."""
         ...
 
     def score(self, step: int) -> float | None:
-        """What the best checkpoints are chosen by."""
+        """Return a checkpoint's score. The best checkpoints have the lowest scores."""
         ...
 
     def find_damage(self, step: int) -> str | None:
-        """What is wrong with a checkpoint; None if nothing is."""
+        """Read a checkpoint. Return a description of the damage, or None."""
         ...
 
-    def set_aside(self, step: int) -> None:
-        """Quarantine a checkpoint: list it no longer."""
+    def quarantine(self, step: int) -> None:
+        """Rename a checkpoint, so that it is no longer listed and its number is free."""
         ...
 
     def delete(self, step: int) -> None:
@@ -52,77 +52,77 @@ class Kept(Protocol):
         ...
 
 
-def kept_in(folder: StoragePath) -> Kept:
-    """The checkpoints in a folder or below a URI."""
-    place = as_storage_path(folder)
-    return Folders(place) if isinstance(place, Path) else Objects(place)
+def open_store(folder: StoragePath) -> CheckpointStore:
+    """Return the checkpoints in a folder or below a URI."""
+    path = as_storage_path(folder)
+    return FolderStore(path) if isinstance(path, Path) else ObjectStore(path)
 
 
 def latest_step(folder: StoragePath) -> int | None:
-    """Number of the newest complete checkpoint in a folder or below a URI, or None where there is none.
+    """Return the number of the newest complete checkpoint in a folder or below a URI, or None.
 
-    A checkpoint that is being written is not listed. Nothing is read: see `intact_step`.
+    A checkpoint that is being written does not count. The files are not read; `intact_step` verifies them.
     """
     return max(list_steps(folder), default=None)
 
 
 def list_steps(folder: StoragePath) -> list[int]:
-    """Numbers of all complete checkpoints in a folder or below a URI, in no order."""
-    return kept_in(folder).steps()
+    """Return the numbers of all complete checkpoints in a folder or below a URI, in no order."""
+    return open_store(folder).steps()
 
 
 def newest_metadata(folder: StoragePath) -> dict[str, Any] | None:
-    """The metadata of the newest checkpoint whose metadata can be read, or None where there is none.
+    """Return the metadata of the newest checkpoint whose metadata can be read, or None.
 
-    A checkpoint whose metadata are damaged, or that a running run deletes meanwhile, is passed over. The arrays are not
-    read: see `intact_step`.
+    A checkpoint is skipped if its metadata is damaged, or if a running run deletes it. The arrays are not read;
+    `intact_step` verifies them.
 
     Args:
-        folder: where the checkpoints are; a URI is object storage.
+        folder: folder of the checkpoints, or a URI of object storage.
 
     Raises:
-        LaunchError: the storage cannot be read, also after several attempts.
+        LaunchError: the storage cannot be read after several attempts.
     """
-    kept = kept_in(folder)
+    store = open_store(folder)
     unreadable: set[int] = set()
-    while left := set(kept.steps()) - unreadable:
+    while left := set(store.steps()) - unreadable:
         step = max(left)
         try:
-            return kept.metadata(step)
+            return store.metadata(step)
         except DamagedCheckpointError:
             unreadable.add(step)
     return None
 
 
-def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
-    """Number of the newest checkpoint whose files have the sizes and checksums they were written with.
+def intact_step(folder: StoragePath, *, quarantine: bool = False) -> int | None:
+    """Return the number of the newest checkpoint whose files have the sizes and checksums that were written.
 
-    Every file of the newest checkpoint is read; files of older ones only if the newest is damaged. A checkpoint that
-    a running run deletes meanwhile is skipped. In a folder, a checkpoint without checksums, as versions before 0.3
-    could leave them, counts as intact.
+    All files of the newest checkpoint are read. Older checkpoints are read only if newer ones are damaged. A checkpoint
+    that a running run deletes is skipped. In a folder, a checkpoint without checksums counts as intact, because
+    versions before 0.3 could write none.
 
     Args:
-        folder: where the checkpoints are; a URI is object storage.
-        set_aside: quarantine damaged checkpoints: rename them, from 40 to 40.damaged, so that they are no longer
-            listed and their numbers are free. (In object storage the object that lists it is renamed.) For one
-            process, while none writes.
+        folder: folder of the checkpoints, or a URI of object storage.
+        quarantine: rename damaged checkpoints, such as 40 to 40.damaged, so that they are no longer listed and their
+            numbers are free. (In object storage, `checkpoint.json` is renamed.) Only for one process, while no
+            process writes.
 
     Returns:
-        The number, or None where there is no checkpoint at all. Each damaged one is logged as a warning.
+        The number, or None if there is no checkpoint. Each damaged checkpoint is logged as a warning.
 
     Raises:
         DamagedCheckpointError: there are checkpoints, and all of them are damaged.
-        LaunchError: the storage cannot be read, also after several attempts. Nothing was changed.
+        LaunchError: the storage cannot be read after several attempts. Nothing was changed.
     """
-    kept = kept_in(folder)
+    store = open_store(folder)
     damaged: dict[int, str] = {}
     step = None
-    while left := sorted(set(kept.steps()) - damaged.keys(), reverse=True):
-        problem = kept.find_damage(left[0])
+    while left := sorted(set(store.steps()) - damaged.keys(), reverse=True):
+        problem = store.find_damage(left[0])
         if problem is None:
             step = left[0]
             break
-        if left[0] in kept.steps():  # else the run that writes has deleted it
+        if left[0] in store.steps():  # else the run has deleted it
             damaged[left[0]] = problem
     if damaged and step is None:
         raise all_damaged(folder, damaged)
@@ -130,15 +130,15 @@ def intact_step(folder: StoragePath, *, set_aside: bool = False) -> int | None:
         _logger.warning(
             "checkpoint %s in %s is damaged (%s): going back to checkpoint %s", number, folder, problem, step
         )
-        if set_aside:
-            kept.set_aside(number)
+        if quarantine:
+            store.quarantine(number)
     return step
 
 
 def all_damaged(folder: StoragePath, damaged: Mapping[int, str]) -> DamagedCheckpointError:
-    """The error that says that every checkpoint is damaged, and how."""
+    """Return an error that describes the damage of each checkpoint."""
     listed = "; ".join(f"{step}: {problem}" for step, problem in damaged.items())
     return DamagedCheckpointError(
-        f"expected an undamaged checkpoint in {folder}, but all are damaged ({listed}): restore them from a copy, "
-        "or start a new run in another folder"
+        f"{folder} must hold an undamaged checkpoint, got damaged ones only ({listed}). Restore them from a copy, or "
+        "start a new run in another folder."
     )

@@ -1,4 +1,4 @@
-"""Crash-safe numbered checkpoints, each of them listed only once it is complete."""
+"""Crash-safe numbered checkpoints, listed only after commit."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from ray_jax_launch._checkpoint.broadcast import from_first_process
-from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, kept_in
+from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, open_store
 from ray_jax_launch._checkpoint.pytree import as_wanted, to_save
 from ray_jax_launch._checkpoint.writers import RESERVED, make_writer
 from ray_jax_launch._errors import (
@@ -30,11 +30,11 @@ from ray_jax_launch._errors import (
 from ray_jax_launch._numbers import check_number
 from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
 
-# How long `restore_latest` goes on to newer checkpoints: so many times, and so many seconds.
+# `restore_latest` tries newer checkpoints at least this often, and for this time.
 _MIN_ATTEMPTS, _PATIENCE_S = 5, 60.0
-# Of a full disk, and of a full quota. Orbax and tensorstore pass on the text of these errors, not their numbers.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# What Orbax, tensorstore and the file system raise when files vanish while they are read.
+# A full disk, and a full quota. Errors of Orbax and tensorstore have the text of these errors, not the numbers.
+_STORAGE_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Errors of Orbax, tensorstore and the file system if files are deleted while they are read.
 _READ_ERRORS = (OSError, ValueError, LookupError, RuntimeError)
 
 _logger = logging.getLogger("ray_jax_launch")
@@ -42,50 +42,50 @@ T = TypeVar("T")
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read."""
+    """A restored checkpoint."""
 
     step: int
-    """Its number."""
+    """Number of the checkpoint."""
 
     items: dict[str, Any]
-    """The trees that were asked for."""
+    """The requested trees."""
 
     metadata: dict[str, Any]
-    """What was saved as its metadata."""
+    """Metadata of the checkpoint."""
 
 
 class _Pending(NamedTuple):
-    """A save that has begun."""
+    """A save in the background."""
 
     step: int
     scores: dict[int, float | None]
-    """The checkpoints that are kept once it is durable, and what the best are chosen by."""
+    """Scores of the checkpoints to keep once this save is durable."""
 
     done: Future[None]
 
 
 class Checkpoints:
-    """The checkpoints of a run, written and read by all of its processes together.
+    """Numbered checkpoints of a run, written and read by all processes together.
 
-    Every process writes its own shards, in the background. A checkpoint is listed once it is complete, with
-    checksums of its files: in a folder, Orbax writes under a temporary name and renames; in object storage, an object
+    Every process writes its own shards in the background. A checkpoint is listed when it is complete, with checksums
+    of its files. In a folder, Orbax writes under a temporary name, and renames at the end. In object storage, an object
     that lists the others is written last.
 
-    The first process alone looks at the storage, and tells the others which checkpoints there are: what
-    `latest_step` answers is the same on every process, also where NFS shows an old listing to one of them. So each
-    call is made by every process, at the same point.
+    Only the first process lists the storage, and sends the list to the others. All processes therefore have the same
+    `latest_step`, even if NFS shows an old listing to one of them. Every process must make each call, at the same
+    point of the loop.
 
     Args:
-        folder: where to: a folder on storage that all processes share, made if missing; or a URI such as
-            `s3://bucket/run/checkpoints`, opened as Ray opens its own (by `pyarrow.fs`). For a URI, every
-            process has its shards on its local disk (see `TMPDIR`) until they are uploaded, and reads the entire
-            checkpoint to there when it restores. In a loop that `launch` runs it may be left out: `checkpoints` in
-            the run's own folder.
-        num_to_keep: how many of the newest to keep.
-        num_best_to_keep: how many of those with the lowest scores to keep beside them (see `save`).
-        read_only: change nothing in the folder, not even what a crash left there.
-        verify: read the newest checkpoint to compare its checksums, and quarantine damaged ones with a warning,
-            so that the one before it is now the newest. Only the first process reads. Without effect if `read_only`.
+        folder: a folder on storage that all processes share, made if missing; or a URI such as
+            `s3://bucket/run/checkpoints`, opened as Ray opens URIs (by `pyarrow.fs`). For a URI, every process
+            writes its shards to the local disk (see `TMPDIR`) before it uploads them. To restore, one process of each
+            node downloads the requested items to the local disk. Default in a loop that `launch` runs: `checkpoints`
+            in the run's folder.
+        num_to_keep: number of newest checkpoints to keep.
+        num_best_to_keep: number of checkpoints with the lowest scores to keep in addition (see `save`).
+        read_only: change nothing in the folder, and do not clean up after a crash.
+        verify: read the newest checkpoint and compare its checksums. A damaged checkpoint is quarantined with a
+            warning, and the one before it becomes the newest. Only the first process reads. No effect if `read_only`.
 
     Raises:
         DamagedCheckpointError: there are checkpoints, and all of them are damaged.
@@ -112,25 +112,25 @@ class Checkpoints:
             from ray_jax_launch._train.worker_context import current_session  # imports Ray Train, which takes seconds
 
             folder = join_path(current_session().run_path, "checkpoints")
-        place = as_storage_path(folder)
-        self._folder = place.absolute() if isinstance(place, Path) else place
+        path = as_storage_path(folder)
+        self._folder = path.absolute() if isinstance(path, Path) else path
         self._num_to_keep = check_number("num_to_keep", num_to_keep, at_least=1)
         self._num_best_to_keep = check_number("num_best_to_keep", num_best_to_keep, at_least=0)
         self._read_only, self._closed = read_only, False
         self._pending: _Pending | None = None
 
-        def look() -> tuple[list[tuple[int, float | None]], str]:
+        def open_and_list() -> tuple[list[tuple[int, float | None]], str]:
             if not read_only:
-                kept_in(self._folder).prepare()
+                open_store(self._folder).prepare()
                 if verify:
-                    intact_step(self._folder, set_aside=True)
+                    intact_step(self._folder, quarantine=True)
             return self._list(), uuid.uuid4().hex
 
-        listed, run_id = from_first_process(look)
+        listed, run_id = from_first_process(open_and_list)
         self._scores: dict[int, float | None] = dict(listed)
         self._durable_step = self.latest_step()
-        self._kept = kept_in(self._folder)
-        self._writer = make_writer(self._folder, self._kept, run_id)
+        self._store = open_store(self._folder)
+        self._writer = make_writer(self._folder, self._store, run_id)
         self._thread = ThreadPoolExecutor(1, "checkpoints")
 
     def __enter__(self) -> "Checkpoints":
@@ -143,7 +143,7 @@ class Checkpoints:
             if exc is None:
                 self.wait()
             elif self._pending is not None:
-                # What was saved before the error is worth waiting for, and the error is what the caller should see.
+                # The save before the error is completed. The caller gets the error of the `with` block.
                 error = self._pending.done.exception()
                 if error is not None:
                     _logger.error("checkpoint %s in %s was not saved: %s", self._pending.step, self._folder, error)
@@ -153,17 +153,17 @@ class Checkpoints:
             self._writer.close()
 
     def latest_step(self) -> int | None:
-        """Number of the newest checkpoint, or None where there is none. The same on every process.
+        """Return the number of the newest checkpoint, or None. All processes return the same number.
 
-        A checkpoint that is being saved counts once `wait`, or the next `save`, has returned.
+        A checkpoint that is being saved counts when `wait` or the next `save` has returned.
         """
         return max(self._scores, default=None)
 
     def durable_step(self) -> int | None:
-        """Number of the newest checkpoint that is known to be durable, or None. Does not wait.
+        """Return the number of the newest checkpoint that is known to be durable, or None. Does not wait.
 
-        A checkpoint that is being saved counts as soon as it is listed. Unlike `latest_step`, the processes may
-        answer differently at the same moment: for what one process does alone, such as reporting.
+        A checkpoint that is being saved counts as soon as it is listed. Processes can return different numbers at
+        the same time, unlike `latest_step`. Use it for work of one process, such as reports.
         """
         return self._durable_step
 
@@ -172,29 +172,30 @@ class Checkpoints:
     ) -> None:
         """Copy arrays to host memory and begin to write them as a checkpoint, in the background.
 
-        The save before this one is waited for first. The checkpoint is durable once `wait` or the next `save` has
-        returned, or the `with` block has ended; these raise what went wrong in the background. A checkpoint that is
-        no longer to be kept is deleted in the background, once this one is durable.
+        This first waits for the save before. The checkpoint is durable when `wait` or the next `save` has returned, or
+        the `with` block has ended. They raise errors of the background. When the checkpoint is durable, old
+        checkpoints are deleted in the background.
 
         Args:
-            step: its number.
-            items: named trees of arrays and numbers, restored together or one by one. They may change once this
-                returns. Where there are several processes, the arrays are global ones, whose shards are on all of them.
-            metadata: anything that JSON can hold.
-            score: what the best are chosen by, such as a validation loss: lower is better. One that is not finite
-                counts as none.
+            step: number of the checkpoint.
+            items: named trees of arrays and numbers, which can be restored together or one by one. The caller can
+                change them when this returns. With several processes, the arrays are global arrays with shards on
+                all of them.
+            metadata: a JSON object.
+            score: a number such as a validation loss. The checkpoints with the lowest scores are the best. A score
+                that is not finite is ignored.
 
         Raises:
-            ValueError: the step is not later than the newest checkpoint's; an item cannot be named so, or is no
-                tree; a leaf is no number, is empty, or is of this process alone; or this was opened read-only, or is
-                closed.
-            TypeError: the metadata hold what JSON does not.
-            UnsavedCheckpointError: the save before this one failed.
+            ValueError: the step is not greater than that of the newest checkpoint; the name of an item is not valid;
+                an item is not a tree; a leaf is not a number, is empty, or belongs to this process only; or this
+                object is read-only or closed.
+            TypeError: the metadata cannot be JSON.
+            UnsavedCheckpointError: the save before failed.
         """
         if self._closed or self._read_only:
             raise ValueError(
-                f"expected checkpoints that are open for writing, but these in {self._folder} are "
-                f"{'closed' if self._closed else 'opened read-only'}: make a new Checkpoints"
+                f"the checkpoints in {self._folder} must be open for writing, got "
+                f"{'closed' if self._closed else 'read-only'} ones. Make a new Checkpoints object."
             )
         self.wait()
         newest = self.latest_step()
@@ -207,37 +208,33 @@ class Checkpoints:
         for name in items:
             if name in RESERVED or not re.fullmatch(r"[a-zA-Z][\w-]{0,99}", str(name), re.ASCII):
                 raise ValueError(
-                    "expected names of items in letters, digits, - and _, other than "
-                    f"{' and '.join(RESERVED)}, got {name!r}"
+                    "the name of an item must be a letter followed by letters, digits, - and _, and not "
+                    f"{' or '.join(RESERVED)}, got {name!r}. Rename the item."
                 )
         trees = to_save(items)
         json.dumps(dict(metadata))
-        # A number of jax's or NumPy's would not become JSON.
+        # Numbers of jax and NumPy are not JSON.
         score = None if score is None or not math.isfinite(score) else float(score)
         self._writer.begin(step, trees, dict(metadata), score)
-        scores = self._kept_of({**self._scores, step: score})
+        scores = self._select({**self._scores, step: score})
         self._pending = _Pending(step, scores, self._thread.submit(self._finish, step, scores))
 
     def wait(self) -> None:
-        """Return once the checkpoint that is being saved is durable and listed.
+        """Wait until the checkpoint that is being saved is durable and listed.
 
         Raises:
-            UnsavedCheckpointError: it could not be written. Its cause says why.
-            StorageFullError: there was no room for it.
+            UnsavedCheckpointError: the checkpoint could not be written. `__cause__` is the reason.
+            StorageFullError: the storage is full.
         """
         if self._pending is None:
             return
         (step, scores, done), self._pending = self._pending, None
         error = done.exception()
-        if error is not None and any(os.strerror(number) in str(error) for number in _NO_ROOM):
-            raise StorageFullError(
-                f"the storage must have room for a checkpoint, got a full disk at checkpoint {step} in {self._folder}. "
-                "Free some space, then start again: the checkpoints before it are unchanged"
-            ) from error
         if error is not None:
-            raise UnsavedCheckpointError(
+            is_full = any(os.strerror(number) in str(error) for number in _STORAGE_FULL)
+            raise (StorageFullError if is_full else UnsavedCheckpointError)(
                 f"checkpoint {step} in {self._folder} must be written, got {error}. The checkpoints before it are "
-                "unchanged: check the storage, then start again"
+                f"unchanged. {'Free some space' if is_full else 'Check the storage'}, then start again."
             ) from error
         self._scores = scores
 
@@ -245,15 +242,15 @@ class Checkpoints:
         """Read items of a checkpoint.
 
         Args:
-            step: its number.
-            like: for each item wanted, a tree of arrays or `jax.ShapeDtypeStruct`s whose types and shardings the
-                result has. These need not be those it was saved from; its leaves and their shapes must.
+            step: number of the checkpoint.
+            like: for each requested item, a tree of arrays or `jax.ShapeDtypeStruct`s. The result has their types and
+                shardings, which can differ from those that were saved. The leaves and their shapes must be the same.
 
         Raises:
             ValueError: there is no checkpoint of this number.
-            MismatchedCheckpointError: there is no such item, leaf or shape in it.
-            DamagedCheckpointError: it was damaged since it was last read (object storage only).
-            DeletedCheckpointError: it was opened read-only, and the run that writes deleted it meanwhile.
+            MismatchedCheckpointError: the checkpoint does not have these items, leaves or shapes.
+            DamagedCheckpointError: the checkpoint was damaged after it was verified (object storage only).
+            DeletedCheckpointError: this object is read-only, and the run deleted the checkpoint.
             LaunchError: the storage cannot be read, or a node does not see the folder.
         """
         self._check_exists(step)
@@ -261,22 +258,22 @@ class Checkpoints:
         return _as_wanted(like, restored)
 
     def restore_latest(self, like: Mapping[str, Any]) -> Restored | None:
-        """Read items of the newest undamaged checkpoint, beside a run that may be writing and deleting.
+        """Read items of the newest undamaged checkpoint. A run can write and delete checkpoints at the same time.
 
-        Opened read-only by one process, this looks for new checkpoints, copies the files of the items to the local
-        disk (see `TMPDIR`), compares their checksums, and takes a newer checkpoint where the run deletes the one that
-        is read. Otherwise it is `restore` of the newest checkpoint.
+        Read-only and with one process, this looks for new checkpoints, copies the files of the items to the local
+        disk (see `TMPDIR`), and compares their checksums. If the run deletes the checkpoint, a newer one is read.
+        Otherwise this calls `restore` for the newest checkpoint.
 
         Args:
             like: see `restore`.
 
         Returns:
-            The checkpoint, or None where there is none.
+            The checkpoint, or None if there is none.
 
         Raises:
-            MismatchedCheckpointError: there is no such item, leaf or shape in it.
+            MismatchedCheckpointError: the checkpoint does not have these items, leaves or shapes.
             DamagedCheckpointError: there are checkpoints, and all of them are damaged.
-            LaunchError: the storage cannot be read; or checkpoints are deleted faster than they can be read.
+            LaunchError: the storage cannot be read, or checkpoints are deleted faster than they can be read.
         """
         if not self._read_only or jax.process_count() > 1:
             step = self._newest()
@@ -299,27 +296,27 @@ class Checkpoints:
             except DeletedCheckpointError:
                 continue
         raise LaunchError(
-            f"a checkpoint in {self._folder} must last as long as it takes to read one, got {num_attempts} that were "
-            "deleted meanwhile. Save less often, or keep more of them"
+            f"a checkpoint in {self._folder} must exist until it is read, got {num_attempts} that were deleted. "
+            "Save less often, or keep more checkpoints."
         )
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """What was saved as a checkpoint's metadata. The first process reads it.
+        """Return a checkpoint's metadata. Only the first process reads it.
 
         Raises:
             ValueError: there is no checkpoint of this number.
-            DeletedCheckpointError: it was opened read-only, and the run that writes deleted it meanwhile.
+            DeletedCheckpointError: this object is read-only, and the run deleted the checkpoint.
         """
         self._check_exists(step)
-        return from_first_process(lambda: self._reading(step, lambda: self._kept.metadata(step)))
+        return from_first_process(lambda: self._reading(step, lambda: self._store.metadata(step)))
 
     def _read_copy(self, step: int, like: Mapping[str, Any]) -> Restored:
-        metadata = self._kept.metadata(step)
+        metadata = self._store.metadata(step)
         return Restored(step, _as_wanted(like, self._writer.restore_copy(step, like)), metadata)
 
     def _list(self) -> list[tuple[int, float | None]]:
-        kept = kept_in(self._folder)
-        return [(step, kept.score(step) if self._num_best_to_keep else None) for step in kept.steps()]
+        store = open_store(self._folder)
+        return [(step, store.score(step) if self._num_best_to_keep else None) for step in store.steps()]
 
     def _newest(self) -> int | None:
         if not self._read_only:
@@ -333,46 +330,48 @@ class Checkpoints:
         if step not in self._scores and self._read_only:
             self._scores = dict(from_first_process(self._list))
         if step not in self._scores:
-            raise ValueError(f"expected one of the checkpoints {sorted(self._scores)} in {self._folder}, got {step}")
+            raise ValueError(
+                f"step must be a checkpoint in {self._folder}, got {step}. Choose one of {sorted(self._scores)}."
+            )
 
     def _reading(self, step: int, read: Callable[[], T]) -> T:
-        """Read a checkpoint. Opened read-only, another process may delete it meanwhile."""
+        """Read a checkpoint. If this object is read-only, detect that the run deletes the checkpoint."""
         if not self._read_only or jax.process_index() > 0:
             return read()
-        mark = self._kept.mark(step)
+        version = self._store.version(step)
         try:
             result = read()
         except _READ_ERRORS as error:
-            if mark is None or self._kept.mark(step) != mark:
+            if version is None or self._store.version(step) != version:
                 raise self._deleted(step) from error
             raise
-        # Orbax may read zeros where files are missing.
-        if mark is None or self._kept.mark(step) != mark:
+        # Orbax may read zeros for missing files.
+        if version is None or self._store.version(step) != version:
             raise self._deleted(step)
         return result
 
     def _deleted(self, step: int) -> DeletedCheckpointError:
         return DeletedCheckpointError(
-            f"checkpoint {step} in {self._folder} must stay while it is read, but the run has deleted it. Read the "
-            "newest one instead"
+            f"checkpoint {step} in {self._folder} must exist while it is read, got one that the run has deleted. Read "
+            "the newest one."
         )
 
-    def _kept_of(self, scores: dict[int, float | None]) -> dict[int, float | None]:
-        """Those of the checkpoints that are kept: the newest, and the best."""
+    def _select(self, scores: dict[int, float | None]) -> dict[int, float | None]:
+        """Select the checkpoints to keep: the newest and the best."""
         steps = sorted(scores)
         ranked = sorted((score, step) for step, score in scores.items() if score is not None)
         kept = {*steps[-self._num_to_keep :], *(step for _, step in ranked[: self._num_best_to_keep])}
         return {step: scores[step] for step in steps if step in kept}
 
     def _finish(self, step: int, scores: dict[int, float | None]) -> None:
-        """What is done in the background: write, list, delete old checkpoints."""
+        """Write and list a checkpoint, then delete old checkpoints. Runs in the background."""
         self._writer.commit(step)
         self._durable_step = step
         if jax.process_index() > 0:
             return
         for old in self._scores.keys() - scores.keys():
             try:
-                self._kept.delete(old)
+                self._store.delete(old)
             except (OSError, LaunchError) as error:
                 _logger.warning("checkpoint %s in %s cannot be deleted: %s", old, self._folder, error)
 

@@ -1,8 +1,9 @@
-"""Checkpoints in a folder: the files, and whether they are those that were written.
+"""Checkpoints in a folder, with checksums of their files.
 
-<folder>/<step>/<item>/...            what Orbax wrote
+<folder>/<step>/<item>/...            files that Orbax wrote
 <folder>/<step>/checksums.json        sizes and checksums of all files of the items
-<folder>/<step>.orbax-checkpoint-tmp  a checkpoint that is being written, or was when its process was killed
+<folder>/<step>.orbax-checkpoint-tmp  a checkpoint that is being written, or that a killed process left
+<folder>/<step>.damaged               a quarantined checkpoint
 <folder>/.trash/                      checkpoints that are being deleted
 """
 
@@ -12,32 +13,39 @@ import os
 import re
 import shutil
 import uuid
-import zlib
 from collections.abc import Collection, Hashable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ray_jax_launch._checkpoint.checksums import (
+    BLOCK_BYTES,
+    Checksum,
+    ChecksummedStream,
+    compare,
+    parse,
+    read_present,
+    to_checksums,
+)
 from ray_jax_launch._checkpoint.retry import ABSENT, retry
 from ray_jax_launch._errors import DamagedCheckpointError, LaunchError
 
 METADATA, METRICS, SCORE = "metadata", "metrics", "score"
 CHECKSUMS = "checksums.json"
 TEMPORARY = ".orbax-checkpoint-tmp"
-# Beside the items, Orbax writes these last, after the checksums, and restores without them.
+# Orbax writes these after the checksums, and restores without them.
 _UNCHECKED = (CHECKSUMS, "_CHECKPOINT_METADATA", "commit_success.txt")
 _TRASH = ".trash"
-_BLOCK_BYTES = 1 << 22
 
 
-class Folders:
-    """The checkpoints in a folder. A complete one has its step as its name."""
+class FolderStore:
+    """Checkpoints in a folder. The name of a complete checkpoint is its number."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def prepare(self) -> None:
-        """Make the folder, and delete what a killed process left half written or half deleted.
+        """Make the folder, and delete checkpoints that a killed process left half written or half deleted.
 
         Raises:
             LaunchError: the folder cannot be written.
@@ -53,18 +61,18 @@ class Folders:
         except OSError as error:
             raise LaunchError(
                 f"the folder of the checkpoints must be writable, got {error}. Change its permissions, or name another "
-                "folder"
+                "folder."
             ) from error
 
     def steps(self) -> list[int]:
-        """Numbers of the complete checkpoints."""
+        """Return the numbers of the complete checkpoints."""
         try:
             return retry(str(self._folder), self._list)
         except ABSENT:
             return []
 
-    def mark(self, step: int) -> Hashable:
-        """Something that stays equal as long as a checkpoint is there; None once it is deleted."""
+    def version(self, step: int) -> Hashable:
+        """Return inode and time of a checkpoint's folder, which differ between checkpoints; None if there is none."""
         try:
             found = retry(str(self._path(step)), self._path(step).stat)
         except ABSENT:
@@ -72,26 +80,26 @@ class Folders:
         return found.st_ino, found.st_mtime_ns
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """What was saved as a checkpoint's metadata.
+        """Return a checkpoint's metadata.
 
         Raises:
-            DamagedCheckpointError: it cannot be read.
+            DamagedCheckpointError: the metadata cannot be read.
         """
         metadata = self._read_json(step, METADATA)
         if not isinstance(metadata, dict):
-            raise DamagedCheckpointError(f"the metadata of checkpoint {step} are no JSON object")
+            raise DamagedCheckpointError(f"the metadata of checkpoint {step} is not a JSON object")
         return metadata
 
     def score(self, step: int) -> float | None:
-        """What the best checkpoints are chosen by."""
+        """Return a checkpoint's score."""
         metrics = self._read_json(step, METRICS)
         return metrics.get(SCORE) if isinstance(metrics, dict) else None
 
     def find_damage(self, step: int) -> str | None:
-        """What is wrong with a checkpoint's files, or None. Reads all of them.
+        """Read all files of a checkpoint. Return a description of the damage, or None.
 
         Raises:
-            LaunchError: the storage fails, so that nobody can tell.
+            LaunchError: the storage cannot be read.
         """
         checkpoint = self._path(step)
         try:
@@ -102,15 +110,15 @@ class Folders:
         return None
 
     def copy_items(self, step: int, items: Collection[str], target: Path) -> set[str]:
-        """Copy some items of a checkpoint to another folder, and compare their checksums.
+        """Copy items of a checkpoint to another folder, and compare their checksums.
 
         Returns:
-            The names of all items of the checkpoint.
+            Names of all items of the checkpoint.
 
         Raises:
             DamagedCheckpointError: a file is not what was written.
         """
-        files: Mapping[str, tuple[int, int] | None] = self._files(step) or {
+        files: Mapping[str, Checksum | None] = self._files(step) or {
             str(path.relative_to(self._path(step))): None for path in self._path(step).rglob("*") if path.is_file()
         }
         for name, expected in files.items():
@@ -120,10 +128,10 @@ class Folders:
         return {Path(name).parts[0] for name in files if len(Path(name).parts) > 1} - {METADATA, METRICS}
 
     def find_missing(self, step: int) -> str | None:
-        """The first file of a checkpoint that this host does not see with the size it was written with, or None."""
+        """Return the first file of a checkpoint that this host does not see in the size that was written, or None."""
         checkpoint = self._path(step)
         try:
-            # To open a folder makes NFS ask the server for its listing again.
+            # NFS asks the server for the listing again when a folder is opened.
             for folder in (self._folder, checkpoint):
                 with os.scandir(folder):
                     pass
@@ -143,8 +151,8 @@ class Folders:
                 return str(path)
         return None
 
-    def set_aside(self, step: int) -> None:
-        """Quarantine a checkpoint: rename it, so that it is no longer listed and its number is free."""
+    def quarantine(self, step: int) -> None:
+        """Rename a checkpoint, so that it is no longer listed and its number is free."""
         checkpoint = self._path(step)
         target, number = checkpoint.with_name(f"{step}.damaged"), 1
         while target.exists():
@@ -153,20 +161,29 @@ class Folders:
         checkpoint.rename(target)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint: first rename it, so that no half checkpoint is ever listed."""
+        """Delete a checkpoint. It is renamed first, so that no incomplete checkpoint is ever listed."""
         trash = self._folder / _TRASH
         trash.mkdir(exist_ok=True)
         self._path(step).rename(trash / f"{step}-{uuid.uuid4().hex}")
         self._empty_trash()
 
-    def sign(self, step: int) -> None:
-        """Make the files of a checkpoint that is still being written durable, and note their checksums beside them."""
+    def write_checksums(self, step: int) -> None:
+        """Make the files of a checkpoint that is still being written durable, and write their checksums beside them."""
         (checkpoint,) = self._folder.glob(f"{step}{TEMPORARY}*")
-        write_checksums(checkpoint)
+        files: dict[str, Checksum] = {}
+        for path in sorted(checkpoint.rglob("*")):
+            if path.is_file() and not (path.parent == checkpoint and path.name in _UNCHECKED):
+                files[str(path.relative_to(checkpoint))] = _read(path, sync=True)
+        temporary = checkpoint / f"{CHECKSUMS}.tmp"
+        with temporary.open("w") as file:
+            json.dump({"algorithm": "crc32", "files": files}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, checkpoint / CHECKSUMS)
 
     def sync(self) -> None:
-        """Make the renaming of a checkpoint durable."""
-        with contextlib.suppress(OSError):  # some file systems cannot, and rename in order anyway
+        """Make the rename of a checkpoint durable."""
+        with contextlib.suppress(OSError):  # some file systems cannot, but rename in order
             descriptor = os.open(self._folder, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -180,11 +197,11 @@ class Folders:
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
 
-    def _files(self, step: int) -> dict[str, tuple[int, int]]:
-        """Size and CRC-32 of each file by its name; nothing where a version before 0.3 wrote the checkpoint.
+    def _files(self, step: int) -> dict[str, Checksum]:
+        """Return the checksums of the files by name, empty if a version before 0.3 wrote the checkpoint.
 
         Raises:
-            DamagedCheckpointError: no version wrote it so.
+            DamagedCheckpointError: the checksums are missing or damaged.
         """
         path = self._path(step) / CHECKSUMS
         try:
@@ -192,25 +209,15 @@ class Folders:
         except ABSENT as error:
             if self._read_json(step, METADATA) is None:
                 raise DamagedCheckpointError(f"{CHECKSUMS} is missing") from error
-            return {}  # a version before 0.3 wrote metadata alone
-        try:
-            files = json.loads(content)["files"]
-            return {name: (int(size), int(checksum)) for name, (size, checksum) in files.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedCheckpointError(f"{CHECKSUMS} cannot be read") from error
+            return {}  # a version before 0.3 wrote metadata without checksums
+        return parse(CHECKSUMS, content, lambda found: to_checksums(found["files"]))
 
-    def _read_file(self, path: Path, name: str, expected: tuple[int, int] | None, copy: Path | None = None) -> None:
-        try:
-            size, checksum = retry(str(path), partial(_read, path, expected and expected[0], copy=copy))
-        except ABSENT as error:
-            raise DamagedCheckpointError(f"{name} is missing") from error
-        if expected is not None and size != expected[0]:
-            raise DamagedCheckpointError(f"{name} has {size} bytes, not {expected[0]}")
-        if expected is not None and checksum != expected[1]:
-            raise DamagedCheckpointError(f"{name} does not have the checksum it was written with")
+    def _read_file(self, path: Path, name: str, expected: Checksum | None, copy: Path | None = None) -> None:
+        found = read_present(name, str(path), partial(_read, path, expected and expected[0], copy=copy))
+        compare(name, found, expected or found)
 
     def _read_json(self, step: int, name: str) -> Any:
-        """What a JSON file beside the items holds; None where there is no such file, or it is no JSON."""
+        """Return the contents of a JSON file beside the items; None if it is missing or damaged."""
         path = self._path(step) / name / name
         try:
             content = retry(str(path), path.read_bytes)
@@ -225,36 +232,18 @@ class Folders:
         shutil.rmtree(self._folder / _TRASH, ignore_errors=True)
 
 
-def write_checksums(checkpoint: Path) -> None:
-    """Make a checkpoint's files durable, and note the size and checksum (CRC-32) of each in a file beside them."""
-    files: dict[str, tuple[int, int]] = {}
-    for path in sorted(checkpoint.rglob("*")):
-        if path.is_file() and not (path.parent == checkpoint and path.name in _UNCHECKED):
-            files[str(path.relative_to(checkpoint))] = _read(path, sync=True)
-    temporary = checkpoint / f"{CHECKSUMS}.tmp"
-    with temporary.open("w") as file:
-        json.dump({"algorithm": "crc32", "files": files}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, checkpoint / CHECKSUMS)
-
-
-def _read(
-    path: Path, expected_size: int | None = None, *, copy: Path | None = None, sync: bool = False
-) -> tuple[int, int]:
-    """Size and CRC-32 of a file. Where the size is not the expected one, the content is not read."""
+def _read(path: Path, expected_size: int | None = None, *, copy: Path | None = None, sync: bool = False) -> Checksum:
+    """Return size and CRC-32 of a file. The content is not read if the size is not the expected size."""
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(path.open("rb", buffering=0))
         target = None if copy is None else stack.enter_context(copy.open("wb"))
         size = os.fstat(file.fileno()).st_size
         if expected_size is not None and size != expected_size:
             return size, 0
-        size = checksum = 0
-        while block := file.read(_BLOCK_BYTES):
-            size += len(block)
-            checksum = zlib.crc32(block, checksum)
+        source = ChecksummedStream(file)
+        while block := source.read(BLOCK_BYTES):
             if target is not None:
                 target.write(block)
         if sync:
             os.fsync(file.fileno())
-    return size, checksum
+    return source.checksum()

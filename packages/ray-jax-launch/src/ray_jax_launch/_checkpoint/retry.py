@@ -1,4 +1,4 @@
-"""Repeated attempts at storage that fails and then works: NFS after a failover, a busy object store."""
+"""Retries for storage that fails and then works, such as NFS after a failover or a busy object store."""
 
 import errno
 import logging
@@ -8,19 +8,19 @@ from typing import TypeVar
 
 from ray_jax_launch._errors import LaunchError
 
-# Seconds between the attempts: about 15 s in all. pyarrow's S3 client repeats a request for 6 s before it fails.
+# Seconds between the attempts, about 15 s in total. pyarrow's S3 client repeats a request for 6 s before it fails.
 DELAYS_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-# The answer that there is no such file. It is an answer, and not a failure.
+# The file does not exist. This is an answer, not a failure.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# Errors that do not pass by themselves. pyarrow sets no number for what an object store answers.
-_LASTING = frozenset(
+# Errors that are not temporary. pyarrow sets no number for the answers of an object store.
+_PERMANENT = frozenset(
     {
         errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE,
         errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
     }
 )  # fmt: skip
-_LASTING_ANSWERS = ("ACCESS_DENIED", "NO_SUCH_BUCKET")
-# What S3 answers about an object that was deleted between the question for its size and that for its content.
+_PERMANENT_ANSWERS = ("ACCESS_DENIED", "NO_SUCH_BUCKET")
+# The answer of S3 if an object is deleted between the requests for its size and for its content.
 _ABSENT_ANSWER = "NO_SUCH_KEY"
 
 _logger = logging.getLogger("ray_jax_launch")
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 
 def retry(what: str, action: Callable[[], T]) -> T:
-    """Call a function until it succeeds, with growing delays after errors that may pass, such as EIO and HTTP 503.
+    """Call a function until it succeeds, with growing delays after temporary errors such as EIO and HTTP 503.
 
     Args:
-        what: the thing that the function reads or writes, for messages.
-        action: the function. It can be called again after it failed.
+        what: name, in messages, of the file that the function reads or writes.
+        action: a function that can be called again after it failed.
 
     Raises:
-        LaunchError: the storage failed, and went on failing.
-        FileNotFoundError, NotADirectoryError, IsADirectoryError: the storage works, and there is no such file.
+        LaunchError: all attempts failed, or the error is not temporary.
+        FileNotFoundError, NotADirectoryError, IsADirectoryError: the storage works, and the file does not exist.
     """
     delays_s = iter(DELAYS_S)
     while True:
@@ -47,15 +47,14 @@ def retry(what: str, action: Callable[[], T]) -> T:
         except OSError as error:
             if _ABSENT_ANSWER in str(error):
                 raise FileNotFoundError(str(error)) from error
-            delay_s = next(delays_s, None) if _may_pass(error) else None
+            delay_s = next(delays_s, None) if _is_temporary(error) else None
             if delay_s is None:
                 raise LaunchError(
-                    f"{what} must be accessible, got {error}. Nothing was changed: check the storage, then start again"
+                    f"{what} must be accessible, got {error}. Nothing was changed. Check the storage, then start again."
                 ) from error
             _logger.warning("%s cannot be accessed (%s): the next attempt is in %s s", what, error, delay_s)
         time.sleep(delay_s)
 
 
-def _may_pass(error: OSError) -> bool:
-    """Whether the same call can succeed later although nobody does anything."""
-    return error.errno not in _LASTING and not any(answer in str(error) for answer in _LASTING_ANSWERS)
+def _is_temporary(error: OSError) -> bool:
+    return error.errno not in _PERMANENT and not any(answer in str(error) for answer in _PERMANENT_ANSWERS)

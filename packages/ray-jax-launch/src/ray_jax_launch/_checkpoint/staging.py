@@ -1,10 +1,9 @@
-"""Local folders for the files of checkpoints on their way to and from object storage.
+"""Local folders for the files of checkpoints, before their upload to object storage and after their download.
 
-<temporary folder>/ray-jax-launch-<user id>/<name>        the files
-<temporary folder>/ray-jax-launch-<user id>/<name>.lock   locked by the process that owns them, as long as it lives
+<temporary folder>/ray-jax-launch-<user id>/<name>        files of one process
+<temporary folder>/ray-jax-launch-<user id>/<name>.lock   locked by the process until it ends
 
-The kernel drops the lock when the process ends, however it ends. So a lock that can be taken belongs to files that
-nobody needs, and the next start deletes them.
+The kernel releases the lock however the process ends. The next start deletes the files of every lock that it can take.
 """
 
 import contextlib
@@ -12,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import uuid
@@ -20,17 +20,19 @@ from pathlib import Path
 
 from ray_jax_launch._errors import LaunchError
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 class Staging:
-    """A folder that belongs to this process, and is deleted by `close` or by the next start on this machine.
+    """A folder of this process, deleted by `close` or by the next start on this machine.
 
-    To make one deletes the folders whose processes have ended, of any run of this user.
+    The constructor deletes the folders of processes that have ended, of all runs of this user.
 
     Args:
-        uri: of the checkpoints; its hash is part of the name.
+        uri: of the checkpoints. The name of the folder contains its hash.
 
     Raises:
-        LaunchError: the folder for temporary files belongs to somebody else.
+        LaunchError: the folder for temporary files belongs to another user.
     """
 
     def __init__(self, uri: str) -> None:
@@ -43,9 +45,16 @@ class Staging:
             self._lock = _lock(_lock_path(self.path), os.O_CREAT | os.O_EXCL)
         self.path.mkdir(mode=0o700)
 
+    def node(self) -> str:
+        """Fingerprint of the node and its temporary folder, equal in processes that see each other's files."""
+        found = self.path.parent.stat()
+        # The kernel's boot id differs between hosts; macOS has no such file.
+        host = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+        return f"{host} {found.st_dev} {found.st_ino}"
+
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
-        """A new folder in this one, deleted at the end of the `with` block."""
+        """Make a folder in this folder, and delete it at the end of the `with` block."""
         folder = self.make_folder()
         try:
             yield folder
@@ -53,7 +62,7 @@ class Staging:
             shutil.rmtree(folder, ignore_errors=True)
 
     def make_folder(self) -> Path:
-        """A new folder in this one."""
+        """Make a folder in this folder."""
         return Path(tempfile.mkdtemp(dir=self.path))
 
     def close(self) -> None:
@@ -68,9 +77,9 @@ def _parent() -> Path:
     parent = Path(tempfile.gettempdir(), f"ray-jax-launch-{os.getuid()}")
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = parent.lstat()
-    # In a folder that all users share, somebody else could have made it, or a link of that name.
+    # In a folder that all users share, another user could have made this folder, or a link of this name.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise LaunchError(f"{parent} must be a folder of this user, got one of user {found.st_uid}. Set TMPDIR")
+        raise LaunchError(f"{parent} must be a folder of this user, got one of user {found.st_uid}. Set TMPDIR.")
     return parent
 
 
@@ -87,7 +96,7 @@ def _clean_up(parent: Path) -> None:
 
 
 def _lock(path: Path, flags: int) -> int:
-    """A descriptor of a locked file; -1 where another process has the lock or deleted the file."""
+    """Lock a file. Return its descriptor, or -1 if another process has the lock or deleted the file."""
     try:
         descriptor = os.open(path, os.O_RDWR | flags, 0o600)
     except FileNotFoundError:
@@ -97,7 +106,7 @@ def _lock(path: Path, flags: int) -> int:
     except BlockingIOError:
         os.close(descriptor)
         return -1
-    # Between opening and locking, a process that cleans up can have taken the lock and deleted the file.
+    # Before this process took the lock, another process can have taken it to delete the file.
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
         return -1

@@ -1,4 +1,4 @@
-"""The two ways in which Orbax writes a checkpoint for us: all processes into one folder, or each into its own."""
+"""Writers and readers of checkpoints by Orbax: in a shared folder, or through local disks in object storage."""
 
 import contextlib
 import re
@@ -15,34 +15,35 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler, ScalarHandler, create_type_handler_registry
 
-from ray_jax_launch._checkpoint.folder_store import METADATA, METRICS, SCORE, Folders
-from ray_jax_launch._checkpoint.object_store import Listing, Objects, part_name
+from ray_jax_launch._checkpoint.broadcast import from_leader, gather
+from ray_jax_launch._checkpoint.folder_store import METADATA, METRICS, SCORE, FolderStore
+from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._checkpoint.pytree import to_restore
 from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._checkpoint.staging import Staging
 from ray_jax_launch._errors import LaunchError
 
-# What Orbax keeps beside the items.
+# Folders that Orbax keeps beside the items.
 RESERVED = (METADATA, METRICS)
-# How long the processes wait for each other to write. XL's 19 GB take 10 minutes at 32 MB/s.
+# How long processes wait for each other to write. The 19 GB of GPT-2 XL take 10 minutes at 32 MB/s.
 _WRITE_TIMEOUT_S = 3600
-# How long a host may go on seeing an old listing of a shared folder: NFS keeps one for at most 60 s by default.
+# How long a host may see an old listing of a shared folder. NFS caches listings for at most 60 s by default.
 _STALE_S = 90.0
-# Tensorstore, which Orbax reads by, raises ValueError, and tells the number of the system's error in its text.
+# Orbax reads by tensorstore, which raises ValueError with the error number of the system in the text.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 T = TypeVar("T")
 
 
 class Writer(Protocol):
-    """Writes checkpoints, one after the other, and reads them. Each call is made by every process."""
+    """Writes checkpoints, one after the other, and reads them. Every process makes each call."""
 
     def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
-        """Copy the arrays, and begin to write them. The copies are complete when this returns."""
+        """Copy the arrays, and begin to write the copies. The copies are complete when this returns."""
         ...
 
     def commit(self, step: int) -> None:
-        """Wait until the checkpoint is durable and listed. May be called in another thread."""
+        """Wait until the checkpoint is durable and listed. Can run in another thread."""
         ...
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,19 +51,19 @@ class Writer(Protocol):
         ...
 
     def restore_copy(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The same out of a local copy, whose checksums are compared, in one process."""
+        """Read the items from a local copy whose checksums were compared. For one process."""
         ...
 
     def close(self) -> None:
-        """Free what this holds."""
+        """Release threads and local files."""
         ...
 
 
 class FolderWriter:
-    """Writes into a folder that all processes share. Orbax writes under a temporary name and renames."""
+    """Writes to a folder that all processes share. Orbax writes under a temporary name, and renames at the end."""
 
-    def __init__(self, folder: Path, kept: Folders) -> None:
-        self._folder, self._kept = folder, kept
+    def __init__(self, folder: Path, store: FolderStore) -> None:
+        self._folder, self._store = folder, store
         self._step = 0
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         registry.add(None, ocp.args.PyTreeSave, _arrays_handler())
@@ -70,8 +71,8 @@ class FolderWriter:
             ocp.CompositeCheckpointHandler(handler_registry=registry),
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=_WRITE_TIMEOUT_S,
-                # Called by the first process once all have written, before the renaming.
-                post_finalization_callback=lambda: kept.sign(self._step),
+                # The first process calls this when all processes have written, before the rename.
+                post_finalization_callback=lambda: store.write_checksums(self._step),
             ),
         )
         self._reader = ocp.Checkpointer(_arrays_handler())
@@ -79,20 +80,22 @@ class FolderWriter:
     def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
         self._step = step
         if jax.process_index() == 0:
-            self._kept.prepare()  # a save that failed has left files
-            if self._kept.mark(step) is not None:
-                raise FileExistsError(f"{self._folder / str(step)} must not exist before checkpoint {step} is written")
+            self._store.prepare()  # delete the files of a failed save
+            if self._store.version(step) is not None:
+                raise FileExistsError(
+                    f"{self._folder / str(step)} must not exist, got a checkpoint of another run. Stop that run."
+                )
         args: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
         args[METADATA] = ocp.args.JsonSave(metadata)
         if score is not None:
             args[METRICS] = ocp.args.JsonSave({SCORE: score})
-        # Without `force`, each process would ask its own, perhaps old, view of the folder whether the step exists.
+        # Without `force`, each process would look for the step in its own, perhaps old, listing of the folder.
         self._writer.save(self._folder / str(step), args=ocp.args.Composite(**args), force=True)
 
     def commit(self, step: int) -> None:
         self._writer.wait_until_finished()
         if jax.process_index() == 0:
-            self._kept.sync()
+            self._store.sync()
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         if jax.process_index() > 0:
@@ -104,30 +107,30 @@ class FolderWriter:
             return {path.name: _saved_tree(path) for path in folders}
 
         wanted = to_restore(like, _read(checkpoint, read_trees))
-        # One by one: the processes meet at the end of each.
+        # Not in parallel: each call ends in a barrier of all processes.
         return {
             name: _read(checkpoint, partial(self._reader.restore, checkpoint / name, args=_restore_args(tree)))
             for name, tree in wanted.items()
         }
 
     def restore_copy(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        # Where files vanish under it, Orbax leaves unfinished coroutines, and may read zeros.
+        # If a file is deleted while Orbax reads, Orbax leaves unfinished coroutines, and may read zeros.
         with contextlib.closing(Staging(str(self._folder))) as staging:
-            items = self._kept.copy_items(step, like.keys(), staging.path)
+            items = self._store.copy_items(step, like.keys(), staging.path)
             trees = {name: _saved_tree(staging.path / name) if name in like else None for name in items}
             wanted = to_restore(like, trees)
             restore = self._reader.restore
             return {name: restore(staging.path / name, args=_restore_args(tree)) for name, tree in wanted.items()}
 
     def _wait_until_visible(self, step: int) -> None:
-        """Wait until this host sees the files that the first process sees."""
+        """Wait until this host sees the files of a checkpoint."""
         deadline = time.monotonic() + _STALE_S
-        while (missing := self._kept.find_missing(step)) is not None:
+        while (missing := self._store.find_missing(step)) is not None:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"the folder of the checkpoints must be shared by all nodes, got {missing}, which "
                     f"{socket.gethostname()} does not see after {_STALE_S:.0f} s. Name a folder on shared storage, or "
-                    "a URI"
+                    "a URI."
                 )
             time.sleep(0.5)
 
@@ -138,22 +141,23 @@ class FolderWriter:
 
 
 class ObjectWriter:
-    """Writes to object storage. Each process has Orbax write its own shards on its own disk, and uploads them.
+    """Writes to object storage. In each process Orbax writes shards to the local disk, and the process uploads them.
 
     Args:
         uri: of the checkpoints.
-        kept: the checkpoints there.
-        run_id: the same in all processes, and in no other run.
+        store: the checkpoints there.
+        run_id: the same in all processes, and different in other runs.
     """
 
-    def __init__(self, uri: str, kept: Objects, run_id: str) -> None:
-        self._kept, self._run_id = kept, run_id
-        self._rank = jax.process_index()
+    def __init__(self, uri: str, store: ObjectStore, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
         self._num_saves = 0
         self._staging = Staging(uri)
-        # Every process is the first one on its own disk; of equal replicas, one process writes.
+        self._folder, self._listed = self._staging.path, ({}, None)
+        rank = jax.process_index()
+        # Every process is the primary host of its own disk. Of equal replicas, one process writes.
         options = ocp.options.MultiprocessingOptions(
-            primary_host=None, active_processes={self._rank}, barrier_sync_key_prefix=f"process-{self._rank}"
+            primary_host=None, active_processes={rank}, barrier_sync_key_prefix=f"process-{rank}"
         )
         handlers = create_type_handler_registry(
             (jax.Array, ArrayHandler(primary_host=None, replica_id=0, use_replica_parallel=False)),
@@ -162,55 +166,55 @@ class ObjectWriter:
             (int, ScalarHandler()),
             (float, ScalarHandler()),
         )
-        # The parts of several processes become one checkpoint by unpacking them side by side, which files per shard
-        # can and Orbax's database of shards cannot.
+        # Files of several processes can lie side by side in one folder. Orbax's database of shards (OCDBT) cannot.
         handler = _arrays_handler(use_ocdbt=False, multiprocessing_options=options, type_handler_registry=handlers)
         self._writer = ocp.AsyncCheckpointer(
             handler,
             multiprocessing_options=options,
-            # By default a folder is made in the background, and the news of it goes to all processes: one would begin
-            # to write when another's folder is there.
+            # By default, Orbax makes the folder in the background and signals all processes: a process would begin to
+            # write when the folder of another process exists.
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=_WRITE_TIMEOUT_S, create_directories_asynchronously=False
             ),
         )
         self._reader = ocp.Checkpointer(handler, multiprocessing_options=options)
-        self._meet = ocp.multihost.get_barrier_sync_fn()
-        self._saved: tuple[Path, Listing] | None = None
+        self._wait_for_all = partial(ocp.multihost.get_barrier_sync_fn(), timeout_ms=_WRITE_TIMEOUT_S * 1000)
 
     def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
         self._num_saves += 1
-        folder = self._staging.make_folder()
-        self._saved = folder, Listing({}, metadata, score)
-        self._writer.save(folder / "items", args=ocp.args.PyTreeSave(dict(items)))
+        self._folder, self._listed = self._staging.make_folder(), (metadata, score)
+        self._writer.save(self._folder / "items", args=ocp.args.PyTreeSave(dict(items)))
 
     def commit(self, step: int) -> None:
-        assert self._saved is not None, "a save has begun"
-        folder, listing = self._saved
         save_id = f"{self._run_id}-{self._num_saves}"
-        # All processes meet twice, also where one fails: the others hear of it at once.
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._meet, key=f"{save_id}-committed", timeout_ms=_WRITE_TIMEOUT_S * 1000)
-            with contextlib.ExitStack() as uploading:
-                uploading.callback(self._meet, key=f"{save_id}-uploaded", timeout_ms=_WRITE_TIMEOUT_S * 1000)
-                uploading.callback(shutil.rmtree, folder, ignore_errors=True)
+        # A process that fails reaches both barriers too, so the others fail at once.
+        with contextlib.ExitStack() as committed:
+            committed.callback(self._wait_for_all, key=f"{save_id}-committed")
+            with contextlib.ExitStack() as uploaded:
+                uploaded.callback(self._wait_for_all, key=f"{save_id}-uploaded")
+                uploaded.callback(shutil.rmtree, self._folder, ignore_errors=True)
                 self._writer.wait_until_finished()
-                part = self._kept.write_part(step, self._rank, folder)
-                if self._rank > 0:
-                    self._kept.write_note(step, self._rank, save_id, part)
-            if self._rank == 0:
-                listing.parts[part_name(0)] = part
-                for rank in range(1, jax.process_count()):
-                    listing.parts[part_name(rank)] = self._kept.read_note(step, rank, save_id)
-                self._kept.commit(step, listing)
-        if self._rank > 0 and self._kept.mark(step) is None:
-            raise FileNotFoundError(f"process 0 has not listed checkpoint {step}: its own error says why")
+                self._store.upload(step, jax.process_index(), save_id, self._folder)
+            if jax.process_index() == 0:
+                self._store.commit(step, jax.process_count(), save_id, *self._listed)
+        if self._store.version(step) is None:
+            raise FileNotFoundError(f"process 0 has not listed checkpoint {step}. See its own error.")
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        with self._staging.folder() as folder:
-            self._kept.read_parts(step, folder)
-            wanted = to_restore(like, _saved_tree(folder / "items"))
-            return self._reader.restore(folder / "items", args=_restore_args(wanted)) if wanted else {}
+        # One process of each node downloads for all processes of the node.
+        leader = gather(self._staging.node()).index(self._staging.node())
+        with self._staging.folder() as target:
+
+            def download() -> str:
+                self._store.download(step, like.keys(), target)
+                return str(target.relative_to(self._staging.path.parent))
+
+            folder = self._staging.path.parent / from_leader(leader, download) / "items"
+            try:
+                wanted = to_restore(like, _saved_tree(folder))
+                return self._reader.restore(folder, args=_restore_args(wanted)) if wanted else {}
+            finally:
+                gather(None)  # all processes have read the files
 
     restore_copy = restore
 
@@ -221,15 +225,15 @@ class ObjectWriter:
             stack.callback(self._writer.close)
 
 
-def make_writer(folder: Path | str, kept: Any, run_id: str) -> Writer:
-    """The way to write checkpoints into a folder or below a URI."""
+def make_writer(folder: Path | str, store: Any, run_id: str) -> Writer:
+    """Return the writer for a folder or a URI."""
     if isinstance(folder, Path):
-        return FolderWriter(folder, kept)
-    return ObjectWriter(folder, kept, run_id)
+        return FolderWriter(folder, store)
+    return ObjectWriter(folder, store, run_id)
 
 
 def _read(checkpoint: Path, read: Callable[[], T]) -> T:
-    """Call a function of Orbax that reads from a folder, and repeat it like other reads (see `retry`)."""
+    """Call a function of Orbax that reads from a folder, and retry it (see `retry`)."""
 
     def attempt() -> T:
         try:
@@ -244,7 +248,7 @@ def _read(checkpoint: Path, read: Callable[[], T]) -> T:
 
 
 def _arrays_handler(**options: Any) -> ocp.PyTreeCheckpointHandler:
-    # Compression saves 8 % of float32 parameters, and takes as much CPU time as all the rest of a save.
+    # Compression makes float32 parameters 8 % smaller, and doubles the CPU time of a save.
     return ocp.PyTreeCheckpointHandler(use_compression=False, **options)
 
 
@@ -253,11 +257,11 @@ def _restore_args(wanted: Any) -> ocp.args.PyTreeRestore:
     return ocp.args.PyTreeRestore(
         abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-        partial_restore=True,  # some items, each of them complete
+        partial_restore=True,  # some items, each with all leaves
     )
 
 
 def _saved_tree(folder: Path) -> Any:
-    """Orbax's metadata of the leaves of what it wrote to a folder."""
-    # Orbax declares a path class of its own, and takes any.
+    """Return Orbax's metadata of the leaves in a folder."""
+    # Orbax declares its own path class, but accepts any.
     return ocp.PyTreeCheckpointHandler().metadata(folder).tree  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Object storage that cannot be reached: it refuses, it does not answer, or nobody knows it. On loopback alone."""
+"""Object storage that rejects connections, does not answer, or does not exist. Uses loopback only."""
 
 import os
 import socket
@@ -18,8 +18,8 @@ except LaunchError as error:
 print(time.monotonic() - began)
 """
 
-CLOSED = "127.0.0.1:9"  # the port of the discard service, which nobody runs
-REACHED = "expected a folder, s3://bucket/path or gs://bucket/path that can be reached, got"
+CLOSED = "127.0.0.1:9"  # the port of the discard service, which is not running
+REACHED = "the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got"
 CASES = {
     "Google without credentials": ("gs://bucket/runs", {"GCE_METADATA_ROOT": CLOSED}, "Google Cloud authentication"),
     "Google silent": ("gs://bucket/runs", {"GCE_METADATA_ROOT": "SILENT"}, "no answer within 20 s"),
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def opening(tmp_path_factory):
-    """Processes without credentials that open each of the places, all at once: they wait more than they compute."""
+    """Processes without credentials that open all cases at the same time, because they mostly wait."""
     hidden = ("AWS_", "GOOGLE_", "CLOUDSDK_", "GCE_")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     inherited |= {"HOME": str(tmp_path_factory.mktemp("home")), "AWS_EC2_METADATA_DISABLED": "true"}
@@ -59,11 +59,11 @@ def opening(tmp_path_factory):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("name", CASES)
-def test_storage_that_cannot_be_reached_is_said_to_be_within_half_a_minute(opening, name, record_property):
+def test_unreachable_storage_is_reported_within_half_a_minute(opening, name, record_property):
     uri, _, reason = CASES[name]
-    said, seconds = opening[name].communicate(timeout=120)[0].splitlines()
-    assert said.startswith(f"{REACHED} {uri}: ")
-    assert reason in said
+    message, seconds = opening[name].communicate(timeout=120)[0].splitlines()
+    assert message.startswith(f"{REACHED} {uri}: ")
+    assert reason in message
     assert float(seconds) < 30
     record_property("fault", f"the object storage cannot be reached: {name}")
-    record_property("lost", "nothing: the start is refused")
+    record_property("lost", "nothing: the start is rejected")

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder whose files are no longer those that were written."""
+"""Damaged checkpoints in a folder."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ import pytest
 
 from ray_jax_launch import Checkpoints, DamagedCheckpointError, intact_step
 from ray_jax_launch._checkpoint.catalog import list_steps
-from ray_jax_launch._checkpoint.folder_store import Folders
+from ray_jax_launch._checkpoint.folder_store import FolderStore
 
 TREE = {"w": jnp.arange(1000.0)}
 
@@ -65,7 +65,7 @@ DAMAGES = [
 
 @pytest.fixture
 def folder(tmp_path):
-    """Checkpoints 10, 20 and 30, of other values each."""
+    """Checkpoints 10, 20 and 30, with different values."""
     with Checkpoints(tmp_path, num_to_keep=3) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, {"params": jax.tree.map(lambda x, n=step: x + n, TREE)}, metadata={"step": step})
@@ -75,9 +75,7 @@ def folder(tmp_path):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_names_both(
-    folder, caplog, damage, record_property
-):
+def test_the_checkpoint_before_a_damaged_checkpoint_is_restored_with_a_warning(folder, caplog, damage, record_property):
     problem = damage(folder / "30")
     with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(folder, num_to_keep=3) as checkpoints:
         assert checkpoints.latest_step() == 20
@@ -96,9 +94,9 @@ def test_the_one_before_a_damaged_checkpoint_is_restored_with_a_warning_that_nam
     record_property("lost", "steps since the checkpoint before it")
 
 
-# The reader does not need the file that is removed, which is beside the items.
+# The reader does not need the file that `remove_a_file` deletes.
 @pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage is not remove_a_file])
-def test_a_reader_passes_over_a_damaged_checkpoint(folder, damage):
+def test_a_reader_skips_a_damaged_checkpoint(folder, damage):
     damage(folder / "30")
     with Checkpoints(folder, read_only=True) as checkpoints:
         found = checkpoints.restore_latest({"params": TREE})
@@ -107,7 +105,7 @@ def test_a_reader_passes_over_a_damaged_checkpoint(folder, damage):
     assert (folder / "30").is_dir()
 
 
-def test_reading_only_leaves_the_damaged_one_where_it_is(folder, caplog):
+def test_a_reader_does_not_rename_a_damaged_checkpoint(folder, caplog):
     flip_a_byte(folder / "30")
     flip_a_byte(folder / "20")
     with caplog.at_level(logging.WARNING, "ray_jax_launch"):
@@ -124,31 +122,33 @@ def test_reading_only_leaves_the_damaged_one_where_it_is(folder, caplog):
 
 
 @pytest.mark.fault
-def test_where_all_checkpoints_are_damaged_no_run_starts_from_the_beginning(folder, record_property):
+def test_a_run_does_not_start_if_all_checkpoints_are_damaged(folder, record_property):
     for step in (10, 20, 30):
         remove_a_file(folder / str(step))
-    with pytest.raises(DamagedCheckpointError, match=r"but all are damaged \(30: .* is missing; 20: .*; 10: .*\)"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"got damaged ones only \(30: .* is missing; 20: .*; 10: .*\)\. Restore"
+    ):
         Checkpoints(folder)
     record_property("fault", "a file is missing in each checkpoint")
-    record_property("lost", "nothing: the start is refused, and says what is damaged")
+    record_property("lost", "nothing: the start is rejected with a list of the damage")
     assert {path.name for path in folder.iterdir()} == {"10", "20", "30"}
 
 
-def test_a_reader_says_that_all_checkpoints_are_damaged(folder):
+def test_a_reader_raises_if_all_checkpoints_are_damaged(folder):
     for step in (10, 20, 30):
         cut_short(folder / str(step))
-    expected = r"but all are damaged \(30: .* bytes, not .*; 20: .*; 10: "
+    expected = r"got damaged ones only \(30: .* bytes, not .*; 20: .*; 10: "
     with Checkpoints(folder, read_only=True) as checkpoints, pytest.raises(DamagedCheckpointError, match=expected):
         checkpoints.restore_latest({"params": TREE})
 
 
-def test_a_checkpoint_without_checksums_is_taken(folder):
-    """As versions before 0.3 could leave them."""
+def test_a_checkpoint_without_checksums_counts_as_intact(folder):
+    """Versions before 0.3 could write such a checkpoint."""
     (folder / "30" / "checksums.json").unlink()
     assert intact_step(folder) == 30
 
 
-def test_every_file_has_a_checksum_though_nobody_waited(tmp_path):
+def test_every_file_has_a_checksum_without_wait(tmp_path):
     with Checkpoints(tmp_path, num_to_keep=3) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, {"params": TREE, "opt_state": TREE}, metadata={"step": step})
@@ -161,7 +161,7 @@ def test_every_file_has_a_checksum_though_nobody_waited(tmp_path):
         assert len(files) > 10
 
 
-def test_what_has_no_checksum_is_not_needed(folder):
+def test_files_without_a_checksum_are_not_needed(folder):
     for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
         (folder / "30" / name).unlink(missing_ok=True)
     with Checkpoints(folder) as checkpoints:
@@ -170,7 +170,7 @@ def test_what_has_no_checksum_is_not_needed(folder):
 
 
 @pytest.mark.fault
-def test_the_same_step_is_quarantined_twice_and_both_are_kept(folder, record_property):
+def test_a_step_can_be_quarantined_twice(folder, record_property):
     record_property("fault", "newest checkpoint in a folder: damaged, written again, and damaged again")
     record_property("lost", "steps since the checkpoint before it")
     for problem in (cut_short, spoil_the_checksums):
@@ -190,19 +190,19 @@ def test_a_file_shorter_than_written_by_a_multiple_of_4_gib_is_damaged(folder):
     name, (size, checksum) = next(iter(checksums["files"].items()))
     checksums["files"][name] = [size + (1 << 32), checksum]
     path.write_text(json.dumps(checksums))
-    assert Folders(folder).find_damage(30) == f"{name} has {size} bytes, not {size + (1 << 32)}"
+    assert FolderStore(folder).find_damage(30) == f"{name} has {size} bytes, not {size + (1 << 32)}"
 
 
 DELETES = """
 import sys
 from pathlib import Path
-from ray_jax_launch._checkpoint.folder_store import Folders
-Folders(Path(sys.argv[1])).delete(30)
+from ray_jax_launch._checkpoint.folder_store import FolderStore
+FolderStore(Path(sys.argv[1])).delete(30)
 """
 
 
 @pytest.mark.fault
-def test_a_process_that_is_killed_while_it_deletes_leaves_no_half_checkpoint(folder, record_property):
+def test_a_process_killed_during_a_deletion_leaves_no_incomplete_checkpoint(folder, record_property):
     record_property("fault", "a process is killed while it deletes an old checkpoint from a folder")
     record_property("lost", "nothing")
     many = folder / "30" / "many"
@@ -211,7 +211,7 @@ def test_a_process_that_is_killed_while_it_deletes_leaves_no_half_checkpoint(fol
         (many / str(number)).touch()
     process = subprocess.Popen([sys.executable, "-c", DELETES, str(folder)])
     try:
-        with contextlib.suppress(FileNotFoundError):  # it is in another place
+        with contextlib.suppress(FileNotFoundError):  # the folder was renamed
             while len(os.listdir(many)) == 20_000:  # noqa: PTH208  (faster)
                 assert process.poll() is None
     finally:
@@ -222,5 +222,5 @@ def test_a_process_that_is_killed_while_it_deletes_leaves_no_half_checkpoint(fol
         assert {path.name for path in folder.iterdir()} == {"10", "20"}
 
 
-def test_an_empty_folder_has_none(tmp_path):
+def test_a_missing_folder_has_no_checkpoint(tmp_path):
     assert intact_step(tmp_path / "nowhere") is None

@@ -1,4 +1,4 @@
-"""Places that a user writes: folders, URIs of folders, object storage."""
+"""Storage paths that a user writes: folders, URIs of folders, object storage."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,7 @@ TREE = {"w": jnp.ones(3)}
         ("gs://bucket", "gs://bucket"),
     ],
 )
-def test_a_place_is_what_its_text_names(written, place, monkeypatch):
+def test_a_storage_path_is_parsed(written, place, monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert as_storage_path(written) == place
     assert is_uri(written) == isinstance(place, str)
@@ -47,18 +47,18 @@ def test_a_place_is_what_its_text_names(written, place, monkeypatch):
     "written",
     ["", None, 3, b"runs", "a\0b", "file://host/data", "file:////data", "file:runs", Path("s3://bucket/runs")],
 )
-def test_what_is_no_place_is_refused(written):
+def test_a_text_that_is_not_a_storage_path_is_rejected(written):
     with pytest.raises(LaunchError, match=re.escape(f"must be a folder, or the text of a URI, got {written!r}. Name")):
         as_storage_path(written)
 
 
-def test_names_are_joined_below_any_place():
+def test_names_are_joined_to_any_storage_path():
     assert join_path("file:///data/my%20runs", "a%20b") == Path("/data/my runs/a%20b")
     assert join_path("gs://bucket/runs/?x=1", "a") == "gs://bucket/runs/a?x=1"
     assert join_path("gs://bucket/runs?x=1", "50% of #1", "a:b") == "gs://bucket/runs/50%25%20of%20%231/a:b?x=1"
 
 
-def test_a_name_with_signs_of_a_uri_is_one_folder_of_object_storage(s3, tmp_path):
+def test_a_name_with_special_characters_is_one_folder_of_object_storage(s3, tmp_path):
     place = join_path(s3, tmp_path.name, "50% of #1")
     with Checkpoints(place) as checkpoints:
         checkpoints.save(10, {"params": TREE}, metadata={"seed": 1})
@@ -95,7 +95,7 @@ def damage_metadata(place, step):
         stream.write(b'{"parts": {')
 
 
-def test_the_newest_metadata_that_can_be_read_are_found(saved):
+def test_the_newest_readable_metadata_is_found(saved):
     assert newest_metadata(saved) == {"step": 30}
     damage_metadata(saved, 30)
     assert newest_metadata(saved) == {"step": 20}

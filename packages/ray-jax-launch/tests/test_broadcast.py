@@ -1,8 +1,6 @@
-"""Processes that see different listings of the same folder, as hosts of NFS do for a while."""
+"""Messages between processes, which can see different listings of a folder on NFS."""
 
-import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -11,7 +9,7 @@ import pytest
 
 from ray_jax_launch import Checkpoints
 
-# Rank 1's folder is as old as NFS may show it: 20 is not there yet, and 30 still is. `late` appears as 20 after 2 s.
+# Rank 1 sees an old listing, as NFS may show it: without 20, and with 30. After 2 s, `late` becomes 20.
 STALE = """
 import json, sys, threading
 from pathlib import Path
@@ -107,29 +105,6 @@ with Checkpoints(sys.argv[1]) as checkpoints:
 """
 
 
-def run_ranks(code, folders, *args, prefix=()):
-    """What two processes print after the word `found`. A prefix is for the command of the second."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    processes = [
-        subprocess.Popen(
-            [*(prefix if rank else ()), sys.executable, "-c", code, str(folder), str(rank), port, *args],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank, folder in enumerate(folders)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, err) in zip(processes, said, strict=True):
-        assert process.returncode == 0, err
-    return [out[out.index("found ") + 6 :].strip() for out, _ in said]
-
-
 def save(folder, steps, size=10):
     with Checkpoints(folder, num_to_keep=len(steps)) as checkpoints:
         for step in steps:
@@ -138,7 +113,7 @@ def save(folder, steps, size=10):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("mode", ["{}", '{"verify": false}', '{"read_only": true}'])
-def test_an_old_listing_on_one_host_does_not_make_processes_start_at_different_steps(tmp_path, mode, record_property):
+def test_processes_start_at_one_step_despite_an_old_listing_on_one_host(run_ranks, tmp_path, mode, record_property):
     new, old = tmp_path / "new", tmp_path / "old"
     save(new, [10, 20, 30])
     shutil.copytree(new, old)
@@ -150,34 +125,34 @@ def test_an_old_listing_on_one_host_does_not_make_processes_start_at_different_s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts bytes in /proc/self/io")
-def test_two_processes_read_the_newest_checkpoint_once(tmp_path):
+def test_two_processes_read_the_newest_checkpoint_once(run_ranks, tmp_path):
     save(tmp_path, [10, 20], size=8_000_000)
-    (step0, read0), (step1, read1) = (said.split() for said in run_ranks(READS_ONCE, [tmp_path] * 2))
+    (step0, read0), (step1, read1) = (output.split() for output in run_ranks(READS_ONCE, [tmp_path] * 2))
     assert step0 == step1 == "20"
     assert 32_000_000 < int(read0) + int(read1) < 1.3 * 32_000_000
     assert int(read1) < 0.3 * 32_000_000
 
 
-def test_an_answer_of_any_length_reaches_all_processes(tmp_path):
+def test_a_message_of_any_length_reaches_all_processes(run_ranks, tmp_path):
     assert run_ranks(LONG, [tmp_path] * 2) == ["True"] * 2
 
 
 @pytest.mark.fault
-def test_all_processes_say_that_every_checkpoint_is_damaged(tmp_path, record_property):
+def test_all_processes_raise_if_every_checkpoint_is_damaged(run_ranks, tmp_path, record_property):
     save(tmp_path, [30])
     (tmp_path / "30" / "params" / "manifest.ocdbt").unlink()
     assert run_ranks(DAMAGED, [tmp_path] * 2) == ["True"] * 2
     record_property("fault", "every checkpoint of a run of two processes is damaged")
-    record_property("lost", "nothing: the start is refused, and says what is damaged")
+    record_property("lost", "nothing: the start is rejected with a list of the damage")
 
 
 @pytest.mark.fault
-def test_all_processes_say_that_one_of_them_could_not_write_its_part(s3, tmp_path, record_property):
+def test_all_processes_raise_if_one_process_cannot_write_its_shards(run_ranks, s3, tmp_path, record_property):
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], check=False).returncode != 0:
         pytest.skip("needs unshare, and the permission to mount")
     mount = f'mount -t tmpfs -o size=2m tmpfs {tmp_path}; export TMPDIR={tmp_path}; exec "$0" "$@"'
-    said = run_ranks(SAVES, [f"{s3}/{tmp_path.name}"] * 2, prefix=["unshare", "-m", "sh", "-ec", mount])
-    assert "process 1 has uploaded no part of checkpoint 2" in said[0]
-    assert "No space left" in said[1]
+    outputs = run_ranks(SAVES, [f"{s3}/{tmp_path.name}"] * 2, prefix=["unshare", "-m", "sh", "-ec", mount])
+    assert "process 1 has not uploaded its shards of checkpoint 2" in outputs[0]
+    assert "No space left" in outputs[1]
     record_property("fault", "the local disk of one of two hosts is full while both save to object storage")
     record_property("lost", "steps since the last checkpoint")
