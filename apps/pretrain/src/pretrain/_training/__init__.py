@@ -1,1 +1,1 @@
-"""What every worker runs."""
+"""The training loop of every worker."""
