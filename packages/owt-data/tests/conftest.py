@@ -16,9 +16,14 @@ import regex
 import tiktoken
 import tiktoken.load
 import tiktoken.registry
+from beartype import BeartypeConf
+from beartype.claw import beartype_package
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from owt_data import TokenSequence, TokenSpan, load_tokenizer
+# Check the types of all calls in the package. Must precede its first import.
+beartype_package("owt_data", conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
+
+from owt_data import TokenSequence, TokenSpan, load_tokenizer  # noqa: E402 - see above
 
 SHARED_DATA = {"gpt2", "corpora"}
 
