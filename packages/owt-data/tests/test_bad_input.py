@@ -48,7 +48,7 @@ def contents(folder):
 
 
 def rejected(capsys, folder, *arguments):
-    """The sentence of a command that must reject its input and leave everything as it was."""
+    """Run a command that must reject its input and change no file; return its sentence."""
     before = contents(folder)
     assert main(list(arguments)) == 2
     err = capsys.readouterr().err
@@ -287,7 +287,7 @@ RECORDS = {
 
 
 def assert_completes(folder):
-    """The same command again writes the files of an undisturbed one."""
+    """Assert that the same command writes the files of an undisturbed one."""
     assert main(["prepare", "rows.jsonl", "out", *BYTES]) == 0
     assert main(["prepare", "rows.jsonl", "undisturbed", *BYTES]) == 0
     for file in ("train.bin", "val.bin", "manifest.json"):

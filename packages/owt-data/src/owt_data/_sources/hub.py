@@ -28,7 +28,7 @@ class HubLayout:
     """Order of the rows in a hub dataset. A `Cursor` is valid for one layout only."""
 
     offline: bool
-    """Whether the rows come from a copy on this machine (`HF_HUB_OFFLINE=1`)."""
+    """True if the rows come from a copy on this machine (`HF_HUB_OFFLINE=1`)."""
 
     revision: str | None
     """Commit of the dataset."""
