@@ -16,9 +16,14 @@ import regex
 import tiktoken
 import tiktoken.load
 import tiktoken.registry
+from beartype import BeartypeConf
+from beartype.claw import beartype_package
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from owt_data import TokenSequence, TokenSpan, load_tokenizer
+# Check the types of all calls in the package. Must precede its first import.
+beartype_package("owt_data", conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
+
+from owt_data import PrepareOptions, TokenSequence, TokenSpan, load_tokenizer, prepare  # noqa: E402 - see above
 
 SHARED_DATA = {"gpt2", "corpora"}
 
@@ -132,6 +137,13 @@ def articles(tmp_path) -> Path:
     path = tmp_path / "articles.jsonl"
     path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
     return path
+
+
+@pytest.fixture
+def prepared(articles, tmp_path) -> Path:
+    """A folder of token files, prepared from `articles`."""
+    prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", val_fraction=0.1))
+    return tmp_path / "out"
 
 
 @pytest.fixture(scope="session")

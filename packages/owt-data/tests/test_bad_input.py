@@ -48,7 +48,7 @@ def contents(folder):
 
 
 def rejected(capsys, folder, *arguments):
-    """The sentence of a command that must reject its input and leave everything as it was."""
+    """Run a command that must reject its input and change no file; return its sentence."""
     before = contents(folder)
     assert main(list(arguments)) == 2
     err = capsys.readouterr().err
@@ -75,7 +75,7 @@ def rejected(capsys, folder, *arguments):
             "must be a local or mounted folder, got 'file://host/x'. Prepare into",
         ),
         (("prepare", "book.txt", LONG), f"{LONG}/manifest.json must be readable, got "),
-        (("prepare", "book.txt", LONG[:250]), "x.partial must be readable and writable, got File name too long. Correct"),
+        (("prepare", "book.txt", LONG[:250]), "x.partial must be readable and writable, got File name too long. Cor"),
         (("prepare", "book.txt", "book.txt/out"), "book.txt/.out.partial must be readable and writable, got Not a dir"),
         (
             ("prepare", "book.txt", "pipe.bin"),
@@ -238,7 +238,7 @@ def test_inspect_names_an_id_outside_the_vocabulary(folder, capsys):
     tokens = np.fromfile("out/val.bin", "<u2")
     tokens[0] = 60_000
     tokens.tofile("out/val.bin")
-    message = "The ids in out must be below 257, the vocabulary of the tokenizer bytes, got 60000. Name the right tokenizer"
+    message = "The ids in out must be below 257, the vocabulary of the tokenizer bytes, got 60000. Name the right"
     assert message in rejected(capsys, folder, "inspect", "out")
 
 
@@ -287,7 +287,7 @@ RECORDS = {
 
 
 def assert_completes(folder):
-    """The same command again writes the files of an undisturbed one."""
+    """Assert that the same command writes the files of an undisturbed one."""
     assert main(["prepare", "rows.jsonl", "out", *BYTES]) == 0
     assert main(["prepare", "rows.jsonl", "undisturbed", *BYTES]) == 0
     for file in ("train.bin", "val.bin", "manifest.json"):

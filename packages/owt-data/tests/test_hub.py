@@ -217,7 +217,7 @@ def test_a_name_that_is_not_on_the_hub_is_rejected(hub, tmp_path):
     process = start(hub, tmp_path, "org/nothing")
     _, err = process.communicate()
     assert process.returncode == 2
-    assert err.startswith("error: 'org/nothing' must be a file or a dataset of the hub, got neither (")
+    assert err.startswith("error: 'org/nothing' must be a file or a dataset of the Hugging Face hub, got neither (")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
 

@@ -24,7 +24,7 @@ from owt_data._cli import main
 
 
 def sequence(data: TokenData) -> TokenSequence:
-    """The training tokens of what is no mixture."""
+    """Return the training tokens, which must not be a mixture."""
     assert isinstance(data.train, TokenSequence)
     return data.train
 

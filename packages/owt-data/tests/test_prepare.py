@@ -16,7 +16,7 @@ BYTES = PrepareOptions(tokenizer="bytes")
 
 
 def parquet(texts, *, corrupt=False):
-    """The bytes of a parquet file; the data is damaged if wanted."""
+    """Return the bytes of a parquet file, with damaged data on request."""
     buffer = io.BytesIO()
     pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), buffer, use_dictionary=False)
     data = bytearray(buffer.getvalue())
@@ -30,7 +30,7 @@ def read(path):
 
 
 def plain_script(documents, tokenizer, folder):
-    """The reference, written plainly: split, encode each document, append end-of-text, concatenate."""
+    """Write token files as a plain script does: split, encode each document, append end-of-text, concatenate."""
     splits = documents.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     folder.mkdir()
     for name, split in (("train.bin", splits["train"]), ("val.bin", splits["test"])):

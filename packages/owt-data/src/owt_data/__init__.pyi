@@ -1,4 +1,4 @@
-"""The public names of owt_data, each by its module. `__init__.py` loads a name when it is first used."""
+"""Public names of owt_data and their modules. `__init__.py` loads each name on first use."""
 
 from ._errors import DataError as DataError
 from ._options import OrderKind as OrderKind

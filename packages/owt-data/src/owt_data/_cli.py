@@ -26,7 +26,7 @@ def _prepare(
 ) -> int:
     """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json. Resumes after a kill.
 
-    Examples:
+    For example:
       owt-data prepare openwebtext data/openwebtext
       owt-data prepare articles/*.jsonl data/articles --text-column body
       owt-data prepare train=a.parquet val=b.parquet data/ab

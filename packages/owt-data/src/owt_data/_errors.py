@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Integral
 
 
 class DataError(ValueError):
@@ -18,7 +17,7 @@ class RejectedDocumentsError(DataError):
 
 
 def check_integer(name: str, value: int, *, least: int, most: int | None = None) -> None:
-    """Check that a value is an integer within bounds.
+    """Check that an integer is within bounds.
 
     Args:
         name: the name of the value, for the error.
@@ -27,9 +26,9 @@ def check_integer(name: str, value: int, *, least: int, most: int | None = None)
         most: its upper bound, or None.
 
     Raises:
-        DataError: the value is out of bounds or not an integer.
+        DataError: the value is out of bounds.
     """
-    if not isinstance(value, Integral) or value < least or (most is not None and value > most):
+    if value < least or (most is not None and value > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise DataError(f"{name} must be an integer {bounds}, got {value}. Choose another number.")
 

@@ -1,10 +1,7 @@
 """JSON to the dataclass that it was written from, with every field checked against its declared type."""
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -26,7 +23,7 @@ def parse_json(declared: type[T], text: str | bytes) -> T:
 
 
 @functools.cache
-def _adapter(declared: Any) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter
+def _adapter(declared: Any) -> Any:
+    from pydantic import TypeAdapter  # see `parse_json`
 
     return TypeAdapter(declared)

@@ -6,7 +6,7 @@ import tiktoken
 
 from owt_data._errors import DataError
 
-END_OF_TEXT = "<|endoftext|>"
+_END_OF_TEXT = "<|endoftext|>"
 _VOCAB_SIZES = {"bytes": 257, "gpt2": 50_257}
 
 
@@ -39,7 +39,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
             "bytes",
             pat_str=r"(?s:.+)",
             mergeable_ranks={bytes([i]): i for i in range(256)},
-            special_tokens={END_OF_TEXT: 256},
+            special_tokens={_END_OF_TEXT: 256},
         )
     try:
         return tiktoken.get_encoding(name)

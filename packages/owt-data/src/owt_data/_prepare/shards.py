@@ -257,7 +257,7 @@ class _Process:
     """Child process that runs `owt_data._prepare.tokenize_worker`. Ends when this process closes its pipe or dies."""
 
     def __init__(self, tokenizer: str) -> None:
-        # A new session, so that only the parent receives Ctrl-C.
+        # In a new session only the parent receives Ctrl-C.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "owt_data._prepare.tokenize_worker", tokenizer],
             stdin=subprocess.PIPE,
@@ -292,5 +292,5 @@ class _Process:
         self._process.kill()
         self._process.wait()
         self._answers.close()
-        with suppress(BrokenPipeError):  # the buffer may hold text that nobody reads any more
+        with suppress(BrokenPipeError):  # the buffer may hold text that is not needed any more
             self._stdin.close()

@@ -28,7 +28,7 @@ class HubLayout:
     """Order of the rows in a hub dataset. A `Cursor` is valid for one layout only."""
 
     offline: bool
-    """Whether the rows come from a copy on this machine (`HF_HUB_OFFLINE=1`)."""
+    """True if the rows come from a copy on this machine (`HF_HUB_OFFLINE=1`)."""
 
     revision: str | None
     """Commit of the dataset."""
@@ -71,8 +71,8 @@ class HubRows:
                 )
         # A dataset or a name that does not exist is an OSError or a ValueError.
         except (httpx.HTTPError, OSError, ValueError) as error:
-            found = f"neither ({_reason(error)}). Check the name and the network, or set HF_HUB_OFFLINE=1 for a copy."
-            raise DataError(f"{source.name!r} must be a file or a dataset of the hub, got {found}") from error
+            got = f"neither ({_reason(error)}). Check the name and the network, or set HF_HUB_OFFLINE=1 for a copy."
+            raise DataError(f"{self._name!r} must be a file or a dataset of the Hugging Face hub, got {got}") from error
         self.layout = HubLayout(offline=offline, revision=revision, num_shards=self._rows.num_shards)
 
     @property

@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.json
@@ -48,7 +48,7 @@ def read_json_texts(path: Path, column: str) -> Iterator[pa.Array]:
     with file_errors("readable", path):
         rows = _Rows(path, column)
         try:
-            with cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
+            with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
                 yield from rows.read(file)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise rows.rejected(str(error)) from error
@@ -64,7 +64,7 @@ class _Rows:
         schema = pa.schema([(column, pa.large_string())])
         self._options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
 
-    def read(self, file: BinaryIO) -> Iterator[pa.Array]:
+    def read(self, file: io.BufferedIOBase) -> Iterator[pa.Array]:
         block = file.read(len(_BOM)).removeprefix(_BOM) + file.read(_BLOCK_BYTES)
         array = block.lstrip().startswith(b"[")
         while block:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ _REMOTE_READERS = 32
 _OPEN_FILES = 256
 
 
+@runtime_checkable
 class Tokens(Protocol):
     """Tokens that windows are read from. Holds no open files, so it can be pickled."""
 

@@ -35,7 +35,7 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
     check_type(name, FileType.Directory, "a folder that owt-data prepared")
     manifest = read_manifest(name)
     if manifest is None:
-        raise DataError(f"{folder} must hold {MANIFEST_NAME}, got none. Name a folder that owt-data prepared.")
+        raise DataError(f"{folder} must hold {MANIFEST_NAME}, got no such file. Name a prepared folder.")
     differences = _differences_of_manifest(manifest)
     total = sum(record.num_tokens for record in manifest.files.values()) or 1
     done = 0

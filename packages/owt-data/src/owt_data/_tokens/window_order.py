@@ -7,6 +7,7 @@ Domains", methods 2 and 3). The permutation is never stored, and every index of 
 """
 
 from collections.abc import Iterator
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,9 +65,7 @@ def window_starts(
     if count == 0:
         needed = f"at least {seq_len + 1}, one window of {seq_len} inputs and a target"
         raise DataError(f"The tokens must be {needed}, got {num_tokens}. Give more text or a shorter seq_len.")
-    # Other numbers give wrong windows without an error.
-    if indices.dtype.kind not in "iu" or indices.min(initial=0) < 0:
-        raise DataError(f"The indices must be integers of at least 0, got {indices}. Correct them.")
+    check_integer("The smallest index", int(indices.min(initial=0)), least=0)
     starts = np.empty(len(indices), dtype=np.int64)
     for begin in range(0, len(indices), _BLOCK):
         block, out = indices[begin : begin + _BLOCK], starts[begin : begin + _BLOCK]
@@ -78,7 +77,7 @@ def window_starts(
         elif order == "shuffle":
             _shuffle(block, out, seed, count, num_tokens, seq_len)
         else:
-            raise DataError(f"order must be shuffle, random or sequential, got {order!r}. Choose one.")
+            assert_never(order)
     return starts
 
 
