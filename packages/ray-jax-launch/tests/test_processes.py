@@ -101,11 +101,11 @@ def run_processes(action, folder, num_processes):
         for rank in range(num_processes)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=180) for process in processes]
+        outputs = [process.communicate(timeout=180) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, (out, err) in zip(processes, said, strict=True):
+    for process, (out, err) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, err
         assert out.endswith("done\n")
 
@@ -118,7 +118,7 @@ def run_processes(action, folder, num_processes):
     ],
     indirect=["place"],
 )
-def test_what_two_processes_saved_comes_back_bit_for_bit_on_other_numbers_of_them(place, num_readers):
+def test_another_number_of_processes_restores_the_same_bits(place, num_readers):
     run_processes("save", place, 2)
     run_processes("restore", place, num_readers)
 
@@ -129,7 +129,7 @@ def test_what_two_processes_saved_comes_back_bit_for_bit_on_other_numbers_of_the
     [("folder", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("folder", 10), ("s3", 10)))],
     indirect=["place"],
 )
-def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_read(place, num_kills, record_property):
+def test_every_listed_checkpoint_can_be_read_after_kills_during_a_save(place, num_kills, record_property):
     record_property("fault", f"a process that saves is killed at {num_kills} random moments")
     record_property("lost", "steps since the last checkpoint")
     rng = np.random.default_rng()
@@ -152,4 +152,4 @@ def test_killed_in_the_middle_of_a_save_no_checkpoint_is_listed_that_cannot_be_r
             for step in steps:
                 restored = checkpoints.restore(step, {"params": {"w": jnp.zeros(2_000_000)}})["params"]["w"]
                 assert jax.device_get(restored == step).all()
-        assert intact_step(place) == steps[-1]  # none was set aside either
+        assert intact_step(place) == steps[-1]  # no checkpoint was quarantined
