@@ -85,10 +85,8 @@ class FolderStore:
         Raises:
             DamagedCheckpointError: the metadata cannot be read.
         """
-        metadata = self._read_json(step, f"{METADATA}/{METADATA}")
-        if not isinstance(metadata, dict):
-            raise DamagedCheckpointError(f"the metadata of checkpoint {step} is not a JSON object")
-        return metadata
+        path = self._path(step) / METADATA / METADATA
+        return parse(METADATA, read_present(METADATA, str(path), path.read_bytes), lambda found: {**found})
 
     def score(self, step: int) -> float | None:
         """Return a checkpoint's score."""
