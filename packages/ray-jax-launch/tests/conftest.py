@@ -57,7 +57,7 @@ class S3Proxy(http.server.ThreadingHTTPServer):
         return f"{uri}?scheme=http&endpoint_override=127.0.0.1:{self.server_port}"
 
     def downloaded_bytes(self, name=""):
-        """The number of bytes downloaded from objects whose name ends so."""
+        """Return the number of bytes downloaded from objects whose paths end in a text."""
         return sum(size for path, size in self.downloads if path.endswith(name))
 
 

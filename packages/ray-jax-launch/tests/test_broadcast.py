@@ -72,11 +72,11 @@ import sys
 
 import jax
 
-from ray_jax_launch._checkpoint.broadcast import from_first_process
+from ray_jax_launch._checkpoint.broadcast import from_leader
 
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
 sizes = [0, 1, 900, 5000]
-print("found", [len(from_first_process(lambda: "x" * size)) for size in sizes] == sizes)
+print("found", [len(from_leader(lambda: "x" * size)) for size in sizes] == sizes)
 """
 
 # Saves 1 KB, 16 MB and 1 KB of arrays whose shards are on both processes.

@@ -139,6 +139,13 @@ def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(place, tree):
     assert sorted(list_steps(place)) == [20, 30, 50, 60]
 
 
+def test_the_best_checkpoint_is_known_after_a_restart(place, tree):
+    for step, score in ((10, 1.0), (20, 3.0), (30, 2.0)):
+        with Checkpoints(place, num_to_keep=1, num_best_to_keep=1) as checkpoints:
+            checkpoints.save(step, {"params": tree}, metadata={}, score=score)
+    assert sorted(list_steps(place)) == [10, 30]
+
+
 def test_a_save_ends_and_old_checkpoints_are_deleted_in_the_background(place, tree):
     with Checkpoints(place, num_to_keep=2) as checkpoints:
         for step in (10, 20, 30):

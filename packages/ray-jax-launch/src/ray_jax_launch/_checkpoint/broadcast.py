@@ -14,26 +14,15 @@ _MIN_MESSAGE_BYTES = 1024
 _ERRORS = {error.__name__: error for error in (DamagedCheckpointError, DeletedCheckpointError, LaunchError)}
 
 
-def from_first_process(compute: Callable[[], Any]) -> Any:
-    """Call a function in the first process, and return its result in all processes.
+def from_leader(compute: Callable[[], Any], leader: int = 0) -> Any:
+    """Call a function in one process, and return its result in the processes that follow this leader.
 
-    File systems answer different hosts differently for a while (NFS caches listings), so only one host is asked. An
-    error is raised in all processes.
+    An error of any leader is raised in all processes. To list a folder, only one host is asked, because file systems
+    answer hosts differently for a while (NFS caches listings).
 
     Args:
         compute: returns JSON.
-    """
-    return from_leader(0, compute)
-
-
-def from_leader(leader: int, compute: Callable[[], Any]) -> Any:
-    """Call a function in each process that leads others, and return its result in the processes that follow it.
-
-    An error of any leader is raised in all processes.
-
-    Args:
-        leader: rank of the process whose result is returned here. A process that names its own rank leads.
-        compute: returns JSON.
+        leader: rank of the process that this process follows. A process that follows itself calls the function.
     """
     message, error = {}, None
     if leader == jax.process_index():

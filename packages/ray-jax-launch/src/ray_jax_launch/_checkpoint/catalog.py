@@ -4,9 +4,9 @@ Does not import jax, so that a driver can use it without touching the devices.
 """
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ray_jax_launch._checkpoint.folder_store import FolderStore
 from ray_jax_launch._checkpoint.object_store import ObjectStore
@@ -16,40 +16,8 @@ from ray_jax_launch._storage import StoragePath, as_storage_path
 _logger = logging.getLogger("ray_jax_launch")
 
 
-class CheckpointStore(Protocol):
-    """Numbered checkpoints in a folder or in object storage. One process at a time writes."""
-
-    def prepare(self) -> None:
-        """Make the folder, and delete checkpoints that a killed process left incomplete."""
-        ...
-
-    def steps(self) -> list[int]:
-        """Return the numbers of the complete checkpoints, in no order."""
-        ...
-
-    def version(self, step: int) -> Hashable:
-        """Return a value that changes when a checkpoint is replaced; None if there is no such checkpoint."""
-        ...
-
-    def metadata(self, step: int) -> dict[str, Any]:
-        """Return a checkpoint's metadata."""
-        ...
-
-    def score(self, step: int) -> float | None:
-        """Return a checkpoint's score. The best checkpoints have the lowest scores."""
-        ...
-
-    def find_damage(self, step: int) -> str | None:
-        """Read a checkpoint. Return a description of the damage, or None."""
-        ...
-
-    def quarantine(self, step: int) -> None:
-        """Rename a checkpoint, so that it is no longer listed and its number is free."""
-        ...
-
-    def delete(self, step: int) -> None:
-        """Delete a checkpoint."""
-        ...
+CheckpointStore = FolderStore | ObjectStore
+"""Numbered checkpoints in a folder or in object storage. One process at a time writes."""
 
 
 def open_store(folder: StoragePath) -> CheckpointStore:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from ray_jax_launch._checkpoint.broadcast import from_first_process
+from ray_jax_launch._checkpoint.broadcast import from_leader
 from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, open_store
 from ray_jax_launch._checkpoint.pytree import as_wanted, to_save
 from ray_jax_launch._checkpoint.writers import RESERVED, make_writer
@@ -126,7 +126,7 @@ class Checkpoints:
                     intact_step(self._folder, quarantine=True)
             return self._list(), uuid.uuid4().hex
 
-        listed, run_id = from_first_process(open_and_list)
+        listed, run_id = from_leader(open_and_list)
         self._scores: dict[int, float | None] = dict(listed)
         self._durable_step = self.latest_step()
         self._store = open_store(self._folder)
@@ -308,7 +308,7 @@ class Checkpoints:
             DeletedCheckpointError: this object is read-only, and the run deleted the checkpoint.
         """
         self._check_exists(step)
-        return from_first_process(lambda: self._reading(step, lambda: self._store.metadata(step)))
+        return from_leader(lambda: self._reading(step, lambda: self._store.metadata(step)))
 
     def _read_copy(self, step: int, like: Mapping[str, Any]) -> Restored:
         metadata = self._store.metadata(step)
@@ -322,13 +322,13 @@ class Checkpoints:
         if not self._read_only:
             self.wait()
             return self.latest_step()
-        return from_first_process(lambda: intact_step(self._folder))
+        return from_leader(lambda: intact_step(self._folder))
 
     def _check_exists(self, step: int) -> None:
         if self._pending is not None and step == self._pending.step:
             self.wait()
         if step not in self._scores and self._read_only:
-            self._scores = dict(from_first_process(self._list))
+            self._scores = dict(from_leader(self._list))
         if step not in self._scores:
             raise ValueError(
                 f"step must be a checkpoint in {self._folder}, got {step}. Choose one of {sorted(self._scores)}."

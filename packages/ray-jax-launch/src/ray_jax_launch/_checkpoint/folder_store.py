@@ -85,14 +85,14 @@ class FolderStore:
         Raises:
             DamagedCheckpointError: the metadata cannot be read.
         """
-        metadata = self._read_json(step, METADATA)
-        if not isinstance(metadata, dict):
-            raise DamagedCheckpointError(f"the metadata of checkpoint {step} is not a JSON object")
-        return metadata
+        path = self._path(step) / METADATA / METADATA
+        return parse(METADATA, read_present(METADATA, str(path), path.read_bytes), lambda found: {**found})
 
     def score(self, step: int) -> float | None:
         """Return a checkpoint's score."""
-        metrics = self._read_json(step, METRICS)
+        # Before version 0.4, the file had the name of its folder.
+        names = (f"{METRICS}/{METADATA}", f"{METRICS}/{METRICS}")
+        metrics = next(filter(None, (self._read_json(step, name) for name in names)), None)
         return metrics.get(SCORE) if isinstance(metrics, dict) else None
 
     def find_damage(self, step: int) -> str | None:
@@ -207,7 +207,7 @@ class FolderStore:
         try:
             content = retry(str(path), path.read_bytes)
         except ABSENT as error:
-            if self._read_json(step, METADATA) is None:
+            if self._read_json(step, f"{METADATA}/{METADATA}") is None:
                 raise DamagedCheckpointError(f"{CHECKSUMS} is missing") from error
             return {}  # a version before 0.3 wrote metadata without checksums
         return parse(CHECKSUMS, content, lambda found: to_checksums(found["files"]))
@@ -218,7 +218,7 @@ class FolderStore:
 
     def _read_json(self, step: int, name: str) -> Any:
         """Return the contents of a JSON file beside the items; None if it is missing or damaged."""
-        path = self._path(step) / name / name
+        path = self._path(step) / name
         try:
             content = retry(str(path), path.read_bytes)
         except ABSENT:

@@ -139,7 +139,6 @@ class ObjectStore:
             name = path.relative_to(folder).as_posix()
             if (archive := _archive_of(rank, name)) is not None:
                 archives.setdefault(archive, []).append(name)
-        self._filesystem.create_dir(f"{self._root}/{step}")
         checksums = {
             archive: retry(
                 f"{archive} of checkpoint {step} in {self._uri}",
@@ -165,6 +164,7 @@ class ObjectStore:
                 raise FileNotFoundError(
                     f"process {rank} has not uploaded its shards of checkpoint {step}. See its own error."
                 ) from error
+        # "parts" is the key of all versions: version 0.5 can read this checkpoint too.
         listing = {"parts": archives, "metadata": metadata, "score": score}
         self._write(f"{step}/{_LISTING}", json.dumps(listing).encode())
         for name in self._contents().get(step, set()) - archives.keys() - {_LISTING}:
@@ -204,6 +204,7 @@ class ObjectStore:
         retry(f"{name} in {self._uri}", delete)
 
     def _pack(self, name: str, folder: Path, files: list[str]) -> Checksum:
+        self._filesystem.create_dir(f"{self._root}/{name.partition('/')[0]}")
         with self._filesystem.open_output_stream(f"{self._root}/{name}") as stream:
             target = ChecksummedStream(stream)
             with tarfile.open(fileobj=cast("IO[bytes]", target), mode="w|", bufsize=BLOCK_BYTES) as tar:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -35,32 +35,11 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 T = TypeVar("T")
 
 
-class Writer(Protocol):
-    """Writes checkpoints, one after the other, and reads them. Every process makes each call."""
-
-    def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
-        """Copy the arrays, and begin to write the copies. The copies are complete when this returns."""
-        ...
-
-    def commit(self, step: int) -> None:
-        """Wait until the checkpoint is durable and listed. Can run in another thread."""
-        ...
-
-    def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the items that `like` names."""
-        ...
-
-    def restore_copy(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the items from a local copy whose checksums were compared. For one process."""
-        ...
-
-    def close(self) -> None:
-        """Release threads and local files."""
-        ...
-
-
 class FolderWriter:
-    """Writes to a folder that all processes share. Orbax writes under a temporary name, and renames at the end."""
+    """Writes to a folder that all processes share. Orbax writes under a temporary name, and renames at the end.
+
+    Checkpoints are written one after the other. Every process makes each call.
+    """
 
     def __init__(self, folder: Path, store: FolderStore) -> None:
         self._folder, self._store = folder, store
@@ -78,6 +57,7 @@ class FolderWriter:
         self._reader = ocp.Checkpointer(_arrays_handler())
 
     def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
+        """Copy the arrays, and begin to write the copies. The copies are complete when this returns."""
         self._step = step
         if jax.process_index() == 0:
             self._store.prepare()  # delete the files of a failed save
@@ -93,11 +73,13 @@ class FolderWriter:
         self._writer.save(self._folder / str(step), args=ocp.args.Composite(**args), force=True)
 
     def commit(self, step: int) -> None:
+        """Wait until the checkpoint is durable and listed. Can run in another thread."""
         self._writer.wait_until_finished()
         if jax.process_index() == 0:
             self._store.sync()
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the items that `like` names."""
         if jax.process_index() > 0:
             self._wait_until_visible(step)
         checkpoint = self._folder / str(step)
@@ -114,6 +96,7 @@ class FolderWriter:
         }
 
     def restore_copy(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the items from a local copy whose checksums were compared. For one process."""
         # If a file is deleted while Orbax reads, Orbax leaves unfinished coroutines, and may read zeros.
         with contextlib.closing(Staging(str(self._folder))) as staging:
             items = self._store.copy_items(step, like.keys(), staging.path)
@@ -135,6 +118,7 @@ class FolderWriter:
             time.sleep(0.5)
 
     def close(self) -> None:
+        """Release threads and local files."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._reader.close)
             stack.callback(self._writer.close)
@@ -142,6 +126,8 @@ class FolderWriter:
 
 class ObjectWriter:
     """Writes to object storage. In each process Orbax writes shards to the local disk, and the process uploads them.
+
+    The methods are those of `FolderWriter`.
 
     Args:
         uri: of the checkpoints.
@@ -209,7 +195,7 @@ class ObjectWriter:
                 self._store.download(step, like.keys(), target)
                 return str(target.relative_to(self._staging.path.parent))
 
-            folder = self._staging.path.parent / from_leader(leader, download) / "items"
+            folder = self._staging.path.parent / from_leader(download, leader) / "items"
             try:
                 wanted = to_restore(like, _saved_tree(folder))
                 return self._reader.restore(folder, args=_restore_args(wanted)) if wanted else {}
@@ -225,7 +211,7 @@ class ObjectWriter:
             stack.callback(self._writer.close)
 
 
-def make_writer(folder: Path | str, store: Any, run_id: str) -> Writer:
+def make_writer(folder: Path | str, store: Any, run_id: str) -> FolderWriter | ObjectWriter:
     """Return the writer for a folder or a URI."""
     if isinstance(folder, Path):
         return FolderWriter(folder, store)
