@@ -308,8 +308,8 @@ def as_markdown(result: dict[str, Any], baselines: list[str]) -> str:
         *as_table([*heads, *(f"x {name}" for name in baselines)], rows),
         "\nEach value is the median over rounds of the median of a round. The last columns are ratios of tokens/s,\n"
         "above 1 if the row is faster than the baseline with the same pages. The first call is compilation and one\n"
-        f"step. The next {NUM_DISCARDED} steps are discarded. Huge pages on: GLIBC_TUNABLES={HUGE_PAGES}. MFU is\n"
-        "relative to the dense bfloat16 peak. Peak memory: of the device on GPU, of the process on CPU.\n\n## Configuration\n",
+        f"step. The next {NUM_DISCARDED} steps are discarded. Huge pages on: GLIBC_TUNABLES={HUGE_PAGES}. MFU is of\n"
+        "the dense bfloat16 peak. Peak memory is the device's on GPU, the process's on CPU.\n\n## Configuration\n",
         *(f"- {name}: {value}" for name, value in result["config"].items()),
     ]
     if "operations" in result:
