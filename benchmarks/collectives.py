@@ -1,8 +1,8 @@
-"""What devices tell each other in one train step, against the textbook, for up to 512 devices that need not exist.
+"""Collectives of one compiled train step against the textbook minimum, for up to 512 simulated devices.
 
     uv run benchmarks/collectives.py --num-layers 4
 
-Each step is traced and compiled for simulated CPU devices, never run, and its collectives are read off the compiled
+Compiles each step for simulated CPU devices, does not run it, and reads its collectives from the text of the compiled
 program. Writes benchmarks/results/collectives.md and collectives.json.
 """
 
@@ -26,23 +26,24 @@ import nnx_gpt2
 
 ROOT = Path(__file__).parent.parent
 DEVICES = (8, 64, 512)
-# fsdp has to divide the width of 768; tensor the 12 heads. What they leave of the devices is the axis data.
+# (fsdp, tensor): fsdp must divide the width 768, and tensor the 12 heads. The axis data has the remaining factor.
 LAYOUTS = {"data": (1, 1), "fsdp": (64, 1), "tensor": (1, 4)}
 NUM_LARGEST = 6
 
 NOTES = """\
-MB (10^6 bytes) that a device sends per step if collectives are rings over groups of n devices: (n-1)/n of the whole
-array for an all-gather, reduce-scatter or all-to-all, twice that for an all-reduce, the array for a permutation.
+MB (10^6 bytes) that a device sends per step if each collective is a ring over a group of n devices: (n-1)/n of the
+full array for an all-gather, reduce-scatter or all-to-all; twice that for an all-reduce; the array for a permutation.
 
-- *Scattered*: what it would be with a reduce-scatter, half the bytes, in place of each all-reduce that is read only
-  through a slice of 1/n, as the readers of each result tell. XLA's CPU pipeline leaves these as they are; those for
-  GPU and TPU have a pass that makes reduce-scatters of them. *Ratio* is this column over the textbook.
-- *Textbook*: gradients all-reduced over data. What fsdp splits is all-gathered once (not ZeRO-3's twice: the program
-  keeps it for the backward pass), its gradients reduce-scattered, the pieces all-reduced over data. Over tensor 4
-  all-reduces of the activations a layer, 2 for the embedding and the head, 3 of one number per token for the loss.
-- *wte*: the scattered MB of the token embedding and its gradient, and the textbook's, which adds the gradients
-  of the lookup and of the tied head before it sends them. The program sends each by itself:
-  that is nearly the whole excess of `data` and `fsdp` over the textbook."""
+- *Scattered*: MB if each all-reduce whose result is read only in slices of 1/n were a reduce-scatter, which sends half
+  the bytes. XLA's pipelines for GPU and TPU have a pass that makes this change. Its CPU pipeline keeps the
+  all-reduces. *Ratio* is this column divided by the textbook.
+- *Textbook*: gradients are all-reduced over data. Parameters that fsdp shards are all-gathered once (ZeRO-3 gathers
+  them twice; this program keeps them for the backward pass), their gradients are reduce-scattered, and the shards of
+  the gradients are all-reduced over data. The axis tensor needs 4 all-reduces of the activations per layer, 2 for the
+  embedding and the head, and 3 of one number per token for the loss.
+- *wte*: scattered and textbook MB of the token embedding and its gradient. The textbook adds the gradients of the
+  lookup and of the tied head before it sends the sum. The program sends each gradient separately, which is nearly all
+  of the excess of `data` and `fsdp` over the textbook."""
 
 
 class Instruction(NamedTuple):
@@ -61,7 +62,7 @@ _COPIES = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-elem
 
 
 class Program:
-    """A compiled program's text, taken apart into its computations."""
+    """Computations of a compiled program, parsed from its text."""
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Instruction]] = {}
@@ -77,92 +78,100 @@ class Program:
                 self.computations[name].append(Instruction(parts[1], shapes, parts[3], operands, line))
 
     def collectives(self, computation: str = "", times: int = 1) -> list[dict[str, Any]]:
-        """Each array of each collective: a loop's as often as it goes round, which the program must say."""
+        """Return each array of each collective; `times` counts the iterations of the loops around it.
+
+        The program must state the trip count of each loop that holds a collective.
+        """
         computation, found = computation or self.entry, []
-        for one in self.computations[computation]:
-            kind = one.op.removesuffix("-start")
-            if one.op in ("while", "call", "conditional"):
-                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.text)
-                for called in re.findall(r"(?:body|to_apply|\w+_computation)=%([\w.\-]+)", one.text):
+        for line in self.computations[computation]:
+            kind = line.op.removesuffix("-start")
+            if line.op in ("while", "call", "conditional"):
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.text)
+                for called in re.findall(r"(?:body|to_apply|\w+_computation)=%([\w.\-]+)", line.text):
                     inside = self.collectives(called, times * (int(trips[1]) if trips else 1))
-                    assert one.op != "while" or trips or not inside, f"expected a loop of known length: {one.text}"
+                    assert line.op != "while" or trips or not inside, f"the trip count is unknown: {line.text}"
                     found += inside
-            elif kind in _KINDS and (group := group_size(one.text)) > 1:
-                shapes = one.shapes[-len(one.operands) :]  # some starts list their operands, then their results
+            elif kind in _KINDS and (group := group_size(line.text)) > 1:
+                shapes = line.shapes[-len(line.operands) :]  # some starts list their operands, then their results
                 for i, shape in enumerate(shapes):
-                    piece_bytes, element = num_bytes(shape) // group, i if len(shapes) > 1 else None
-                    could_scatter = kind == "all-reduce" and self.is_sliced(computation, one.name, piece_bytes, element)
+                    slice_bytes, element = num_bytes(shape) // group, i if len(shapes) > 1 else None
+                    could_scatter = kind == "all-reduce" and self.is_sliced(
+                        computation, line.name, slice_bytes, element
+                    )
                     sent = times * sent_bytes(kind, shape, group)
                     found.append({
                         "kind": kind, "shape": shape, "group": group, "times": times, "is_first": i == 0,
                         "sent_bytes": sent, "scattered_bytes": sent / (1 + could_scatter),
-                        "source": "".join(re.findall(r'op_name="(.*?)"', one.text))[:200],
+                        "source": "".join(re.findall(r'op_name="(.*?)"', line.text))[:200],
                     })  # fmt: skip
         return found
 
-    def is_sliced(self, computation: str, name: str, piece_bytes: int, element: int | None = None) -> bool:
-        """Whether only slices of this size read a value, or an element of it, be it through copies and fusions."""
-        users = [one for one in self.computations[computation] if name in one.operands]
-        if element is not None:
-            users = [one for one in users if f"index={element}," in one.text + ","]
-        return bool(users) and all(self._slices(computation, one, name, piece_bytes) for one in users)
+    def is_sliced(self, computation: str, name: str, slice_bytes: int, element: int | None = None) -> bool:
+        """Return whether all readers of a value, or of one element of a tuple, take slices of this size.
 
-    def _slices(self, computation: str, user: Instruction, name: str, piece_bytes: int) -> bool:
+        Follows copies and fusions.
+        """
+        users = [line for line in self.computations[computation] if name in line.operands]
+        if element is not None:
+            users = [line for line in users if f"index={element}," in line.text + ","]
+        return bool(users) and all(self._slices(computation, line, name, slice_bytes) for line in users)
+
+    def _slices(self, computation: str, user: Instruction, name: str, slice_bytes: int) -> bool:
         if user.op == "dynamic-slice":
-            return num_bytes(user.shapes[0]) == piece_bytes
+            return num_bytes(user.shapes[0]) == slice_bytes
         if user.op in _COPIES:
-            return self.is_sliced(computation, user.name, piece_bytes)
+            return self.is_sliced(computation, user.name, slice_bytes)
         called = re.search(r"(?:calls|to_apply)=%([\w.\-]+)", user.text)
         if user.op not in ("fusion", "call") or called is None:
             return False
-        inside = {one.text.split("parameter(")[1].split(")")[0]: one.name
-                  for one in self.computations[called[1]] if one.op == "parameter"}  # fmt: skip
+        inside = {line.text.split("parameter(")[1].split(")")[0]: line.name
+                  for line in self.computations[called[1]] if line.op == "parameter"}  # fmt: skip
         indices = [str(i) for i, operand in enumerate(user.operands) if operand == name]
-        return all(self.is_sliced(called[1], inside[i], piece_bytes) for i in indices)
+        return all(self.is_sliced(called[1], inside[i], slice_bytes) for i in indices)
 
 
 def group_size(text: str) -> int:
-    """How many devices take part together, from each of the forms in which XLA writes it."""
+    """Return the number of devices in a group; reads all forms in which XLA writes the groups."""
     if "source_target_pairs=" in text:
         return 2
     if named := re.search(r"replica_groups=mesh\[(.*?)\].*?\{('.*?)\}", text):
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
-        return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
+        return math.prod(int(size) if size else sizes[axis] for axis, size in axes)
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text):
         return int(iota[1])
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
         return len(listed[1].split(","))
-    return jax.device_count()  # an empty list means all
+    return jax.device_count()  # an empty list means all devices
 
 
 def num_bytes(shape: str) -> int:
-    """Bytes of an array written as `f32[8,16]`."""
+    """Return the bytes of an array written as `f32[8,16]`."""
     kind, dims = shape.rstrip("]").split("[")
     bits = re.search(r"\d+", kind)
     return math.prod(int(dim) for dim in dims.split(",") if dim) * (int(bits[0]) if bits else 8) // 8
 
 
 def sent_bytes(kind: str, shape: str, group: int) -> float:
-    """What a device sends in a ring; `shape` is that of the collective's result on one device."""
+    """Return the bytes that a device sends in a ring; `shape` is the collective's result on one device."""
     factor = {"all-reduce": 2 * (group - 1) / group, "reduce-scatter": group - 1.0, "collective-permute": 1.0}
     return num_bytes(shape) * factor.get(kind, (group - 1) / group)
 
 
 def textbook_bytes(params: Any, mesh: jax.sharding.Mesh) -> float:
-    """The least that is sent for parameters and gradients in this layout; see `NOTES`."""
+    """Return the fewest bytes that a device sends for parameters and gradients in this layout; see `NOTES`."""
     data, fsdp, _ = mesh.shape.values()
     total = 0.0
     for leaf in jax.tree.leaves(params):
-        piece_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        is_split = fsdp > 1 and "fsdp" in leaf.sharding.spec
-        group = data if is_split else data * fsdp
-        total += piece_bytes * (2 * (group - 1) / group + 2 * (fsdp - 1) * is_split)
+        shard_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        is_sharded = fsdp > 1 and "fsdp" in leaf.sharding.spec
+        group = data if is_sharded else data * fsdp
+        total += shard_bytes * (2 * (group - 1) / group + 2 * (fsdp - 1) * is_sharded)
     return total
 
 
 def measure(layout: str, num_layers: int) -> dict[str, Any]:
-    """Compile one layout for all the devices that there are, and count."""
+    """Compile the step in one layout for all devices of this process, and count its collectives."""
     most_fsdp, tensor = LAYOUTS[layout]
     mesh = nnx_gpt2.make_mesh(fsdp=min(most_fsdp, jax.device_count()), tensor=tensor)
     config = nnx_gpt2.gpt2(num_layers=num_layers)
@@ -174,35 +183,35 @@ def measure(layout: str, num_layers: int) -> dict[str, Any]:
     key = jax.ShapeDtypeStruct((), key_type, sharding=nnx_gpt2.replicated(mesh))
     state = nnx_gpt2.abstract_train_state(config, optimizer, mesh)
     compiled = nnx_gpt2.make_train_step(config, optimizer, mesh).lower(state, windows, key).compile()
-    parts = Program(compiled.as_text() or "").collectives()
+    found = Program(compiled.as_text() or "").collectives()
     is_wte = re.compile(rf"\[{config.padded_vocab_size // tensor},").search
     activation_bytes = config.seq_len * ((4 * num_layers + 2) * config.embed_dim + 3) * 4
     return {
         "layout": layout,
         "devices": jax.device_count(),
         "mesh": dict(mesh.shape),
-        "counts": {kind: sum(p["times"] for p in parts if p["kind"] == kind and p["is_first"]) for kind in _KINDS},
-        "sent_bytes": sum(p["sent_bytes"] for p in parts),
-        "scattered_bytes": sum(p["scattered_bytes"] for p in parts),
+        "counts": {kind: sum(p["times"] for p in found if p["kind"] == kind and p["is_first"]) for kind in _KINDS},
+        "sent_bytes": sum(p["sent_bytes"] for p in found),
+        "scattered_bytes": sum(p["scattered_bytes"] for p in found),
         "textbook_bytes": textbook_bytes(state.params, mesh) + 2 * (tensor - 1) / tensor * activation_bytes,
-        "wte_bytes": sum(p["scattered_bytes"] for p in parts if is_wte(p["shape"])),
+        "wte_bytes": sum(p["scattered_bytes"] for p in found if is_wte(p["shape"])),
         "textbook_wte_bytes": textbook_bytes(state.params["wte"], mesh),
-        "largest": sorted(parts, key=lambda p: -p["sent_bytes"])[:NUM_LARGEST],
+        "largest": sorted(found, key=lambda p: -p["sent_bytes"])[:NUM_LARGEST],
     }
 
 
 def table(header: str, rows: list[list[Any]]) -> str:
-    """A table in Markdown."""
-    lines = [[part.strip() for part in header.split("|")], ["---"] * (header.count("|") + 1), *rows]
+    """Return a Markdown table."""
+    lines = [[cell.strip() for cell in header.split("|")], ["---"] * (header.count("|") + 1), *rows]
     return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
 
 
 def main() -> None:
-    """Measure each layout and number of devices in a process of its own, and write the results."""
+    """Measure each layout and number of devices in a separate process, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--here", choices=LAYOUTS, help="print one layout's row, for the devices of this process")
+    parser.add_argument("--num-layers", type=int, default=4, help="layers of the model (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
+    parser.add_argument("--here", choices=LAYOUTS, help="print the row of one layout for the devices of this process")
     options = parser.parse_args()
     if options.here:
         print(json.dumps(measure(options.here, options.num_layers)))
@@ -217,7 +226,7 @@ def main() -> None:
             print(f"{layout}, {num_devices} devices: {measured[-1]['counts']}", flush=True)
     result = {
         "config": f"GPT-2 124M's widths, {options.num_layers} layers, unrolled, no remat; float32 (XLA for CPU widens "
-        "bfloat16 collectives); AdamW; one window of 1024 tokens for each device of the axes data and fsdp",
+        "bfloat16 collectives); AdamW; one window of 1024 tokens per device of the axes data and fsdp",
         "hardware": f"simulated CPU devices, compiled on {os.cpu_count()} CPU cores, {platform.machine()}",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "jaxlib", "flax")}},
@@ -238,8 +247,8 @@ def main() -> None:
     (options.out / "collectives.md").write_text(
         "# Collectives of one train step\n\n"
         f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
-        f"{table(header, totals)}\n{NOTES}\n\nThe largest with {DEVICES[-1]} devices:\n\n"
-        f"{table('layout | MB | scattered | kind | array | devices in a group', largest)}"
+        f"{table(header, totals)}\n{NOTES}\n\nLargest collectives on {DEVICES[-1]} devices:\n\n"
+        f"{table('layout | MB | scattered | kind | array | devices per group', largest)}"
     )
     print((options.out / "collectives.md").read_text())
 

@@ -1,17 +1,17 @@
-"""Preparing text, streaming steps and ordering windows, against what one would write without owt-data.
+"""Preparation of text, stream of steps and order of windows, against code without owt-data.
 
     uv run benchmarks/data.py --rounds 3
 
-prepare  owt_data.prepare; a script over `datasets` as nanoGPT and the tutorials have it, whose files must be the same
-         byte for byte; and tiktoken alone on documents in memory, which nothing that tokenizes can beat.
-         Two processes each, gpt2, on the Python files of this environment as JSON lines.
+prepare  owt_data.prepare; a `datasets` script as in nanoGPT and the tutorials, which must write the same bytes; and
+         tiktoken alone on documents in memory, the upper bound of speed. Each uses two processes and the tokenizer
+         gpt2, on the Python files of this environment as JSON lines.
 stream   step_windows and iter_steps; the pipeline of Ray's tutorials over a memory-mapped file of 10 M tokens; and the
-         time to the first batch of that file, and of one of 9 G tokens, all holes, not in memory.
-order    window_starts for the windows of 9 G tokens; numpy's permutation of them all.
+         time to the first batch of this file, and of a sparse file of 9 G tokens, neither cached in memory.
+order    window_starts for the windows of 9 G tokens; numpy's permutation of all of them.
 
-Every contestant has a fresh process, fresh folders and a fresh cache, and they take turns, in an order that turns
-round with every round. The first round warms up and does not count. gpt2's two files come from TIKTOKEN_CACHE_DIR, or
-are downloaded. Writes data.md and data.json with the parts that ran: give --out with --only.
+Each candidate has a fresh process, fresh folders and a fresh cache. The candidates take turns; each round reverses
+their order. The first round is a warm-up and does not count. The two files of gpt2 come from TIKTOKEN_CACHE_DIR, or
+are downloaded. Writes data.md and data.json with the groups that ran: with --only, give --out too.
 """
 
 import argparse
@@ -53,7 +53,7 @@ NUM_INDICES, NUM_REPEATS = 4_000_000, 5
 
 Figures = dict[str, float]
 
-# Figures, those of the peers that they are divided by, and what the medians' value should be; 1.1 is 1.0 with noise.
+# A figure, the baseline that divides it, and the bound for the ratio of their medians. The bound 1.1 is 1.0 plus noise.
 GOALS = (
     ("prepare_mb_per_s", "script_mb_per_s", ">=", 2.0),
     ("prepare_mb_per_s", "bare_tiktoken_mb_per_s", ">=", 0.8),
@@ -66,23 +66,23 @@ GOALS = (
 )
 
 
-# The contestants. Each runs in a process of its own and imports what it times, so that none pays for another's imports.
+# The candidates. Each has its own process and imports only what it times: no time includes other imports.
 
 
 def prepare(corpus: str, num_mb: float) -> Figures:
-    """`owt_data.prepare`."""
+    """Prepare token files by `owt_data.prepare`."""
     import owt_data
 
     make, options = owt_data.prepare, owt_data.PrepareOptions(tokenizer="gpt2")  # imported on first use
     began = time.perf_counter()
     make(corpus, "out", options, num_processes=NUM_PROCESSES)
     seconds = time.perf_counter() - began
-    peak_rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # without the processes that tokenize
+    peak_rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # excludes the processes that tokenize
     return {"prepare_mb_per_s": num_mb / seconds, "prepare_peak_rss_mb": peak_rss_kib * 1024 / 1e6}
 
 
 def script(corpus: str, num_mb: float) -> Figures:
-    """The same files as nanoGPT and the tutorials make them, with `datasets`."""
+    """Write the same files with `datasets`, like nanoGPT and the tutorials."""
     import datasets
     import tiktoken
 
@@ -105,7 +105,7 @@ def script(corpus: str, num_mb: float) -> Figures:
 
 
 def write_shards(rows: Any, path: Path) -> None:
-    """The script's last step: a memory-mapped file, filled shard by shard."""
+    """Write the tokens of a split to a memory-mapped file, shard by shard."""
     tokens = np.memmap(path, dtype=np.uint16, mode="w+", shape=(sum(rows["len"][:]),))
     num_shards, at = min(1024, len(rows)), 0
     for index in range(num_shards):
@@ -116,35 +116,35 @@ def write_shards(rows: Any, path: Path) -> None:
     tokens.flush()
 
 
-HELD: dict[str, Any] = {}
-"""What the processes of `bare_tiktoken` inherit."""
+INHERITED: dict[str, Any] = {}
+"""Data that the forked processes of `bare_tiktoken` inherit."""
 
 
 def bare_tiktoken(corpus: str, num_mb: float) -> Figures:
-    """Tiktoken on documents in memory, their tokens counted and let go."""
+    """Tokenize documents in memory with tiktoken alone, and count the tokens."""
     import tiktoken
 
     with Path(corpus).open(encoding="utf-8") as file:
-        HELD["texts"] = [json.loads(line)["text"] for line in file]
-    HELD["encoding"] = tiktoken.get_encoding("gpt2")
-    up_to = np.cumsum([len(text) for text in HELD["texts"]])
+        INHERITED["texts"] = [json.loads(line)["text"] for line in file]
+    INHERITED["encoding"] = tiktoken.get_encoding("gpt2")
+    up_to = np.cumsum([len(text) for text in INHERITED["texts"]])
     inner = np.searchsorted(up_to, np.arange(1, NUM_CHUNKS) * up_to[-1] / NUM_CHUNKS)
     chunks = list(itertools.pairwise([0, *inner.tolist(), len(up_to)]))
     with multiprocessing.get_context("fork").Pool(NUM_PROCESSES) as pool:
-        pool.map(count_tokens, [(0, 1)] * NUM_PROCESSES, chunksize=1)  # so that they have started
+        pool.map(count_tokens, [(0, 1)] * NUM_PROCESSES, chunksize=1)  # waits until the processes have started
         began = time.perf_counter()
         assert sum(pool.imap_unordered(count_tokens, chunks)) > 0
         return {"bare_tiktoken_mb_per_s": num_mb / (time.perf_counter() - began)}
 
 
 def count_tokens(chunk: tuple[int, int]) -> int:
-    """`encode_ordinary` in its faster spelling, without the list of Python integers."""
-    encode = HELD["encoding"].encode_to_numpy
-    return sum(len(encode(text, disallowed_special=())) for text in HELD["texts"][slice(*chunk)])
+    """Count tokens like `encode_ordinary`, but faster: without a list of Python integers."""
+    encode = INHERITED["encoding"].encode_to_numpy
+    return sum(len(encode(text, disallowed_special=())) for text in INHERITED["texts"][slice(*chunk)])
 
 
 def step_windows(path: str) -> Figures:
-    """`step_windows`, read by `iter_steps`."""
+    """Read the stream of `step_windows` by `iter_steps`."""
     from owt_data import iter_steps
 
     start_ray()
@@ -153,7 +153,7 @@ def step_windows(path: str) -> Figures:
 
 
 def tutorial(path: str) -> Figures:
-    """What Ray's tutorials make of nanoGPT's `get_batch`: drawn starts, mapped to windows."""
+    """Read the stream of Ray's tutorials: random starts, mapped to windows like nanoGPT's `get_batch`."""
     import ray.data
 
     def read_windows(batch: Any) -> Any:
@@ -170,7 +170,7 @@ def tutorial(path: str) -> Figures:
 
 
 def first_batch(small: str, large: str) -> Figures:
-    """Seconds to the first batch, from a running Ray on: of a small file, of a large one, of many steps."""
+    """Return the seconds to the first batch, with Ray running: small file, large file, large file and many steps."""
     from owt_data import iter_steps
 
     start_ray()
@@ -183,26 +183,26 @@ def first_batch(small: str, large: str) -> Figures:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(1 + NUM_REPEATS):
         for name, run in runs.items():
-            os.posix_fadvise(files[run[0]], 0, 0, os.POSIX_FADV_DONTNEED)  # a run begins with its file on disk
+            os.posix_fadvise(files[run[0]], 0, 0, os.POSIX_FADV_DONTNEED)  # read the file from disk again
             began = time.perf_counter()
             batches = iter_steps(our_steps(*run, "shuffle"))
             next(batches)
             times[name].append(time.perf_counter() - began)
             del batches
-            time.sleep(0.5)  # until what was read ahead is put away
-    # Without the first of each, for which Ray starts processes.
+            time.sleep(0.5)  # until Ray has released the prefetched batches
+    # Ray starts processes for the first repetition of each run, which does not count.
     return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
 def start_ray() -> None:
-    """A Ray of four logical CPUs."""
+    """Start Ray with four logical CPUs."""
     import ray
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def our_steps(path: str, num_tokens: int, num_steps: int, order: Any) -> Any:
-    """One worker's steps from a file."""
+    """Return the steps of one worker from a file."""
     from owt_data import TokenSequence, TokenSpan, step_windows
 
     tokens = TokenSequence((TokenSpan(path=path, start=0, stop=num_tokens),))
@@ -211,28 +211,28 @@ def our_steps(path: str, num_tokens: int, num_steps: int, order: Any) -> Any:
 
 
 def rates(name: str, batches: Iterable[Any], began: float) -> Figures:
-    """Tokens per second from the first batch's arrival on, and from `began` on."""
+    """Return the tokens per second since the arrival of the first batch, and since `began`."""
     first, *later = [time.perf_counter() for _ in batches]
-    steady, whole = len(later) / (later[-1] - first), (1 + len(later)) / (later[-1] - began)
+    steady, with_start = len(later) / (later[-1] - first), (1 + len(later)) / (later[-1] - began)
     tokens = BATCH_SIZE * SEQ_LEN
-    return {f"{name}_tokens_per_s": steady * tokens, f"{name}_tokens_per_s_with_start": whole * tokens}
+    return {f"{name}_tokens_per_s": steady * tokens, f"{name}_tokens_per_s_with_start": with_start * tokens}
 
 
 def order() -> Figures:
-    """`window_starts` and numpy's permutation, in turns; and the memory of the former."""
+    """Time `window_starts` and numpy's permutation in turns; measure the memory of `window_starts`."""
     from owt_data import window_starts
 
     def ours(num_indices: int) -> Callable[[], np.ndarray]:
-        begin = 20 * NUM_WINDOWS - 8000  # so that all cross from an epoch into the next
+        begin = 20 * NUM_WINDOWS - 8000  # each range of indices crosses an epoch
         indices = np.arange(begin, begin + num_indices)
         return lambda: window_starts(indices, order="shuffle", seed=1, num_tokens=LARGE_TOKENS, seq_len=SEQ_LEN)
 
     calls = ours(NUM_INDICES), lambda: np.random.default_rng(0).permutation(NUM_WINDOWS)
     times = [[timeit.timeit(call, number=1) for call in calls] for _ in range(NUM_REPEATS)]
-    our_s, peer_s = map(statistics.median, zip(*times, strict=True))
+    our_s, baseline_s = map(statistics.median, zip(*times, strict=True))
     return {
         "window_starts_per_s": NUM_INDICES / our_s,
-        "permutation_indices_per_s": NUM_WINDOWS / peer_s,
+        "permutation_indices_per_s": NUM_WINDOWS / baseline_s,
         "permutation_bytes": calls[1]().nbytes,
         "extra_bytes_of_1m_indices": extra_bytes(ours(1_000_000)),
         "extra_bytes_of_16m_indices": extra_bytes(ours(16_000_000)),
@@ -240,7 +240,7 @@ def order() -> Figures:
 
 
 def extra_bytes(call: Callable[[], np.ndarray]) -> int:
-    """The most that a call holds beside what it returns."""
+    """Return the peak memory of a call in bytes, without its result."""
     tracemalloc.start()
     output = call()
     peak = tracemalloc.get_traced_memory()[1]
@@ -248,16 +248,16 @@ def extra_bytes(call: Callable[[], np.ndarray]) -> int:
     return peak - output.nbytes
 
 
-CONTESTANTS: dict[str, Callable[..., Figures]] = {
+CANDIDATES: dict[str, Callable[..., Figures]] = {
     call.__name__: call for call in (prepare, script, bare_tiktoken, step_windows, tutorial, first_batch, order)
 }
 
 
-# The referee, which stays small: to Linux, the peak memory of a new process begins with that of its parent.
+# The parent process. It stays small: on Linux, the peak memory of a new process starts at that of its parent.
 
 
-def compete(temp: Path, name: str, settings: dict[str, Any]) -> tuple[Figures, tuple[str, ...]]:
-    """Run a contestant in a process and a folder of its own; returns its figures, and the SHA-256 of what it wrote."""
+def measure(temp: Path, name: str, settings: dict[str, Any]) -> tuple[Figures, tuple[str, ...]]:
+    """Run a candidate in its own process and folder. Return its figures, and the SHA-256 of the files that it wrote."""
     work, out = temp / name, temp / name / "out"
     work.mkdir()
     environment = os.environ | {
@@ -266,12 +266,12 @@ def compete(temp: Path, name: str, settings: dict[str, Any]) -> tuple[Figures, t
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        # Bytecode as in any installation that was used before, also where this one has none and may write none.
+        # Bytecode is cached, as in a used installation, also if this installation is read-only.
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPYCACHEPREFIX": str(temp / "bytecode"),
     }
-    command = [sys.executable, __file__, "--contestant", name, json.dumps(settings)]
-    os.sync()  # so that none waits for what another wrote
+    command = [sys.executable, __file__, "--candidate", name, json.dumps(settings)]
+    os.sync()  # no candidate waits for the writes of another one
     peak_bytes = 0
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, env=environment, cwd=work, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -290,7 +290,7 @@ def compete(temp: Path, name: str, settings: dict[str, Any]) -> tuple[Figures, t
 
 
 def disk_bytes(folder: str | Path) -> int:
-    """The size of all files below a folder, while others come and go."""
+    """Return the size of all files below a folder, while processes create and delete files."""
     total = 0
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(folder):
@@ -299,8 +299,8 @@ def disk_bytes(folder: str | Path) -> int:
     return total
 
 
-def prepare_part(temp: Path, corpus_mb: int) -> dict[str, Any]:
-    """Write this installation's Python files as JSON lines; returns the contestants with their settings."""
+def prepare_group(temp: Path, corpus_mb: int) -> dict[str, Any]:
+    """Write the Python files of this installation as JSON lines. Return the candidates with their settings."""
     corpus, num_bytes = temp / "corpus.jsonl", 0
     with corpus.open("w", encoding="utf-8") as file:
         roots = map(Path, map(sysconfig.get_path, ("purelib", "stdlib")))
@@ -310,13 +310,13 @@ def prepare_part(temp: Path, corpus_mb: int) -> dict[str, Any]:
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
                 num_bytes += len(text.encode())
     if num_bytes < MIN_CORPUS_MB * 1e6:
-        sys.exit(f"expected {MIN_CORPUS_MB} MB of Python files, got {num_bytes / 1e6:.1f}: raise --corpus-mb")
+        sys.exit(f"the corpus must be at least {MIN_CORPUS_MB} MB, got {num_bytes / 1e6:.1f} MB. Raise --corpus-mb.")
     settings = {"corpus": str(corpus), "num_mb": num_bytes / 1e6}
     return {"prepare": settings, "script": settings, "bare_tiktoken": settings}
 
 
-def stream_part(temp: Path, _: int) -> dict[str, Any]:
-    """Write a small file of random tokens and a large one of holes; returns the contestants with their settings."""
+def stream_group(temp: Path, _: int) -> dict[str, Any]:
+    """Write a small file of random tokens and a large sparse file. Return the candidates with their settings."""
     small, large = temp / "small.bin", temp / "large.bin"
     np.random.default_rng(0).integers(0, VOCAB_SIZE, SMALL_TOKENS, dtype=np.uint16).tofile(small)
     large.touch()
@@ -325,61 +325,61 @@ def stream_part(temp: Path, _: int) -> dict[str, Any]:
     return {"step_windows": path, "tutorial": path, "first_batch": {"small": str(small), "large": str(large)}}
 
 
-PARTS = {"prepare": prepare_part, "stream": stream_part, "order": lambda *_: {"order": {}}}
+GROUPS = {"prepare": prepare_group, "stream": stream_group, "order": lambda *_: {"order": {}}}
 
 
-def play(part: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """The rounds of a part: its figures by round."""
+def run_group(group: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Run all rounds of a group. Return the figures by round."""
     rounds: list[Figures] = []
     with tempfile.TemporaryDirectory() as temp:
-        settings = PARTS[part](Path(temp), options.corpus_mb)
+        settings = GROUPS[group](Path(temp), options.corpus_mb)
         for number in range(1 + options.rounds):
-            answers = [compete(Path(temp), name, settings[name]) for name in list(settings)[:: -1 if number % 2 else 1]]
+            answers = [measure(Path(temp), name, settings[name]) for name in list(settings)[:: -1 if number % 2 else 1]]
             if len({digests for _, digests in answers if digests}) > 1:
-                sys.exit(f"expected the same {' and '.join(FILES)} of prepare and of the script, got {answers}")
+                sys.exit(f"prepare and script must write the same {' and '.join(FILES)}, got {answers}")
             rounds.append({name: value for figures, _ in answers for name, value in figures.items()})
-            print(f"{part}, {f'round {number}' if number else 'warm-up'}: {rounds[-1]}", flush=True)
+            print(f"{group}, {f'round {number}' if number else 'warm-up'}: {rounds[-1]}", flush=True)
     return {name: [figures[name] for figures in rounds[1:]] for name in sorted(rounds[0])}
 
 
 def rows(figures: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
-    """The figures' medians, and what has goals: ratios of medians, mostly."""
+    """Yield the median of each figure, and the values with goals: mostly ratios of medians."""
     for name, values in figures.items():
         if (name, None) not in {goal[:2] for goal in GOALS}:
             yield {"what": name, "value": statistics.median(values), "by_round": values, "goal": ""}
-    for name, peer, sign, bound in GOALS:
+    for name, base, sign, bound in GOALS:
         if name in figures:
-            peers = figures[peer] if peer else [1.0] * len(figures[name])
-            value = statistics.median(figures[name]) / statistics.median(peers)
-            by_round = [ours / theirs for ours, theirs in zip(figures[name], peers, strict=True)]
+            ours, theirs = figures[name], figures[base] if base else [1.0] * len(figures[name])
+            value = statistics.median(ours) / statistics.median(theirs)
+            by_round = [our / their for our, their in zip(ours, theirs, strict=True)]
             goal = f"{sign} {bound:,g}: {'met' if (value < bound) == (sign == '<') else 'missed'}"
-            yield {"what": f"{name} / {peer}" if peer else name, "value": value, "by_round": by_round, "goal": goal}
+            yield {"what": f"{name} / {base}" if base else name, "value": value, "by_round": by_round, "goal": goal}
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The results as tables."""
-    lines = ["# Data, against what one would write without owt-data", ""]
-    lines += [f"- {name}: {about}" for name, about in result.items() if name not in PARTS]
-    for part in [part for part in PARTS if part in result]:
-        lines += ["", f"## {part}", "", "| median, or ratio of medians | value | by round | goal |", "|---" * 4 + "|"]
-        for row in result[part]:
+    """Return the results as Markdown tables."""
+    lines = ["# Data, against code without owt-data", ""]
+    lines += [f"- {name}: {about}" for name, about in result.items() if name not in GROUPS]
+    for group in [group for group in GROUPS if group in result]:
+        lines += ["", f"## {group}", "", "| median, or ratio of medians | value | by round | goal |", "|---" * 4 + "|"]
+        for row in result[group]:
             by_round = ", ".join(f"{value:,.4g}" for value in row["by_round"])
             lines.append(f"| {row['what']} | {row['value']:,.4g} | {by_round} | {row['goal']} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Run the rounds and write the results, or be one of the contestants."""
+    """Run the rounds and write the results, or run one candidate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: %(default)s)")
-    parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
-    parser.add_argument("--corpus-mb", type=int, default=300, help="text to prepare, 50 or more (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up (default: %(default)s)")
+    parser.add_argument("--only", choices=GROUPS, help="run one group (default: all)")
+    parser.add_argument("--corpus-mb", type=int, default=300, help="MB of text, 50 or more (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
-    parser.add_argument("--contestant", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--candidate", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.contestant:
-        name, settings = options.contestant
-        print(json.dumps(CONTESTANTS[name](**json.loads(settings))))
+    if options.candidate:
+        name, settings = options.candidate
+        print(json.dumps(CANDIDATES[name](**json.loads(settings))))
         return
     constants = {name.lower(): value for name, value in globals().items() if isinstance(value, int | float)}
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -388,7 +388,7 @@ def main() -> None:
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "configuration": {"rounds": options.rounds, "corpus_mb": options.corpus_mb, **constants},
-        **{part: list(rows(play(part, options))) for part in PARTS if options.only in (part, None)},
+        **{group: list(rows(run_group(group, options))) for group in GROUPS if options.only in (group, None)},
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "data.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -1,11 +1,11 @@
-"""Time per generated token with the cache, early and late in the context, in turns in the same run.
+"""Time per generated token with the cache, early and late in the context.
 
     uv run benchmarks/decode.py --rounds 3
 
-Two positions: prompts of 100 and of 1000 tokens, one text, greedy. A token's time is a slope: the time to generate
-some tokens less the time to generate one, over the tokens between, so that the prompt's own pass cancels out. The
-peer is the same call with `use_cache=False`, which computes the whole context anew for every token. Random weights.
-Writes benchmarks/results/decode.md and decode.json.
+Prompts of 100 and of 1000 tokens take turns, with batch size 1, greedy decoding and random weights. The time per token
+is a slope: the time to generate n tokens minus the time to generate one token, divided by n - 1. The time to process
+the prompt thus cancels out. The baseline is the same call with `use_cache=False`, which computes the full context again
+for every token. Writes benchmarks/results/decode.md and decode.json.
 """
 
 import argparse
@@ -26,23 +26,23 @@ from nnx_gpt2 import GPT2, generate, gpt2
 
 ROOT = Path(__file__).parent.parent
 POSITIONS = (100, 1000)
-# New tokens of the longer call, by `use_cache`: without the cache a token is slow, and one measures well.
+# Tokens of the longer call, by `use_cache`. Without the cache, the slope over one slow token is exact enough.
 NUM_NEW_TOKENS = {True: 25, False: 2}
 PRESETS = {
     "gpt2": gpt2(),
-    "tiny": gpt2(vocab_size=512, num_layers=2, num_heads=4, embed_dim=128),  # for a quick try
+    "tiny": gpt2(vocab_size=512, num_layers=2, num_heads=4, embed_dim=128),  # for a quick trial
 }
 
 
 def timed(model: GPT2, prompt: list[int], num_tokens: int, use_cache: bool) -> tuple[float, list[int]]:
-    """Seconds of one call, and the tokens it drew."""
+    """Return the seconds of one call, and the generated tokens."""
     began = time.perf_counter()
     (text,) = generate(model, [prompt], num_tokens, temperature=0, use_cache=use_cache)
     return time.perf_counter() - began, text[len(prompt) :]
 
 
 def token_s(model: GPT2, prompt: list[int], use_cache: bool) -> tuple[float, list[int]]:
-    """Seconds per token after this prompt, and the tokens."""
+    """Return the seconds per token after this prompt, and the generated tokens."""
     num_tokens = NUM_NEW_TOKENS[use_cache]
     one_s, _ = timed(model, prompt, 1, use_cache)
     all_s, tokens = timed(model, prompt, num_tokens, use_cache)
@@ -52,9 +52,9 @@ def token_s(model: GPT2, prompt: list[int], use_cache: bool) -> tuple[float, lis
 def main() -> None:
     """Run the rounds and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--preset", choices=PRESETS, default="gpt2")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each case (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
+    parser.add_argument("--preset", choices=PRESETS, default="gpt2", help="model (default: %(default)s)")
     options = parser.parse_args()
     config = PRESETS[options.preset]
     model = GPT2(config, rngs=nnx.Rngs(0))
@@ -66,12 +66,12 @@ def main() -> None:
     for number in range(options.rounds):
         for position, use_cache in cases:
             seconds, tokens = token_s(model, prompts[position], use_cache)
-            assert tokens == drawn[position, use_cache], "greedy decoding draws the same tokens every time"
+            assert tokens == drawn[position, use_cache], "greedy decoding generated other tokens than before"
             times[position, use_cache].append(seconds)
-        latest = ", ".join(f"{case}: {part[-1] * 1e3:.1f} ms" for case, part in times.items())
+        latest = ", ".join(f"{case}: {seconds[-1] * 1e3:.1f} ms" for case, seconds in times.items())
         print(f"round {number + 1}: {latest}", flush=True)
     early, late = POSITIONS
-    medians = {case: statistics.median(part) for case, part in times.items()}
+    medians = {case: statistics.median(seconds) for case, seconds in times.items()}
     device = jax.devices()[0]
     result = {
         "token_s": {str(position): medians[position, True] for position in POSITIONS},
@@ -80,7 +80,8 @@ def main() -> None:
         "ratio_late_to_early_by_round": [b / a for a, b in zip(times[early, True], times[late, True], strict=True)],
         "ratio_without_cache": {str(p): medians[p, False] / medians[p, True] for p in POSITIONS},
         "token_s_by_round": {
-            f"{position}{'' if use_cache else ' without cache'}": part for (position, use_cache), part in times.items()
+            f"{position}{'' if use_cache else ' without cache'}": seconds
+            for (position, use_cache), seconds in times.items()
         },
         "same_tokens_without_cache": all(drawn[p, True][: len(drawn[p, False])] == drawn[p, False] for p in POSITIONS),
         "config": (
@@ -98,16 +99,16 @@ def main() -> None:
         for p in POSITIONS
     )
     by_round = ", ".join(f"{ratio:.3f}" for ratio in result["ratio_late_to_early_by_round"])
-    same = "the same" if result["same_tokens_without_cache"] else "not the same"
+    same = "the same" if result["same_tokens_without_cache"] else "different"
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "decode.json").write_text(json.dumps(result, indent=2) + "\n")
     (options.out / "decode.md").write_text(
         "# Time per generated token\n\n"
         f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
-        "| position | with the cache | whole context anew | ratio |\n|---|---|---|---|\n"
+        "| position | with the cache | without the cache | ratio |\n|---|---|---|---|\n"
         f"{rows}\n"
-        f"Position {late} to position {early}, with the cache: {result['ratio_late_to_early']:.3f} "
-        f"(by round {by_round}; goal: at most 1.2). Both ways draw {same} tokens.\n"
+        f"Position {late} divided by position {early}, with the cache: {result['ratio_late_to_early']:.3f} "
+        f"(by round {by_round}; goal: at most 1.2). With and without the cache the tokens are {same}.\n"
     )
     print((options.out / "decode.md").read_text())
 

@@ -1,10 +1,10 @@
-"""SIGKILL at random moments of one `owt-data prepare`, which is started again each time, to the same bytes.
+"""Bytes of one `owt-data prepare` after SIGKILL at random moments, against an undisturbed one.
 
     uv run benchmarks/kills.py --kills 20
 
-An undisturbed run is timed first; then the kills come, each at a random moment up to twice an equal share of that
-time and --startup-s after the start of work, so that they fall on all of it.
-Writes benchmarks/results/kills.md and kills.json.
+The first run is undisturbed and timed. The second run is killed and started again until it has been killed --kills
+times. The time from the start of work to a kill is uniform, up to 2 * (undisturbed time / kills + --startup-s). The
+kills thus spread over the full run. Writes benchmarks/results/kills.md and kills.json.
 """
 
 import argparse
@@ -30,7 +30,7 @@ FILES = ("train.bin", "val.bin", "manifest.json")
 
 
 def write_corpus(path: Path, max_mb: int) -> tuple[int, int]:
-    """The Python files of this environment as JSON lines; returns the documents and their bytes."""
+    """Write the Python files of this environment as JSON lines; return the number of documents and of bytes."""
     num_documents = num_bytes = 0
     with path.open("w", encoding="utf-8") as file:
         for source in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
@@ -42,20 +42,20 @@ def write_corpus(path: Path, max_mb: int) -> tuple[int, int]:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def start(corpus: Path, out: Path) -> subprocess.Popen[bytes]:
-    """Begin, or go on with, the preparation."""
+    """Start or continue the preparation."""
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND, "prepare", str(corpus), str(out)], stderr=subprocess.DEVNULL
     )
 
 
 def wait_for_work(process: subprocess.Popen[bytes], out: Path) -> None:
-    """Wait until a start is past its imports and holds the folder that it works in, or is through."""
+    """Wait until the process has opened its working folder, after the imports, or has ended."""
     staging = str(out.with_name(f".{out.name}.partial"))
     while process.poll() is None:
         with contextlib.suppress(FileNotFoundError):
@@ -65,24 +65,24 @@ def wait_for_work(process: subprocess.Popen[bytes], out: Path) -> None:
 
 
 def stage(out: Path) -> str:
-    """How far the work is."""
+    """Return the progress of the preparation, in words."""
     staging = out.with_name(f".{out.name}.partial")
     if out.exists():
         return "finished"
     if (staging / "result").exists():
-        return "assembling" + "".join(f", {name} begun" for name in FILES if (staging / "result" / name).exists())
+        return "assembling" + "".join(f", {name} started" for name in FILES if (staging / "result" / name).exists())
     journal = staging / "parts-all" / "parts.jsonl"
-    return f"tokenizing, {len(journal.read_bytes().splitlines()) if journal.exists() else 0} parts recorded"
+    return f"tokenizing, {len(journal.read_bytes().splitlines()) if journal.exists() else 0} shards recorded"
 
 
 def main() -> None:
-    """Kill, compare, and write the results."""
+    """Kill the preparation, compare its files, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--corpus-mb", type=int, default=100)
-    parser.add_argument("--startup-s", type=float, default=1.5, help="what a start does before it tokenizes")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--kills", type=int, default=20, help="number of kills (default: %(default)s)")
+    parser.add_argument("--corpus-mb", type=int, default=100, help="MB of text (default: %(default)s)")
+    parser.add_argument("--startup-s", type=float, default=1.5, help="seconds between start and tokenization")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random moments")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as temp:
@@ -99,7 +99,9 @@ def main() -> None:
             wait_for_work(process, out)
             time.sleep(rng.uniform(0, 2 * (undisturbed_s / options.kills + options.startup_s)))
             if process.poll() is not None:
-                sys.exit(f"finished after {len(kills)} kills, before all were made: give a larger --corpus-mb")
+                sys.exit(
+                    f"the preparation must last for {options.kills} kills, got {len(kills)}. Give a larger --corpus-mb."
+                )
             process.send_signal(signal.SIGKILL)
             process.wait()
             kills.append({"after_s": round(time.monotonic() - began, 2), "at": stage(out)})
@@ -124,9 +126,9 @@ def main() -> None:
     (options.out / "kills.md").write_text(
         "# SIGKILL at random moments of one prepare\n\n"
         f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
-        f"Undisturbed {undisturbed_s:.1f} s. Byte-identical to it after {len(kills)} kills: "
-        f"{', '.join(f'{name} {yes}' for name, yes in same.items())}; left behind: {left or 'nothing'}.\n\n"
-        f"| kill | seconds after its start | it was |\n|---|---|---|\n{rows}"
+        f"Undisturbed run: {undisturbed_s:.1f} s. Same bytes after {len(kills)} kills: "
+        f"{', '.join(f'{name} {yes}' for name, yes in same.items())}. Files left behind: {left or 'none'}.\n\n"
+        f"| kill | seconds after the start | progress |\n|---|---|---|\n{rows}"
     )
     print((options.out / "kills.md").read_text())
     if not all(same.values()) or left:

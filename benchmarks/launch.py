@@ -1,13 +1,13 @@
-"""What `launch` costs a training loop: steps of 20 ms under it against the same steps bare, in turns of seconds.
+"""Step time of a training loop under `launch` against the same loop without it, for steps of 20 ms.
 
     uv run benchmarks/launch.py --turns 30
 
-Under the wrapper every step asks whether to stop, and every tenth logs metrics to the driver; the bare loop does
-neither. Both are processes of one jax device with the same environment. In one case the step waits, as the host of an
-accelerator does while that computes; in the others it computes itself, on a single CPU or on all of the machine's,
-which the loop under the wrapper then shares with Ray's processes.
-While one takes its turn the other is halted, with all of Ray. The first minute, where processes of Ray's still start
-beside the loop, is left out. Writes benchmarks/results/launch.md and launch.json.
+Under `launch` every step checks for a stop request, and every tenth step logs metrics to the driver. The bare loop does
+neither. Each loop is a process with one jax device and the same environment. In the first case the step waits, like the
+host of an accelerator. In the other cases the step computes on one CPU, or on all CPUs, which the loop under `launch`
+shares with Ray's processes. The loops take turns of seconds. The other loop is stopped during a turn, with all of
+its Ray processes. The first minute does not count, because Ray still starts processes.
+Writes benchmarks/results/launch.md and launch.json.
 """
 
 import argparse
@@ -34,9 +34,9 @@ CASES = {"waits": 0, "computes on one CPU": 1, "computes on all CPUs": os.cpu_co
 
 
 def time_steps(config: dict[str, Any], after_step: Callable[[int, Any], None] = lambda step, x: None) -> int:
-    """Note when each step ended and how long it took, until there is a file `stop`. Returns the number of steps."""
+    """Record the end and the duration of each step until a file `stop` exists. Return the number of steps."""
     if config["cpus"]:
-        os.sched_setaffinity(0, range(config["cpus"]))  # before jax makes its threads
+        os.sched_setaffinity(0, range(config["cpus"]))  # before jax starts its threads
     import jax
     import jax.numpy as jnp
 
@@ -57,7 +57,7 @@ def time_steps(config: dict[str, Any], after_step: Callable[[int, Any], None] = 
 
 
 def wrapped_loop(config: dict[str, Any]) -> int:
-    """The loop that `launch` runs."""
+    """Run the loop in the worker that `launch` starts."""
     from ray_jax_launch import log_metrics, stop_requested
 
     def after_step(number: int, x: Any) -> None:
@@ -69,7 +69,7 @@ def wrapped_loop(config: dict[str, Any]) -> int:
 
 
 def wrapped(config: dict[str, Any]) -> None:
-    """The loop under `launch`."""
+    """Run the loop under `launch`."""
     from ray_jax_launch import cpu, launch
 
     received = []
@@ -81,7 +81,7 @@ def wrapped(config: dict[str, Any]) -> None:
 
 
 def start(config: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a loop; the wrapped one with a cluster of its own."""
+    """Start a loop; the wrapped loop starts its own cluster."""
     from ray_jax_launch import cpu, worker_environment
 
     return subprocess.Popen(
@@ -90,13 +90,13 @@ def start(config: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def read_times(folder: Path, loop: str) -> list[tuple[float, float]]:
-    """When each step ended, and how long it took, in seconds."""
+    """Return the time at the end of each step and its duration, in seconds."""
     lines = (folder / loop).read_text().splitlines()
     return [(float(ended), float(seconds)) for ended, seconds in (line.split() for line in lines)]
 
 
 def send(number: int, pid: int) -> None:
-    """Send a signal to a process and all that it started."""
+    """Send a signal to a process and all its descendants."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
             send(number, int(child))
@@ -104,7 +104,7 @@ def send(number: int, pid: int) -> None:
 
 
 def take_turns(cpus: int, repeats: int, num_turns: int) -> dict[str, list[float]]:
-    """Median seconds of a step, by loop and turn."""
+    """Return the median seconds of a step, by loop and turn."""
     turns: list[tuple[str, float]] = []
     with tempfile.TemporaryDirectory() as storage:
         folder = Path(storage)
@@ -137,7 +137,7 @@ def take_turns(cpus: int, repeats: int, num_turns: int) -> dict[str, list[float]
 
 
 def find_repeats(cpus: int) -> int:
-    """How often a step repeats its work, to take `STEP_S`."""
+    """Return the number of repetitions with which a step takes `STEP_S`."""
     with tempfile.TemporaryDirectory() as folder:
         config = {"cpus": cpus, "repeats": 40, "folder": folder, "max_steps": 300, "loop": "bare"}
         assert start(config).wait() == 0
@@ -146,10 +146,10 @@ def find_repeats(cpus: int) -> int:
 
 
 def main() -> None:
-    """Let the loops take turns, and write the results."""
+    """Run the loops in turns, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--turns", type=int, default=30, help="turns of each loop (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     parser.add_argument("--loop", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.loop:
@@ -182,9 +182,9 @@ def main() -> None:
         low, high = case["ratio_quartiles"]
         rows += f"| {name} | {times} | {case['ratio']:.3f} | {low:.3f} to {high:.3f} |\n"
     (options.out / "launch.md").write_text(
-        "# A loop under `launch` against the same loop bare\n\n"
+        "# A loop under `launch` against the same loop without it\n\n"
         f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
-        "| the step | bare step | under `launch` | median ratio of a turn and the next | its quartiles |\n"
+        "| step | bare loop | under `launch` | ratio of adjacent turns, median | quartiles |\n"
         "|---|---|---|---|---|\n" + rows
     )
     print((options.out / "launch.md").read_text())

@@ -1,10 +1,11 @@
-"""The training loop under Ray against the bare step on one in-memory batch, in turns in the same run.
+"""Step time of the training loop under Ray against the bare step on one batch in memory.
 
     uv run benchmarks/loop.py --rounds 3
 
-The loop has Ray Data, the metrics, and rank 0's writing in it; the bare step has nothing. Both are the quickstart's
-model on one CPU worker with the same environment, without validation or checkpoints in between. The loop's first steps
-are left out, where processes of Ray's still start beside it. Writes benchmarks/results/loop.md and loop.json.
+The loop includes Ray Data, the metrics, and the files that rank 0 writes. The bare step includes none of these. Both
+train the model of the preset quickstart on one CPU worker with the same environment, without validation or
+checkpoints, and take turns. The first steps of the loop do not count, because Ray still starts processes.
+Writes benchmarks/results/loop.md and loop.json.
 """
 
 import argparse
@@ -48,13 +49,13 @@ print(json.dumps([(b - a) / every for a, b in zip(times, times[1:])]))
 
 
 def bare_steps() -> list[float]:
-    """Seconds per step of the bare step, one figure per ten steps."""
+    """Return the seconds per bare step, one value per ten steps."""
     command = [sys.executable, "-c", BARE, str(STEPS), str(LOG_EVERY)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def loop_steps() -> list[float]:
-    """Seconds per step of the loop under Ray after the warm-up, as its metrics have them."""
+    """Return the seconds per step of the loop under Ray after the warm-up, from its metrics."""
     total = str(WARMUP_STEPS + STEPS)
     with tempfile.TemporaryDirectory() as storage:
         command = [
@@ -71,8 +72,8 @@ def loop_steps() -> list[float]:
 def main() -> None:
     """Run the rounds and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
     os.environ.update(worker_environment(cpu(1)))
     rounds = []
@@ -81,12 +82,12 @@ def main() -> None:
         medians = {"bare": statistics.median(bare_steps()), "loop": statistics.median(loop_steps())}
         rounds.append(medians)
         print(f"round {number + 1}: {medians} ({time.monotonic() - began:.0f} s)", flush=True)
-    bare, loop = (statistics.median(part[name] for part in rounds) for name in ("bare", "loop"))
+    bare, loop = (statistics.median(medians[name] for medians in rounds) for name in ("bare", "loop"))
     result = {
         "bare_step_s": bare,
         "loop_step_s": loop,
         "ratio": bare / loop,
-        "ratio_by_round": [part["bare"] / part["loop"] for part in rounds],
+        "ratio_by_round": [medians["bare"] / medians["loop"] for medians in rounds],
         "config": f"quickstart model, one CPU worker, {STEPS} steps after {WARMUP_STEPS}, {options.rounds} rounds",
         "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
         "date": datetime.now(UTC).date().isoformat(),
@@ -100,7 +101,7 @@ def main() -> None:
         f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
         "| bare step | loop | ratio of medians | by round |\n|---|---|---|---|\n"
         f"| {bare * 1e3:.1f} ms | {loop * 1e3:.1f} ms | {bare / loop:.3f} | {by_round} |\n\n"
-        "The step computes on all CPUs, and shares them with Ray's processes: `launch.md` tells that part apart.\n"
+        "The step computes on all CPUs, which Ray's processes use too. `launch.md` measures their share.\n"
     )
     print((options.out / "loop.md").read_text())
 

@@ -1,19 +1,18 @@
-"""Delay of the steps by a save that is waited for at once, and by one that is waited for at the next save.
+"""Delay of the steps by a save, with the wait for it at once, and with the wait at the next save.
 
     uv run benchmarks/saves.py --rounds 5
 
-The state is that of GPT-2 124M with AdamW: 124 439 808 parameters and two moments of each, in float32, 1.49 GB. A step
-computes on one CPU, or waits, as the host of an accelerator does while that computes. Four ways take turns in one
-process, on the same disk. A turn is one save and the steps until the next:
+The state is GPT-2 124M with AdamW: 124 439 808 parameters and two moments of each, in float32, 1.49 GB. A step computes
+on one CPU, or waits, like the host of an accelerator. Four cases take turns in one process, on the same disk. A turn is
+one save and the steps until the next save:
 
-none       the same steps without a save, which the others are compared with
-orbax      save with Orbax's CheckpointManager as it comes, which compresses and notes no checksums; wait; go on
-at once    save with `Checkpoints`, wait, go on: what the training loop did before
-next save  save with `Checkpoints`, go on, and wait before the next save
+none       the steps without a save: the baseline
+orbax      save with Orbax's CheckpointManager and its defaults (compression, no checksums); wait; run the steps
+at once    save with `Checkpoints`; wait; run the steps
+next save  save with `Checkpoints`; run the steps; wait before the next save
 
-The delay of a turn is its time, and that of the wait that it leaves to the next save, without the median turn of
-`none`. So what the save in the background takes from the steps counts as well. Writes
-benchmarks/results/saves.md and saves.json.
+The delay of a turn is its time, including the wait before the next save, minus the median time of a turn of `none`. It
+includes the time that a save in the background takes from the steps. Writes benchmarks/results/saves.md and saves.json.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# One thread computes: set before jax is imported.
+# jax reads these variables at import. One thread computes.
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -45,14 +44,14 @@ from ray_jax_launch import Checkpoints
 ROOT = Path(__file__).parent.parent
 STEPS_PER_TURN, STEP_S = 60, 0.12
 KINDS = ("computes on one CPU", "waits")
-WAYS = ("none", "orbax", "at once", "next save")
+CASES = ("none", "orbax", "at once", "next save")
 
 
 def train_state() -> dict[str, Any]:
-    """Parameters and AdamW's state of GPT-2 124M."""
+    """Return the parameters and the AdamW state of GPT-2 124M."""
     optimizer = create_optimizer(OptimizerConfig(), 1000)
     state = create_train_state(gpt2(), optimizer, jax.random.key(0), make_mesh())
-    # Fresh moments are zeros, which disks and file systems may treat in their own ways.
+    # Initial moments are zeros, which disks and file systems may store in special ways.
     params = jax.tree.map(lambda x: x + 0.0, state.params)
     noise = iter(jax.random.split(jax.random.key(1), 1000))
     opt_state = jax.tree.map(
@@ -63,7 +62,7 @@ def train_state() -> dict[str, Any]:
 
 
 def make_step() -> Callable[[], None]:
-    """A step that computes for `STEP_S` on one CPU."""
+    """Return a step that computes for `STEP_S` on one CPU."""
 
     def timed(repeats: int) -> tuple[Callable[[], None], float]:
         compute = jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda i, x: jnp.tanh(x @ x) * 0.1, x))
@@ -78,32 +77,32 @@ def make_step() -> Callable[[], None]:
 
 
 def take_turn(
-    way: str, number: int, items: dict[str, Any], step: Callable[[], None], checkpoints: Checkpoints, orbax: Any
+    case: str, number: int, items: dict[str, Any], step: Callable[[], None], checkpoints: Checkpoints, orbax: Any
 ) -> dict[str, float]:
-    """Save, and train until the next save. Returns seconds by name."""
+    """Save, and run the steps until the next save. Return seconds by name."""
     began = time.perf_counter()
 
     def passed_s() -> float:
         return time.perf_counter() - began
 
     times = {}
-    if way == "orbax":
+    if case == "orbax":
         args = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         orbax.save(number, args=ocp.args.Composite(**args))
         times["save"] = passed_s()
         orbax.wait_until_finished()
         times["wait"] = passed_s() - times["save"]
-    elif way != "none":
+    elif case != "none":
         checkpoints.save(number, items, metadata={"step": number})
         times["save"] = passed_s()
-        if way == "at once":
+        if case == "at once":
             checkpoints.wait()
             times["wait"] = passed_s() - times["save"]
     for _ in range(STEPS_PER_TURN):
         step()
-        if way == "next save" and "durable" not in times and checkpoints.durable_step() == number:
+        if case == "next save" and "durable" not in times and checkpoints.durable_step() == number:
             times["durable"] = passed_s()
-    if way == "next save":
+    if case == "next save":
         steps_s = passed_s()
         checkpoints.wait()
         times["wait"] = passed_s() - steps_s
@@ -112,16 +111,18 @@ def take_turn(
 
 
 def main() -> None:
-    """Let the ways take turns, and write the results."""
+    """Run the cases in turns, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; the default is for temporary files")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each case (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to measure (default: the system's temporary folder)"
+    )
     options = parser.parse_args()
 
     items = train_state()
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
     steps = dict(zip(KINDS, (make_step(), lambda: time.sleep(STEP_S)), strict=True))
-    turns: dict[str, dict[str, list[dict[str, float]]]] = {kind: {way: [] for way in WAYS} for kind in KINDS}
+    turns: dict[str, dict[str, list[dict[str, float]]]] = {kind: {case: [] for case in CASES} for kind in KINDS}
     numbers = itertools.count(1)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
@@ -129,22 +130,22 @@ def main() -> None:
             Checkpoints(folder / "checkpoints", num_to_keep=1) as checkpoints,
             ocp.CheckpointManager(folder / "orbax", options=ocp.CheckpointManagerOptions(max_to_keep=1)) as orbax,
         ):
-            for round_number in range(options.rounds + 1):  # the first warms up
+            for round_number in range(options.rounds + 1):  # the first round is a warm-up
                 for kind in KINDS[: 1 if round_number == 0 else 2]:
-                    for way in WAYS:
+                    for case in CASES:
                         number = next(numbers)
-                        times = take_turn(way, number, items, steps[kind], checkpoints, orbax)
+                        times = take_turn(case, number, items, steps[kind], checkpoints, orbax)
                         if round_number:
-                            turns[kind][way].append(times)
+                            turns[kind][case].append(times)
                         shown = {name: round(seconds, 2) for name, seconds in times.items()}
-                        print(round_number, kind, way, shown, flush=True)
+                        print(round_number, kind, case, shown, flush=True)
     finally:
         shutil.rmtree(folder)
 
     delays: dict[str, dict[str, list[float]]] = {}
     for kind, taken in turns.items():
         turn_s = statistics.median(turn["turn"] for turn in taken["none"])
-        delays[kind] = {way: [turn["turn"] - turn_s for turn in taken[way]] for way in WAYS[1:]}
+        delays[kind] = {case: [turn["turn"] - turn_s for turn in taken[case]] for case in CASES[1:]}
     results = {
         "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
         "date": datetime.now(UTC).date().isoformat(),
@@ -157,32 +158,33 @@ def main() -> None:
             "steps_per_turn": STEPS_PER_TURN, "step_s": STEP_S, "num_to_keep": 1,
         },
         "delay_s": {
-            kind: {way: statistics.median(seconds) for way, seconds in ways.items()} for kind, ways in delays.items()
+            kind: {case: statistics.median(seconds) for case, seconds in by_case.items()}
+            for kind, by_case in delays.items()
         },
         "turns": turns,
     }  # fmt: skip
     (ROOT / "benchmarks/results/saves.json").write_text(json.dumps(results, indent=2) + "\n")
     lines = [
-        "# How long a save delays the steps",
+        "# Delay of the steps by a save",
         "",
         f"gpt2 (124M): parameters and AdamW, {num_bytes / 1e9:.2f} GB float32, in a folder on the local disk; "
-        f"{STEPS_PER_TURN} steps of {STEP_S} s between two saves; {options.rounds} turns each; {results['machine']}; "
-        f"{results['date']}; {results['versions']}",
+        f"{STEPS_PER_TURN} steps of {STEP_S} s between two saves; {options.rounds} turns of each case; "
+        f"{results['machine']}; {results['date']}; {results['versions']}",
         "",
-        "| the step | way | median delay by a save | lowest and highest | ratio to `at once` |"
-        " `save` returns after | `wait` takes | durable after |",
+        "| step | case | median delay | minimum and maximum | ratio to `at once` | `save` returns after | "
+        "`wait` takes | durable after |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for kind, ways in delays.items():
-        for way, seconds in ways.items():
-            ratio = statistics.median(seconds) / statistics.median(ways["at once"])
+    for kind, by_case in delays.items():
+        for case, seconds in by_case.items():
+            ratio = statistics.median(seconds) / statistics.median(by_case["at once"])
             shown = []
             for name in ("save", "wait", "durable"):
-                times = [turn[name] for turn in turns[kind][way] if name in turn]
+                times = [turn[name] for turn in turns[kind][case] if name in turn]
                 shown.append(f"{statistics.median(times):.2f} s" if times else "")
             lines.append(
-                f"| {kind} | {way} | {statistics.median(seconds):.2f} s | {min(seconds):.2f} to {max(seconds):.2f} s | "
-                f"{ratio:.2f} | " + " | ".join(shown) + " |"
+                f"| {kind} | {case} | {statistics.median(seconds):.2f} s | {min(seconds):.2f} to {max(seconds):.2f} s "
+                f"| {ratio:.2f} | " + " | ".join(shown) + " |"
             )
     (ROOT / "benchmarks/results/saves.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -1,14 +1,14 @@
-"""The train step of nnx-gpt2 against its peers, in turns, each candidate in a fresh process every round.
+"""Train step of nnx-gpt2 against baselines, in turns; each candidate has a fresh process in each round.
 
     uv run benchmarks/train_step.py --preset small-bytes --torch-python PATH
     PYTHONPATH=packages/nnx-gpt2/src python benchmarks/train_step.py --preset gpt2 --batch-size largest
 
-The peers are the model of the Ray Train JAX GPT-2 tutorial, and transformers' GPT-2 under torch. Random windows in
-memory, no Ray. The process that starts the others imports neither jax nor torch: it must not hold the device, and
-its memory must stay out of theirs. Writes benchmarks/results/train_step_<preset>.md and .json.
+The baselines are the model of the Ray Train JAX GPT-2 tutorial, and GPT-2 of transformers under torch. The windows are
+random and in memory; Ray is not used. The parent process imports neither jax nor torch: it must not hold the device,
+and its memory must not count as a child's. Writes benchmarks/results/train_step_<preset>.md and .json.
 """
 
-# jax, flax and nnx_gpt2 are imported inside the functions that use them: the interpreter with torch has none of them.
+# Functions import jax, flax and nnx_gpt2 where they use them: the interpreter with torch has none of these packages.
 
 import argparse
 import itertools
@@ -32,18 +32,18 @@ from typing import Any, cast
 
 ROOT = Path(__file__).parent.parent
 OURS, TUTORIAL, TRANSFORMERS = "nnx-gpt2", "tutorial", "transformers"
-NUM_DISCARDED = 2  # steps after the first call, while allocators and clocks settle
+NUM_DISCARDED = 2  # steps after the first call, until allocators and clocks are stable
 NUM_PROFILED = 3
-HUGE_PAGES = "glibc.malloc.hugetlb=1"  # XLA allocates temporaries anew each step on CPU, and their pages fault
+HUGE_PAGES = "glibc.malloc.hugetlb=1"  # XLA on CPU allocates temporaries in each step, which causes page faults
 JAX_PACKAGES = ("jax", "jaxlib", "flax", "optax")
-MEMORY_FRACTION = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # jax takes 0.75 of a GPU by default, torch all of it
-PEER_SETTINGS = {
+MEMORY_FRACTION = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # the default of jax is 0.75; torch uses the full GPU
+BASELINE_SETTINGS = {
     TUTORIAL: "separate q, k, v, dense causal mask, full logits, adamw(5e-4, weight_decay=0.1), no clipping, no remat",
     TRANSFORMERS: "GPT2LMHeadModel, sdpa, no dropout, AdamW(6e-4, weight_decay=0.1), clipping at 1.0, no remat; "
     "on CPU eager with a thread per core; on GPU torch.compile, fused AdamW, autocast where dtype is bfloat16",
 }
 
-# GPT2Config's fields in plain numbers, which the torch process reads too.
+# The fields of GPT2Config as plain numbers, for the process with torch too.
 _SMALL = {"vocab_size": 257, "seq_len": 256, "num_layers": 6, "num_heads": 6, "embed_dim": 384, "dtype": "float32"}
 _GPT2 = {"vocab_size": 50257, "seq_len": 1024, "num_layers": 12, "num_heads": 12, "embed_dim": 768, "dtype": "bfloat16"}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What one process is asked to time."""
+    """Request to one process: the step to time."""
 
     preset: str
     batch_size: int
@@ -67,7 +67,7 @@ class Job:
 
 
 def timed(job: Job, step: Callable[[int], Any], peak_bytes: Callable[[], int], *packages: str) -> dict[str, Any]:
-    """Call `step(i)`, which returns the loss once the device is done, and take the times."""
+    """Time calls of `step(i)`, which waits for the device and returns the loss."""
     times, losses = [], []
     for i in range(job.steps + 1):
         began = time.perf_counter()
@@ -84,7 +84,7 @@ def timed(job: Job, step: Callable[[int], Any], peak_bytes: Callable[[], int], *
 
 
 def probe(job: Job) -> dict[str, Any]:
-    """What jax runs on here, and the most that has been allocated there (None on CPU, where it does not count)."""
+    """Return the device that jax uses, and its peak of allocated bytes (None on CPU, where jax does not count)."""
     import jax
 
     device = jax.devices()[0]
@@ -93,7 +93,7 @@ def probe(job: Job) -> dict[str, Any]:
 
 
 def random_windows(job: Job) -> Any:
-    """As many batches as there are steps, in host memory: [steps, batch, seq_len + 1]."""
+    """Return one batch per call in host memory: uint16 [steps + 1, batch, seq_len + 1]."""
     import numpy as np
 
     vocab_size, window = PRESETS[job.preset]["vocab_size"], PRESETS[job.preset]["seq_len"] + 1
@@ -101,7 +101,7 @@ def random_windows(job: Job) -> Any:
 
 
 def time_ours(job: Job) -> dict[str, Any]:
-    """The step as nnx-gpt2 has it, with its defaults."""
+    """Time the step of nnx-gpt2, with its defaults."""
     import jax
 
     from nnx_gpt2 import GPT2Config, OptimizerConfig, create_optimizer, create_train_state, make_train_step
@@ -127,18 +127,18 @@ def time_ours(job: Job) -> dict[str, Any]:
 
 
 def top_operations(folder: Path) -> list[list[str]]:
-    """The kernels that took longest in a folder's newest trace: calls, ms and share of a step. On CPU, none."""
+    """Return the longest kernels in the newest trace: calls, ms and share of a step. On CPU the list is empty."""
     from jax.profiler import ProfileData
 
     newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     trace, times_ns = ProfileData.from_file(str(newest)), defaultdict[str, list[float]](list)
     lines = [line for plane in trace.planes if plane.name.startswith("/device:GPU:") for line in plane.lines]
-    # The lines of streams have the kernels; others have the same time again, by module or by step.
+    # The lines of streams hold the kernels. Other lines hold the same time again, by module or by step.
     for event in [event for line in lines if (line.name or "").startswith("Stream") for event in line.events]:
-        # Layers are unrolled: without its number an operation is one row for all of them.
+        # Layers are unrolled. An operation without its number is one row for all layers.
         times_ns[re.sub(r"[._]\d+(?=$|[._])", "", event.name or "")].append(event.duration_ns)
     total_ns = sum(map(sum, times_ns.values()))
-    longest = sorted(((sum(part), len(part), name) for name, part in times_ns.items()), reverse=True)[:20]
+    longest = sorted(((sum(times), len(times), name) for name, times in times_ns.items()), reverse=True)[:20]
     return [
         [f"`{name}`", f"{calls / NUM_PROFILED:.0f}", f"{ns / NUM_PROFILED / 1e6:.2f}", f"{ns / total_ns:.1%}"]
         for ns, calls, name in longest
@@ -146,7 +146,7 @@ def top_operations(folder: Path) -> list[list[str]]:
 
 
 def time_tutorial(job: Job) -> dict[str, Any]:
-    """The step as the Ray Train JAX GPT-2 tutorial has it: no fused q, k, v, no flash attention, the loss in one."""
+    """Time the step of the Ray Train JAX GPT-2 tutorial: separate q, k, v; dense attention; the loss in one chunk."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -201,14 +201,14 @@ def time_tutorial(job: Job) -> dict[str, Any]:
 
 
 def time_transformers(job: Job) -> dict[str, Any]:
-    """The step of transformers' GPT-2 under torch, with what makes it fast on the device."""
-    # By name, so that pyright does not look for packages that the workspace does not have.
+    """Time the step of GPT-2 of transformers under torch, with the fastest settings for the device."""
+    # Imported by name: pyright would look for packages that the workspace does not have.
     torch, transformers = (cast(Any, import_module(name)) for name in ("torch", "transformers"))
 
     preset, on_gpu = PRESETS[job.preset], job.platform != "cpu"
     torch.manual_seed(0)
     torch.set_num_threads(os.cpu_count())
-    torch.set_float32_matmul_precision("high" if on_gpu else "highest")  # TF32 on GPU, as XLA has it by default
+    torch.set_float32_matmul_precision("high" if on_gpu else "highest")  # TF32 on GPU, the default of XLA
     device = torch.device("cuda" if on_gpu else "cpu")
     config = transformers.GPT2Config(
         vocab_size=preset["vocab_size"], n_positions=preset["seq_len"], n_embd=preset["embed_dim"],
@@ -243,7 +243,7 @@ WORKERS = {OURS: time_ours, TUTORIAL: time_tutorial, TRANSFORMERS: time_transfor
 
 
 def run(worker: str, job: Job, huge_pages: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run this script once more as a worker in a fresh process, and read the last line that it prints."""
+    """Run this script as a worker in a fresh process, and read the last line that it prints."""
     tunables = {"GLIBC_TUNABLES": HUGE_PAGES if huge_pages == "on" else ""}
     environment = dict([MEMORY_FRACTION]) | dict(os.environ) | tunables
     python = options.torch_python or sys.executable if worker == TRANSFORMERS else sys.executable
@@ -256,7 +256,7 @@ def run(worker: str, job: Job, huge_pages: str, options: argparse.Namespace) -> 
 
 
 def largest_batch_size(name: str, job: Job, huge_pages: str, options: argparse.Namespace) -> int:
-    """The largest power of two (times `--first-batch-size`) that a candidate has memory for."""
+    """Return the largest power of two (times `--first-batch-size`) that fits into memory."""
     size = options.first_batch_size
     try:
         while True:
@@ -270,15 +270,15 @@ def largest_batch_size(name: str, job: Job, huge_pages: str, options: argparse.N
 
 
 def make_rows(rounds: dict[tuple[str, str], list], jobs: dict[str, Job], peak_tokens_per_s: float | None) -> list:
-    """One row per candidate and huge-page setting: medians over the rounds, and ratios of them as tokens/s."""
+    """Return a row per candidate and huge-page setting: medians over the rounds, and ratios of tokens/s."""
     rows = []
-    for (name, huge_pages), parts in rounds.items():
+    for (name, huge_pages), found in rounds.items():
         job = jobs[name]
         row: dict[str, Any] = {"candidate": name, "huge_pages": huge_pages, "batch_size": job.batch_size}
-        row |= {key: statistics.median(part[key] for part in parts) for key in ("first_call_s", "step_s", "peak_bytes")}
+        row |= {key: statistics.median(one[key] for one in found) for key in ("first_call_s", "step_s", "peak_bytes")}
         row["tokens_per_s"] = job.batch_size * PRESETS[job.preset]["seq_len"] / row["step_s"]
         row["mfu"] = row["tokens_per_s"] / peak_tokens_per_s if peak_tokens_per_s else None
-        rows.append(row | {"rounds": parts})
+        rows.append(row | {"rounds": found})
     for row in rows:
         others = [other for other in rows if other["huge_pages"] == row["huge_pages"] and other is not row]
         row["ratio_to"] = {other["candidate"]: row["tokens_per_s"] / other["tokens_per_s"] for other in others}
@@ -286,60 +286,60 @@ def make_rows(rounds: dict[tuple[str, str], list], jobs: dict[str, Job], peak_to
 
 
 def as_table(heads: list[str], rows: list[list[Any]]) -> list[str]:
-    """A Markdown table, one line a row."""
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(map(str, row))} |" for row in (heads, ["---"] * len(heads), *rows)]
 
 
-def as_markdown(result: dict[str, Any], peers: list[str]) -> str:
-    """The tables, and all that a reader needs to run them again."""
+def as_markdown(result: dict[str, Any], baselines: list[str]) -> str:
+    """Return the tables, and the configuration to repeat the run."""
     heads = ["candidate", "huge pages", "batch", "first call", "step", "by round", "tokens/s", "MFU", "peak memory"]
     rows = [
         [
             row["candidate"], row["huge_pages"], row["batch_size"], f"{row['first_call_s']:.1f} s",
-            f"{row['step_s'] * 1e3:.1f} ms", ", ".join(f"{part['step_s'] * 1e3:.1f}" for part in row["rounds"]),
+            f"{row['step_s'] * 1e3:.1f} ms", ", ".join(f"{one['step_s'] * 1e3:.1f}" for one in row["rounds"]),
             f"{row['tokens_per_s']:.0f}", "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
-            f"{row['peak_bytes'] / 2**20:.0f} MiB", *(f"{row['ratio_to'].get(peer, 1):.3f}" for peer in peers),
+            f"{row['peak_bytes'] / 2**20:.0f} MiB", *(f"{row['ratio_to'].get(name, 1):.3f}" for name in baselines),
         ]
         for row in result["rows"]
     ]  # fmt: skip
     text = [
-        f"# The train step of nnx-gpt2, {result['config']['preset']}\n",
+        f"# Train step of nnx-gpt2, {result['config']['preset']}\n",
         f"{result['hardware']}; {result['date']}; {result['versions']}\n",
-        *as_table([*heads, *(f"x {peer}" for peer in peers)], rows),
-        "\nMedians over rounds of each round's median. The last columns are ratios of tokens/s, above 1 where the row\n"
-        "is faster than that peer with the same pages. The first call is compilation and one step; of the steps after\n"
-        f"it {NUM_DISCARDED} are discarded. Huge pages on is GLIBC_TUNABLES={HUGE_PAGES}. MFU is of the dense\n"
-        "bfloat16 peak. Peak memory is the device's on GPU, the whole process's on CPU.\n\n## Configuration\n",
+        *as_table([*heads, *(f"x {name}" for name in baselines)], rows),
+        "\nEach value is the median over rounds of the median of a round. The last columns are ratios of tokens/s,\n"
+        "above 1 if the row is faster than the baseline with the same pages. The first call is compilation and one\n"
+        f"step. The next {NUM_DISCARDED} steps are discarded. Huge pages on: GLIBC_TUNABLES={HUGE_PAGES}. MFU is of\n"
+        "the dense bfloat16 peak. Peak memory is the device's on GPU, the process's on CPU.\n\n## Configuration\n",
         *(f"- {name}: {value}" for name, value in result["config"].items()),
     ]
     if "operations" in result:
-        heads = ["operation", "calls a step", "ms a step", "share"]
+        heads = ["operation", "calls per step", "ms per step", "share"]
         text += ["\n## Longest operations of nnx-gpt2 on the GPU\n"]
-        text += as_table(heads, result["operations"]) if result["operations"] else ["The trace has none."]
+        text += as_table(heads, result["operations"]) if result["operations"] else ["The trace has no operations."]
     return "\n".join(text) + "\n"
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Parse and check the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="small-bytes")
-    add("--peer", choices=(TUTORIAL, TRANSFORMERS, "none"), action="append",
-        help="repeatable; by default the tutorial, and transformers where --torch-python is given")  # fmt: skip
-    add("--torch-python", help="interpreter with torch and transformers; by default this one")
-    add("--batch-size", default="8", help="a number, or 'largest' (GPU only), found for each candidate by doubling")
-    add("--first-batch-size", type=int, default=1, help="where the doubling starts")
-    add("--rounds", type=int, default=3)
-    add("--steps", type=int, default=8, help=f"after the first call; the first {NUM_DISCARDED} are discarded")
-    add("--remat", choices=("none", "dots", "full"), default="none", help="of nnx-gpt2 alone")
-    add("--huge-pages", choices=("off", "on", "both"), help="by default both on CPU, off on GPU")
-    add("--profile", type=Path, help="folder for a trace of nnx-gpt2, taken after the rounds")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    add("--stem", help="the results' file name; by default train_step_<preset>")
+    add("--preset", choices=PRESETS, default="small-bytes", help="model (default: %(default)s)")
+    add("--baseline", choices=(TUTORIAL, TRANSFORMERS, "none"), action="append",
+        help="repeatable (default: tutorial, and with --torch-python also transformers)")  # fmt: skip
+    add("--torch-python", help="interpreter with torch and transformers (default: this one)")
+    add("--batch-size", default="8", help="number, or 'largest' (GPU only): doubled until a candidate's memory is full")
+    add("--first-batch-size", type=int, default=1, help="first size that 'largest' tries")
+    add("--rounds", type=int, default=3, help="turns of each candidate (default: %(default)s)")
+    add("--steps", type=int, default=8, help=f"steps after the first call; {NUM_DISCARDED} are discarded")
+    add("--remat", choices=("none", "dots", "full"), default="none", help="rematerialization in nnx-gpt2")
+    add("--huge-pages", choices=("off", "on", "both"), help="default: both on CPU, off on GPU")
+    add("--profile", type=Path, help="folder for a trace of nnx-gpt2 after the rounds")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
+    add("--stem", help="file name of the results (default: train_step_<preset>)")
     add("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps <= NUM_DISCARDED:
-        parser.error(f"--steps must be above {NUM_DISCARDED}, since so many are discarded, got {options.steps}")
+        parser.error(f"--steps must be above {NUM_DISCARDED}, got {options.steps}. Raise it.")
     return options
 
 
@@ -356,34 +356,34 @@ def main() -> None:
     device = run("probe", job, "off", options)
     on_cpu, job = device["platform"] == "cpu", replace(job, platform=device["platform"])
     default = [TUTORIAL, TRANSFORMERS] if options.torch_python else [TUTORIAL]
-    peers = [peer for peer in (TUTORIAL, TRANSFORMERS) if peer in (options.peer or default)]
+    baselines = [name for name in (TUTORIAL, TRANSFORMERS) if name in (options.baseline or default)]
     options.huge_pages = options.huge_pages or ("both" if on_cpu else "off")
     settings = ["off", "on"] if options.huge_pages == "both" else [options.huge_pages]
     is_largest = options.batch_size == "largest"
     if on_cpu and is_largest:
-        sys.exit("--batch-size largest needs a GPU: on CPU the search would take the whole machine's memory")
-    jobs = {OURS: replace(job, remat=options.remat)} | dict.fromkeys(peers, job)
-    for name, part in jobs.items():
-        size = largest_batch_size(name, part, settings[0], options) if is_largest else int(options.batch_size)
-        jobs[name] = replace(part, batch_size=size)
+        sys.exit("--batch-size must be a number on CPU, got largest, which would fill the memory. Give a number.")
+    jobs = {OURS: replace(job, remat=options.remat)} | dict.fromkeys(baselines, job)
+    for name, request in jobs.items():
+        size = largest_batch_size(name, request, settings[0], options) if is_largest else int(options.batch_size)
+        jobs[name] = replace(request, batch_size=size)
 
     rounds = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
     for number, setting, name in itertools.product(range(options.rounds), settings, jobs):
-        part = run(name, jobs[name], setting, options)
-        rounds[name, setting].append(part)
-        print(f"round {number + 1}, huge pages {setting}, {name}: {part['step_s'] * 1e3:.1f} ms", flush=True)
+        found = run(name, jobs[name], setting, options)
+        rounds[name, setting].append(found)
+        print(f"round {number + 1}, huge pages {setting}, {name}: {found['step_s'] * 1e3:.1f} ms", flush=True)
 
     config, peak = GPT2Config(**PRESETS[options.preset], remat=options.remat), peak_flops_per_s(device["device_kind"])
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [platform.machine()]
-    versions = {name: text for parts in rounds.values() for name, text in parts[0]["versions"].items()}
+    versions = {name: text for found in rounds.values() for name, text in found[0]["versions"].items()}
     result: dict[str, Any] = {
         "rows": make_rows(rounds, jobs, peak and peak / flops_per_token(config)),
         "hardware": ("" if on_cpu else f"{device['device_kind']}, ") + f"{processor[0]}, {os.cpu_count()} CPU cores",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"python": platform.python_version()} | versions,
         "config": {name: getattr(options, name) for name in ("preset", "batch_size", "rounds", "steps", "huge_pages")}
-        | {OURS: asdict(config), "its optimizer": asdict(OptimizerConfig())}
-        | {peer: PEER_SETTINGS[peer] for peer in peers}
+        | {OURS: asdict(config), "optimizer": asdict(OptimizerConfig())}
+        | {name: BASELINE_SETTINGS[name] for name in baselines}
         | ({} if on_cpu else {MEMORY_FRACTION[0]: os.environ.get(*MEMORY_FRACTION)}),
     }
     if options.profile is not None:
@@ -392,7 +392,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / f"{options.stem or f'train_step_{options.preset}'}.md"
     file.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-    file.write_text(as_markdown(result, peers))
+    file.write_text(as_markdown(result, baselines))
     print(file.read_text())
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the whole share: the application as a command, and a small corpus."""
+"""Shared fixtures of the integration tests: the application as a command, a small corpus, an S3 server."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from support import COMMAND
 
 @pytest.fixture(scope="session")
 def s3(environment) -> Iterator[str]:
-    """The URI of an empty bucket on an S3 server of this machine, known to this process and to commands."""
+    """URI of an empty bucket on a local S3 server. This process and `environment` have its address."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -39,7 +39,7 @@ def s3(environment) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory) -> dict[str, str]:
-    """The environment of commands: on CPUs, with caches of its own, among them one of what jax has compiled."""
+    """Environment of commands: CPUs only, empty caches for token files and for programs that jax compiles."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
@@ -50,7 +50,7 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A text of 300 000 bytes: some of Python's own source."""
+    """A text of 300 000 bytes from the source of Python's standard library."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = "".join(path.read_text(errors="replace") for path in sorted(library.glob("*.py")))
     path = tmp_path_factory.mktemp("corpus") / "source.txt"

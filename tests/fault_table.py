@@ -1,10 +1,10 @@
-"""Table of the faults that the tests marked `fault` cause, made from pytest's JUnit XML reports.
+"""Table of the faults that the tests marked `fault` inject, from pytest's JUnit XML reports.
 
     python tests/fault_table.py [--out TABLE.md] REPORT.xml ...
 
-A report comes from `pytest -m fault -o junit_family=xunit1 --junitxml=REPORT.xml`, and its file name names the part of
-the repository that was tested. Each test records one row or more by pytest's `record_property`, in this order: `fault`
-(what was done), `lost` (what was lost), and `recovery_s` where the work went on by itself (seconds until it did).
+A report comes from `pytest -m fault -o junit_family=xunit1 --junitxml=REPORT.xml`, and its file name is the tested
+package or `integration`. Each test records one row or more by pytest's `record_property`, in this order: `fault` (the
+fault), `lost` (the loss), and `recovery_s` (seconds until the work continued), if the work continued by itself.
 
 Prints the table. Writes it to TABLE.md only if every test passed and recorded a row; otherwise exits with code 1.
 """
@@ -27,25 +27,25 @@ PACKAGES = ("ray", "jax", "orbax-checkpoint", "nnx-gpt2", "owt-data", "ray-jax-l
 class Row:
     """One fault."""
 
-    part: str
-    """Package, or `integration`."""
+    package: str
+    """Tested package, or `integration`."""
     test: str
     """Name of the test."""
     fault: str
-    """What was done."""
+    """The injected fault."""
     lost: str
-    """What was lost: `nothing`, or what else."""
+    """The loss, or `nothing`."""
     recovery_s: str
-    """Seconds until the work went on; empty where nothing had to recover."""
+    """Seconds until the work continued; empty if no recovery was necessary."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Reports:
-    """What the reports say together."""
+    """Content of all reports."""
 
     rows: list[Row] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    """Tests that were skipped, each with its reason."""
+    """Skipped tests, each with its reason."""
     problems: list[str] = field(default_factory=list)
     """Tests that failed, and tests that passed but recorded no complete row."""
 
@@ -64,14 +64,14 @@ def read_reports(paths: Iterable[Path]) -> Reports:
     return reports
 
 
-def _read_case(case: ElementTree.Element, part: str, reports: Reports) -> None:
+def _read_case(case: ElementTree.Element, package: str, reports: Reports) -> None:
     test = case.get("name", "")
     skipped = case.find("skipped")
     if case.find("failure") is not None or case.find("error") is not None:
-        reports.problems.append(f"{part}: {test} failed")
+        reports.problems.append(f"{package}: {test} failed")
         return
     if skipped is not None:
-        reports.skipped.append(f"{part}: {test} ({skipped.get('message')})")
+        reports.skipped.append(f"{package}: {test} ({skipped.get('message')})")
         return
     found: list[dict[str, str]] = []
     for entry in case.iter("property"):
@@ -81,10 +81,10 @@ def _read_case(case: ElementTree.Element, part: str, reports: Reports) -> None:
         if found and name in ("fault", "lost", "recovery_s"):
             found[-1][name] = value
     if not found or any("lost" not in values for values in found):
-        reports.problems.append(f"{part}: {test} must record the properties fault and lost, got {found}")
+        reports.problems.append(f"{package}: {test} must record the properties fault and lost, got {found}")
         return
     reports.rows += [
-        Row(part=part, test=test, fault=row["fault"], lost=row["lost"], recovery_s=row.get("recovery_s", ""))
+        Row(package=package, test=test, fault=row["fault"], lost=row["lost"], recovery_s=row.get("recovery_s", ""))
         for row in found
     ]
 
@@ -98,21 +98,21 @@ def format_table(reports: Reports, versions: dict[str, str]) -> str:
         "",
         f"{os.cpu_count()} CPU cores, {platform.machine()}; {datetime.now(UTC).date().isoformat()}; {versions}",
         "",
-        f"{len(rows)} faults. {nothing} lost nothing. `nox -s faults` runs them and writes this table.",
+        f"{len(rows)} faults; {nothing} caused no loss. `nox -s faults` injects them and writes this table.",
         "",
-        "| | what was done | what was lost | seconds until the work went on | part | test |",
+        "| | fault | loss | seconds until recovery | package | test |",
         "|---|---|---|---|---|---|",
     ]
     for number, row in enumerate(rows, start=1):
-        cells = (str(number), row.fault, row.lost, row.recovery_s, row.part, f"`{row.test}`")
+        cells = (str(number), row.fault, row.lost, row.recovery_s, row.package, f"`{row.test}`")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     if reports.skipped:
-        lines += ["", "Skipped here:", "", *(f"- {test}" for test in reports.skipped)]
+        lines += ["", "Skipped tests:", "", *(f"- {test}" for test in reports.skipped)]
     return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, write it if it is complete, and return the exit code."""
+    """Print the table, write the table if it is complete, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.xml")
     parser.add_argument("--out", type=Path, metavar="TABLE.md")

@@ -1,4 +1,4 @@
-"""Paths of the repository, and commands under watch."""
+"""Paths of the repository; commands that tests start and watch."""
 
 import contextlib
 import os
@@ -54,8 +54,8 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log:
         has_ended = process.poll() is not None
         if holds():
             return
-        assert not has_ended, f"the command has ended: {log.read_text()}"
+        assert not has_ended, f"the command ended too early: {log.read_text()}"
         if log.stat().st_size > size:
             size, since = log.stat().st_size, time.monotonic()
-        assert time.monotonic() - since < idle_s, f"nothing new for {idle_s} s: {log.read_text()}"
+        assert time.monotonic() - since < idle_s, f"no output for {idle_s} s: {log.read_text()}"
         time.sleep(0.02)

@@ -1,7 +1,8 @@
-"""The manifests: fields that KubeRay has, options that the application has, and sizes that fit each other."""
+"""Kubernetes manifests and the image: fields of KubeRay, options of the application, sizes, versions."""
 
 import re
 import shlex
+import tomllib
 
 import pytest
 import yaml
@@ -12,10 +13,13 @@ from pretrain._cli import parse_command
 from pretrain._commands.train import check_batch
 from ray_jax_launch import parse_hardware
 
+VERSION = tomllib.loads((ROOT / "apps/pretrain/pyproject.toml").read_text())["project"]["version"]
+IMAGE = f"REGISTRY/gpt2-on-ray:{VERSION}"
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 MANIFESTS = sorted((ROOT / "deploy").glob("*.yaml"))
 RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}
 
-# Fields of KubeRay's API v1 (ray-operator/apis/ray/v1), as far as a job may need them; and of Kubernetes' pods.
+# Some fields of KubeRay's API v1 (ray-operator/apis/ray/v1) and of pods in Kubernetes.
 JOB = {
     "entrypoint", "backoffLimit", "activeDeadlineSeconds", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished",
     "rayClusterSpec", "submissionMode", "runtimeEnvYAML", "entrypointNumCpus", "suspend",
@@ -37,6 +41,14 @@ def groups(job):
     return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
 
 
+def worker_groups(job):
+    return groups(job)[1:]
+
+
+def containers(job):
+    return [container for group in groups(job) for container in group["template"]["spec"]["containers"]]
+
+
 def options(job):
     command, *arguments = shlex.split(job["spec"]["entrypoint"])
     assert command == "pretrain"
@@ -45,73 +57,114 @@ def options(job):
     return config
 
 
-def test_there_is_one_for_gpus_and_one_for_tpus():
+def test_manifests_exist_for_gpus_and_for_tpus():
     assert [path.stem for path in MANIFESTS] == ["gpu", "tpu-v6e"]
 
 
-def test_fields_are_kuberays(job):
+def test_the_job_has_only_fields_of_kuberay(job):
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
     assert set(job["spec"]) <= JOB
     assert set(job["spec"]["rayClusterSpec"]) <= CLUSTER
+
+
+def test_groups_have_only_fields_of_kuberay(job):
     head, *workers = groups(job)
     assert set(head) <= HEAD
     for group in workers:
         assert set(group) <= GROUP
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_pods_have_only_fields_of_kubernetes(job):
+    for group in groups(job):
+        assert set(group["template"]["spec"]) <= POD
+    for container in containers(job):
+        assert set(container) <= CONTAINER
+
+
+def test_ray_start_parameters_are_strings(job):
     for group in groups(job):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
-        pod = group["template"]["spec"]
-        assert set(pod) <= POD
-        (container,) = pod["containers"]
-        assert set(container) <= CONTAINER
-        # Kubernetes gives accelerators only where both are equal.
+
+
+def test_the_number_of_replicas_is_within_its_bounds(job):
+    for group in worker_groups(job):
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_each_pod_has_one_container(job):
+    assert len(containers(job)) == len(groups(job))
+
+
+def test_requests_of_resources_equal_their_limits(job):
+    # Kubernetes requires this for accelerators.
+    for container in containers(job):
         assert container["resources"]["requests"] == container["resources"]["limits"]
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_every_node_has_the_same_image_and_the_same_storage(job):
-    containers = [group["template"]["spec"]["containers"][0] for group in groups(job)]
-    assert len({container["image"] for container in containers}) == 1
+def test_each_mounted_volume_is_declared(job):
+    for group in groups(job):
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_all_nodes_mount_the_folders_of_runs_and_of_tokens(job):
     config = options(job)
-    for container in containers:
+    for container in containers(job):
         paths = [mount["mountPath"] for mount in container["volumeMounts"]]
         assert any(config.storage_path.startswith(f"{path}/") for path in paths)
         assert any(config.data.startswith(f"{path}/") for path in paths)
 
 
-def test_the_cluster_has_what_the_options_ask_for(job):
+def test_the_batch_is_divisible_by_the_devices(job):
     config = options(job)
-    hardware = parse_hardware(config.hardware)
-    check_batch(config, hardware)
-    head, accelerators, data = groups(job)
+    check_batch(config, parse_hardware(config.hardware))
+
+
+def test_the_cluster_has_the_accelerators_of_the_option_hardware(job):
+    hardware = parse_hardware(options(job).hardware)
+    accelerators, _ = worker_groups(job)
     (container,) = accelerators["template"]["spec"]["containers"]
-    devices = int(container["resources"]["limits"][RESOURCES[hardware.kind]])
-    assert devices == hardware.devices_per_worker
+    assert int(container["resources"]["limits"][RESOURCES[hardware.kind]]) == hardware.devices_per_worker
     assert accelerators["replicas"] * accelerators.get("numOfHosts", 1) == hardware.num_workers
     if hardware.kind == "tpu":
         assert accelerators["numOfHosts"] == hardware.workers_per_slice
         selector = accelerators["template"]["spec"]["nodeSelector"]
         assert selector["cloud.google.com/gke-tpu-topology"] == hardware.topology
-    # One CPU for the worker and none for Ray Data, which has nodes of its own.
-    assert accelerators["rayStartParams"]["num-cpus"] == "1"
+
+
+def test_ray_data_has_cpus_only_on_the_data_nodes(job):
+    head, accelerators, data = groups(job)
     assert head["rayStartParams"]["num-cpus"] == "0"
+    assert accelerators["rayStartParams"]["num-cpus"] == "1"  # the training worker's
     assert "num-cpus" not in data["rayStartParams"]
     assert int(data["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]) * data["replicas"] >= 2
 
 
-def test_versions_are_those_that_are_installed(job):
+def test_the_cluster_runs_the_locked_version_of_ray(job):
     requirements = (ROOT / "deploy" / "requirements.txt").read_text()
     assert f"ray=={job['spec']['rayClusterSpec']['rayVersion']} " in requirements
-    version = re.search(r'^version = "(.+)"$', (ROOT / "apps/pretrain/pyproject.toml").read_text(), re.M)
-    assert version is not None
-    assert all(group["template"]["spec"]["containers"][0]["image"].endswith(f":{version[1]}") for group in groups(job))
 
 
-def test_the_image_installs_the_requirements_by_hash_and_every_member():
-    recipe = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert "--require-hashes --requirement /build/requirements.txt" in recipe
-    for member in ("COPY packages ", "COPY apps "):
-        assert member in recipe
-    for source in re.findall(r"^COPY (\S+) ", recipe, re.M):
-        assert (ROOT / source).exists()
+def test_all_nodes_run_the_image_of_the_current_version(job):
+    assert {container["image"] for container in containers(job)} == {IMAGE}
+
+
+@pytest.mark.parametrize("file", ["README.md", "Dockerfile"])
+def test_the_build_command_names_the_image_of_the_current_version(file):
+    assert f"--build-arg ACCELERATOR=cuda12 -t {IMAGE} ." in (ROOT / "deploy" / file).read_text()
+
+
+def test_the_image_installs_the_requirements_by_hash():
+    assert "--require-hashes --requirement /build/requirements.txt" in DOCKERFILE
+
+
+@pytest.mark.parametrize("folder", ["packages", "apps"])
+def test_the_image_has_all_members(folder):
+    assert f"COPY {folder} " in DOCKERFILE
+
+
+def test_the_image_copies_only_files_that_exist():
+    sources = re.findall(r"^COPY (\S+) ", DOCKERFILE, re.M)
+    assert [source for source in sources if not (ROOT / source).exists()] == []

@@ -1,4 +1,4 @@
-"""The code in the READMEs runs, as it stands there, in a fresh interpreter in an empty folder."""
+"""Examples, commands and links in the READMEs. Examples run in a fresh interpreter in an empty folder."""
 
 import re
 import subprocess
@@ -7,13 +7,21 @@ import sys
 import pytest
 from support import ROOT
 
-# That of nnx-gpt2 runs from its wheel: `nox -s build`. That of ray-jax-launch is among its own tests, which run where
-# nothing else is installed.
-READMES = ["packages/owt-data"]
+# `nox -s build` runs the README of nnx-gpt2 from its wheel. The tests of ray-jax-launch run its README in its own
+# environment.
+EXAMPLES = ["packages/owt-data"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "deploy" / "README.md",
+    *sorted(ROOT.glob("packages/*/README.md")),
+    *sorted(ROOT.glob("apps/*/README.md")),
+]
 
 
-@pytest.mark.parametrize("folder", READMES)
-def test_python_examples_run(folder, tmp_path, environment):
+@pytest.mark.parametrize("folder", EXAMPLES)
+def test_python_examples_of_a_readme_run(folder, tmp_path, environment):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / folder / "README.md").read_text(), re.S)
     assert blocks
     script = tmp_path / "example.py"
@@ -25,19 +33,12 @@ def test_python_examples_run(folder, tmp_path, environment):
     assert done.stdout
 
 
-def test_the_readme_names_the_commands():
-    readme = (ROOT / "README.md").read_text()
-    for command in ("pip install uv", "uv run apps/pretrain", "uv run nox -s tests"):
-        assert command in readme
+@pytest.mark.parametrize("command", ["pip install uv", "uv run apps/pretrain", "uv run nox -s tests"])
+def test_the_readme_names_the_commands(command):
+    assert command in (ROOT / "README.md").read_text()
 
 
-def test_links_between_files_lead_somewhere():
-    for path in [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        ROOT / "deploy" / "README.md",
-        *ROOT.glob("packages/*/README.md"),
-        *ROOT.glob("apps/*/README.md"),
-    ]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path}: {target}"
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_files_exist(document):
+    targets = re.findall(r"\]\(([^)#:]+)\)", document.read_text())
+    assert [target for target in targets if not (document.parent / target).exists()] == []

@@ -1,10 +1,9 @@
-"""Whole runs through Ray, as a user starts them: killed, continued, finished, and on more workers.
+"""Runs of the command through Ray: killed, continued, finished, damaged, and on two workers.
 
-What they compute is held against a loop in this process, which knows nothing of Ray, checkpoints and crashes.
+The reference for their numbers is a plain loop in this process.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -14,17 +13,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from rich.console import Console
+from plain_loop import run_plain_loop
 from support import COMMAND, started, wait_until
 
-from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
-from pretrain import PretrainConfig
-from pretrain._cli import parse_command
 from pretrain._commands.load import load_trained
-from pretrain._data import load_tokens
 from pretrain._run.files import read_lines
 from pretrain._run.folder import locate
 from ray_jax_launch import latest_step
@@ -57,10 +51,10 @@ def losses(records):
     return np.array([record["loss"] for record in records if "loss" in record])
 
 
-def stopped_by(signal_number, args, environment, newest, log):
-    """Start the command, signal its process group once there is a checkpoint, and return its exit code.
+def run_until_signal(signal_number, args, environment, newest, log):
+    """Start the command, signal its process group after the first checkpoint, and return its exit code.
 
-    SIGKILL is for the command alone, as the kernel sends it when memory runs out.
+    SIGKILL goes to the command only, like the kernel's signal when memory runs out.
     """
     with started([*COMMAND, *args], log, environment) as driver:
         wait_until(lambda: newest() is not None, driver, log)
@@ -72,32 +66,19 @@ def stopped_by(signal_number, args, environment, newest, log):
 
 @pytest.fixture(scope="module")
 def plain(corpus, environment):
-    """Loss and gradient norm of every step of a plain loop over the same windows."""
-    config = parse_command(["--data", str(corpus), *OPTIONS])
-    assert isinstance(config, PretrainConfig)
+    """Step, loss and gradient norm of every step of a plain loop over the same windows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
-        data = load_tokens(config, Console(quiet=True))
-    model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
-    optimizer, mesh, key = create_optimizer(config.optimizer, MAX_STEPS), make_mesh(), jax.random.key(config.seed)
-    state = create_train_state(model, optimizer, jax.random.fold_in(key, MAX_STEPS), mesh)
-    train_step = make_train_step(model, optimizer, mesh)
-    records = []
-    for step in range(MAX_STEPS):
-        ids = np.arange(config.train.global_batch_size) + step * config.train.global_batch_size
-        windows = data.train.windows(ids, seq_len=model.seq_len, order=config.train.order, seed=config.seed)
-        state, found = train_step(state, put_batch(windows, mesh), key)
-        records.append({"step": step + 1, "loss": float(found["loss"]), "grad_norm": float(found["grad_norm"])})
-    return records
+        return run_plain_loop(["--data", str(corpus), *OPTIONS]).records
 
 
 @pytest.fixture(scope="module")
 def finished(pretrain, corpus, environment, tmp_path_factory):
-    """The storage of a run on one worker that was killed once and continued, and what the second command printed."""
+    """Storage of a run that was killed once and then finished, and the output of the second command."""
     storage = tmp_path_factory.mktemp("finished")
     args = ["--data", str(corpus), "--storage-path", str(storage), "--hardware=cpu:1", *OPTIONS]
     newest = partial(latest_step, storage / "run" / "checkpoints")
-    code = stopped_by(signal.SIGKILL, args, environment, newest, storage / "log")
+    code = run_until_signal(signal.SIGKILL, args, environment, newest, storage / "log")
     assert code == -signal.SIGKILL
     assert not (storage / "run" / "result.json").exists()
     done = pretrain(*args)
@@ -105,13 +86,13 @@ def finished(pretrain, corpus, environment, tmp_path_factory):
     return storage, done.stdout
 
 
-def test_a_killed_run_ends_with_the_numbers_of_a_plain_loop_to_the_last_bit(finished, plain):
+def test_a_killed_and_continued_run_has_the_numbers_of_a_plain_loop_bit_for_bit(finished, plain):
     storage, printed = finished
     assert "continuing from step" in printed
     assert exact(metrics(storage)) == plain
 
 
-def test_a_finished_run_is_a_folder(finished):
+def test_a_finished_run_has_the_documented_files(finished):
     storage, _ = finished
     run = storage / "run"
     names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
@@ -119,18 +100,30 @@ def test_a_finished_run_is_a_folder(finished):
         "config.json", "metrics.jsonl", "tensorboard", "checkpoints", "result.json", "loss.png", "sample.txt",
         "starts.jsonl",
     }  # fmt: skip
-    config = json.loads((run / "config.json").read_text())
-    assert config["config"]["model"]["num_layers"] == 2
-    assert config["hardware"] == "cpu:1"
-    assert config["versions"]["jax"]
-    result = json.loads((run / "result.json").read_text())
-    assert (result["steps"], result["restarts"], result["workers"]) == (MAX_STEPS, 1, 1)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "90"]
     assert any((run / "tensorboard").iterdir())
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_loss_falls(finished):
+def test_the_config_of_a_run_has_options_hardware_and_versions(finished):
+    storage, _ = finished
+    config = json.loads((storage / "run" / "config.json").read_text())
+    assert config["config"]["model"]["num_layers"] == 2
+    assert config["hardware"] == "cpu:1"
+    assert config["versions"]["jax"]
+
+
+def test_the_result_of_a_run_counts_steps_restarts_and_workers(finished):
+    storage, _ = finished
+    result = json.loads((storage / "run" / "result.json").read_text())
+    assert (result["steps"], result["restarts"], result["workers"]) == (MAX_STEPS, 1, 1)
+
+
+def test_a_run_keeps_the_newest_two_checkpoints(finished):
+    storage, _ = finished
+    assert sorted(path.name for path in (storage / "run" / "checkpoints").iterdir()) == ["100", "90"]
+
+
+def test_the_validation_loss_falls(finished):
     storage, _ = finished
     validations = [record["val_loss"] for record in metrics(storage) if "val_loss" in record]
     assert len(validations) == 1 + MAX_STEPS // 50
@@ -139,10 +132,14 @@ def test_the_loss_falls(finished):
     assert validations[-1] < validations[1] < validations[0]
 
 
-def test_metrics_have_the_documented_keys(finished):
+def test_metrics_have_each_step_once(finished):
+    storage, _ = finished
+    assert [record["step"] for record in metrics(storage)] == list(range(MAX_STEPS + 1))
+
+
+def test_timed_metrics_have_the_documented_keys(finished):
     storage, _ = finished
     records = metrics(storage)
-    assert [record["step"] for record in records] == list(range(MAX_STEPS + 1))
     # The first step of each of the two starts compiles, and is not timed.
     timed = [record for record in records if "step_s" in record]
     assert len(timed) == MAX_STEPS - 2
@@ -153,7 +150,7 @@ def test_metrics_have_the_documented_keys(finished):
         assert record["tokens_per_s"] == pytest.approx(12 * 64 / record["step_s"])
 
 
-def test_what_is_printed_tells_the_story(finished):
+def test_the_command_prints_progress_sample_and_folder(finished):
     storage, printed = finished
     assert f"step {MAX_STEPS}/{MAX_STEPS}  loss " in printed
     assert "left 0:" in printed
@@ -163,14 +160,14 @@ def test_what_is_printed_tells_the_story(finished):
     assert f"run folder: {storage / 'run'}" in printed
 
 
-def test_the_same_command_on_a_finished_run_says_so(finished, pretrain, corpus):
+def test_the_same_command_on_a_finished_run_prints_its_result_and_succeeds(finished, pretrain, corpus):
     storage, _ = finished
     again = pretrain("--data", corpus, "--storage-path", storage, "--hardware=cpu:1", *OPTIONS)
     assert again.returncode == 0
     assert f"is finished: {MAX_STEPS} steps, validation loss" in again.stdout
 
 
-def test_a_finished_run_can_be_sampled(finished, pretrain):
+def test_samples_of_a_finished_run_are_reproducible(finished, pretrain):
     storage, _ = finished
     args = ("sample", storage / "run", "--prompt", "import ", "--max-new-tokens", "40", "--num-samples", "2")
     one, two = pretrain(*args), pretrain(*args)
@@ -179,18 +176,18 @@ def test_a_finished_run_can_be_sampled(finished, pretrain):
     assert one.stdout.count("import ") >= 2
 
 
-def test_a_finished_run_can_be_evaluated(finished, pretrain):
+def test_the_evaluation_of_a_finished_run_has_its_validation_loss(finished, pretrain):
     storage, _ = finished
     done = pretrain("eval", storage / "run")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["step"] == MAX_STEPS
-    # the last tenth of 300 000 bytes and an end-of-text token, less the last window's leftover
+    # The last tenth of 300 000 bytes, rounded down to full windows.
     assert found["num_tokens"] == (30_000 - 1) // 64 * 64
     assert found["val_loss"] == pytest.approx(metrics(storage)[-1]["val_loss"], abs=1e-5)
 
 
-def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(finished, pretrain, tmp_path):
+def test_an_evaluation_skips_a_damaged_checkpoint_with_a_warning(finished, pretrain, tmp_path):
     storage, _ = finished
     run = shutil.copytree(storage / "run", tmp_path / "run")
     params = run / "checkpoints" / str(MAX_STEPS) / "params"
@@ -203,7 +200,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(finished, pret
 
 
 @pytest.mark.fault
-def test_a_run_whose_checkpoints_are_all_damaged_ends_in_a_sentence(
+def test_a_run_with_damaged_checkpoints_only_ends_with_an_error_message(
     finished, pretrain, corpus, tmp_path, record_property
 ):
     storage, _ = finished
@@ -215,14 +212,16 @@ def test_a_run_whose_checkpoints_are_all_damaged_ends_in_a_sentence(
     done = pretrain("--data", corpus, "--storage-path", tmp_path, "--hardware=cpu:1", *OPTIONS)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: expected an undamaged checkpoint in ")
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert "an undamaged checkpoint" in error
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "90"]
-    record_property("fault", "every checkpoint of a run is cut short")
-    record_property("lost", "the run: it says so, and changes nothing")
+    record_property("fault", "every checkpoint of a run is truncated")
+    record_property("lost", "the run: it ends with an error, and changes no file")
 
 
 @pytest.mark.fault
-def test_a_run_whose_own_files_are_damaged_ends_with_the_numbers_of_a_plain_loop(
+def test_a_run_with_damaged_files_continues_to_the_numbers_of_a_plain_loop(
     finished, plain, pretrain, corpus, tmp_path, record_property
 ):
     storage, _ = finished
@@ -244,13 +243,13 @@ def test_a_run_whose_own_files_are_damaged_ends_with_the_numbers_of_a_plain_loop
     assert json.loads((run / "result.json").read_text())["steps"] == MAX_STEPS
     assert (run / "config.json").read_text() == (storage / "run" / "config.json").read_text()
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "100.damaged", "90"]
-    record_property("fault", "every file of a run is damaged but its last checkpoint but one")
-    record_property("lost", "steps since that checkpoint, and TensorBoard's curves")
+    record_property("fault", "every file of a run is damaged except the second newest checkpoint")
+    record_property("lost", "steps since this checkpoint, and the curves of TensorBoard")
 
 
 @pytest.mark.fault
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_checkpoint_that_is_damaged_while_the_workers_restart_is_not_continued_from(
+def test_a_checkpoint_damaged_during_a_restart_of_the_workers_is_skipped(
     plain, corpus, environment, tmp_path, record_property
 ):
     args = ["--data", str(corpus), "--storage-path", str(tmp_path), "--hardware=cpu:1", *OPTIONS]
@@ -258,46 +257,46 @@ def test_a_checkpoint_that_is_damaged_while_the_workers_restart_is_not_continued
     log = tmp_path / "log"
     with started([*COMMAND, *args], log, environment) as driver:
         wait_until(lambda: (latest_step(checkpoints) or 0) >= 20, driver, log)
-        os.kill(worker_of(driver.pid), signal.SIGKILL)
+        os.kill(find_worker(driver.pid), signal.SIGKILL)
         killed = time.time()
-        time.sleep(1)  # a save that was under way has ended one way or the other
+        time.sleep(1)  # until a running save has succeeded or failed
         newest = latest_step(checkpoints)
         assert newest is not None
         file = max((checkpoints / str(newest)).rglob("*"), key=lambda path: path.stat().st_size)
         file.write_bytes(file.read_bytes()[:-1])
         wait_until(lambda: driver.poll() is not None, driver, log)
-    said = log.read_text()
-    assert driver.returncode == 0, said
-    assert "worker 0 died, or no longer answers; the workers start again (failure 1 of at most 3)" in said
-    assert f"checkpoint {newest} in {checkpoints} is damaged" in said
+    output = log.read_text()
+    assert driver.returncode == 0, output
+    assert "worker 0 died, or no longer answers; the workers start again (failure 1 of at most 3)" in output
+    assert f"checkpoint {newest} in {checkpoints} is damaged" in output
     assert exact(metrics(tmp_path)) == plain
     first, second = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
     assert (first["step"], second["step"]) == (0, newest - 10)
-    record_property("fault", "SIGKILL of the worker, and the newest checkpoint cut short before the next start")
-    record_property("lost", "steps since the checkpoint before")
+    record_property("fault", "SIGKILL of the worker; the newest checkpoint is truncated before the restart")
+    record_property("lost", "steps since the previous checkpoint")
     record_property("recovery_s", round(second["time_s"] - killed, 1))
 
 
-def worker_of(session):
-    """The process id of the training worker in a session."""
+def find_worker(session):
+    """Return the process id of the training worker in a process session."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             is_worker = (path / "cmdline").read_text().startswith("ray::RayTrainWorker")
             if is_worker and (path / "stat").read_text().rpartition(")")[2].split()[3] == str(session):
                 return int(path.name)
-    raise AssertionError("no worker")
+    raise AssertionError(f"session {session} has no training worker")
 
 
-def test_two_workers_train_like_one_until_they_are_interrupted_and_keep_it_in_object_storage(
+def test_two_workers_on_object_storage_have_the_losses_of_one_until_an_interruption(
     plain, corpus, environment, s3, tmp_path
 ):
     run = f"{s3}/runs/run"
     args = ["--data", str(corpus), "--storage-path", f"{s3}/runs", "--hardware=cpu:2", *OPTIONS]
     log = tmp_path / "log"
-    code = stopped_by(signal.SIGTERM, args, environment, partial(latest_step, f"{run}/checkpoints"), log)
-    said = [line for line in log.read_text().splitlines() if line.startswith("interrupted")]
+    code = run_until_signal(signal.SIGTERM, args, environment, partial(latest_step, f"{run}/checkpoints"), log)
+    printed = [line for line in log.read_text().splitlines() if line.startswith("interrupted")]
     assert code == 130, log.read_text()
-    assert said == [
+    assert printed == [
         "interrupted: the workers save what they have; press Ctrl-C again to stop at once",
         "interrupted: the same command continues from the newest checkpoint",
     ]
@@ -306,7 +305,7 @@ def test_two_workers_train_like_one_until_they_are_interrupted_and_keep_it_in_ob
     two = losses(read_lines(folder.metrics))
     assert 10 <= len(two) < MAX_STEPS
     np.testing.assert_allclose(two, losses(plain)[: len(two)], rtol=0, atol=1e-4)
-    # What was done was saved, wherever it was.
+    # The interruption saves the last finished step, which metrics may not have yet.
     step = latest_step(f"{run}/checkpoints")
     assert step in (len(two), len(two) + 1)
     assert load_trained(run).step == step

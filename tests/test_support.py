@@ -1,4 +1,4 @@
-"""The watching of commands: a test that fails leaves nothing running."""
+"""Commands that tests start and watch: no process remains after a failed test."""
 
 import os
 import sys
@@ -19,20 +19,20 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def test_a_command_that_is_stuck_fails_the_test_and_is_killed(tmp_path):
+def test_a_stuck_command_fails_the_test_and_is_killed(tmp_path):
     log = tmp_path / "log"
-    with pytest.raises(AssertionError, match="nothing new for"):
-        wait_for_ever(log)
+    with pytest.raises(AssertionError, match="no output for"):
+        start_stuck_command(log)
     assert not is_running(int(log.with_name("pid").read_text()))
 
 
-def wait_for_ever(log):
+def start_stuck_command(log):
     with started([sys.executable, "-c", SILENT], log, {}) as process:
         log.with_name("pid").write_text(str(process.pid))
         wait_until(lambda: False, process, log, idle_s=0.5)
 
 
-def test_a_command_that_is_slow_is_waited_for(tmp_path):
+def test_a_slow_command_with_output_does_not_fail_the_test(tmp_path):
     log, began = tmp_path / "log", time.monotonic()
     with started([sys.executable, "-c", SLOW], log, {}) as process:
         wait_until(lambda: b"7" in log.read_bytes(), process, log, idle_s=1)

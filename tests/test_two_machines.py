@@ -1,11 +1,10 @@
-"""A run over two machines: Ray nodes that see boot ids of their own, as XLA tells machines apart.
+"""Run on two simulated machines: Ray nodes with different boot ids, by which XLA distinguishes machines.
 
-A machine is a Ray node started in a mount namespace where another file lies over the kernel's boot id. Its workers
-inherit it.
+Each Ray node starts in a mount namespace in which another file covers the kernel's boot id. Its workers inherit the
+namespace.
 """
 
 import contextlib
-import dataclasses
 import json
 import shutil
 import signal
@@ -16,16 +15,11 @@ import tempfile
 import uuid
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from rich.console import Console
+from plain_loop import run_plain_loop
 from support import COMMAND, wait_until
 
-from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
-from pretrain import PretrainConfig
-from pretrain._cli import parse_command
-from pretrain._data import load_tokens
 from pretrain._run.files import read_lines
 from pretrain._training.validation import Validation
 
@@ -51,40 +45,40 @@ OPTIONS = [
 ]
 
 
-def another_boot_id(folder: Path) -> list[str]:
-    """A command in front of a command: it then sees another boot id. Skips the test where that cannot be had."""
+def make_boot_id_prefix(folder: Path) -> list[str]:
+    """Return the first words of a command that runs with another boot id. Skip the test where this is impossible."""
     if sys.platform != "linux" or shutil.which("unshare") is None:
-        pytest.skip("a process has a boot id of its own on Linux alone, by unshare")
+        pytest.skip("needs unshare, on Linux, to change the boot id of a process")
     path = folder / str(uuid.uuid4())
     path.write_text(f"{path.name}\n")
     command = ["unshare", "--mount", "sh", "-c", f'mount --bind {path} /{BOOT_ID} && exec "$@"', "sh"]
     seen = subprocess.run([*command, "cat", f"/{BOOT_ID}"], capture_output=True, text=True, check=False)
     if seen.stdout != path.read_text():
-        pytest.skip(f"this user may not mount: {seen.stderr.strip()}")
+        pytest.skip(f"needs the permission to mount: {seen.stderr.strip()}")
     return command
 
 
 @pytest.fixture
 def machines(environment, tmp_path):
-    """How to reach a Ray cluster of three machines of one CPU each: two for the workers, one for Ray Data."""
+    """Variables to reach a Ray cluster of three machines with one CPU each: two for the workers, one for Ray Data."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # A cluster of `ray start` wants a token.
+    # A cluster of `ray start` requires a token.
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     address = f"127.0.0.1:{port}"
-    # Ray's sockets lie in here, and their paths may not be long.
+    # The paths of Ray's sockets in this folder must be short.
     session = tempfile.mkdtemp(prefix="ray-")
     nodes: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, session, ignore_errors=True)
 
         def start(name: str, *options: str) -> None:
-            before = another_boot_id(tmp_path)
+            prefix = make_boot_id_prefix(tmp_path)
             log = tmp_path / f"{name}.log"
             with log.open("wb") as out:
                 node = subprocess.Popen(
-                    [*before, *RAY_START, *options], env=environment | token, stdout=out, stderr=out
+                    [*prefix, *RAY_START, *options], env=environment | token, stdout=out, stderr=out
                 )
             nodes.append(node)
             stack.callback(node.wait)
@@ -100,7 +94,7 @@ def machines(environment, tmp_path):
 
 @pytest.fixture
 def documents(corpus, tmp_path):
-    """The corpus in documents of 100 bytes: each window has the end of one in it."""
+    """The corpus in documents of 100 bytes, which end in most windows."""
     text, path = corpus.read_text(), tmp_path / "documents.jsonl"
     pieces = (text[start : start + 100] for start in range(0, len(text), 100))
     path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
@@ -109,29 +103,19 @@ def documents(corpus, tmp_path):
 
 @pytest.fixture
 def plain(documents, environment, monkeypatch):
-    """The losses of the same steps on one device, without Ray, and the validation at their end."""
+    """Losses of a plain loop over the same windows, and the validation loss after the last step."""
     monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
-    config = parse_command(["--data", str(documents), *OPTIONS])
-    assert isinstance(config, PretrainConfig)
-    data = load_tokens(config, Console(quiet=True))
-    model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
-    optimizer, mesh, key = create_optimizer(config.optimizer, MAX_STEPS), make_mesh(), jax.random.key(config.seed)
-    state = create_train_state(model, optimizer, jax.random.fold_in(key, MAX_STEPS), mesh)
-    train_step = make_train_step(model, optimizer, mesh, end_of_text=data.vocab_size - 1)
-    losses = []
-    for step in range(MAX_STEPS):
-        ids = np.arange(config.train.global_batch_size) + step * config.train.global_batch_size
-        windows = data.train.windows(ids, seq_len=model.seq_len, order=config.train.order, seed=config.seed)
-        state, found = train_step(state, put_batch(windows, mesh), key)
-        losses.append(float(found["loss"]))
-    num_windows = config.train.eval_batches * config.train.global_batch_size
-    validation = Validation(model, data.val, num_windows=num_windows, batch_size=5, end_of_text=data.vocab_size - 1)
-    return losses, validation.loss(state.params)
+    run = run_plain_loop(["--data", str(documents), *OPTIONS])
+    num_windows = run.config.train.eval_batches * run.config.train.global_batch_size
+    validation = Validation(
+        run.model, run.data.val, num_windows=num_windows, batch_size=5, end_of_text=run.data.vocab_size - 1
+    )
+    return [record["loss"] for record in run.records], validation.loss(run.params)
 
 
 @pytest.mark.fault
-def test_two_machines_train_like_one_device(machines, plain, documents, environment, tmp_path, record_property):
-    record_property("fault", "two machines, whose devices XLA puts into two slices")
+def test_two_machines_have_the_losses_of_one_device(machines, plain, documents, environment, tmp_path, record_property):
+    record_property("fault", "two machines, whose devices XLA assigns to two slices")
     record_property("lost", "nothing")
     storage = tmp_path / "storage"
     args = ["--data", str(documents), "--storage-path", str(storage), "--hardware=cpu:2", *OPTIONS]
@@ -141,7 +125,7 @@ def test_two_machines_train_like_one_device(machines, plain, documents, environm
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = storage / "run"
-    assert json.loads((run / "result.json").read_text())["workers"] == 2  # of one CPU each, as the machines are
+    assert json.loads((run / "result.json").read_text())["workers"] == 2  # one per machine
     records = read_lines(run / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]
     np.testing.assert_allclose(losses, plain[0], rtol=0, atol=1e-5)
