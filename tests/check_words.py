@@ -16,6 +16,8 @@ GLOSSARY = ROOT / "CONTRIBUTING.md"
 _FOLDERS = (".github", "apps", "benchmarks", "deploy", "packages", "tests")
 _SUFFIXES = (".md", ".py", ".pyi", ".toml", ".yaml", ".yml")
 _RESULTS = ROOT / "benchmarks" / "results"
+# These files hold the words as examples.
+_EXAMPLES = (Path(__file__), Path(__file__).with_name("test_check_words.py"))
 _ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \|$", re.M)
 _NOUN_CLAUSE = re.compile(r'"""(?:How|Of|What|Where|Whether|Which) \w.*')
 
@@ -57,7 +59,7 @@ def list_files() -> Iterable[Path]:
     yield from (ROOT / "README.md", ROOT / "noxfile.py", ROOT / "pyproject.toml")
     for folder in _FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in _SUFFIXES and _RESULTS not in path.parents and path != Path(__file__):
+            if path.suffix in _SUFFIXES and _RESULTS not in path.parents and path not in _EXAMPLES:
                 yield path
 
 

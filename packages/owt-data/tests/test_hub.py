@@ -44,7 +44,7 @@ class Hub:
         self.requests: list[str] = []
         self.sent: Counter[str] = Counter()
         self.seconds_per_read = 0.0
-        self.refuses_with: int | None = None
+        self.fails_with: int | None = None
         texts = documents()
         self.files = {"README.md": CARD.encode()}
         for number in range(NUM_FILES):
@@ -53,7 +53,7 @@ class Hub:
             pq.write_table(pa.table({"text": rows}), buffer, row_group_size=50)
             self.files[f"plain_text/train-{number}.parquet"] = buffer.getvalue()
         app = flask.Flask("hub")
-        app.before_request(self.refuse)
+        app.before_request(self.fail)
         app.add_url_rule("/api/datasets/org/corpus", view_func=self.info)
         app.add_url_rule("/api/datasets/org/corpus/revision/<revision>", view_func=self.info)
         app.add_url_rule("/api/datasets/org/corpus/tree/<revision>", view_func=self.tree)
@@ -61,10 +61,10 @@ class Hub:
         app.add_url_rule("/datasets/org/corpus/resolve/<revision>/<path:path>", view_func=self.resolve)
         self.server = make_server("127.0.0.1", 0, app, threaded=True)
 
-    def refuse(self):
+    def fail(self):
         """Answer every request with the status that was set, if one was."""
-        if self.refuses_with is not None:
-            return flask.Response(status=self.refuses_with, headers={"Retry-After": "0"})
+        if self.fails_with is not None:
+            return flask.Response(status=self.fails_with, headers={"Retry-After": "0"})
         return None
 
     def info(self, revision=None):
@@ -290,14 +290,14 @@ def test_a_hub_that_answers_with_an_error_keeps_finished_shards(status, hub, exp
     record_property("lost", "nothing")
     kill_in_the_middle(hub, tmp_path)
     before = shards(tmp_path)
-    hub.refuses_with = status
+    hub.fails_with = status
     process = start(hub, tmp_path)
     _, err = process.communicate()
     assert process.returncode == 2, err
     assert f"{status}" in err
     assert err.count("\n") == 1
     assert shards(tmp_path) == before
-    hub.refuses_with = None
+    hub.fails_with = None
     began = time.monotonic()
     process = start(hub, tmp_path)
     _, err = process.communicate()

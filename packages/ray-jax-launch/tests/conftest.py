@@ -46,7 +46,7 @@ class S3Proxy(http.server.ThreadingHTTPServer):
         self.failing = ""
         """Requests are answered with 503 if their path contains this text."""
         self.num_failures = 0
-        """How many of the requests are answered with 503."""
+        """Number of the requests to answer with 503."""
         self.changes: list[tuple[str, str]] = []
         """Method and path of each request that wrote or deleted, in the order of the answers."""
         self.downloads: list[tuple[str, int]] = []

@@ -110,7 +110,7 @@ CASES = {
     "file as run": (launching_below("folder", make_file_of_run), WRITABLE),
     "no storage": (launching(storage_path=None), f"{NO_PLACE}None"),
     "null in path": (launching(storage_path="a\0b"), NO_PLACE),
-    "storage of nobody": (launching(storage_path="nowhere://x"), "expected a folder, s3://bucket/path or gs://bucket/"),
+    "storage of nobody": (launching(storage_path="nowhere://x"), "the storage must be a folder, s3://bucket/path or gs://bucket/"),
     **{
         f"name={name!r}": (launching(name=name), "name must be a printable text")
         for name in ("..", "a/b", "", ".hidden", " ")

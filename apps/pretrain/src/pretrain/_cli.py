@@ -101,7 +101,7 @@ def main(args: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     open_streams()
     try:
-        code = _run(parse_command([*(sys.argv[1:] if args is None else args)]))
+        code = _run(parse_command(sys.argv[1:] if args is None else args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -120,7 +120,7 @@ def main(args: Sequence[str] | None = None) -> int:
         discard_unwritten(sys.stderr)
 
 
-def parse_command(arguments: list[str]) -> Command:
+def parse_command(arguments: Sequence[str]) -> Command:
     """Parse the arguments of the command line. The command `train` is the default.
 
     Raises:

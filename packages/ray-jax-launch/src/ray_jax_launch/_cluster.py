@@ -17,7 +17,7 @@ from ray_jax_launch._ray_internals import connected_node, own_process_groups
 from ray_jax_launch._reaper import start_reaper
 
 # CPUs for Ray Data, in addition to the workers' CPUs: the minimum, and in a cluster started here. Ray Train reserves
-# its CPUs first. Without another CPU, Ray Data would wait for ever.
+# its CPUs first. Without another CPU, Ray Data would wait forever.
 DATA_CPUS, _LOCAL_DATA_CPUS = 1, 2
 _CONNECT_TIMEOUT_S = 5
 _POLL_S = 1.0
