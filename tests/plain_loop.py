@@ -1,7 +1,6 @@
 """Plain training loop in this process, without Ray, checkpoints and restarts: the reference for runs."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ class PlainRun:
     """`step`, `loss` and `grad_norm` of every step."""
 
 
-def run_plain_loop(arguments: Sequence[str]) -> PlainRun:
+def run_plain_loop(arguments: list[str]) -> PlainRun:
     """Train with the application's arguments on one device, on the windows that a run would read.
 
     The caller sets XDG_CACHE_HOME, the cache of token files.
