@@ -173,8 +173,8 @@ LINES = [
     ("--data nowhere.txt", "nowhere.txt"),
     ("--data nowhere.bin", "nowhere.bin"),
     ("--data book.txt --model.seq-len 1024", "book.txt must have at least 1025 validation tokens"),
-    ("--data book.txt --tokenizer gpt2", "the files of tokenizer 'gpt2' could not be downloaded"),
-    ("--data someone/something", "as a dataset of the Hugging Face hub it could not be loaded"),
+    ("--data book.txt --tokenizer gpt2", "The files of tokenizer 'gpt2' must be downloaded once, got"),
+    ("--data someone/something", "must be a file or a dataset of the Hugging Face hub, got neither"),
     ("--data odd.bin", "odd.bin"),
     ("--data ids.bin", "must be below 257, the vocabulary of the tokenizer"),
     (
