@@ -208,19 +208,14 @@ def release(session: nox.Session) -> None:
     """Check the version of a tag, such as nnx-gpt2-v0.2.0, and build the package into dist."""
     name, _, tagged = " ".join(session.posargs).rpartition("-v")
     if name not in MEMBERS:
-        session.error(
-            f"tag must be one of {', '.join(MEMBERS)} with -vVERSION, got {session.posargs}. Give it after --"
-        )
+        names = ", ".join(MEMBERS)
+        session.error(f"the tag must be one of {names}, then -vVERSION, got {session.posargs}. Give it after --")
     folder = ROOT / MEMBERS[name]
     declared = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
     if tagged != declared:
-        session.error(
-            f"the tag's version must be {declared}, as in pyproject.toml, got {tagged}. Tag {name}-v{declared}"
-        )
+        session.error(f"the tag's version must be {declared}, as in pyproject.toml, got {tagged}. Correct the tag")
     if f"\n## [{declared}] - " not in (folder / "CHANGELOG.md").read_text():
-        session.error(
-            f"the changelog of {name} must have a section [{declared}] with a date, got none. Add the section."
-        )
+        session.error(f"the changelog of {name} must have a section for {declared}, got none. Add the section")
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     session.run_install("uv", "build", "--quiet", "--package", name, "--out-dir", "dist", external=True)
 

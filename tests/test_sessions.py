@@ -58,3 +58,18 @@ def test_documented_sessions_exist(file, listed):
     named = [name for names in SESSIONS.findall((ROOT / file).read_text()) for name in re.findall(r'[^"\s]+', names)]
     assert named
     assert set(named) <= known
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv on PATH, which makes the session's environment")
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [
+        ("nnx-gpt2-v0.0.1", "the tag's version must be"),
+        ("gpt2-v0.1.0", "the tag must be one of"),
+        ("", "the tag must be"),
+    ],
+)
+def test_a_tag_that_is_not_the_version_of_a_package_is_not_released(tag, message):
+    done = nox("-s", "release", "--", *tag.split())
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
