@@ -136,7 +136,7 @@ def test_a_tokenizer_that_is_gone_at_the_end_costs_the_sample_alone(make_run, ca
         text = sample_text(config, load_tokenizer("gpt2"), params)
     assert text == ""
     (warning,) = caplog.messages
-    assert warning.startswith("the run goes on without the sample: DataError: the files of tokenizer 'gpt2'")
+    assert warning.startswith("the run goes on without the sample: DataError: The files of tokenizer 'gpt2'")
 
 
 def test_an_interrupt_is_no_fault_of_a_convenience():

@@ -40,9 +40,10 @@ def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
     started = not ray.is_initialized()
     if started:
         _start()
+    encode = ray.remote(num_cpus=1)(_encode)
     try:
         yield Encoder(
-            submit=lambda shard: _encode.remote(shard.batch, tokenizer, shard.path).future(),
+            submit=lambda shard: encode.remote(shard.batch, tokenizer, shard.path).future(),
             num_workers=2 * int(ray.cluster_resources().get("CPU", 1)),
         )
     except ray.exceptions.RayError as error:
@@ -81,6 +82,5 @@ def _check_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
 
 
-@ray.remote(num_cpus=1)
 def _encode(batch: pa.RecordBatch, tokenizer: str, path: Path) -> dict[str, Any]:
     return encode_shard(batch, _load_once(tokenizer), path)
