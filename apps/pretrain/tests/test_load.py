@@ -14,9 +14,9 @@ from rich.console import Console
 from nnx_gpt2 import create_optimizer, create_train_state, make_eval_step
 from owt_data import load_tokenizer
 from pretrain import PRESETS
+from pretrain._best_effort import best_effort
 from pretrain._commands.evaluate import evaluate
 from pretrain._commands.sample import sample
-from pretrain._conveniences import convenience
 from pretrain._data import load_tokens
 from pretrain._errors import UsageError
 from pretrain._run.description import describe, describe_data
@@ -132,7 +132,7 @@ def test_a_tokenizer_that_is_gone_at_the_end_costs_the_sample_alone(make_run, ca
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nothing listens there
     _, config, params, _ = make_run()
     text = ""
-    with convenience("the sample"):
+    with best_effort("the sample"):
         text = sample_text(config, load_tokenizer("gpt2"), params)
     assert text == ""
     (warning,) = caplog.messages
@@ -140,5 +140,5 @@ def test_a_tokenizer_that_is_gone_at_the_end_costs_the_sample_alone(make_run, ca
 
 
 def test_an_interrupt_is_no_fault_of_a_convenience():
-    with pytest.raises(KeyboardInterrupt), convenience("the sample"):
+    with pytest.raises(KeyboardInterrupt), best_effort("the sample"):
         raise KeyboardInterrupt

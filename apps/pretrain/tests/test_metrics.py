@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pretrain._run.files import append_line, read_lines, write_durably
-from pretrain._run.metrics import append_metrics, cut_metrics
+from pretrain._run.metrics import cut_metrics
 
 
 def test_records_come_back_in_order(tmp_path):
@@ -12,7 +12,7 @@ def test_records_come_back_in_order(tmp_path):
     assert read_lines(path) == []
     records = [{"step": 0, "val_loss": 5.5}, {"step": 10, "loss": 0.1 + 0.2}]
     for record in records:
-        append_metrics(path, record)
+        append_line(path, record)
     assert read_lines(path) == records
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from owt_data import DataError, PrepareOptions, prepare, verify
 from owt_data._cli import main
+from owt_data._prepare.durable import sync_folder
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
@@ -327,3 +328,21 @@ def test_a_machine_without_affinity_masks_prepares_the_same(corpus, tmp_path, mo
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert_same(corpus, tmp_path / "again")
+
+
+@pytest.mark.fault
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is a file system whose folders cannot be synced")
+def test_a_file_system_that_cannot_sync_folders_does_not_stop_a_write(record_property):
+    record_property("fault", "a file system that cannot sync a folder")
+    record_property("lost", "nothing")
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync("/proc/self")
+    sync_folder(Path("/proc/self"))
+
+
+def sync(folder):
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -140,8 +140,8 @@ class PretrainConfig:
     file, a glob of files of one kind, s3://... or gs://... of token files, or a Hugging Face dataset."""
 
     hardware: str = "auto"
-    """auto, cpu:WORKERS, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or tpu:TYPE:TOPOLOGY:SLICES; a range of
-    WORKERS or SLICES, such as 1-4, is elastic."""
+    """auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or
+    tpu:TYPE:TOPOLOGY:SLICES; a range of WORKERS or SLICES, such as 1-4, is elastic."""
 
     storage_path: str = "runs"
     """Folder of all runs, shared by all nodes; or s3://... or gs://..."""

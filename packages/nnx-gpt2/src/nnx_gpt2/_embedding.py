@@ -44,7 +44,7 @@ def lookup(table_PC: Float[Array, "P C"], tokens: Int[Array, "..."], dtype: DTyp
 
 
 def _forward(table_PC: Array, tokens: Array, dtype: DType) -> tuple[Array, tuple[Array, Array]]:
-    # The backward pass needs only the table's type and number of rows, which an array without columns carries.
+    # The backward pass needs only the table's dtype and number of rows: an array with no columns keeps both.
     return lookup(table_PC, tokens, dtype), (tokens, table_PC[:, :0])
 
 

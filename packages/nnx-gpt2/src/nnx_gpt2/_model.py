@@ -299,7 +299,7 @@ def _graphdef(config: GPT2Config) -> nnx.GraphDef:
 
 
 def merge(config: GPT2Config, params: Params) -> GPT2:
-    """Make the model of the parameters of a `TrainState`, without a copy.
+    """Build a model from the parameters of a `TrainState`, without a copy.
 
     Raises:
         ValueError: the parameters have another layout or number of layers than `config`.

@@ -63,7 +63,7 @@ class GPT2Config:
     """Compile one block and loop over it. A deep model compiles faster, and its parameters are stacked."""
 
     loss_chunk_tokens: int = 4096
-    """Most tokens per device whose logits exist at once, except that each window has at least one position."""
+    """Upper limit on the tokens per device whose logits are in memory at once; at least one position per window."""
 
     def __post_init__(self) -> None:
         """Check every field. Code downstream relies on it."""

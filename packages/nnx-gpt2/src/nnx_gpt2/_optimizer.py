@@ -19,7 +19,7 @@ _MUON_RMS = 0.2
 
 
 def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[[ArrayLike], jax.Array]:
-    """Linear warmup to the peak, followed by the schedule of the config.
+    """Return the learning rate schedule: linear warmup to the peak, then the schedule of the config.
 
     Step `i` of a warmup of `w` steps has `(i + 1) / (w + 1)` of the peak: no step has rate zero. `cosine` decays to
     the minimum at `max_steps` (Loshchilov and Hutter, 2017, arXiv:1608.03983, without restarts). `wsd` stays at the
@@ -60,7 +60,7 @@ def _is_weight(path: tuple[Any, ...]) -> bool:
     return dotted_name(path).endswith(("kernel", "embedding"))
 
 
-def is_weight(params: Any) -> Any:
+def weight_mask(params: Any) -> Any:
     """Return a tree with True for each parameter that decays: kernels and embeddings, not biases and norms."""
     return jax.tree_util.tree_map_with_path(lambda path, _: _is_weight(path), params)
 
@@ -83,10 +83,13 @@ def _matrix_axes(params: Any) -> Any:
 
 
 def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), or Muon, after clipping by the global norm.
+    """Create the optimizer: clipping by the global norm, then AdamW or Muon.
 
     Muon (Jordan et al., 2024, in optax.contrib) updates the matrices of the blocks, with queries, keys and values as
-    separate matrices. AdamW updates embeddings, biases and norms.
+    separate matrices. AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) updates embeddings, biases and norms.
+
+    To add an optimizer, add its name to `OptimizerName` and a branch here. The command line then offers it. Its state
+    must have leaves of the parameters' names and shapes, or scalars: `param_spec` shards the state by these names.
 
     Args:
         config: the update rule and its rates.
@@ -98,7 +101,7 @@ def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientT
     require(max_steps >= 1, "max_steps", "be at least 1", max_steps)
     schedule = learning_rate_schedule(config, max_steps)
     rule = adamw = optax.adamw(
-        schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=is_weight
+        schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=weight_mask
     )
     if config.name == "muon":
         matrices = muon(

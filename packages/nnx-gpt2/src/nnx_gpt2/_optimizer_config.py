@@ -54,7 +54,7 @@ class OptimizerConfig:
         whole = "be a whole number, not negative"
         finite = "be finite and not negative"
         for name, constraint, holds in (
-            ("name", "be adamw or muon", self.name in get_args(OptimizerName)),
+            ("name", f"be {' or '.join(get_args(OptimizerName))}", self.name in get_args(OptimizerName)),
             ("schedule", "be cosine, wsd or constant", self.schedule in get_args(ScheduleName)),
             ("learning_rate", "be positive and finite", 0 < peak < math.inf),
             ("min_learning_rate", f"lie between 0 and optimizer.learning_rate ({peak})", 0 <= end <= peak),

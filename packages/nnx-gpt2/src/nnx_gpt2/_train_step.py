@@ -32,7 +32,7 @@ def make_train_step(
     grad_accum_steps: int = 1,
     end_of_text: int | None = None,
 ) -> jax.stages.Wrapped:
-    """Compile one update: `step(state, windows, key) -> (state, metrics)`.
+    """Return the jitted train step, `step(state, windows, key) -> (state, metrics)`.
 
     The step donates its input state: the output state reuses the buffers. The randomness of a step is
     `fold_in(key, state.step)`: pass the same `key` to each step of a run, and a resumed run draws the same numbers.
@@ -120,7 +120,7 @@ def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_mi
 def make_eval_step(
     config: GPT2Config, mesh: Mesh | None = None, *, end_of_text: int | None = None
 ) -> jax.stages.Wrapped:
-    """Compile `step(params, windows) -> losses`: each prediction's loss in nats, without dropout.
+    """Return the jitted eval step, `step(params, windows) -> losses`: each prediction's loss in nats, without dropout.
 
     On a mesh each process gets the losses of all rows of the global batch, in the order of the rows. The losses of a
     window with ids outside the vocabulary are NaN. The step raises ValueError if a batch is not integers of shape

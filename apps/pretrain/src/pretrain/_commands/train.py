@@ -7,9 +7,9 @@ from rich.console import Console
 import ray_jax_launch
 from nnx_gpt2 import check_mesh
 from owt_data import DataError, TokenData, load_tokenizer
+from pretrain._best_effort import best_effort
 from pretrain._commands.progress_display import ProgressDisplay
 from pretrain._config import PretrainConfig, with_vocab_size
-from pretrain._conveniences import convenience
 from pretrain._data import data_label, load_tokens
 from pretrain._errors import UsageError
 from pretrain._run.description import (
@@ -90,7 +90,7 @@ def train(config: PretrainConfig, console: Console) -> None:
         folder.pull()
         report = write_report(folder, name, wall_s=time.monotonic() - began)
         sample = str(result.return_value)
-        with convenience(f"the sample {folder.sample}"):
+        with best_effort(f"the sample {folder.sample}"):
             folder.sample.write_text(sample)
         folder.push()
         _show_result(folder, report, sample, console)

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pretrain._run.files import append_line, read_lines, write_durably
+from pretrain._run.files import read_lines, write_durably
 
 Record = dict[str, Any]
 """Metrics of a step: step, loss, val_loss, learning_rate, grad_norm, num_skipped, tokens_per_s, step_s, data_wait_s,
@@ -15,11 +15,6 @@ mfu. A record lacks the metrics that are unknown."""
 def finite(record: Record) -> Record:
     """Return the record without values that are not finite: they are unknown, and JSON cannot hold them."""
     return {name: value for name, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
-
-
-def append_metrics(path: Path, record: Record) -> None:
-    """Append a record. It survives a kill of the process, and after `sync_file` a power cut."""
-    append_line(path, record)
 
 
 def cut_metrics(path: Path, last_step: int) -> list[Record]:

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain._conveniences import convenience
+from pretrain._best_effort import best_effort
 from pretrain._errors import UsageError
 from pretrain._run.files import parse_json, read_lines, write_json
 from pretrain._run.folder import RunFolder
@@ -61,7 +61,7 @@ def write_report(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
         workers=starts[-1].get("workers") if starts else None,
     )
     write_json(folder.result, dataclasses.asdict(result))
-    with convenience(f"the picture {folder.loss_picture}"):
+    with best_effort(f"the picture {folder.loss_picture}"):
         _draw_losses(records, folder, name)
     return result
 

@@ -6,10 +6,10 @@ from types import TracebackType
 
 import jax
 
-from pretrain._conveniences import convenience
+from pretrain._best_effort import best_effort
 from pretrain._run.files import append_line, sync_file, sync_folder
 from pretrain._run.folder import RunFolder
-from pretrain._run.metrics import Record, append_metrics, cut_metrics, finite
+from pretrain._run.metrics import Record, cut_metrics, finite
 from pretrain._training.tensorboard import TensorBoard
 
 
@@ -44,7 +44,7 @@ class RunLog:
             return
         cut_metrics(self._folder.metrics, start - 1)
         append_line(self._folder.starts, {"step": start, "time_s": time.time(), "workers": jax.process_count()})
-        with convenience("TensorBoard's events"):
+        with best_effort("TensorBoard's events"):
             self._tensorboard = TensorBoard(self._folder.tensorboard, start)
 
     def write(self, record: Record) -> None:
@@ -52,7 +52,7 @@ class RunLog:
         if not self._writes:
             return
         record = finite(record)
-        append_metrics(self._folder.metrics, record)
+        append_line(self._folder.metrics, record)
         self._send(record)
         self._to_tensorboard(lambda tensorboard: tensorboard.write(record))
 
@@ -73,6 +73,6 @@ class RunLog:
         """Call a method of the event file. If it fails, the run goes on without TensorBoard's events."""
         tensorboard, self._tensorboard = self._tensorboard, None
         if tensorboard is not None:
-            with convenience("TensorBoard's events"):
+            with best_effort("TensorBoard's events"):
                 action(tensorboard)
                 self._tensorboard = tensorboard

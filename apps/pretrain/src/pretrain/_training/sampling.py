@@ -40,6 +40,19 @@ def sample_text(config: PretrainConfig, tokenizer: "tiktoken.Encoding", params: 
 def continue_prompt(
     model: GPT2, tokenizer: "tiktoken.Encoding", prompt: str, *, num_samples: int, max_new_tokens: int, **options: Any
 ) -> list[str]:
+    """Generate continuations of a prompt.
+
+    Args:
+        model: the model.
+        tokenizer: the tokenizer of the model's training text.
+        prompt: the beginning of each text.
+        num_samples: number of texts.
+        max_new_tokens: number of tokens to add.
+        options: other arguments of `nnx_gpt2.generate`.
+
+    Returns:
+        The texts, each with the prompt.
+    """
     prompt_tokens = tokenizer.encode_ordinary(prompt)
     # Of a prompt that is longer than the context, the model reads the last tokens.
     unseen, seen = prompt_tokens[: -model.config.seq_len], prompt_tokens[-model.config.seq_len :]

@@ -1,7 +1,11 @@
 """Durable writes: after a power cut a file has its old or its new contents, never empty or truncated ones."""
 
+import errno
 import os
 from pathlib import Path
+
+# Errors of file systems that cannot sync a folder, such as those over object storage.
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def write_durably(path: Path, data: str) -> None:
@@ -21,9 +25,12 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
+    """Wait until the names in a folder are on disk, if the file system can sync a folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
     finally:
         os.close(handle)

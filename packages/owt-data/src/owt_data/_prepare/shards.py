@@ -29,7 +29,7 @@ from owt_data._tokenizers import load_tokenizer
 
 _log = logging.getLogger("owt_data")
 
-# The names on disk, here and in `plan.json`, say `parts` since version 0.2.
+# Shards are named `parts` on disk, here and in `plan.json`: folders of earlier versions can be resumed.
 _JOURNAL_NAME = "parts.jsonl"
 
 # Bytes of text in a shard: small enough to keep all processes busy, large enough for a short journal.

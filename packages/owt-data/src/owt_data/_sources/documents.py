@@ -56,7 +56,7 @@ class Chunk(NamedTuple):
 
 
 class Documents:
-    """Open source of documents. A hub dataset is pinned to one revision, for equal rows in every reading.
+    """Reader of the documents of a source, in order. A hub dataset is pinned to one revision: its rows never change.
 
     Args:
         source: the source.

@@ -165,6 +165,6 @@ def _pack(pieces: Iterable[NDArray[np.uint16]], block_size: int, rows_per_batch:
 
 
 def _segments(blocks: NDArray[np.uint16], encoding: tiktoken.Encoding) -> NDArray[np.int32]:
-    """Return the index of each token's document in its block. It rises at each end-of-text token."""
+    """Return the index of each token's document in its block. An end-of-text token begins a document."""
     begun = np.cumsum(blocks == encoding.eot_token, axis=1, dtype=np.int32)
     return begun - begun[:, :1]

@@ -15,14 +15,14 @@ _ERRORS = {error.__name__: error for error in (DamagedCheckpointError, DeletedCh
 
 
 def from_leader(compute: Callable[[], Any], leader: int = 0) -> Any:
-    """Call a function in one process, and return its result in the processes that follow this leader.
+    """Run a function in the leader process, and return its result in all processes that have this leader.
 
-    An error of any leader is raised in all processes. To list a folder, only one host is asked, because file systems
-    answer hosts differently for a while (NFS caches listings).
+    There may be several leaders, such as one per node. An error of any leader is raised in all processes. Only one
+    process lists a folder, because file systems may answer hosts differently for a while (NFS caches listings).
 
     Args:
-        compute: returns JSON.
-        leader: rank of the process that this process follows. A process that follows itself calls the function.
+        compute: the function. It returns JSON.
+        leader: rank of the leader of this process. A process that is its own leader runs the function.
     """
     message, error = {}, None
     if leader == jax.process_index():

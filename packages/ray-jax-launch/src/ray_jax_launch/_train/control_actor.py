@@ -31,7 +31,7 @@ class _Group:
 
 
 class ControlActor:
-    """One actor per launch, on the driver's node."""
+    """Actor of a launch, on the driver's node: carries stop requests, metrics and log lines."""
 
     def __init__(self) -> None:
         self._unread: deque[tuple[int, Metrics]] = deque(maxlen=_MAX_UNREAD)

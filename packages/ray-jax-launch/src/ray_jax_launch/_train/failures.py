@@ -25,7 +25,7 @@ _NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 class Preempted(Exception):
-    """A loop has saved and returned in a worker because a node is preempted."""
+    """Raised in a worker after its loop has saved and returned because a node is preempted."""
 
 
 def note_traceback(

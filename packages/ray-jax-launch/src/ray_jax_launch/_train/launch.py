@@ -30,7 +30,7 @@ from ray_jax_launch._train.datasets import DataReservation, RankedDataConfig, Ra
 from ray_jax_launch._train.failures import ForwardReports, first_failure, in_a_line, note_traceback, to_raise
 from ray_jax_launch._train.interrupt import Interrupt
 from ray_jax_launch._train.restart_policy import RestartPolicy
-from ray_jax_launch._train.worker_context import Session, begin, end, note_step
+from ray_jax_launch._train.worker_context import Session, acknowledge_stop, begin, note_step
 
 # An elastic group starts on the nodes that it saw. If one of them has just been lost, the start fails, and the next
 # start sees the remaining nodes. A short timeout makes this fast.
@@ -312,7 +312,7 @@ def _run_loop(train_loop: Callable[[dict[str, Any]], Any], session: Session, con
         stack.push(note_traceback)
         stack.push(note_step)
         returned = train_loop(config)
-    end()
+    acknowledge_stop()
     return returned
 
 

@@ -147,12 +147,12 @@ def note_step(exc_type: type[BaseException] | None, exc: BaseException | None, t
         exc.add_note(f"at step {poller.step}")
 
 
-def end() -> None:
+def acknowledge_stop() -> None:
     """Acknowledge a stop request, after the loop has returned because of it.
 
     Raises:
-        Preempted: a node is preempted. Ray Train takes a loop that returns for finished; this loop is to continue on
-            other nodes.
+        Preempted: a node is preempted, and the loop must continue on other nodes. If it returned, Ray Train would treat
+            the run as finished.
     """
     poller = current_session().poller
     if poller is None or not poller.acknowledged:

@@ -1,4 +1,4 @@
-"""Conveniences, which cannot fail a run: pictures, samples, event files."""
+"""Work that cannot fail a run: pictures, samples, event files."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ _logger = logging.getLogger("pretrain")
 
 
 @contextlib.contextmanager
-def convenience(what: str) -> Iterator[None]:
+def best_effort(what: str) -> Iterator[None]:
     """Run a block, and log an exception from it as a warning: the run goes on.
 
     Args:
