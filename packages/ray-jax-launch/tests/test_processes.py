@@ -47,7 +47,7 @@ with Checkpoints(folder, num_best_to_keep=1) as checkpoints:
         try:
             checkpoints.save(5, {"params": {"own": jax.numpy.ones(2)}}, metadata={})
         except ValueError as error:
-            assert "one of this process alone at params['own']" in str(error)
+            assert "params['own'] must be an array that all processes share" in str(error)
         else:
             raise AssertionError
         items = {"params": tree, "rng": {"key": make_key()}}
