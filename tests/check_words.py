@@ -2,22 +2,24 @@
 
     python tests/check_words.py [FILE ...]
 
-CONTRIBUTING.md holds the glossary. Without FILE, the check reads all Python, Markdown, TOML and YAML files of the
-repository, except results of benchmarks. It prints each violation and exits with code 1 if it has found one.
+CONTRIBUTING.md holds the glossary. Without FILE, the check reads all files that git tracks, or would track, except
+licenses, locked requirements, binary files and results of benchmarks. It prints each violation and exits with code 1 if
+it has found one.
 """
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 GLOSSARY = ROOT / "CONTRIBUTING.md"
-_FOLDERS = (".github", "apps", "benchmarks", "deploy", "packages", "tests")
-_SUFFIXES = (".md", ".py", ".pyi", ".toml", ".yaml", ".yml")
-_RESULTS = ROOT / "benchmarks" / "results"
+_SKIPPED = re.compile(
+    r"(?:.*/)?(?:LICENSE|requirements\.txt|\.gitignore)|benchmarks/results/.*|.*/fixtures/.*|.*\.(?:gz|png)"
+)
 # These files hold the words as examples.
-_EXAMPLES = (Path(__file__), Path(__file__).with_name("test_check_words.py"))
+_EXAMPLES = (GLOSSARY, Path(__file__), Path(__file__).with_name("test_check_words.py"))
 _ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \|$", re.M)
 _NOUN_CLAUSE = re.compile(r'"""(?:How|Of|What|Where|Whether|Which) \w.*')
 
@@ -46,21 +48,23 @@ def find_violations(text: str, words: dict[str, str]) -> Iterator[tuple[int, str
         text: the content of a file.
         words: the standard word for each phrase to avoid. A phrase matches in any case, at word boundaries.
     """
-    banned = re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in words), re.I)
-    for number, line in enumerate(text.splitlines(), start=1):
-        for match in banned.finditer(line):
-            yield number, f"{match[0]!r} must be written as {words[match[0].lower()]!r}"
-        if match := _NOUN_CLAUSE.search(line):
-            yield number, f"a docstring must open with the name of the thing or with a verb, got {match[0]!r}"
+    for word, use in words.items():
+        # A phrase may go on in the next line, also in a comment.
+        phrase = r"\s+(?:#\s*)?".join(map(re.escape, word.split()))
+        for match in re.finditer(rf"(?<![\w-]){phrase}(?![\w-])", text, re.I):
+            yield text.count("\n", 0, match.start()) + 1, f"{word!r} must be written as {use!r}"
+    for match in _NOUN_CLAUSE.finditer(text):
+        number = text.count("\n", 0, match.start()) + 1
+        yield number, f"a docstring must open with the name of the thing or with a verb, got {match[0]!r}"
 
 
 def list_files() -> Iterable[Path]:
     """Yield the files that the check reads by default."""
-    yield from (ROOT / "README.md", ROOT / "noxfile.py", ROOT / "pyproject.toml")
-    for folder in _FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in _SUFFIXES and _RESULTS not in path.parents and path not in _EXAMPLES:
-                yield path
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for path in (ROOT / name for name in names.rstrip("\0").split("\0") if not _SKIPPED.fullmatch(name)):
+        if path.is_file() and path not in _EXAMPLES:
+            yield path
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     words = read_glossary(GLOSSARY.read_text(encoding="utf-8"))
     found = 0
     for path in map(Path, arguments) if arguments else list_files():
-        for number, problem in find_violations(path.read_text(encoding="utf-8"), words):
+        for number, problem in find_violations(path.read_text(encoding="utf-8", errors="replace"), words):
             found += 1
             print(f"{path}:{number}: {problem}")
     return 1 if found else 0

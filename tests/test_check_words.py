@@ -15,6 +15,8 @@ WORDS = {"set aside": "quarantine", "obey": "acknowledge"}
     [
         ("a damaged checkpoint is\nSet aside.", 2),
         ("# They obey.", 1),
+        ("It is set\naside.", 1),
+        ("x = 1\n# It is set\n# aside.", 2),
         ('def f():\n    """What the step returned."""', 2),
         ('"""Which window comes when."""', 1),
     ],

@@ -18,9 +18,9 @@ import pytest
 import ray
 import ray.cloudpickle
 import ray.exceptions
+from ray.train import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from ray_jax_launch import DistributedConfig, LaunchError, OutOfMemoryError, TrainingFailed, cpu, launch

@@ -90,6 +90,18 @@ class _Preset:
 Command = PretrainConfig | SampleCommand | EvalCommand | ExportCommand
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    options: Annotated[
+        Annotated[PretrainConfig, tyro.conf.subcommand("train")]
+        | Annotated[SampleCommand, tyro.conf.subcommand("sample")]
+        | Annotated[EvalCommand, tyro.conf.subcommand("eval")]
+        | Annotated[ExportCommand, tyro.conf.subcommand("export")],
+        tyro.conf.arg(name=""),
+    ]
+    """The command, with its options. Its name is part of tyro's errors."""
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the application with these arguments, or with those of the process.
 
@@ -100,12 +112,15 @@ def main(args: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # the command prints the errors of `datasets` itself
     logging.getLogger("absl").setLevel(logging.ERROR)
     open_streams()
+    hint = ""
     try:
-        code = _run(parse_command(sys.argv[1:] if args is None else args))
+        command = parse_command(sys.argv[1:] if args is None else args)
+        hint = ": run the same command again to continue" if isinstance(command, PretrainConfig) else ""
+        code = _run(command)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print_error("interrupted: the same command continues from the newest checkpoint")
+        print_error(f"interrupted{hint}")
         return _INTERRUPTED
     except BrokenPipeError:
         return _NO_READER
@@ -126,20 +141,18 @@ def parse_command(arguments: Sequence[str]) -> Command:
     Raises:
         SystemExit: the arguments ask for help, or are wrong.
     """
-    # The preset is the source of all other defaults.
-    chosen, _ = tyro.cli(_Preset, prog="pretrain", args=arguments, return_unknown_args=True, add_help=False)
-    train: PretrainConfig = PRESETS[chosen.preset]()
+    try:  # the preset is the source of all other defaults
+        chosen, _ = tyro.cli(_Preset, args=arguments, return_unknown_args=True, add_help=False, console_outputs=False)
+    except SystemExit:  # the next parser prints the error
+        chosen = _Preset()
     return tyro.cli(
-        Annotated[PretrainConfig, tyro.conf.subcommand("train", default=train)]  # pyright: ignore[reportArgumentType]
-        | Annotated[SampleCommand, tyro.conf.subcommand("sample")]
-        | Annotated[EvalCommand, tyro.conf.subcommand("eval")]
-        | Annotated[ExportCommand, tyro.conf.subcommand("export")],
+        _Line,
         prog="pretrain",
         description=_DESCRIPTION,
         args=arguments,
-        default=train,
+        default=_Line(options=PRESETS[chosen.preset]()),
         config=(tyro.conf.CascadeSubcommandArgs,),
-    )
+    ).options
 
 
 def _run(command: Command) -> int:

@@ -44,7 +44,7 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
     else:
         folder = cache_folder() / _cache_key(config.data, config.prepare)
         if read_manifest(folder) is None:
-            console.print(f"preparing {config.data} into {folder}", markup=False)
+            console.print(f"preparing {config.data} into {folder}", markup=False, soft_wrap=True)
             with progress_bar(console) as progress:
                 prepare(config.data, folder, config.prepare, progress=progress)
         tokens = open_tokens(str(folder), tokenizer=config.prepare.tokenizer)

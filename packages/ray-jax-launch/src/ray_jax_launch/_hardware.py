@@ -135,7 +135,7 @@ def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices
     """
     ray_type = _TPU_TYPES.get(accelerator_type.lower())
     if ray_type is None:
-        raise LaunchError(f"the TPU type must be one of {', '.join(_TPU_TYPES)}, got {accelerator_type!r}. Choose one")
+        raise LaunchError(f"the TPU type must be one of {', '.join(_TPU_TYPES)}, got {accelerator_type!r}. Choose one.")
     num_slices, min_slices = _check_range(num_slices, min_slices, "TPU slices")
     is_shape = re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", topology)
     chips = math.prod(int(length) for length in topology.split("x")) if is_shape else 0
@@ -144,7 +144,7 @@ def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices
     if not chips or chips % per_host:
         raise LaunchError(
             f"the TPU topology must be a shape such as 4x4 or 2x2x2, of whole hosts of {_CHIPS_PER_HOST} chips, got "
-            f"{topology!r}. Choose another"
+            f"{topology!r}. Choose another."
         )
     return Hardware(
         kind="tpu",
@@ -164,14 +164,14 @@ def parse_hardware(text: str) -> Hardware:
         LaunchError: the text has another form, or a number is invalid.
     """
     if text == "auto":
-        raise LaunchError("hardware must be known without a cluster, got 'auto'. Connect, and call auto()")
+        raise LaunchError("hardware must be known without a cluster, got 'auto'. Connect, and call auto().")
     kind, _, rest = text.partition(":")
     if kind in ("cpu", "gpu") and (match := re.fullmatch(rf"(?:{_COUNT}-)?{_COUNT}(?:x{_COUNT})?", rest)):
         make = cpu if kind == "cpu" else gpu
         return make(int(match[2]), int(match[3] or 1), min_workers=int(match[1]) if match[1] else None)
     if kind == "tpu" and (match := re.fullmatch(rf"([^:]+):([^:]+)(?::(?:{_COUNT}-)?{_COUNT})?", rest)):
         return tpu(match[1], match[2], int(match[4] or 1), min_slices=int(match[3]) if match[3] else None)
-    raise LaunchError(f"hardware must be {_FORMS}, got {text!r}. Choose one of these forms")
+    raise LaunchError(f"hardware must be {_FORMS}, got {text!r}. Choose one of these forms.")
 
 
 def _check_range(number: int, smallest: int | None, what: str) -> tuple[int, int]:

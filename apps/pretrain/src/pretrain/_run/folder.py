@@ -5,7 +5,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +75,12 @@ class RunFolder:
         return self.path / "sample.txt"
 
     def for_worker(self) -> "RunFolder":
-        """Return the same run for a worker: a run in object storage gets a new local copy."""
+        """Return the same run for rank 0: a run in object storage gets a local copy of its own."""
         if self.uri is None:
             return self
-        folder = RunFolder(Path(tempfile.mkdtemp(prefix="pretrain-run-")), self.uri)
+        # The driver may be on the same machine. A copy that a killed worker has left is used again.
+        folder = RunFolder(_cache() / "workers" / self.path.name, self.uri)
+        folder.path.mkdir(parents=True, exist_ok=True)
         folder.pull()
         return folder
 
@@ -155,7 +156,7 @@ def locate(place: str | Path) -> RunFolder:
     if isinstance(place, Path):
         return RunFolder(place.absolute())
     name = f"{hashlib.sha256(place.encode()).hexdigest()[:16]}-{place.partition('?')[0].rpartition('/')[2]}"
-    return RunFolder(platformdirs.user_cache_path("pretrain") / "runs" / name, place)
+    return RunFolder(_cache() / "runs" / name, place)
 
 
 @contextlib.contextmanager
@@ -197,3 +198,7 @@ def lock_run(place: StoragePath) -> Iterator[RunFolder]:
                     for parent in made:
                         parent.rmdir()
             raise
+
+
+def _cache() -> Path:
+    return platformdirs.user_cache_path("pretrain")

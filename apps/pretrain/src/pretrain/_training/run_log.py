@@ -35,8 +35,10 @@ class RunLog:
     ) -> None:
         if self._writes:
             self._to_tensorboard(TensorBoard.close)
-            self._folder.push()
-            self._folder.delete_copy()
+            try:
+                self._folder.push()
+            finally:
+                self._folder.delete_copy()
 
     def begin(self, start: int) -> None:
         """Start at a step. Earlier records of this step and later ones are dropped: the run writes them again."""

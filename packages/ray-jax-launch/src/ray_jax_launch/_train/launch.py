@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.v2.api.config import LoggingConfig
-from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
+from ray.train import (
+    FailureConfig,
+    LoggingConfig,
+    PreemptionError,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    WorkerGroupError,
+)
 from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._cluster import DATA_CPUS, check_resources, connect, is_started_here, log_folder

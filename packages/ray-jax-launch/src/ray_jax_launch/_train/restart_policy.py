@@ -3,8 +3,7 @@
 import time
 
 import ray
-from ray.train import FailureConfig
-from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
+from ray.train import ControllerError, FailureConfig, PreemptionError, TrainingFailedError, WorkerGroupError
 
 from ray_jax_launch._ray_internals import (
     FailureDecision,
