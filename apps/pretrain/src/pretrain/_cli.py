@@ -131,8 +131,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print_error(f"error: {sentence}")
         return _BAD_INPUT
     finally:
-        discard_unwritten(sys.stdout)
-        discard_unwritten(sys.stderr)
+        discard_unwritten()
 
 
 def parse_command(arguments: Sequence[str]) -> Command:

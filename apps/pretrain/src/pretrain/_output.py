@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-from typing import TextIO
 
 from rich.console import Console
 
@@ -32,9 +31,10 @@ def print_error(text: str) -> None:
         Output(stderr=True, soft_wrap=True, highlight=False).print(text, markup=False)
 
 
-def discard_unwritten(stream: TextIO) -> None:
-    """Discard the buffer of a stream that cannot be written: Python would try again at its exit."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def discard_unwritten() -> None:
+    """Discard the buffers of both streams if they cannot be written: Python would try again at its exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
