@@ -298,7 +298,7 @@ def test_two_workers_on_object_storage_have_the_losses_of_one_until_an_interrupt
     assert code == 130, log.read_text()
     assert printed == [
         "interrupted: the workers save what they have; press Ctrl-C again to stop at once",
-        "interrupted: the same command continues from the newest checkpoint",
+        "interrupted: run the same command again to continue",
     ]
     folder = locate(run)
     folder.pull()
