@@ -1,7 +1,7 @@
 """The optimizer and its learning rate schedule, built from optax."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -88,8 +88,9 @@ def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientT
     Muon (Jordan et al., 2024, in optax.contrib) updates the matrices of the blocks, with queries, keys and values as
     separate matrices. AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) updates embeddings, biases and norms.
 
-    To add an optimizer, add its name to `OptimizerName` and a branch here. The command line then offers it. Its state
-    must have leaves of the parameters' names and shapes, or scalars: `param_spec` shards the state by these names.
+    To add an optimizer, add its name to `OptimizerName` and a case here, and its own settings to `OptimizerConfig`. The
+    command line then offers them. Leaves of its state must have the names and shapes of the parameters, or be scalars:
+    `param_spec` shards the state by these names. The tests list the names.
 
     Args:
         config: the update rule and its rates.
@@ -100,15 +101,18 @@ def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientT
     """
     require(max_steps >= 1, "max_steps", "be at least 1", max_steps)
     schedule = learning_rate_schedule(config, max_steps)
-    rule = adamw = optax.adamw(
-        schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=weight_mask
-    )
-    if config.name == "muon":
-        matrices = muon(
-            schedule,
-            weight_decay=config.weight_decay,
-            consistent_rms=_MUON_RMS,
-            muon_weight_dimension_numbers=_matrix_axes,
-        )
-        rule = optax.partition({"muon": matrices, "adamw": adamw}, _update_rule)
+    adamw = optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=weight_mask)
+    match config.name:
+        case "adamw":
+            rule = adamw
+        case "muon":
+            matrices = muon(
+                schedule,
+                weight_decay=config.weight_decay,
+                consistent_rms=_MUON_RMS,
+                muon_weight_dimension_numbers=_matrix_axes,
+            )
+            rule = optax.partition({"muon": matrices, "adamw": adamw}, _update_rule)
+        case _:
+            assert_never(config.name)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule

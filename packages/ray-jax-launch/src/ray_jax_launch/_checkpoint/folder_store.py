@@ -5,6 +5,9 @@
 <folder>/<step>.orbax-checkpoint-tmp  a checkpoint that is being written, or that a killed process left
 <folder>/<step>.damaged               a quarantined checkpoint
 <folder>/.trash/                      checkpoints that are being deleted
+
+A checkpoint becomes visible when Orbax renames `<step>.orbax-checkpoint-tmp` to `<step>` (`FolderWriter.commit` in
+`writers.py`): `steps` lists folders whose names are numbers.
 """
 
 import contextlib
