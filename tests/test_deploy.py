@@ -14,6 +14,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -212,6 +213,40 @@ def test_ray_knows_the_options_with_which_the_nodes_start(cluster, role):
     program, subcommand, *options = shlex.split(start)
     assert (program, subcommand) == ("ray", "start")
     ray_command.commands["start"].make_context("start", options)  # raises on an unknown option
+
+
+def arguments_of(program, line):
+    """Yield the arguments of a program in a line of a shell, also in a quoted command."""
+    words = shlex.split(line, comments=True)
+    for word in words:
+        if " " in word:
+            yield from arguments_of(program, word)
+    if program in words:
+        yield words[words.index(program) + 1 :]
+
+
+def uses_in_the_readme(program):
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "deploy" / "README.md").read_text(), re.M | re.S)
+    lines = [line for language, block in blocks if not language for line in block.splitlines()]
+    return [arguments for line in lines for arguments in arguments_of(program, line)]
+
+
+@pytest.mark.parametrize("arguments", uses_in_the_readme("pretrain"), ids=" ".join)
+def test_the_application_accepts_the_commands_of_the_readme(arguments):
+    # They need a cluster of GPUs or TPUs: the real parser reads them, and the sizes are checked.
+    config = parse_command(arguments)
+    assert isinstance(config, PretrainConfig)
+    check_batch(config, parse_hardware(config.hardware))
+
+
+@pytest.mark.parametrize("arguments", uses_in_the_readme("ray"), ids=" ".join)
+def test_ray_accepts_the_commands_of_the_readme(arguments):
+    command, arguments = ray_command, list(arguments)
+    if arguments[0] == "job" and "job" not in command.commands:
+        pytest.skip("needs ray[default]")
+    while isinstance(command, click.Group):
+        command = command.commands[arguments.pop(0)]
+    command.make_context(command.name, arguments)  # raises on an unknown option or a missing argument
 
 
 # What SLURM's commands do in a job of two nodes, if both nodes are this machine. Two Ray nodes of one machine need
