@@ -56,5 +56,6 @@ if __name__ == "__main__":
     )
     result = trainer.fit()
     print(result.metrics, result.path, result.error)
-    with result.checkpoint.as_directory() as folder:
-        print({name: value.round(1).tolist() for name, value in np.load(Path(folder, "params.npz")).items()})
+    if result.checkpoint is not None:
+        with result.checkpoint.as_directory() as folder:
+            print({name: value.round(1).tolist() for name, value in np.load(Path(folder, "params.npz")).items()})

@@ -1,9 +1,6 @@
-"""Ray's JaxTrainer tutorial, step by step in the parts of this repository: GPT-2 124M on OpenWebText.
+"""Ray's JaxTrainer tutorial in the parts of this repository: GPT-2 124M on OpenWebText. Run it again to continue.
 
-    python examples/ray_tutorial.py --hardware gpu:2
-
-Start it again to continue from the newest checkpoint, with windows from the beginning of the stream. (`step_windows`
-would go on where the run ended.)
+python examples/ray_tutorial.py --hardware gpu:2
 """
 
 import argparse
@@ -31,8 +28,7 @@ def train_loop(config: dict[str, Any]) -> None:
     # Step 3, the model and its step. AdamW decays weights by 0.1. The learning rate falls from 5e-4 to 0.
     model, max_steps = gpt2.GPT2Config(**config["model"]), config["max_steps"]
     adamw = gpt2.OptimizerConfig(learning_rate=5e-4, min_learning_rate=0.0, beta2=0.999)
-    optimizer = gpt2.create_optimizer(adamw, max_steps)
-    mesh, key = gpt2.make_mesh(), jax.random.key(2357)
+    optimizer, mesh, key = gpt2.create_optimizer(adamw, max_steps), gpt2.make_mesh(), jax.random.key(2357)
     state = gpt2.create_train_state(model, optimizer, key, mesh)
     train_step, eval_step = gpt2.make_train_step(model, optimizer, mesh), gpt2.make_eval_step(model, mesh)
 
@@ -43,7 +39,7 @@ def train_loop(config: dict[str, Any]) -> None:
                 # y is x shifted by one. A window has the inputs and the last target.
                 yield gpt2.put_batch(np.concatenate([batch["x"], batch["y"][:, -1:]], axis=1), mesh)
 
-    # Step 4, the loop.
+    # Step 4, the loop. A continued run reads the random windows again from the first; `step_windows` would go on.
     train_batches, val_batches = batches("train"), batches("val")
     with Checkpoints(num_to_keep=2) as checkpoints:
         start = checkpoints.latest_step() or 0
@@ -58,29 +54,26 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--source", default="openwebtext", help="a hub dataset, or a file of text")
     parser.add_argument("--tokenizer", default="gpt2", choices=["gpt2", "bytes"])
     parser.add_argument("--hardware", default="auto", help="such as gpu:2, gpu:4x8, tpu:v6e:4x4, cpu:2 or local")
-    parser.add_argument("--storage", type=Path, default=Path("runs"), help="a folder that all nodes share")
     parser.add_argument("--max-steps", type=int, default=10_000)
     parser.add_argument("--model", type=json.loads, default={"dtype": "bfloat16", "dropout_rate": 0.1})
     arguments = parser.parse_args()
 
     # Step 1, the token files. If they exist, `prepare` returns at once. Step 2, random windows as rows x and y.
-    storage = arguments.storage.absolute()
+    storage = Path("runs").absolute()  # on several nodes, a folder that they share
     prepare(arguments.source, storage / "tokens", PrepareOptions(tokenizer=arguments.tokenizer))
     data = open_tokens(str(storage / "tokens"), tokenizer=arguments.tokenizer)
     model = {"vocab_size": data.vocab_size, "seq_len": 1024} | arguments.model
     windows = partial(token_windows, seq_len=model["seq_len"], num_rows=5_000_000, order="random")
-
     # Steps 5 and 6, the workers and the launch.
-    trainer = JaxTrainer(
+    result = JaxTrainer(
         train_loop,
         train_loop_config={"model": model, "batch_size": 32, "max_steps": arguments.max_steps},
         hardware=arguments.hardware,
         run_config=RunConfig("ray-tutorial", str(storage), failure_config=FailureConfig(max_failures=3)),
         datasets={"train": partial(windows, data.train), "val": partial(windows, data.val)},
-    )
-    result = trainer.fit()
+    ).fit()
     print(result.metrics, result.checkpoint, result.path)
