@@ -14,10 +14,11 @@ from owt_data._errors import DataError
 from owt_data._json_types import parse_json
 from owt_data._options import PrepareOptions
 from owt_data._prepare.durable import write_durably
-from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES
+from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES, staging_path
 from owt_data._sources.documents import Documents
 from owt_data._sources.hub import HubLayout
 from owt_data._sources.names import Source
+from owt_data._tokens.manifest import Manifest, read_manifest
 
 _log = logging.getLogger("owt_data")
 
@@ -169,3 +170,27 @@ def revisions(plan: Plan) -> dict[str, str]:
     """Return the commit of each dataset that was streamed from the hub, by split."""
     layouts = {split: layout for split, layout in plan.layouts.items() if layout and not layout.offline}
     return {split: layout.revision for split, layout in layouts.items() if layout.revision}
+
+
+def plan_fingerprint(folder: Path) -> dict[str, Any]:
+    """Return a fingerprint of the tokens that a plan leads to. It is the same before and after the folder is complete.
+
+    Raises:
+        DataError: the folder is neither prepared nor being prepared.
+    """
+    plan = _read(staging_path(folder) / _NAME)
+    if plan is not None:
+        return _fingerprint(plan, revisions(plan))
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise DataError(f"{folder} must be prepared or in preparation, got neither. Prepare it.")
+    return _fingerprint(manifest, manifest.revisions)
+
+
+def _fingerprint(of: Plan | Manifest, revisions: dict[str, str]) -> dict[str, Any]:
+    return {
+        "source_sha256": of.source_sha256,
+        "options": of.options,
+        "tokenizer_sha256": of.tokenizer_sha256,
+        "revisions": revisions,
+    }

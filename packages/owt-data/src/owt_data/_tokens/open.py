@@ -15,7 +15,7 @@ from owt_data._errors import DataError, file_errors
 from owt_data._paths import BYTES_PER_TOKEN, base_name, check_type, is_uri, join, normalize, read_blocks
 from owt_data._tokenizers import vocab_size
 from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, check_sizes, read_manifest
-from owt_data._tokens.sequence import TokenMixture, TokenSequence, TokenSpan, concatenate
+from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence, TokenSpan, concatenate
 
 # Share of validation at the end of `.bin` files, which have no split.
 _VAL_FRACTION = 0.1
@@ -28,10 +28,10 @@ class TokenData:
     names: str | list[str] | dict[str, float]
     """Names that `open_tokens` opens again from any working folder."""
 
-    train: TokenSequence | TokenMixture
-    """Training tokens."""
+    train: Tokens
+    """Training tokens: a `TokenSequence`, a `TokenMixture`, or tokens that are being prepared."""
 
-    val: TokenSequence
+    val: Tokens
     """Validation tokens; those of all sequences of a mixture, one after the other."""
 
     tokenizer: str
@@ -79,7 +79,7 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
     return _combine(
         opened,
         names=expanded,
-        train=concatenate([_sequence(data) for data in opened]),
+        train=concatenate([_sequence(data.train) for data in opened]),
         fingerprint={"sequence": [data.fingerprint for data in opened]},
     )
 
@@ -89,7 +89,7 @@ def _open_mixture(weights: dict[str, float], tokenizer: str) -> TokenData:
     return _combine(
         opened,
         names=weights,
-        train=TokenMixture(tuple(_sequence(data) for data in opened), tuple(weights.values())),
+        train=TokenMixture(tuple(_sequence(data.train) for data in opened), tuple(weights.values())),
         fingerprint={"weights": list(weights.values()), "mixture": [data.fingerprint for data in opened]},
     )
 
@@ -102,9 +102,9 @@ def _expand(name: str) -> list[str]:
     return sorted(glob.glob(path)) or [path]  # noqa: PTH207 - takes a pattern with an absolute path
 
 
-def _sequence(data: TokenData) -> TokenSequence:
-    assert isinstance(data.train, TokenSequence), "one name gives a sequence"
-    return data.train
+def _sequence(tokens: Tokens) -> TokenSequence:
+    assert isinstance(tokens, TokenSequence), "one name gives a sequence"
+    return tokens
 
 
 def _combine(
@@ -120,7 +120,7 @@ def _combine(
     return TokenData(
         names=names,
         train=train,
-        val=concatenate([data.val for data in opened]),
+        val=concatenate([_sequence(data.val) for data in opened]),
         tokenizer=opened[0].tokenizer,
         vocab_size=opened[0].vocab_size,
         fingerprint=fingerprint,
