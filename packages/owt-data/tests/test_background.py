@@ -54,7 +54,7 @@ def test_windows_equal_those_of_a_finished_preparation(corpus, prepared_start, t
         streamed = window_digests(data.train, 0, num_steps)
         np.testing.assert_array_equal(validation_windows(data), validation_windows(prepared_start))
     assert streamed == window_digests(prepared_start.train, 0, num_steps)
-    assert (tmp_path / "out/train.bin").read_bytes() == corpus.with_name("prepared-start/train.bin").read_bytes()
+    assert (tmp_path / "out/train.bin").read_bytes() == (corpus.with_name("prepared-start") / "train.bin").read_bytes()
     assert not (tmp_path / ".out.partial").exists()
 
 

@@ -263,7 +263,7 @@ class _Run:
 
     def write(self, encoder: Encoder) -> Manifest:
         """Tokenize the missing shards, and write the token files and the manifest into the folder `result`."""
-        # Validation comes first: a consumer that trains meanwhile needs all of it.
+        # Validation comes first: training needs all of it when it begins.
         shards = {split: self._tokenize(split, encoder) for split in sorted(self._splits, reverse=True)}
         files = self._assemble({split: shards[split] for split in self._splits})
         manifest = Manifest(
