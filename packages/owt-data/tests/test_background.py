@@ -89,6 +89,9 @@ def test_the_end_of_the_block_stops_the_preparation_and_the_next_start_resumes(c
         first = window_digests(data.train, 0, 100)
         fingerprint = data.fingerprint
     assert not out.exists()
+    unfinished = open_tokens(str(out), tokenizer="gpt2")
+    assert (unfinished.tokenizer, unfinished.fingerprint) == ("bytes", fingerprint)
+    np.testing.assert_array_equal(validation_windows(unfinished), validation_windows(prepared_start))
     with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
         assert data.fingerprint == fingerprint
         assert window_digests(data.train, 0, 100) == first

@@ -1,6 +1,7 @@
 """Preparation in the background, while the first tokens are already read."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -10,11 +11,11 @@ from pathlib import Path
 from owt_data._errors import DataError
 from owt_data._options import PrepareOptions
 from owt_data._prepare.growing_tokens import GrowingTokens, note_failure, read_num_wanted
-from owt_data._prepare.plan import plan_fingerprint
+from owt_data._prepare.plan import read_plan, source_fingerprint
 from owt_data._prepare.prepare import Progress, Report, local_folder, prepare_for
 from owt_data._sources.names import find_splits
-from owt_data._tokenizers import load_tokenizer
-from owt_data._tokens.open import TokenData
+from owt_data._tokens.manifest import read_manifest
+from owt_data._tokens.open import TokenData, open_tokens
 
 _log = logging.getLogger("owt_data")
 _POLL_S = 0.1
@@ -72,15 +73,10 @@ def prepare_in_background(
     thread.start()
     try:
         worker.wait(is_one_source=is_one_source)
-        train, val = (GrowingTokens(worker.folder, split, is_one_source=is_one_source) for split in ("train", "val"))
-        yield TokenData(
-            names=str(worker.folder),
-            train=train,
-            val=val,
-            tokenizer=options.tokenizer,
-            vocab_size=load_tokenizer(options.tokenizer).n_vocab,
-            fingerprint=plan_fingerprint(worker.folder),
-        )
+        tokens = open_tokens(str(worker.folder), tokenizer=options.tokenizer)
+        made_from = read_plan(worker.folder) or read_manifest(worker.folder)
+        assert made_from is not None, "the preparation is going on, or has ended"
+        yield dataclasses.replace(tokens, fingerprint=source_fingerprint(made_from))
     finally:
         worker.stop.set()
         thread.join()

@@ -18,7 +18,7 @@ from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES, staging_p
 from owt_data._sources.documents import Documents
 from owt_data._sources.hub import HubLayout
 from owt_data._sources.names import Source
-from owt_data._tokens.manifest import Manifest, read_manifest
+from owt_data._tokens.manifest import Manifest
 
 _log = logging.getLogger("owt_data")
 
@@ -172,25 +172,16 @@ def revisions(plan: Plan) -> dict[str, str]:
     return {split: layout.revision for split, layout in layouts.items() if layout.revision}
 
 
-def plan_fingerprint(folder: Path) -> dict[str, Any]:
-    """Return a fingerprint of the tokens that a plan leads to. It is the same before and after the folder is complete.
-
-    Raises:
-        DataError: the folder is neither prepared nor being prepared.
-    """
-    plan = _read(staging_path(folder) / _NAME)
-    if plan is not None:
-        return _fingerprint(plan, revisions(plan))
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise DataError(f"{folder} must be prepared or in preparation, got neither. Prepare it.")
-    return _fingerprint(manifest, manifest.revisions)
+def read_plan(folder: Path) -> Plan | None:
+    """Return the plan of a folder that is being prepared, or whose preparation was interrupted; None for others."""
+    return _read(staging_path(folder) / _NAME)
 
 
-def _fingerprint(of: Plan | Manifest, revisions: dict[str, str]) -> dict[str, Any]:
+def source_fingerprint(of: Plan | Manifest) -> dict[str, Any]:
+    """Return a fingerprint of the tokens of a folder, the same before and after the folder is complete."""
     return {
         "source_sha256": of.source_sha256,
         "options": of.options,
         "tokenizer_sha256": of.tokenizer_sha256,
-        "revisions": revisions,
+        "revisions": revisions(of) if isinstance(of, Plan) else of.revisions,
     }

@@ -13,6 +13,8 @@ from pyarrow.fs import FileType
 
 from owt_data._errors import DataError, file_errors
 from owt_data._paths import BYTES_PER_TOKEN, base_name, check_type, is_uri, join, normalize, read_blocks
+from owt_data._prepare.growing_tokens import GrowingTokens
+from owt_data._prepare.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokenizers import vocab_size
 from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, check_sizes, read_manifest
 from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence, TokenSpan, concatenate
@@ -128,6 +130,9 @@ def _combine(
 
 
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
+    plan = None if is_uri(folder) else read_plan(Path(folder))
+    if plan is not None:
+        return _open_growing(Path(folder), plan)
     check_type(folder, FileType.Directory, "a folder of token files or a .bin file")
     manifest = read_manifest(folder)
     if manifest is not None:
@@ -146,6 +151,20 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
         tokenizer=tokenizer,
         vocab_size=num_ids,
         fingerprint={"tokenizer": tokenizer, **digests},
+    )
+
+
+def _open_growing(folder: Path, plan: Plan) -> TokenData:
+    """Open a folder that is being prepared."""
+    tokenizer = plan.options["tokenizer"]
+    train, val = (GrowingTokens(folder, split, is_one_source="all" in plan.layouts) for split in ("train", "val"))
+    return TokenData(
+        names=str(folder),
+        train=train,
+        val=val,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size(tokenizer),
+        fingerprint=source_fingerprint(plan),
     )
 
 
