@@ -222,11 +222,18 @@ def test_the_record_of_options_is_that_of_older_versions_unless_a_new_option_is_
         prepare(str(tmp_path / "book.txt"), tmp_path / "out", PrepareOptions(tokenizer="bytes", documents=TITLES))
 
 
-def test_rows_without_text_are_rejected(tmp_path):
-    (tmp_path / "blank.txt").write_text(" \n" * 10)
-    with pytest.raises(DataError, match=r"blank.txt must hold text for both splits, got 0 tokens"):
-        prepare(str(tmp_path / "blank.txt"), tmp_path / "out", BY_POSITION)
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (" \n" * 10, r"must hold rows with titles of wikitext, ' = Title = ', got no title. Choose --documents rows."),
+        ("A line. \n" * 10, r"must hold rows with titles of wikitext"),
+    ],
+)
+def test_text_without_titles_is_rejected(text, message, tmp_path):
+    (tmp_path / "text.txt").write_text(text)
+    with pytest.raises(DataError, match=message):
+        prepare(str(tmp_path / "text.txt"), tmp_path / "out", BY_POSITION)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_prepared_wikitext_opens_as_other_token_files(tmp_path):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from nnx_gpt2._bfloat16 import has_bfloat16
+from nnx_gpt2._bfloat16 import compute_capability, has_bfloat16
 from nnx_gpt2._dropout import dropout, split_key
 from nnx_gpt2._errors import require
 from nnx_gpt2._model_config import AttentionBackend
@@ -68,7 +68,7 @@ def causal_attention(
     if backend == "xla":
         return _xla(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, dropout_rate, dropout_key)
     kernel, is_supported, needs = {
-        "cudnn": (_cudnn, _is_cudnn_case(q_BTNH), "bfloat16 on an NVIDIA GPU of compute capability 8"),
+        "cudnn": (_cudnn, _is_cudnn_case(q_BTNH), "bfloat16 on an NVIDIA GPU of compute capability 8 or above"),
         "splash": (_splash, _is_splash_case(q_BTNH), f"a multiple of {_SPLASH_MULTIPLE} positions"),
     }[backend]
     require(
@@ -96,7 +96,7 @@ def _is_cudnn_case(q_BTNH: Array) -> bool:
     return (
         jax.default_backend() == "gpu"
         and q_BTNH.dtype == jnp.bfloat16
-        and "NVIDIA" in device.device_kind.upper()
+        and compute_capability(device) is not None
         and has_bfloat16(device)
     )
 

@@ -8,7 +8,7 @@ from owt_data._errors import DataError, check_choice, check_encodable, check_int
 
 TokenizerName = Literal["bytes", "gpt2"]
 DocumentsKind = Literal["rows", "wikitext-titles"]
-OrderKind = Literal["shuffle", "random", "sequential"]
+OrderKind = Literal["shuffle", "random", "sequential", "sequential-first"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +22,9 @@ class PrepareOptions:
     tokenizer: TokenizerName = "gpt2"
     """`gpt2`, or `bytes`, which needs no download and has 257 ids."""
 
-    split: Literal["auto", "documents", "position"] = "auto"
-    """`documents` takes random documents for validation, `position` takes the end of the tokens. `auto` is
-    `position` for a single document, else `documents`."""
+    split: Literal["auto", "documents", "position", "start"] = "auto"
+    """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
+    first 128th of the text, at most 16 MiB. `auto` is `position` for a single document, else `documents`."""
 
     val_fraction: float | None = None
     """Share of the data for validation. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in
@@ -50,6 +50,8 @@ class PrepareOptions:
         """Check the ranges."""
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}. Choose another share.")
+        if self.split == "start" and self.val_fraction is not None:
+            raise DataError(f"val_fraction must be absent with split start, got {self.val_fraction}. Leave it out.")
         check_integer("split_seed", self.split_seed, least=0)
         if self.limit_rows is not None:
             check_integer("limit_rows", self.limit_rows, least=1)

@@ -14,11 +14,12 @@ from owt_data._errors import DataError
 from owt_data._json_types import parse_json
 from owt_data._options import PrepareOptions
 from owt_data._prepare.durable import write_durably
-from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES
+from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES, staging_path
 from owt_data._sources.documents import Documents
 from owt_data._sources.hub import HubLayout
 from owt_data._sources.names import Source
 from owt_data._sources.rows import is_wikitext_title
+from owt_data._tokens.manifest import Manifest
 
 _log = logging.getLogger("owt_data")
 
@@ -137,7 +138,8 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
         return plan, documents
     sizes = [opened.num_bytes() for opened in documents.values()]
     total = sum(size for size in sizes if size) if all(sizes) else None
-    shard_bytes = min(max((total or MAX_SHARD_BYTES * _NUM_SHARDS) // _NUM_SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
+    most = total or (0 if request.options.limit_rows is not None else MAX_SHARD_BYTES * _NUM_SHARDS)
+    shard_bytes = min(max(most // _NUM_SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     plan = Plan(
         format=1,
         source=request.name,
@@ -181,3 +183,18 @@ def revisions(plan: Plan) -> dict[str, str]:
     """Return the commit of each dataset that was streamed from the hub, by split."""
     layouts = {split: layout for split, layout in plan.layouts.items() if layout and not layout.offline}
     return {split: layout.revision for split, layout in layouts.items() if layout.revision}
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """Return the plan of a folder that is being prepared, or whose preparation was interrupted; None for others."""
+    return _read(staging_path(folder) / _NAME)
+
+
+def source_fingerprint(of: Plan | Manifest) -> dict[str, Any]:
+    """Return a fingerprint of the tokens of a folder, the same before and after the folder is complete."""
+    return {
+        "source_sha256": of.source_sha256,
+        "options": of.options,
+        "tokenizer_sha256": of.tokenizer_sha256,
+        "revisions": revisions(of) if isinstance(of, Plan) else of.revisions,
+    }

@@ -8,8 +8,9 @@ import numpy as np
 import ray.data
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, check_integer
+from owt_data._errors import check_integer
 from owt_data._options import OrderKind
+from owt_data._stream.direct import check_steps, local_rows
 from owt_data._tokens.sequence import Tokens
 
 # One Ray task reads one block into one object. The size is small enough for a first block soon, and large enough to
@@ -115,21 +116,15 @@ def step_windows(
     Raises:
         DataError: `world_size` does not divide `global_batch_size`, or an argument is out of its range.
     """
-    check_integer("world_size", world_size, least=1)
-    check_integer("rank", rank, least=0, most=world_size - 1)
-    check_integer("start_step", start_step, least=0)
-    check_integer("stop_step", stop_step, least=start_step + 1)
-    check_integer("global_batch_size", global_batch_size, least=1)
-    if global_batch_size % world_size:
-        constraint = f"a multiple of the {world_size} workers"
-        raise DataError(f"global_batch_size must be {constraint}, got {global_batch_size}. Change one of them.")
-    local_batch_size = global_batch_size // world_size
+    check_steps(start_step, stop_step)
+    rows = local_rows(global_batch_size, rank, world_size)
+    local_batch_size = len(rows)
     read = functools.partial(
         _read_steps,
         tokens=tokens,
         seq_len=seq_len,
         global_batch_size=global_batch_size,
-        first_row=rank * local_batch_size,
+        first_row=rows.start,
         local_batch_size=local_batch_size,
         start_step=start_step,
         order=order,

@@ -22,9 +22,11 @@ from owt_data._paths import (
     normalize,
     read_blocks,
 )
+from owt_data._prepare.growing_tokens import GrowingTokens
+from owt_data._prepare.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokenizers import vocab_size
 from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, check_sizes, read_manifest
-from owt_data._tokens.sequence import TokenMixture, TokenSequence, TokenSpan, concatenate
+from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence, TokenSpan, concatenate
 
 # Share of validation at the end of `.bin` files, which have no split.
 _VAL_FRACTION = 0.1
@@ -37,10 +39,10 @@ class TokenData:
     names: str | list[str] | dict[str, float]
     """Names that `open_tokens` opens again from any working folder."""
 
-    train: TokenSequence | TokenMixture
-    """Training tokens."""
+    train: Tokens
+    """Training tokens: a `TokenSequence`, a `TokenMixture`, or tokens that are being prepared."""
 
-    val: TokenSequence
+    val: Tokens
     """Validation tokens; those of all sequences of a mixture, one after the other."""
 
     tokenizer: str
@@ -93,7 +95,7 @@ def _open_sequence(expanded: list[str], tokenizer: str) -> TokenData:
     return _combine(
         opened,
         names=expanded,
-        train=concatenate([_sequence(data) for data in opened]),
+        train=concatenate([_sequence(data.train) for data in opened]),
         fingerprint={"sequence": [data.fingerprint for data in opened]},
     )
 
@@ -123,7 +125,7 @@ def _open_mixture(weights: dict[str, float], tokenizer: str) -> TokenData:
     return _combine(
         opened,
         names=weights,
-        train=TokenMixture(tuple(_sequence(data) for data in opened), tuple(weights.values())),
+        train=TokenMixture(tuple(_sequence(data.train) for data in opened), tuple(weights.values())),
         fingerprint={"weights": list(weights.values()), "mixture": [data.fingerprint for data in opened]},
     )
 
@@ -136,9 +138,9 @@ def _expand(name: str) -> list[str]:
     return sorted(glob.glob(path)) or [path]  # noqa: PTH207 - takes a pattern with an absolute path
 
 
-def _sequence(data: TokenData) -> TokenSequence:
-    assert isinstance(data.train, TokenSequence), "one name gives a sequence"
-    return data.train
+def _sequence(tokens: Tokens) -> TokenSequence:
+    assert isinstance(tokens, TokenSequence), "one name gives a sequence"
+    return tokens
 
 
 def _combine(
@@ -154,7 +156,7 @@ def _combine(
     return TokenData(
         names=names,
         train=train,
-        val=concatenate([data.val for data in opened]),
+        val=concatenate([_sequence(data.val) for data in opened]),
         tokenizer=opened[0].tokenizer,
         vocab_size=opened[0].vocab_size,
         fingerprint=fingerprint,
@@ -162,6 +164,9 @@ def _combine(
 
 
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
+    plan = None if is_uri(folder) else read_plan(Path(folder))
+    if plan is not None:
+        return _open_growing(Path(folder), plan)
     check_type(folder, FileType.Directory, "a folder of token files or a .bin file")
     manifest = read_manifest(folder)
     if manifest is not None:
@@ -180,6 +185,20 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
         tokenizer=tokenizer,
         vocab_size=num_ids,
         fingerprint={"tokenizer": tokenizer, **digests},
+    )
+
+
+def _open_growing(folder: Path, plan: Plan) -> TokenData:
+    """Open a folder that is being prepared."""
+    tokenizer = plan.options["tokenizer"]
+    train, val = (GrowingTokens(folder, split, is_one_source="all" in plan.layouts) for split in ("train", "val"))
+    return TokenData(
+        names=str(folder),
+        train=train,
+        val=val,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size(tokenizer),
+        fingerprint=source_fingerprint(plan),
     )
 
 

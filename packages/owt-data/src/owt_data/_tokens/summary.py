@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, FileRecord
 
 # By split, the file that may begin inside a document.
-_CONTINUING = {"position": VAL_NAME, "first": TRAIN_NAME}
+_CONTINUING = {"position": VAL_NAME, "start": TRAIN_NAME}
 
 
 def summary_of(name: str, options: dict[str, Any], end_of_text: int) -> "Summary":
