@@ -19,7 +19,7 @@ from pretrain._cli import parse_command
 from pretrain._commands.train import check_batch
 from ray_jax_launch import parse_hardware
 
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md", ROOT / "deploy" / "README.md"]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
 PAGE = (ROOT / "docs" / "from-the-tutorials.md").read_text()
 ITEMS = (ROOT / "docs" / "tutorial-items.md").read_text()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
