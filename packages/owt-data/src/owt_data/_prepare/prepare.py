@@ -47,6 +47,7 @@ from owt_data._tokens.manifest import (
     read_manifest,
 )
 from owt_data._tokens.sequence import TokenSequence, concatenate, local_sequence
+from owt_data._tokens.summary import summary_of
 
 # The share of the reference job, 0.0005, would leave a single module of the small built-in corpus.
 _BUILTIN_VAL_FRACTION = 0.05
@@ -196,7 +197,7 @@ def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Man
         return None
     if manifest is None:
         found = "other files"
-    elif (manifest.source_sha256, manifest.options) == (digest, dataclasses.asdict(options)):
+    elif (manifest.source_sha256, manifest.options) == (digest, options.record()):
         check_sizes(os.fspath(out), manifest)
         return manifest
     else:
@@ -311,8 +312,13 @@ class _Run:
     def _assemble(self, shards: dict[str, list[ShardRecord]]) -> dict[str, FileRecord]:
         shutil.rmtree(self._result, ignore_errors=True)
         self._result.mkdir()
-        end_of_text = self._tokenizer.eot_token
-        total, moved = self._done.num_tokens, 0
+        if self._options.documents == "wikitext-titles" and self._done.num_documents == 0:
+            constraint = "rows with titles of wikitext, ' = Title = '"
+            raise RejectedDocumentsError(
+                f"{self._plan.source} must hold {constraint}, got no title. Choose --documents rows."
+            )
+        end_of_text, begins = self._tokenizer.eot_token, self._options.documents == "wikitext-titles"
+        total, moved = max(1, self._done.num_tokens), 0
 
         def advance(num_tokens: int) -> None:
             nonlocal moved
@@ -322,7 +328,7 @@ class _Run:
         sequences, ends = {}, {}
         for split, records in shards.items():
             folder = shard_folder(self._staging, split)
-            ends[split] = document_ends(folder, records, end_of_text, advance)
+            ends[split] = document_ends(folder, records, end_of_text, advance, begins=begins)
             sequences[split] = local_sequence([shard_path(folder, index) for index in range(len(records))])
         whole = concatenate(list(sequences.values()))
         first = next(iter(shards.values()))
@@ -334,7 +340,9 @@ class _Run:
                 f"{sum(map(len, ends.values()))} documents. Give more text, or another --split or --val-fraction."
             )
         return {
-            name: copy_ranges(whole, ranges[split], self._result / name, end_of_text, advance)
+            name: copy_ranges(
+                whole, ranges[split], self._result / name, summary_of(name, self._plan.options, end_of_text), advance
+            )
             for split, name in (("train", TRAIN_NAME), ("val", VAL_NAME))
         }
 

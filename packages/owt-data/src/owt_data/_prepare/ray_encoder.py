@@ -71,7 +71,7 @@ def _start() -> None:
     """Connect to the cluster at `RAY_ADDRESS`, or start a local one."""
     address = os.environ.get("RAY_ADDRESS")
     constraint = "Ray must start a cluster on this machine, got a failure"
-    remedy = "Run the same command again, or without --ray."
+    remedy = "Run the same command again, or without --on-cluster."
     options: dict[str, Any] = {"address": "local", "include_dashboard": False}
     if address:
         constraint = f"RAY_ADDRESS must name a Ray cluster that answers, got {address}"

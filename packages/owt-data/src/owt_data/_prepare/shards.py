@@ -36,7 +36,7 @@ _JOURNAL_NAME = "parts.jsonl"
 # Bytes of text in a shard: small enough to keep all processes busy, large enough for a short journal.
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 1 << 18, 1 << 24
 _POLL_S = 0.05
-SCHEMA = pa.schema([("text", pa.large_string()), ("ends", pa.bool_())])
+SCHEMA = pa.schema([("text", pa.large_string()), ("starts", pa.bool_()), ("ends", pa.bool_())])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class ShardRecord:
     """Number of tokens."""
 
     num_documents: int
-    """Number of documents that end in the shard."""
+    """Number of documents that end in the shard, or with `wikitext-titles` begin in it."""
 
     sha256: str
     """Checksum of the file."""
@@ -214,7 +214,7 @@ def _cut(documents: Documents, folder: Path, start: Cursor, index: int, shard_by
         return Shard(index=index, path=shard_path(folder, index), batch=batch, num_bytes=held_bytes, stop=stop)
 
     for chunk in documents.read(start):
-        pieces = pa.record_batch([chunk.texts, pa.array(chunk.ends)], schema=SCHEMA)
+        pieces = pa.record_batch([chunk.texts, pa.array(chunk.starts), pa.array(chunk.ends)], schema=SCHEMA)
         up_to = np.cumsum(_lengths(chunk), dtype=np.int64)
         begin = 0
         while begin < len(up_to):

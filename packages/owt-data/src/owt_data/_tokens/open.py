@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from pyarrow.fs import FileType
 
 from owt_data._errors import DataError, file_errors
-from owt_data._paths import BYTES_PER_TOKEN, base_name, check_type, is_uri, join, normalize, read_blocks
+from owt_data._paths import (
+    BYTES_PER_TOKEN,
+    base_name,
+    check_type,
+    group_by_split,
+    is_uri,
+    join,
+    normalize,
+    read_blocks,
+)
 from owt_data._prepare.growing_tokens import GrowingTokens
 from owt_data._prepare.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokenizers import vocab_size
@@ -62,8 +71,8 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
 
     Args:
         names: a folder with `train.bin` and `val.bin`; a `.bin` file or a glob of them, split 90/10 by position; a
-            list of such names, read one after the other; or such names with weights, mixed. `s3://` and `gs://`
-            names are read in ranges.
+            list of such names, read one after the other; `.bin` files by split, as `train=...` and `val=...`; or
+            folders and files with weights, mixed. `s3://` and `gs://` names are read in ranges.
         tokenizer: tokenizer of files without a manifest.
 
     Raises:
@@ -72,7 +81,12 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
     """
     if isinstance(names, Mapping):
         return _open_mixture({normalize(name): weight for name, weight in names.items()}, tokenizer)
-    expanded = [name for given in ([names] if isinstance(names, str) else names) for name in _expand(given)]
+    by_split = group_by_split([names] if isinstance(names, str) else names)
+    expanded = {split: [name for given in group for name in _expand(given)] for split, group in by_split.items()}
+    return _open_splits(expanded, tokenizer) if "train" in expanded else _open_sequence(expanded["all"], tokenizer)
+
+
+def _open_sequence(expanded: list[str], tokenizer: str) -> TokenData:
     if all(base_name(name).endswith(".bin") for name in expanded):
         return _open_files(expanded, tokenizer)
     if len(expanded) == 1:
@@ -83,6 +97,26 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
         names=expanded,
         train=concatenate([_sequence(data.train) for data in opened]),
         fingerprint={"sequence": [data.fingerprint for data in opened]},
+    )
+
+
+def _open_splits(paths: dict[str, list[str]], tokenizer: str) -> TokenData:
+    """Open `.bin` files whose split is given."""
+    others = [path for group in paths.values() for path in group if not base_name(path).endswith(".bin")]
+    if others:
+        raise DataError(f"train=... and val=... must name .bin files, got {others[0]}. Name its token files.")
+    spans = {split: [_span(path) for path in group] for split, group in paths.items()}
+    digests = {split: [_scan(span, tokenizer) for span in group] for split, group in spans.items()}
+    tokens = {split: concatenate([_sequence_of(span) for span in group]) for split, group in spans.items()}
+    return TokenData(
+        names=[f"{split}={path}" for split, group in paths.items() for path in group],
+        train=tokens["train"],
+        val=tokens["val"],
+        tokenizer=tokenizer,
+        vocab_size=vocab_size(tokenizer),
+        # Equal to the fingerprint of a folder with these two files.
+        fingerprint={"tokenizer": tokenizer}
+        | {f"{split}.bin": group[0] if len(group) == 1 else group for split, group in digests.items()},
     )
 
 
