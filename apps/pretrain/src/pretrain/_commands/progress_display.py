@@ -63,6 +63,8 @@ class ProgressDisplay:
         if self._since is None or step < self._since[1]:
             self._since = (now, step)
         words = [f"{name} {record[key]:.4f}" for name, key in (("loss", "loss"), ("val", "val_loss")) if key in record]
+        if "epoch" in record:
+            words.insert(0, f"epoch {record['epoch']:.2f}")
         if "tokens_per_s" in record:
             words.append(f"{record['tokens_per_s']:,.0f} tokens/s")
         if "mfu" in record:

@@ -1,17 +1,20 @@
 """The command `train`: from a configuration to a finished run."""
 
 import time
+from dataclasses import dataclass
 
 from rich.console import Console
 
 import ray_jax_launch
-from nnx_gpt2 import check_mesh
+from nnx_gpt2 import check_mesh, num_params
 from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._best_effort import best_effort
 from pretrain._commands.progress_display import ProgressDisplay
-from pretrain._config import PretrainConfig, with_vocab_size
-from pretrain._data import data_label, load_tokens
+from pretrain._config import PretrainConfig, with_length, with_max_steps, with_vocab_size
+from pretrain._data import load_tokens
+from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError
+from pretrain._output import log_lines
 from pretrain._run.description import (
     check_same_data,
     check_same_settings,
@@ -20,10 +23,21 @@ from pretrain._run.description import (
     read_description,
     write_description,
 )
+from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder, lock_run
+from pretrain._run.metrics import last_values
 from pretrain._run.report import RunResult, read_result, write_report
 from pretrain._training.entry import train_worker
-from ray_jax_launch import Hardware, as_storage_path, join_path, newest_metadata, parse_hardware
+from ray_jax_launch import (
+    Hardware,
+    StoragePath,
+    TrainingFailed,
+    as_storage_path,
+    join_path,
+    latest_step,
+    newest_metadata,
+    parse_hardware,
+)
 
 # Tasks of Ray Data read the training windows. They need a CPU of their own.
 DATA_CPUS = 1
@@ -31,27 +45,59 @@ DATA_CPUS = 1
 _DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X": 2}
 
 
-def train(config: PretrainConfig, console: Console) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedCheckpoint:
+    """A complete checkpoint."""
+
+    step: int
+    """Number of training steps before it."""
+
+    path: StoragePath
+    """Its folder or URI. `load_trained` reads the newest checkpoint of a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """The result of a training run."""
+
+    metrics: dict[str, float]
+    """The last value of each metric: step, epoch, tokens, loss, val_loss and others."""
+
+    checkpoint: SavedCheckpoint | None
+    """The newest checkpoint; None if there is none."""
+
+    folder: StoragePath
+    """The run's folder or URI."""
+
+    error: TrainingFailed | None
+    """The failure that ended the training, or None. The same configuration continues from the checkpoint."""
+
+    sample: str
+    """A text from the trained model; empty if the training failed or the tokenizer is missing."""
+
+
+def train(config: PretrainConfig, *, console: Console | None = None) -> TrainResult:
     """Train a model, or continue an interrupted run.
 
     Args:
         config: the configuration.
-        console: shows the progress and the result.
+        console: shows the progress and the result, as `rich.console.Console()` does; None shows nothing.
 
     Raises:
         ValueError: the input is wrong; see `rejection` for the subclasses.
-        TrainingFailed: workers failed too often.
+        OSError: a file cannot be read or written.
+        KeyboardInterrupt: Ctrl-C. The run is saved, and the same configuration continues it.
     """
-    began = time.monotonic()
+    began, console = time.monotonic(), console or Console(quiet=True)
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
     if hardware is not None:
         check_batch(config, hardware)
-    name = config.name or f"{config.preset}-{data_label(config.data)}"
+    name = config.name or f"{config.preset}-{label_of(parse_data(config.data))}"
     storage_path = as_storage_path(config.storage_path)
     with lock_run(join_path(storage_path, name)) as folder:
         stored = read_description(folder)
         if stored is not None:
-            config = resolve_vocabulary(config, stored.config.model.vocab_size)
+            config = resolve_length(resolve_vocabulary(config, stored.config.model.vocab_size), stored.config)
             check_same_settings(stored, config, folder)
         data = load_tokens(config, console)
         _check_tokenizer(config, data, console)
@@ -60,12 +106,14 @@ def train(config: PretrainConfig, console: Console) -> None:
         tokens = describe_data(data)
         if stored is not None:
             check_same_data(stored, tokens, folder)
+        else:
+            config = with_length(config, num_windows=data.train.num_windows(config.model.seq_len))
         if (result := read_result(folder)) is not None and stored is not None:
             write_description(folder, stored)
             _show_finished(folder, result, console)
-            return
+            return _result(folder)
         console.print("starting Ray", highlight=False)
-        ray_jax_launch.connect(hardware)
+        _connect(config, hardware, console)
         if hardware is None:
             hardware = ray_jax_launch.auto()
             check_batch(config, hardware)
@@ -75,25 +123,30 @@ def train(config: PretrainConfig, console: Console) -> None:
         write_description(folder, description)
         folder.push()
         _introduce(config, data, hardware, folder, console)
-        with ProgressDisplay(config.train.max_steps, console) as progress:
-            result = ray_jax_launch.launch(
-                train_worker,
-                {"config": config, "data": data, "folder": folder, "description": description},
-                hardware=hardware,
-                storage_path=storage_path,
-                name=name,
-                on_metrics=lambda rank, record: progress.show(record),
-                data_cpus=DATA_CPUS,
-                max_failures=config.train.max_failures,
-                wait_for_resources_s=wait_s,
-            )
+        try:
+            with ProgressDisplay(config.train.max_steps, console) as progress, log_lines(console):
+                result = ray_jax_launch.launch(
+                    train_worker,
+                    {"config": config, "data": data, "folder": folder, "description": description},
+                    hardware=hardware,
+                    storage_path=storage_path,
+                    name=name,
+                    on_metrics=lambda rank, record: progress.show(record),
+                    data_cpus=DATA_CPUS,
+                    max_failures=config.train.max_failures,
+                    wait_for_resources_s=wait_s,
+                )
+        except TrainingFailed as error:
+            folder.pull()
+            return _result(folder, error)
         folder.pull()
-        report = write_report(folder, name, wall_s=time.monotonic() - began)
+        report = write_report(folder, name, wall_s=time.monotonic() - began, num_params=num_params(config.model))
         sample = str(result.return_value)
         with best_effort(f"the sample {folder.sample}"):
             folder.sample.write_text(sample)
         folder.push()
         _show_result(folder, report, sample, console)
+        return _result(folder)
 
 
 def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
@@ -107,7 +160,13 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
         UsageError: the mesh or the batch does not fit the devices.
     """
     batch_size, num_microbatches, mesh = config.train.global_batch_size, config.train.grad_accum_steps, config.mesh
-    per_worker = hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
+    if hardware.kind == "local":
+        # This process is the worker. Elsewhere, a driver that imports jax would lock the chips of a TPU host.
+        import jax
+
+        per_worker = jax.local_device_count()
+    else:
+        per_worker = hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
     for num_workers in hardware.worker_counts:
         num_devices = num_workers * per_worker
         num_slices = num_workers // hardware.workers_per_slice if hardware.kind == "tpu" else 1
@@ -133,6 +192,20 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
 def resolve_vocabulary(config: PretrainConfig, vocab_size: int | None) -> PretrainConfig:
     """Return the configuration with this vocabulary size, unless the user has set one."""
     return config if vocab_size is None or config.model.vocab_size is not None else with_vocab_size(config, vocab_size)
+
+
+def resolve_length(config: PretrainConfig, stored: PretrainConfig) -> PretrainConfig:
+    """Return the configuration with the steps of the continued run, if its epochs or its tokens give the steps."""
+    given = (config.train.max_epochs, config.train.max_tokens)
+    return config if given == (None, None) else with_max_steps(config, stored.train.max_steps)
+
+
+def _connect(config: PretrainConfig, hardware: Hardware | None, console: Console) -> None:
+    if not config.dashboard:
+        ray_jax_launch.connect(hardware)
+        return
+    ray_jax_launch.connect(hardware, dashboard=True)
+    console.print(f"dashboard: {ray_jax_launch.dashboard_url()}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _check_tokenizer(config: PretrainConfig, data: TokenData, console: Console) -> None:
@@ -161,12 +234,19 @@ def _check_vocabulary(config: PretrainConfig, data: TokenData) -> None:
 def _introduce(
     config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console
 ) -> None:
-    model = config.model
+    model, num_windows, max_steps = config.model, config.train.global_batch_size, config.train.max_steps
     metadata = newest_metadata(folder.checkpoints)  # the workers verify the arrays too, and log an earlier start
     action = "training" if metadata is None else f"continuing from step {metadata['record']['step']}:"
+    worker_counts = sorted({hardware.min_workers, hardware.num_workers}, reverse=True)
+    per_worker = "-".join(str(num_windows // count) for count in worker_counts)
+    step_tokens = num_windows * model.seq_len
+    epochs = max_steps * num_windows / data.train.num_windows(model.seq_len)
     console.print(
         f"{action} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"
+        f"{num_params(model):,} parameters\n"
         f"{len(data.train):,} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})\n"
+        f"{step_tokens:,} tokens a step: {num_windows} windows, {per_worker} per worker\n"
+        f"{max_steps:,} steps: {max_steps * step_tokens:,} tokens, {epochs:,.2f} epochs\n"
         f"run folder: {folder}",
         highlight=False,
         soft_wrap=True,
@@ -195,4 +275,21 @@ def _show_finished(folder: RunFolder, result: RunResult, console: Console) -> No
         highlight=False,
         soft_wrap=True,
         markup=False,
+    )
+
+
+def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResult:
+    """Read the result of a run from its files."""
+    step = latest_step(folder.checkpoints)
+    checkpoint = None if step is None else SavedCheckpoint(step=step, path=join_path(folder.checkpoints, str(step)))
+    sample = ""
+    if error is None:
+        with best_effort(f"the sample {folder.sample}"):
+            sample = folder.sample.read_text()
+    return TrainResult(
+        metrics=last_values(read_lines(folder.metrics)),
+        checkpoint=checkpoint,
+        folder=folder.uri or folder.path,
+        error=error,
+        sample=sample,
     )

@@ -27,7 +27,7 @@ _PACKAGES = (
 # A continued run may change these settings: they do not change the result.
 _FREE_FIELDS = (
     "preset", "data", "hardware", "storage_path", "name", "prepare", "prompt", "train.max_failures", "mesh",
-    "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s",
+    "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s", "dashboard",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ step again, from the checkpoint. After a stop request, the loop saves and return
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +23,7 @@ from nnx_gpt2 import (
     abstract_train_state,
     create_optimizer,
     create_train_state,
+    has_bfloat16,
     make_mesh,
     make_train_step,
     put_batch,
@@ -41,6 +43,8 @@ from ray_jax_launch import Checkpoints, LaunchError, log_metrics, mark_finished,
 # Counters of the state in a checkpoint's metadata, beside the step.
 _COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 
+_logger = logging.getLogger("pretrain")
+
 
 def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description: RunDescription) -> str:
     """Train from the newest checkpoint, or from the start, to the last step.
@@ -57,6 +61,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
     train, max_steps = config.train, config.train.max_steps
     mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     check_memory(config, mesh)
+    warn_of_bfloat16(config, jax.local_devices()[0])
     optimizer = create_optimizer(config.optimizer, max_steps)
     with contextlib.suppress(DataError):  # the sample at the end needs the tokenizer; a run without it has no sample
         load_tokenizer(data.tokenizer)  # it stays in memory: the network and the cache may fail later
@@ -102,6 +107,8 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
             if evaluate:
                 ray.train.report(record)
 
+        num_windows = data.train.num_windows(config.model.seq_len)
+        timer = StepTimer(config, num_windows, mesh.devices.flat[0].device_kind, mesh.size)
         start = checkpoints.latest_step() or 0  # verified, and the same on every process
         # Ray Data needs seconds for its first batch: it starts before the step is compiled.
         batches = _train_batches(config, data, start)
@@ -110,13 +117,14 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
             state, record = restore(checkpoints, start, abstract_train_state(config.model, optimizer, mesh))
         else:
             state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
-            record = {"step": 0}
+            record = {}
+        record = timer.progress(start) | record  # checkpoints of version 0.7 lack the epoch and the tokens
         log.begin(start)
         evaluate = start == 0 or is_due(start, train.eval_every, max_steps)
         if evaluate or is_due(start, train.checkpoint_every, max_steps) or is_due(start, train.log_every, max_steps):
             finish(state, record, save=False, evaluate=evaluate)
 
-        timer = StepTimer(config, mesh.devices.flat[0].device_kind, mesh.size)
+        timer.restart(start)
         pending: tuple[int, dict[str, jax.Array]] | None = None
         for step in range(start + 1, max_steps + 1):
             with timer.waiting_for_data():
@@ -165,6 +173,21 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
         **checkpoints.restore(step, {"params": like.params, "opt_state": like.opt_state}),
     )
     return state, metadata["record"]
+
+
+def warn_of_bfloat16(config: PretrainConfig, device: Any) -> None:
+    """Log a warning on rank 0 if the configuration computes in bfloat16 and the device has no units for it.
+
+    Args:
+        config: the configuration.
+        device: a device of jax.
+    """
+    if config.model.dtype == "bfloat16" and not has_bfloat16(device) and jax.process_index() == 0:
+        _logger.warning(
+            "%s computes bfloat16 slowly (compute capability %s): --model.dtype float32 is faster, with another --name",
+            device.device_kind,
+            device.compute_capability,
+        )
 
 
 def is_due(step: int, every: int, max_steps: int) -> bool:

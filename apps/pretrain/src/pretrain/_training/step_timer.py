@@ -4,7 +4,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -22,12 +21,14 @@ class StepTimer:
 
     Args:
         config: the run's configuration.
+        num_windows: windows of an epoch.
         device_kind: jax's name of the devices.
         num_devices: number of devices of all processes.
     """
 
-    def __init__(self, config: PretrainConfig, device_kind: str, num_devices: int) -> None:
+    def __init__(self, config: PretrainConfig, num_windows: int, device_kind: str, num_devices: int) -> None:
         self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
+        self._epochs_per_step = config.train.global_batch_size / num_windows
         self._tokens_per_step = config.train.global_batch_size * config.model.seq_len
         peak = peak_flops_per_s(device_kind)
         flops_per_step = flops_per_token(config.model) * self._tokens_per_step
@@ -46,6 +47,10 @@ class StepTimer:
         yield
         self._data_wait_s += time.perf_counter() - before
 
+    def progress(self, step: int) -> Record:
+        """Return the step, and the epochs and training tokens up to it."""
+        return {"step": step, "epoch": round(step * self._epochs_per_step, 4), "tokens": step * self._tokens_per_step}
+
     def record(self, step: int, metrics: dict[str, jax.Array], *, is_due: bool = True) -> Record:
         """Wait for the metrics of a step, return its record, and restart the timer.
 
@@ -61,7 +66,7 @@ class StepTimer:
             TrainingDivergedError: `MAX_STEPS_SKIPPED` steps in a row, or more, made no update.
         """
         num_skipped = int(metrics["num_skipped"])
-        record: dict[str, Any] = {"step": step, "num_skipped": num_skipped} if num_skipped else {"step": step}
+        record = self.progress(step) | ({"num_skipped": num_skipped} if num_skipped else {})
         for name in ("loss", "grad_norm"):
             if math.isfinite(value := float(metrics[name])):
                 record[name] = value
