@@ -148,7 +148,7 @@ def test_a_ray_that_does_not_start_is_reported(why, articles, tmp_path, record_p
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: Ray must start a cluster on this machine, got a failure (")
-    assert last.endswith(" Run the same command again, or without --ray.")
+    assert last.endswith(" Run the same command again, or without --on-cluster.")
     assert not (tmp_path / "out").exists()
     prepare(str(articles), tmp_path / "out", OPTIONS)
     assert verify(tmp_path / "out") == []

@@ -50,6 +50,14 @@ def test_inspect_shows_counts_and_text(tmp_path, capsys):
     assert "train: 453 tokens" in capsys.readouterr().out
 
 
+def test_inspect_shows_rows_of_text(articles, tmp_path, capsys):
+    (tmp_path / "wiki.txt").write_text(f" \n = [bold] = \n{'x' * 200}\n")
+    assert main(["inspect", str(tmp_path / "wiki.txt"), "--rows", "3"]) == 0
+    assert capsys.readouterr().out == f"row 0: ''\nrow 1: ' = [bold] = \\n'\nrow 2: {'x' * 120 + '...'!r}\n"
+    assert main(["inspect", str(articles), "--rows", "2"]) == 0
+    assert capsys.readouterr().out.count("\n") == 2
+
+
 def test_without_a_terminal_progress_is_lines_for_the_log(articles, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("owt_data._prepare.progress_bar._SECONDS_PER_LINE", 0.0)
     main(["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes"])
@@ -77,6 +85,11 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
             ["inspect", "nowhere.bin", "--window-tokens", "0"],
             "error: window_tokens must be an integer of at least 1, got 0. ",
         ),
+        (
+            ["inspect", "nowhere.txt", "--rows", "2"],
+            "error: nowhere.txt must be a file or a folder of files, got a name",
+        ),
+        (["inspect", "builtin", "--rows", "0"], "error: rows must be an integer of at least 1, got 0. "),
         (["inspect", "nowhere"], "error: {}/nowhere must be a folder of token files or a .bin file, got a name that"),
         (["verify", "nowhere"], "error: {}/nowhere must be a folder that owt-data prepared, got a name that does not"),
     ],

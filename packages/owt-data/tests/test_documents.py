@@ -184,7 +184,7 @@ def test_splits_are_named_together_or_not_at_all(tmp_path):
     assert find_splits(name).keys() == {"all"}
     assert find_splits([f"train={name}", f"val={name}"]).keys() == {"train", "val"}
     for names in ([f"train={name}"], [f"train={name}", name]):
-        with pytest.raises(DataError, match="The sources must name both splits"):
+        with pytest.raises(DataError, match="The names must give both splits"):
             find_splits(names)
 
 

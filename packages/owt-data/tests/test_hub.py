@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from werkzeug.serving import make_server
 
-from owt_data import PrepareOptions, prepare, read_manifest, verify
+from owt_data import PrepareOptions, is_wikitext_title, prepare, read_manifest, verify
 
 NUM_FILES, ROWS = 4, 300
 CARD = """---
@@ -27,6 +27,12 @@ configs:
   data_files:
   - split: train
     path: plain_text/train-*
+- config_name: wikitext
+  data_files:
+  - split: train
+    path: wikitext/train-*
+  - split: validation
+    path: wikitext/validation-*
 ---
 """
 
@@ -34,6 +40,21 @@ configs:
 def documents():
     rng = np.random.default_rng(0)
     return ["".join(rng.choice(list("abc é\n"), size=rng.integers(3000))) for _ in range(NUM_FILES * ROWS)]
+
+
+def wikitext_rows(num_articles):
+    rng = np.random.default_rng(1)
+    rows = [""]
+    for number in range(num_articles):
+        rows += [f" = Article {number} = \n", "", " = = Section = = \n"]
+        rows += [f" The {' '.join(rng.choice(['é', '=', ','], size=80))} \n" for _ in range(5)]
+    return rows
+
+
+def parquet(rows):
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"text": rows}), buffer, row_group_size=50)
+    return buffer.getvalue()
 
 
 class Hub:
@@ -48,10 +69,7 @@ class Hub:
         texts = documents()
         self.files = {"README.md": CARD.encode()}
         for number in range(NUM_FILES):
-            buffer = io.BytesIO()
-            rows = texts[number * ROWS : (number + 1) * ROWS]
-            pq.write_table(pa.table({"text": rows}), buffer, row_group_size=50)
-            self.files[f"plain_text/train-{number}.parquet"] = buffer.getvalue()
+            self.files[f"plain_text/train-{number}.parquet"] = parquet(texts[number * ROWS : (number + 1) * ROWS])
         app = flask.Flask("hub")
         app.before_request(self.fail)
         app.add_url_rule("/api/datasets/org/corpus", view_func=self.info)
@@ -304,3 +322,66 @@ def test_a_hub_that_answers_with_an_error_keeps_finished_shards(status, hub, exp
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert process.returncode == 0, err
     assert_same_tokens(tmp_path / "out", expected)
+
+
+def wikitext_command(hub, folder, out, *sources, shard_bytes=20_000):
+    """`owt-data prepare` of wikitext, as the Ray tutorial reads it."""
+    code = f"""
+import sys
+import owt_data._prepare.plan as plan
+from owt_data._cli import main
+plan.MIN_SHARD_BYTES = plan.MAX_SHARD_BYTES = {shard_bytes}
+sys.exit(main(sys.argv[1:]))
+"""
+    options = ["--tokenizer", "bytes", "--documents", "wikitext-titles", "--row-end", "\n"]
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "prepare", *sources, str(out), *options],
+        env=environment(hub, folder),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["made", pytest.param("real", marks=pytest.mark.shared_data)])
+def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
+    kind, hub, tmp_path, request, record_property
+):
+    record_property("fault", "SIGKILL of a preparation of the hub's wikitext, three times")
+    record_property("lost", "the shards in progress")
+    if kind == "real":
+        path = request.getfixturevalue("corpora") / "wikitext-2-valid.txt"
+        rows = [row if row.strip() else "" for row in path.read_text().splitlines(keepends=True)]
+    else:
+        rows = wikitext_rows(400)
+    splits = {"train": rows, "validation": rows[: len(rows) // 2]}
+    for split, part in splits.items():
+        (tmp_path / f"{split}.txt").write_text("".join(row or " \n" for row in part))
+        for number, half in enumerate((part[:101], part[101:])):
+            hub.files[f"wikitext/{split}-{number}.parquet"] = parquet(half)
+    local = [f"train={tmp_path}/train.txt", f"val={tmp_path}/validation.txt"]
+    process = wikitext_command(hub, tmp_path, tmp_path / "local", *local, shard_bytes=1 << 24)
+    assert process.communicate()[1].count("error") == 0
+    names = ["train=org/corpus:wikitext:train", "val=org/corpus:wikitext:validation"]
+    journal = tmp_path / ".out.partial/parts-train/parts.jsonl"
+    for _ in range(3):
+        before = journal.stat().st_size if journal.exists() else 0
+        process = wikitext_command(hub, tmp_path, tmp_path / "out", *names)
+        while not (journal.exists() and journal.stat().st_size > before):
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not (tmp_path / "out").exists()
+    began = time.monotonic()
+    process = wikitext_command(hub, tmp_path, tmp_path / "out", *names)
+    _, err = process.communicate()
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+    assert process.returncode == 0, err
+    assert_same_tokens(tmp_path / "out", tmp_path / "local")
+    titles = [sum(map(is_wikitext_title, part)) for part in splits.values()]
+    tokens = [np.fromfile(tmp_path / "out" / name, "<u2") for name in ("train.bin", "val.bin")]
+    assert [np.count_nonzero(part == 256) for part in tokens] == titles
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert [record.num_documents for record in manifest.files.values()] == titles

@@ -141,6 +141,35 @@ def test_tokens_of_different_tokenizers_are_not_joined(prepared, tmp_path, small
         open_tokens([str(prepared), str(tmp_path / "book")], tokenizer="bytes")
 
 
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_files_are_opened_by_split(num_files, prepared, tmp_path):
+    for number in range(num_files):
+        for split in ("train", "val"):
+            tokens = np.fromfile(prepared / f"{split}.bin", "<u2")
+            np.array_split(tokens, num_files)[number].tofile(tmp_path / f"{split}-{number}.bin")
+    data = open_tokens([f"train={tmp_path}/train-*.bin", f"val={tmp_path}/val-*.bin"], tokenizer="bytes")
+    whole = open_tokens(str(prepared), tokenizer="bytes")
+    np.testing.assert_array_equal(sequence(data).read(), sequence(whole).read())
+    assert isinstance(data.val, TokenSequence)
+    np.testing.assert_array_equal(data.val.read(), np.fromfile(prepared / "val.bin", "<u2"))
+    assert (data.fingerprint == whole.fingerprint) == (num_files == 1)
+    assert open_tokens(data.names, tokenizer="bytes") == data
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["train={}/train.bin"], r"The names must give both splits, train=... and val=..., or no split, got"),
+        (["train={}/train.bin", "{}/val.bin"], r"The names must give both splits"),
+        (["train={}", "val={}/val.bin"], r"train=... and val=... must name .bin files, got .*/out\. Name"),
+        (["train={}/train.bin", "val={}/no.bin"], r"no.bin must be a token file, got a name that does not exist"),
+    ],
+)
+def test_incomplete_splits_are_rejected(names, message, prepared):
+    with pytest.raises(DataError, match=message):
+        open_tokens([name.format(prepared) for name in names], tokenizer="bytes")
+
+
 def test_missing_files_are_rejected(prepared):
     with pytest.raises(DataError, match=r"nowhere.bin must be a token file, got a name that does not exist"):
         open_tokens("nowhere.bin", tokenizer="bytes")

@@ -26,7 +26,7 @@ def test_tasks_write_the_same_files(tokenizer, articles, tmp_path, cluster, requ
 
 def test_the_command_starts_a_cluster_if_needed(articles, tmp_path):
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes", "--ray"]
+    arguments = ["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes", "--on-cluster"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

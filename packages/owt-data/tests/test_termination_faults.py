@@ -16,7 +16,7 @@ from owt_data import PrepareOptions, prepare, verify
 from owt_data._cli import main
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
-SCHEMA = pa.schema([("text", pa.large_string()), ("ends", pa.bool_())])
+SCHEMA = pa.schema([("text", pa.large_string()), ("starts", pa.bool_()), ("ends", pa.bool_())])
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -94,7 +94,7 @@ def stream_of_a_shard(path):
     """Return the input of a tokenizing process: the schema, and one shard to write to a path."""
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, SCHEMA) as stream:
-        batch = pa.record_batch([["a" * 100_000], [True]], schema=SCHEMA)
+        batch = pa.record_batch([["a" * 100_000], [False], [True]], schema=SCHEMA)
         stream.write_batch(batch, custom_metadata={"path": str(path)})
     return sink.getvalue()
 

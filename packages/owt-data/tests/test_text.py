@@ -37,7 +37,8 @@ def plain_loop(rows, tokenizer, starts_document):
 
 
 def lines(path):
-    return path.read_text().splitlines(keepends=True)
+    """Return the rows of a text file. Lines of blanks are empty rows."""
+    return [line if line.strip() else "" for line in path.read_text().splitlines(keepends=True)]
 
 
 def collect(dataset, column="tokens"):
@@ -96,9 +97,46 @@ def test_a_stream_starts_at_a_block(start_block, wikitext, monkeypatch):
     np.testing.assert_array_equal(rest, whole[start_block:])
 
 
+@pytest.mark.parametrize(("world_size", "start_block", "num_tasks"), [(2, 0, 1), (3, 7, 2), (4, 50, 3)])
+def test_ranks_make_up_the_blocks_of_one_rank_in_turn(world_size, start_block, num_tasks, wikitext, monkeypatch):
+    monkeypatch.setattr("owt_data._stream.text._BLOCK_BYTES", 10 * 2 * BLOCK)
+    whole = collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes"))[start_block:]
+    for rank in range(world_size):
+        share = stream_text(
+            str(wikitext),
+            block_size=BLOCK,
+            tokenizer="bytes",
+            start_block=start_block,
+            rank=rank,
+            world_size=world_size,
+            batch_size=5,
+            num_tasks=num_tasks,
+        )
+        np.testing.assert_array_equal(collect(share), whole[rank::world_size])
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int64"])
+def test_the_column_and_the_type_of_the_tokens_can_be_chosen(dtype, wikitext):
+    expected = collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes"))
+    stream = stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes", column="input_ids", dtype=dtype)
+    blocks = collect(stream, "input_ids")
+    assert blocks.dtype == dtype
+    np.testing.assert_array_equal(blocks, expected)
+
+
+@pytest.mark.parametrize("form", ["file", "dataset"])
+def test_rows_can_be_documents_and_have_an_end(form, wikitext):
+    tokenizer, rows = load_tokenizer("bytes"), lines(wikitext)
+    expected = plain_loop([f"{row}\n" for row in rows], tokenizer, lambda row: True)
+    source = str(wikitext) if form == "file" else datasets.Dataset.from_dict({"text": rows})
+    assert_blocks(
+        collect(stream_text(source, block_size=BLOCK, tokenizer="bytes", documents="rows", row_end="\n")), expected
+    )
+
+
 def test_segments_count_the_documents_of_a_block(wikitext):
     batches = stream_text(
-        str(wikitext), block_size=4096, tokenizer="bytes", segment_ids=True, starts_document=lambda row: row == " \n"
+        str(wikitext), block_size=4096, tokenizer="bytes", segment_ids=True, starts_document=lambda row: row == ""
     ).take_all()
     for row in batches:
         expected, document = [], 0
@@ -127,6 +165,8 @@ def test_a_text_shorter_than_a_block_gives_no_block(tmp_path):
 def test_bad_arguments_are_rejected_at_once(tmp_path):
     with pytest.raises(DataError, match="block_size must be an integer of at least 1, got 0"):
         stream_text("builtin", block_size=0, tokenizer="bytes")
+    with pytest.raises(DataError, match="rank must be an integer from 0 to 1, got 2"):
+        stream_text("builtin", block_size=8, tokenizer="bytes", rank=2, world_size=2)
     with pytest.raises(
         DataError, match=r"nowhere.txt must be a file or a folder of files, got a name that does not exist"
     ):
@@ -135,5 +175,5 @@ def test_bad_arguments_are_rejected_at_once(tmp_path):
 
 def test_bad_text_is_named_by_the_task(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"tea\ntea\xe9\n")
-    with pytest.raises(Exception, match=r"bad.txt must hold UTF-8 text, got other bytes in line 2"):
+    with pytest.raises(Exception, match=r"bad.txt must hold UTF-8 text, got other bytes at byte 7"):
         collect(stream_text(str(tmp_path / "bad.txt"), block_size=2, tokenizer="bytes"))

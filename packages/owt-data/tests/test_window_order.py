@@ -95,6 +95,12 @@ def test_sequential_repeats():
     assert starts(np.arange(5), "sequential", num_tokens=31).tolist() == [0, 10, 20, 0, 10]
 
 
+def test_sequential_first_shuffles_from_the_second_epoch_on():
+    order = starts(np.arange(300), "sequential-first", num_tokens=1003).tolist()
+    assert order[:100] == list(range(0, 1000, 10))
+    assert order[100:] == starts(np.arange(100, 300), "shuffle", num_tokens=1003).tolist()
+
+
 def test_the_order_is_the_same_everywhere():
     assert starts(np.arange(6), "shuffle", seed=2357).tolist() == SHUFFLE
     assert starts(np.arange(10_000, 10_003), "shuffle", seed=2357).tolist() == SECOND_EPOCH

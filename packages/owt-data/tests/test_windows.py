@@ -52,6 +52,16 @@ def test_order_holds_over_many_blocks(tokens, monkeypatch):
     np.testing.assert_array_equal(batches, expected(tokens, "shuffle", 0, STEPS)[:, BATCH // 2 :])
 
 
+@pytest.mark.parametrize("concurrency", [None, 1])
+def test_a_task_reads_one_batch_of_token_windows(tokens, concurrency):
+    options = {"seq_len": SEQ_LEN, "num_rows": 100, "order": "sequential", "concurrency": concurrency}
+    batches = token_windows(tokens, batch_size=30, **options).iter_batches(batch_size=None)
+    rows = [batch["x"] for batch in batches]
+    assert [len(x) for x in rows] == [25] * 4
+    expected = tokens.windows(np.arange(100), seq_len=SEQ_LEN, order="sequential", seed=0)[:, :-1]
+    assert sorted(np.concatenate(rows).tolist()) == sorted(expected.tolist())
+
+
 def test_token_windows_are_inputs_and_targets(tmp_path):
     values = np.random.default_rng(0).permutation(5000).astype("<u2")
     values.tofile(tmp_path / "mixed.bin")

@@ -1,17 +1,22 @@
 """Public names of owt_data and their modules. `__init__.py` loads each name on first use."""
 
 from ._errors import DataError as DataError
+from ._options import DocumentsKind as DocumentsKind
 from ._options import OrderKind as OrderKind
 from ._options import PrepareOptions as PrepareOptions
 from ._options import TokenizerName as TokenizerName
+from ._prepare.background import prepare_in_background as prepare_in_background
+from ._prepare.growing_tokens import STREAM_ORDERS as STREAM_ORDERS
+from ._prepare.growing_tokens import GrowingTokens as GrowingTokens
 from ._prepare.prepare import Progress as Progress
 from ._prepare.prepare import prepare as prepare
 from ._prepare.progress_bar import progress_bar as progress_bar
 from ._prepare.progress_bar import share_bar as share_bar
 from ._sources.names import Source as Source
 from ._sources.names import find_source as find_source
-from ._stream.text import every_row as every_row
-from ._stream.text import is_wikitext_title as is_wikitext_title
+from ._sources.rows import every_row as every_row
+from ._sources.rows import is_wikitext_title as is_wikitext_title
+from ._stream.direct import read_steps as read_steps
 from ._stream.text import stream_text as stream_text
 from ._stream.windows import iter_steps as iter_steps
 from ._stream.windows import step_windows as step_windows

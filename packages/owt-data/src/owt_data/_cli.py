@@ -14,6 +14,7 @@ from rich.console import Console
 from owt_data._errors import DataError
 from owt_data._options import PrepareOptions, TokenizerName
 
+_ROW_WIDTH = 120
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 
 
@@ -22,7 +23,7 @@ def _prepare(
     *,
     options: Annotated[PrepareOptions, tyro.conf.arg(name="")] = PrepareOptions(),  # noqa: B008 - frozen
     num_processes: int | None = None,
-    ray: bool = False,
+    on_cluster: Annotated[bool, tyro.conf.arg(aliases=["--ray"])] = False,
 ) -> int:
     """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json. Resumes after a kill.
 
@@ -30,14 +31,15 @@ def _prepare(
       owt-data prepare openwebtext data/openwebtext
       owt-data prepare articles/*.jsonl data/articles --text-column body
       owt-data prepare train=a.parquet val=b.parquet data/ab
+      owt-data prepare wiki.txt data/wiki --documents wikitext-titles
 
     Args:
         paths: One or more sources, and the folder to write into. A source is builtin, a .txt, .jsonl, .jsonl.gz or
             .parquet file, a folder or a glob of such files, or a Hugging Face dataset
             (NAME[:CONFIGURATION[:SPLIT]]). Names that begin with train= and val= give the split.
-        options: Tokenizer and split.
+        options: Tokenizer, documents and split.
         num_processes: Number of tokenizing processes. Default: one for each core.
-        ray: Tokenize as tasks of the Ray cluster at RAY_ADDRESS. All its machines must share OUT.
+        on_cluster: Tokenize as tasks of the Ray cluster at RAY_ADDRESS. All its machines must share OUT.
     """
     if len(paths) < 2:
         raise DataError(f"The names must be sources and a folder, got {' '.join(paths) or 'no names'}. Name both.")
@@ -51,7 +53,7 @@ def _prepare(
     *sources, out = paths
     was_prepared = read_manifest(local_folder(out)) is not None
     with progress_bar(console) as progress:
-        manifest = prepare(sources, out, options, num_processes=num_processes, use_ray=ray, progress=progress)
+        manifest = prepare(sources, out, options, num_processes=num_processes, use_ray=on_cluster, progress=progress)
     if was_prepared:
         console.print(f"{out} is unchanged: it was prepared from the same source and options", markup=False)
     for name, record in manifest.files.items():
@@ -79,18 +81,37 @@ def _verify(folder: tyro.conf.Positional[str], /) -> int:
     return _FAILED if differences else 0
 
 
-def _inspect(name: tyro.conf.Positional[str], /, *, tokenizer: TokenizerName = "gpt2", window_tokens: int = 64) -> int:
+def _inspect(
+    name: tyro.conf.Positional[str],
+    /,
+    *,
+    tokenizer: TokenizerName = "gpt2",
+    window_tokens: int = 64,
+    rows: int | None = None,
+    text_column: str = "text",
+) -> int:
     """Show counts, sizes, the tokenizer, and samples of token files from their start, middle and end.
 
+    With --rows, show the first rows of a source of text instead.
+
     Args:
-        name: A folder of token files or a .bin file, on disk, s3://... or gs://...
+        name: A folder of token files or a .bin file, on disk, s3://... or gs://... With --rows, a source of prepare.
         tokenizer: Tokenizer of files without a manifest.
         window_tokens: Length of a sample.
+        rows: Number of rows of text to show. A line of a .txt file is a row.
+        text_column: Column with the text, for --rows.
     """
+    console = _console(stderr=False)
+    if rows is not None:
+        from owt_data._sources.documents import first_rows
+
+        for number, row in enumerate(first_rows(name, rows, text_column=text_column)):
+            shown = row if len(row) <= _ROW_WIDTH else f"{row[:_ROW_WIDTH]}..."
+            console.print(f"row {number}: {shown!r}", markup=False)
+        return 0
     from owt_data._tokens.inspect import inspect
 
     found = inspect(name, tokenizer=tokenizer, window_tokens=window_tokens)
-    console = _console(stderr=False)
     console.print(f"{name}: tokenizer {found.tokenizer}, vocabulary of {found.vocab_size:,}", markup=False)
     if found.manifest is not None:
         console.print(f"made from {found.manifest.source} by owt-data {found.manifest.version}", markup=False)

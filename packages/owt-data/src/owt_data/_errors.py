@@ -1,6 +1,6 @@
 """Errors about data, and the checks that several modules share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -31,6 +31,28 @@ def check_integer(name: str, value: int, *, least: int, most: int | None = None)
     if value < least or (most is not None and value > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise DataError(f"{name} must be an integer {bounds}, got {value}. Choose another number.")
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Check that a value is one of several.
+
+    Raises:
+        DataError: the value is another one.
+    """
+    if value not in choices:
+        raise DataError(f"{name} must be one of {', '.join(choices)}, got {value!r}. Choose one.")
+
+
+def check_encodable(name: str, text: str) -> None:
+    """Check that a text can be encoded as UTF-8.
+
+    Raises:
+        DataError: it holds half a surrogate pair, as an argument of other bytes does.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} must be UTF-8 text, got {text!r}. Change it.") from error
 
 
 @contextmanager

@@ -1,17 +1,19 @@
-"""Options of `prepare` and names of orders and tokenizers. Cheap to import, for command lines."""
+"""Options of `prepare` and names of orders, tokenizers and kinds of documents. Cheap to import, for command lines."""
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from owt_data._errors import DataError, check_integer
+from owt_data._errors import DataError, check_choice, check_encodable, check_integer
 
 TokenizerName = Literal["bytes", "gpt2"]
-OrderKind = Literal["shuffle", "random", "sequential"]
+DocumentsKind = Literal["rows", "wikitext-titles"]
+OrderKind = Literal["shuffle", "random", "sequential", "sequential-first"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
-    """Tokenizer and split of a preparation.
+    """Tokenizer, documents and split of a preparation.
 
     Raises:
         DataError: a field is out of its range.
@@ -20,9 +22,9 @@ class PrepareOptions:
     tokenizer: TokenizerName = "gpt2"
     """`gpt2`, or `bytes`, which needs no download and has 257 ids."""
 
-    split: Literal["auto", "documents", "position"] = "auto"
-    """`documents` takes random documents for validation, `position` takes the end of the tokens. `auto` is
-    `position` for a single document, else `documents`."""
+    split: Literal["auto", "documents", "position", "start"] = "auto"
+    """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
+    first 128th of the text, at most 16 MiB. `auto` is `position` for a single document, else `documents`."""
 
     val_fraction: float | None = None
     """Share of the data for validation. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in
@@ -34,8 +36,35 @@ class PrepareOptions:
     text_column: str = "text"
     """Column with the text, in JSON lines, parquet files and hub datasets."""
 
+    documents: DocumentsKind = "rows"
+    """`rows`: each row is a document, and an end-of-text token follows it. `wikitext-titles`: a document begins at a
+    row with an article's title, and an end-of-text token precedes this row. Each line of a .txt file is then a row."""
+
+    row_end: str = ""
+    """Text to append to each row, before it is tokenized. In a shell, $'\\n' is a line break."""
+
+    limit_rows: int | None = None
+    """Number of rows to read of each source, for a short test. Without titles, a .txt file is one row."""
+
     def __post_init__(self) -> None:
         """Check the ranges."""
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}. Choose another share.")
+        if self.split == "start" and self.val_fraction is not None:
+            raise DataError(f"val_fraction must be absent with split start, got {self.val_fraction}. Leave it out.")
         check_integer("split_seed", self.split_seed, least=0)
+        if self.limit_rows is not None:
+            check_integer("limit_rows", self.limit_rows, least=1)
+        check_choice("documents", self.documents, get_args(DocumentsKind))
+        check_encodable("row_end", self.row_end)
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields for a manifest.
+
+        The fields that version 0.5 did not have are left out if they have their defaults. Hence a folder of that
+        version is recognized as prepared with equal options.
+        """
+        fields = dataclasses.asdict(self)
+        added = ("documents", "row_end", "limit_rows")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if name not in added or value != defaults[name]}

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -14,6 +14,7 @@ from pyarrow.fs import FileInfo, FileSystem, FileType, LocalFileSystem
 from owt_data._errors import DataError, file_errors, one_line
 
 BYTES_PER_TOKEN = 2
+_SPLITS = ("train", "val")
 _STREAM_BYTES = 16 << 20
 
 # One slash is enough, because `Path` shortens two slashes to one.
@@ -126,6 +127,27 @@ def read_blocks(name: str) -> Iterator[bytes]:
     with file_errors("readable", name), filesystem.open_input_stream(path) as stream:
         while block := stream.read(_STREAM_BYTES):
             yield block
+
+
+def group_by_split(names: Sequence[str]) -> dict[str, list[str]]:
+    """Group names by the split that they may give, as `train=...` and `val=...`.
+
+    Returns:
+        The names of `train` and of `val` if they give their split, else all names as `all`.
+
+    Raises:
+        DataError: there are no names, only some give their split, or all give the same split.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        split, equals, rest = name.partition("=")
+        is_given = equals and split in _SPLITS
+        groups.setdefault(split if is_given else "all", []).append(rest if is_given else name)
+    if groups.keys() not in ({"all"}, set(_SPLITS)):
+        raise DataError(
+            f"The names must give both splits, train=... and val=..., or no split, got {list(names)}. Add them."
+        )
+    return {split: groups[split] for split in sorted(groups)}
 
 
 class RemoteTokens:

@@ -14,10 +14,12 @@ from owt_data._errors import DataError
 from owt_data._json_types import parse_json
 from owt_data._options import PrepareOptions
 from owt_data._prepare.durable import write_durably
-from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES
+from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES, staging_path
 from owt_data._sources.documents import Documents
 from owt_data._sources.hub import HubLayout
 from owt_data._sources.names import Source
+from owt_data._sources.rows import is_wikitext_title
+from owt_data._tokens.manifest import Manifest
 
 _log = logging.getLogger("owt_data")
 
@@ -41,7 +43,7 @@ class Plan:
     """Digest of the sources."""
 
     options: dict[str, Any]
-    """Fields of `PrepareOptions`."""
+    """Result of `PrepareOptions.record`."""
 
     tokenizer_sha256: str
     """Digest of the tokenizer."""
@@ -94,7 +96,7 @@ def find_plan(request: Request) -> Plan | None:
         for folder in staging.glob("parts-*"):
             shutil.rmtree(folder)
         return None
-    if (plan.source_sha256, plan.options) != (request.digest, dataclasses.asdict(request.options)):
+    if (plan.source_sha256, plan.options) != (request.digest, request.options.record()):
         same_contents = plan.source_sha256 == request.digest
         raise _another(plan, name_differences(plan.options, request.options, same_contents), request)
     return plan
@@ -125,7 +127,7 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
     for split, source in request.splits.items():
         before = plan.layouts.get(split) if plan is not None else None
         revision = before.revision if before is not None else None
-        documents[split] = Documents(source, text_column=request.options.text_column, revision=revision)
+        documents[split] = _open(source, request.options, revision)
         layouts[split] = documents[split].layout
         if before not in (None, layouts[split]):
             raise DataError(
@@ -136,12 +138,13 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
         return plan, documents
     sizes = [opened.num_bytes() for opened in documents.values()]
     total = sum(size for size in sizes if size) if all(sizes) else None
-    shard_bytes = min(max((total or MAX_SHARD_BYTES * _NUM_SHARDS) // _NUM_SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
+    most = total or (0 if request.options.limit_rows is not None else MAX_SHARD_BYTES * _NUM_SHARDS)
+    shard_bytes = min(max(most // _NUM_SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     plan = Plan(
         format=1,
         source=request.name,
         source_sha256=request.digest,
-        options=dataclasses.asdict(request.options),
+        options=request.options.record(),
         tokenizer_sha256=tokenizer_sha256,
         layouts=layouts,
         num_bytes=total,
@@ -149,6 +152,17 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
     )
     write_durably(request.staging / _NAME, json.dumps(dataclasses.asdict(plan)))
     return plan, documents
+
+
+def _open(source: Source, options: PrepareOptions, revision: str | None) -> Documents:
+    return Documents(
+        source,
+        text_column=options.text_column,
+        revision=revision,
+        starts_document=is_wikitext_title if options.documents == "wikitext-titles" else None,
+        row_end=options.row_end,
+        limit_rows=options.limit_rows,
+    )
 
 
 def _another(plan: Plan, different: str, request: Request) -> DataError:
@@ -160,7 +174,7 @@ def _another(plan: Plan, different: str, request: Request) -> DataError:
 
 def name_differences(before: dict[str, Any], options: PrepareOptions, same_contents: bool) -> str:
     """Return the names and values in which two preparations differ."""
-    now = dataclasses.asdict(options)
+    before, now = dataclasses.asdict(PrepareOptions()) | before, dataclasses.asdict(options)
     fields = [f"{key} {before.get(key)} and {now.get(key)}" for key in now | before if before.get(key) != now.get(key)]
     return " and ".join(fields if same_contents else ["contents", *fields])
 
@@ -169,3 +183,18 @@ def revisions(plan: Plan) -> dict[str, str]:
     """Return the commit of each dataset that was streamed from the hub, by split."""
     layouts = {split: layout for split, layout in plan.layouts.items() if layout and not layout.offline}
     return {split: layout.revision for split, layout in layouts.items() if layout.revision}
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """Return the plan of a folder that is being prepared, or whose preparation was interrupted; None for others."""
+    return _read(staging_path(folder) / _NAME)
+
+
+def source_fingerprint(of: Plan | Manifest) -> dict[str, Any]:
+    """Return a fingerprint of the tokens of a folder, the same before and after the folder is complete."""
+    return {
+        "source_sha256": of.source_sha256,
+        "options": of.options,
+        "tokenizer_sha256": of.tokenizer_sha256,
+        "revisions": revisions(of) if isinstance(of, Plan) else of.revisions,
+    }

@@ -21,7 +21,17 @@ from owt_data._paths import is_uri, local_path
 from owt_data._prepare.cpus import num_usable_cpus
 from owt_data._prepare.durable import rename_durably, write_durably
 from owt_data._prepare.plan import Plan, Request, find_plan, name_differences, open_documents, revisions
-from owt_data._prepare.shards import MIN_SHARD_BYTES, Encoder, ShardRecord, local_encoder, shard_path, tokenize
+from owt_data._prepare.shards import (
+    MIN_SHARD_BYTES,
+    Encoder,
+    Follower,
+    ShardRecord,
+    local_encoder,
+    shard_folder,
+    shard_path,
+    staging_path,
+    tokenize,
+)
 from owt_data._prepare.write_splits import Ranges, copy_ranges, document_ends, split_at, split_documents
 from owt_data._sources.documents import Documents
 from owt_data._sources.names import BUILTIN, Source, find_splits
@@ -37,6 +47,7 @@ from owt_data._tokens.manifest import (
     read_manifest,
 )
 from owt_data._tokens.sequence import TokenSequence, concatenate, local_sequence
+from owt_data._tokens.summary import summary_of
 
 # The share of the reference job, 0.0005, would leave a single module of the small built-in corpus.
 _BUILTIN_VAL_FRACTION = 0.05
@@ -93,7 +104,7 @@ def prepare(
         sources: see `find_source`. Names that begin with `train=` and `val=` give the split.
         out: the folder; made if missing.
         options: tokenizer and split.
-        num_processes: number of tokenizing processes. Default: the usable CPUs.
+        num_processes: number of tokenizing processes, or of concurrent tasks. Default: the usable CPUs.
         use_ray: tokenize as tasks of the Ray cluster at `RAY_ADDRESS`, or of a local one. All its machines must share
             `out`.
         progress: called after each step.
@@ -102,9 +113,24 @@ def prepare(
         DataError: the source is empty or unreadable, the folder holds other files or cannot be written, another
             process prepares into it, or an interrupted preparation had another source or other options.
     """
+    return prepare_for(
+        None, sources, out, options, num_processes=num_processes, use_ray=use_ray, report=progress or _silent
+    )
+
+
+def prepare_for(
+    follower: Follower | None,
+    sources: str | Sequence[str],
+    out: str | os.PathLike[str],
+    options: PrepareOptions,
+    *,
+    num_processes: int | None,
+    use_ray: bool,
+    report: Report,
+) -> Manifest:
+    """Prepare as `prepare` does, at the pace of a consumer of the training shards. No error deletes its shards."""
     if num_processes is not None:
         check_integer("num_processes", num_processes, least=1)
-    report = progress or _silent
     splits = find_splits(sources)
     if "all" not in splits and (options.split != "auto" or options.val_fraction is not None):
         raise DataError("--split and --val-fraction must be absent with train=... and val=..., got both. Remove them.")
@@ -113,7 +139,7 @@ def prepare(
         digest = _digest(splits, report)
         name = " ".join([sources] if isinstance(sources, str) else sources)
         existing = _existing(out, name, digest, options)
-        if existing is not None and not _staging_path(out).exists():
+        if existing is not None and not staging_path(out).exists():
             return existing
         with _staging_folder(out) as staging:
             existing = _existing(out, name, digest, options)
@@ -126,10 +152,11 @@ def prepare(
                 with _encoder(splits, options.tokenizer, num_processes, use_ray) as encoder:
                     tokenizer_sha256 = tokenizer_digest(load_tokenizer(options.tokenizer))
                     plan, documents = open_documents(request, plan, tokenizer_sha256)
-                    manifest = _Run(staging, splits, documents, options, plan, report).write(encoder)
+                    manifest = _Run(staging, splits, documents, options, plan, report, follower).write(encoder)
             except RejectedDocumentsError:
                 # The source must change, so its shards are useless. No other error deletes shards.
-                shutil.rmtree(staging)
+                if follower is None:
+                    shutil.rmtree(staging)
                 raise
             rename_durably(staging / _RESULT_NAME, out)
             shutil.rmtree(staging)
@@ -170,7 +197,7 @@ def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Man
         return None
     if manifest is None:
         found = "other files"
-    elif (manifest.source_sha256, manifest.options) == (digest, dataclasses.asdict(options)):
+    elif (manifest.source_sha256, manifest.options) == (digest, options.record()):
         check_sizes(os.fspath(out), manifest)
         return manifest
     else:
@@ -179,17 +206,13 @@ def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Man
     raise DataError(f"{out} must be empty or made from {name} with these options, got {found}. Choose another folder.")
 
 
-def _staging_path(out: Path) -> Path:
-    return out.with_name(f".{out.name}.partial")
-
-
 @contextlib.contextmanager
 def _staging_folder(out: Path) -> Iterator[Path]:
     """Make and lock the working folder beside `out`. Its contents stay for the next start.
 
     The lock is on the folder itself. The system releases it when the process ends, even after a kill.
     """
-    staging = _staging_path(out)
+    staging = staging_path(out)
     if out.is_mount():
         raise DataError(f"{out} must not be a mount point, which cannot be renamed. Name a new folder in it.")
     staging.mkdir(parents=True, exist_ok=True)
@@ -214,7 +237,7 @@ def _encoder(
         # The import takes seconds, which a run without Ray must not wait for.
         from owt_data._prepare.ray_encoder import ray_encoder
 
-        return ray_encoder(tokenizer)
+        return ray_encoder(tokenizer, num_processes)
     sizes = [source.num_bytes for source in splits.values()]
     most_shards = max(1, -(-sum(1 << 62 if size is None else size for size in sizes) // MIN_SHARD_BYTES))
     return local_encoder(tokenizer, min(num_processes or num_usable_cpus(), most_shards))
@@ -231,16 +254,19 @@ class _Run:
         options: PrepareOptions,
         plan: Plan,
         report: Report,
+        follower: Follower | None,
     ) -> None:
         self._staging, self._splits, self._documents = staging, splits, documents
         self._options, self._plan, self._report = options, plan, report
+        self._follower = follower
         self._tokenizer = load_tokenizer(options.tokenizer)
         self._done = Progress(stage="tokenizing", fraction=None)
 
     def write(self, encoder: Encoder) -> Manifest:
         """Tokenize the missing shards, and write the token files and the manifest into the folder `result`."""
-        shards = {split: self._tokenize(split, encoder) for split in self._splits}
-        files = self._assemble(shards)
+        # Validation comes first: training needs all of it when it begins.
+        shards = {split: self._tokenize(split, encoder) for split in sorted(self._splits, reverse=True)}
+        files = self._assemble({split: shards[split] for split in self._splits})
         manifest = Manifest(
             tokenizer=self._options.tokenizer,
             vocab_size=self._tokenizer.n_vocab,
@@ -261,12 +287,15 @@ class _Run:
     def _result(self) -> Path:
         return self._staging / _RESULT_NAME
 
-    def _folder(self, split: str) -> Path:
-        return self._staging / f"parts-{split}"
-
     def _tokenize(self, split: str, encoder: Encoder) -> list[ShardRecord]:
-        shard_bytes, folder = self._plan.part_bytes, self._folder(split)
-        return tokenize(self._documents[split], folder, shard_bytes=shard_bytes, encoder=encoder, report=self._count)
+        return tokenize(
+            self._documents[split],
+            shard_folder(self._staging, split),
+            shard_bytes=self._plan.part_bytes,
+            encoder=encoder,
+            report=self._count,
+            follower=None if split == "val" else self._follower,
+        )
 
     def _count(self, record: ShardRecord) -> None:
         before, total = self._done, self._plan.num_bytes
@@ -283,8 +312,13 @@ class _Run:
     def _assemble(self, shards: dict[str, list[ShardRecord]]) -> dict[str, FileRecord]:
         shutil.rmtree(self._result, ignore_errors=True)
         self._result.mkdir()
-        end_of_text = self._tokenizer.eot_token
-        total, moved = self._done.num_tokens, 0
+        if self._options.documents == "wikitext-titles" and self._done.num_documents == 0:
+            constraint = "rows with titles of wikitext, ' = Title = '"
+            raise RejectedDocumentsError(
+                f"{self._plan.source} must hold {constraint}, got no title. Choose --documents rows."
+            )
+        end_of_text, begins = self._tokenizer.eot_token, self._options.documents == "wikitext-titles"
+        total, moved = max(1, self._done.num_tokens), 0
 
         def advance(num_tokens: int) -> None:
             nonlocal moved
@@ -293,11 +327,12 @@ class _Run:
 
         sequences, ends = {}, {}
         for split, records in shards.items():
-            folder = self._folder(split)
-            ends[split] = document_ends(folder, records, end_of_text, advance)
+            folder = shard_folder(self._staging, split)
+            ends[split] = document_ends(folder, records, end_of_text, advance, begins=begins)
             sequences[split] = local_sequence([shard_path(folder, index) for index in range(len(records))])
         whole = concatenate(list(sequences.values()))
-        ranges = self._ranges(sequences, ends)
+        first = next(iter(shards.values()))
+        ranges = self._ranges(sequences, ends, num_first_tokens=first[0].num_tokens if first else 0)
         only_ends = any(len(sequences[split]) == len(ends[split]) for split in sequences)
         if only_ends or not all((stops > starts).any() for starts, stops in ranges.values()):
             raise RejectedDocumentsError(
@@ -305,16 +340,23 @@ class _Run:
                 f"{sum(map(len, ends.values()))} documents. Give more text, or another --split or --val-fraction."
             )
         return {
-            name: copy_ranges(whole, ranges[split], self._result / name, end_of_text, advance)
+            name: copy_ranges(
+                whole, ranges[split], self._result / name, summary_of(name, self._plan.options, end_of_text), advance
+            )
             for split, name in (("train", TRAIN_NAME), ("val", VAL_NAME))
         }
 
-    def _ranges(self, sequences: dict[str, TokenSequence], ends: dict[str, np.ndarray]) -> dict[str, Ranges]:
-        """Return the token ranges of each split."""
+    def _ranges(
+        self, sequences: dict[str, TokenSequence], ends: dict[str, np.ndarray], *, num_first_tokens: int
+    ) -> dict[str, Ranges]:
+        """Return the token ranges of each split. The first shard has `num_first_tokens`."""
         num_tokens = sum(map(len, sequences.values()))
         if "all" not in sequences:
             return split_at(len(sequences["train"]), num_tokens)
         options, source, num_documents = self._options, self._splits["all"], len(ends["all"])
+        if options.split == "start":
+            ranges = split_at(num_first_tokens, num_tokens)
+            return {"train": ranges["val"], "val": ranges["train"]}
         by_position = options.split == "position" or (options.split == "auto" and num_documents == 1)
         if by_position:
             return split_at(round(num_tokens * (1 - (options.val_fraction or _POSITION_VAL_FRACTION))), num_tokens)

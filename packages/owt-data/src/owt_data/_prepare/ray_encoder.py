@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ import ray.exceptions
 import tiktoken
 
 from owt_data._errors import DataError, one_line
-from owt_data._prepare.shards import Encoder
+from owt_data._prepare.shards import Encoder, Shard
 from owt_data._prepare.tokenize_worker import encode_shard
 from owt_data._tokenizers import load_tokenizer
 
@@ -31,8 +32,12 @@ def _load_once(tokenizer: str) -> tiktoken.Encoding:
 
 
 @contextmanager
-def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
+def ray_encoder(tokenizer: str, num_tasks: int | None = None) -> Iterator[Encoder]:
     """Encode shards as Ray tasks of one core each, on the cluster at `RAY_ADDRESS` or a local one.
+
+    Args:
+        tokenizer: the tokenizer.
+        num_tasks: number of concurrent tasks. Default: twice the CPUs of the cluster, which leaves none idle.
 
     Raises:
         DataError: the cluster cannot be reached, or a task failed.
@@ -41,11 +46,17 @@ def ray_encoder(tokenizer: str) -> Iterator[Encoder]:
     if started:
         _start()
     encode = ray.remote(num_cpus=1)(_encode)
+    num_tasks = num_tasks or 2 * int(ray.cluster_resources().get("CPU", 1))
+
+    def encode_in_task(shard: Shard) -> dict[str, Any]:
+        return ray.get(encode.remote(shard.batch, tokenizer, shard.path))
+
     try:
-        yield Encoder(
-            submit=lambda shard: encode.remote(shard.batch, tokenizer, shard.path).future(),
-            num_workers=2 * int(ray.cluster_resources().get("CPU", 1)),
-        )
+        with ThreadPoolExecutor(num_tasks) as threads:
+            try:
+                yield Encoder(submit=lambda shard: threads.submit(encode_in_task, shard), num_workers=num_tasks)
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
     except ray.exceptions.RayError as error:
         # The last line has the message, the lines before it the traceback.
         reason = str(error).strip().splitlines()[-1]
@@ -60,7 +71,7 @@ def _start() -> None:
     """Connect to the cluster at `RAY_ADDRESS`, or start a local one."""
     address = os.environ.get("RAY_ADDRESS")
     constraint = "Ray must start a cluster on this machine, got a failure"
-    remedy = "Run the same command again, or without --ray."
+    remedy = "Run the same command again, or without --on-cluster."
     options: dict[str, Any] = {"address": "local", "include_dashboard": False}
     if address:
         constraint = f"RAY_ADDRESS must name a Ray cluster that answers, got {address}"

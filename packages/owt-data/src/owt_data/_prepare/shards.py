@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -34,12 +35,16 @@ _JOURNAL_NAME = "parts.jsonl"
 
 # Bytes of text in a shard: small enough to keep all processes busy, large enough for a short journal.
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 1 << 18, 1 << 24
-SCHEMA = pa.schema([("text", pa.large_string()), ("ends", pa.bool_())])
+_POLL_S = 0.05
+SCHEMA = pa.schema([("text", pa.large_string()), ("starts", pa.bool_()), ("ends", pa.bool_())])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
     """Text that one task tokenizes. Shards depend only on the source and on their size."""
+
+    index: int
+    """Number of the shard, from 0."""
 
     path: Path
     """The file for the tokens."""
@@ -65,7 +70,7 @@ class ShardRecord:
     """Number of tokens."""
 
     num_documents: int
-    """Number of documents that end in the shard."""
+    """Number of documents that end in the shard, or with `wikitext-titles` begin in it."""
 
     sha256: str
     """Checksum of the file."""
@@ -89,6 +94,28 @@ class Encoder:
     """Number of shards that are encoded in parallel."""
 
 
+@runtime_checkable
+class Follower(Protocol):
+    """Consumer that reads shards while later ones are tokenized."""
+
+    def begin(self) -> None:
+        """Start to read. Called once all shards of earlier starts are valid."""
+
+    def num_wanted(self) -> int:
+        """Return the number of shards that the consumer needs now. An exception stops the preparation."""
+        ...
+
+
+def staging_path(out: Path) -> Path:
+    """Return the working folder of a preparation into the folder `out`."""
+    return out.with_name(f".{out.name}.partial")
+
+
+def shard_folder(staging: Path, split: str) -> Path:
+    """Return the folder of the shards of a split, or of `all` splits together."""
+    return staging / f"parts-{split}"
+
+
 def shard_path(folder: Path, index: int) -> Path:
     """Return the path of a shard file."""
     return folder / f"{index:06d}.bin"
@@ -101,6 +128,7 @@ def tokenize(
     shard_bytes: int,
     encoder: Encoder,
     report: Callable[[ShardRecord], None],
+    follower: Follower | None = None,
 ) -> list[ShardRecord]:
     """Tokenize documents into shard files. Valid shard files in the folder are kept.
 
@@ -110,6 +138,7 @@ def tokenize(
         shard_bytes: least bytes of text in a shard; the last shard may have fewer.
         encoder: the encoder.
         report: called with the record of each finished shard, first of the kept ones.
+        follower: consumer of the shards. Shards far beyond those that it needs are not begun.
 
     Raises:
         RejectedDocumentsError: a document cannot be read.
@@ -119,7 +148,9 @@ def tokenize(
     for leftover in folder.glob("*.tmp"):
         leftover.unlink(missing_ok=True)
     journal = folder / _JOURNAL_NAME
-    records = _read_journal(journal)
+    records, num_bytes = read_journal(folder)
+    if journal.exists():
+        os.truncate(journal, num_bytes)
     damaged = []
     for index, record in enumerate(records):
         path = shard_path(folder, index)
@@ -130,17 +161,20 @@ def tokenize(
             damaged.append(index)
     starts = [START, *(record.stop for record in records)]
     again = (islice(_cut(documents, folder, starts[index], index, shard_bytes), 1) for index in damaged)
+    for index, record in zip(damaged, _encode(chain.from_iterable(again), encoder), strict=True):
+        if record != records[index]:
+            path = shard_path(folder, index)
+            remedy = f"Restore the source if it has changed, or delete {folder.parent} to start again."
+            raise DataError(f"{path} must have the tokens of before its damage, got others. {remedy}")
+        report(record)
+    if follower is not None:
+        follower.begin()
     new = _cut(documents, folder, starts[-1], len(records), shard_bytes)
     with journal.open("a") as file:
-        for number, record in enumerate(_encode(chain(chain.from_iterable(again), new), encoder)):
-            if number >= len(damaged):
-                file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-                file.flush()
-                records.append(record)
-            elif record != records[damaged[number]]:
-                path = shard_path(folder, damaged[number])
-                remedy = f"Restore the source if it has changed, or delete {folder.parent} to start again."
-                raise DataError(f"{path} must have the tokens of before its damage, got others. {remedy}")
+        for record in _encode(new, encoder, follower):
+            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+            file.flush()
+            records.append(record)
             report(record)
     return records
 
@@ -153,11 +187,12 @@ def checksum(path: Path) -> str | None:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_journal(path: Path) -> list[ShardRecord]:
-    """Return the valid records at the start of the journal. The rest, damaged by a kill or a power cut, is cut off."""
-    if not path.exists():
-        return []
+def read_journal(folder: Path) -> tuple[list[ShardRecord], int]:
+    """Return the valid records at the start of the journal, and their bytes. A kill or a power cut damages the rest."""
     records, num_bytes = [], 0
+    path = folder / _JOURNAL_NAME
+    if not path.exists():
+        return records, num_bytes
     # A record without its line break would run into the next record.
     with suppress(ValueError):
         for line in path.read_bytes().splitlines(keepends=True):
@@ -165,8 +200,7 @@ def _read_journal(path: Path) -> list[ShardRecord]:
                 break
             records.append(parse_json(ShardRecord, line))
             num_bytes += len(line)
-    os.truncate(path, num_bytes)
-    return records
+    return records, num_bytes
 
 
 def _cut(documents: Documents, folder: Path, start: Cursor, index: int, shard_bytes: int) -> Iterator[Shard]:
@@ -177,10 +211,10 @@ def _cut(documents: Documents, folder: Path, start: Cursor, index: int, shard_by
     def shard() -> Shard:
         # A copy, because slices would keep their complete chunks in memory.
         batch = pa.Table.from_batches(held, SCHEMA).combine_chunks().to_batches()[0]
-        return Shard(path=shard_path(folder, index), batch=batch, num_bytes=held_bytes, stop=stop)
+        return Shard(index=index, path=shard_path(folder, index), batch=batch, num_bytes=held_bytes, stop=stop)
 
     for chunk in documents.read(start):
-        pieces = pa.record_batch([chunk.texts, pa.array(chunk.ends)], schema=SCHEMA)
+        pieces = pa.record_batch([chunk.texts, pa.array(chunk.starts), pa.array(chunk.ends)], schema=SCHEMA)
         up_to = np.cumsum(_lengths(chunk), dtype=np.int64)
         begin = 0
         while begin < len(up_to):
@@ -203,8 +237,9 @@ def _lengths(chunk: Chunk) -> np.ndarray:
     return pc.call_function("binary_length", [chunk.texts]).to_numpy()
 
 
-def _encode(shards: Iterable[Shard], encoder: Encoder) -> Iterator[ShardRecord]:
+def _encode(shards: Iterable[Shard], encoder: Encoder, follower: Follower | None = None) -> Iterator[ShardRecord]:
     """Encode shards in parallel and yield their records in order. The number of pending shards is bounded."""
+    most_ahead = 2 * encoder.num_workers + 2  # enough to keep the workers busy
     pending: deque[tuple[Shard, Result]] = deque()
     # Enough text to keep the workers busy while more is read, little enough to hold in memory.
     max_bytes = (encoder.num_workers + 2) * MAX_SHARD_BYTES
@@ -214,6 +249,11 @@ def _encode(shards: Iterable[Shard], encoder: Encoder) -> Iterator[ShardRecord]:
         return ShardRecord(num_bytes=shard.num_bytes, stop=shard.stop, **future.result())
 
     for shard in shards:
+        while follower is not None and shard.index >= follower.num_wanted() + most_ahead:
+            if pending:
+                yield oldest()
+            else:
+                time.sleep(_POLL_S)
         pending.append((dataclasses.replace(shard, batch=None), encoder.submit(shard)))
         while pending and (pending[0][1].done() or sum(held.num_bytes for held, _ in pending) >= max_bytes):
             yield oldest()

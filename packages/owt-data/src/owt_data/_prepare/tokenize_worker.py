@@ -26,7 +26,8 @@ def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path
     """Tokenize pieces of text into a shard file. The file gets its name when it is complete.
 
     Args:
-        batch: `text: large_string` and `ends: bool`. An end-of-text token follows a piece whose `ends` is true.
+        batch: `text: large_string`, `starts: bool` and `ends: bool`. An end-of-text token precedes a piece whose
+            `starts` is true, and follows a piece whose `ends` is true.
         tokenizer: the encoding. The text of a special token inside a document is ordinary text.
         path: the file to write, as raw little-endian uint16.
 
@@ -38,8 +39,10 @@ def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path
     """
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint32)
     pieces = []
-    ends_of = batch["ends"].to_pylist()
-    for text, ends in zip(batch["text"].to_pylist(), ends_of, strict=True):
+    starts_of, ends_of = batch["starts"].to_pylist(), batch["ends"].to_pylist()
+    for text, starts, ends in zip(batch["text"].to_pylist(), starts_of, ends_of, strict=True):
+        if starts:
+            pieces.append(end_of_text)
         pieces.append(tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=()))
         if ends:
             pieces.append(end_of_text)
@@ -53,7 +56,7 @@ def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path
             temporary.unlink(missing_ok=True)
     return {
         "num_tokens": len(tokens),
-        "num_documents": sum(ends_of),
+        "num_documents": sum(starts_of) + sum(ends_of),
         "sha256": hashlib.sha256(tokens.data).hexdigest(),
     }
 

@@ -26,15 +26,16 @@ Ranges = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def document_ends(
-    folder: Path, records: list[ShardRecord], end_of_text: int, report: Callable[[int], None]
+    folder: Path, records: list[ShardRecord], end_of_text: int, report: Callable[[int], None], *, begins: bool
 ) -> NDArray[np.int64]:
     """Return the exclusive end of each document in the sequence of all shards, and verify the shards' checksums.
 
     Args:
         folder: the folder of the shard files.
         records: the records of the shards.
-        end_of_text: the token that ends a document.
+        end_of_text: the token that ends a document, or begins it.
         report: called with the number of tokens of each finished shard.
+        begins: whether the token begins a document. Then the first document also has the tokens before it.
 
     Raises:
         DataError: a shard file changed after it was written.
@@ -53,7 +54,8 @@ def document_ends(
             ends.append(ends_here + before)
             before += record.num_tokens
             report(record.num_tokens)
-    return np.concatenate(ends)
+    marks = np.concatenate(ends)
+    return np.append(marks[1:] - 1, before) if begins else marks
 
 
 def split_documents(ends: NDArray[np.int64], fraction: float, seed: int) -> dict[str, Ranges]:
@@ -74,7 +76,7 @@ def split_at(boundary: int, num_tokens: int) -> dict[str, Ranges]:
 
 
 def copy_ranges(
-    sequence: TokenSequence, ranges: Ranges, path: Path, end_of_text: int, report: Callable[[int], None]
+    sequence: TokenSequence, ranges: Ranges, path: Path, summary: Summary, report: Callable[[int], None]
 ) -> FileRecord:
     """Copy ranges of a sequence to a file, and wait until the file is on disk.
 
@@ -82,10 +84,9 @@ def copy_ranges(
         sequence: the source of the tokens.
         ranges: the ranges.
         path: the file to write.
-        end_of_text: the token that ends a document.
+        summary: an empty summary, which gets the tokens.
         report: called with the number of tokens of each write.
     """
-    summary = Summary(end_of_text)
     reader = SequenceReader(sequence, max_open_files=2, in_order=True)
     chunk_tokens = min(_CHUNK_TOKENS, max(1, len(sequence) // _NUM_CHUNKS))
     buffer = np.empty(chunk_tokens, dtype="<u2")

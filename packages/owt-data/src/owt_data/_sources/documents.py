@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from owt_data._errors import check_column, file_errors, not_format, not_text, not_utf8, one_line
+from owt_data._errors import check_column, check_integer, file_errors, not_format, not_text, not_utf8, one_line
 from owt_data._sources.hub import HubLayout, HubRows
 from owt_data._sources.json_lines import read_json_texts
-from owt_data._sources.names import BUILTIN, HUB, Source
+from owt_data._sources.names import BUILTIN, HUB, Source, find_source
+from owt_data._sources.rows import StartsDocument, every_row, read_lines
 
 _ROWS_PER_READ = 1024
 _TEXT_BLOCK_BYTES = 1 << 20
@@ -43,16 +45,24 @@ class Chunk(NamedTuple):
     """Consecutive pieces of text from one file."""
 
     texts: pa.Array
-    """Documents, or pieces of a long text file, `large_string[N]`."""
+    """Documents, pieces of a long text file, or rows of a document, `large_string[N]`."""
+
+    starts: NDArray[np.bool_]
+    """True for a piece that an end-of-text token precedes, `[N]`."""
 
     ends: NDArray[np.bool_]
-    """True for a piece that ends a document, `[N]`."""
+    """True for a piece that an end-of-text token follows, `[N]`."""
 
     file: int
     """Index of the file. `Cursor(file, offsets[i])` is the position right after piece `i`."""
 
     offsets: NDArray[np.int64]
     """Offsets in the file, `[N]`; see `file`."""
+
+    def slice(self, start: int, stop: int) -> "Chunk":
+        """Return the pieces `[start, stop)`."""
+        part = slice(start, stop)
+        return Chunk(self.texts[part], self.starts[part], self.ends[part], self.file, self.offsets[part])
 
 
 class Documents:
@@ -62,13 +72,27 @@ class Documents:
         source: the source.
         text_column: the column with the text, in JSON lines, parquet files and hub datasets.
         revision: the commit of a hub dataset, by default the newest.
+        starts_document: predicate for rows that begin a document; each line of a text file is then a row. Default:
+            each row is a document, and a text file is one row.
+        row_end: text to append to each row.
+        limit_rows: number of rows to read, by default all.
 
     Raises:
         DataError: the hub cannot be reached, or does not have the dataset.
     """
 
-    def __init__(self, source: Source, *, text_column: str = "text", revision: str | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        text_column: str = "text",
+        revision: str | None = None,
+        starts_document: StartsDocument | None = None,
+        row_end: str = "",
+        limit_rows: int | None = None,
+    ) -> None:
         self._source, self._text_column = source, text_column
+        self._starts_document, self._row_end, self._limit_rows = starts_document, row_end, limit_rows
         self._hub = HubRows(source, revision) if source.kind == HUB else None
 
     @property
@@ -78,6 +102,8 @@ class Documents:
 
     def num_bytes(self) -> int | None:
         """Return the approximate bytes of text; None if only reading would tell."""
+        if self._limit_rows is not None:
+            return None
         if self._hub is not None:
             return self._hub.num_bytes
         if self._source.kind == "parquet":
@@ -91,29 +117,58 @@ class Documents:
             RejectedDocumentsError: a file is damaged, or the text column is missing or does not hold text.
             DataError: a file or the hub cannot be read.
         """
-        if self._source.kind in (BUILTIN, "text"):
+        if self._source.kind in (BUILTIN, "text") and self._starts_document is None:
             yield from self._read_texts(cursor)
-            return
-        num_files = len(self._source.files) if self._hub is None else self._hub.layout.num_shards
-        for file in range(cursor.file, num_files):
-            yield from self._read_rows(file, cursor.offset if file == cursor.file else 0)
+        elif self._limit_rows is None:
+            yield from self._read_rows(cursor)
+        else:
+            # A cursor does not tell the number of rows before it, so they are counted.
+            yield from _limit(self._read_rows(START), self._limit_rows, cursor)
 
     def _read_texts(self, cursor: Cursor) -> Iterator[Chunk]:
         errors = "replace" if self._source.kind == BUILTIN else "strict"
-        for file in range(cursor.file, len(self._source.files)):
+        for file, path in enumerate(self._source.files[: self._limit_rows]):
+            if file < cursor.file:
+                continue
             begin = cursor.offset if file == cursor.file else 0
-            for text, offset in _read_pieces(self._source.files[file], begin, errors):
+            for text, offset in _read_pieces(path, begin, errors):
                 at = Cursor(file + 1, 0) if offset is None else Cursor(file, offset)
-                texts, ends = pa.array([text], pa.large_string()), np.array([offset is None])
-                yield Chunk(texts, ends, at.file, np.array([at.offset]))
+                texts = pa.array([text + self._row_end if offset is None else text], pa.large_string())
+                yield Chunk(texts, np.array([False]), np.array([offset is None]), at.file, np.array([at.offset]))
 
-    def _read_rows(self, file: int, skip: int) -> Iterator[Chunk]:
+    def _read_rows(self, cursor: Cursor) -> Iterator[Chunk]:
+        num_files = len(self._source.files) if self._hub is None else self._hub.layout.num_shards
+        read = self._read_lines if self._source.kind in (BUILTIN, "text") else self._read_table
+        for file in range(cursor.file, num_files):
+            for texts, offsets in read(file, cursor.offset if file == cursor.file else 0):
+                yield self._rows(texts, file, offsets)
+
+    def _rows(self, texts: pa.Array, file: int, offsets: NDArray[np.int64]) -> Chunk:
+        """Return rows as a chunk."""
+        if self._starts_document is None:
+            starts, ends = np.zeros(len(texts), bool), np.ones(len(texts), bool)
+        else:
+            starts = np.array([self._starts_document(row) for row in texts.to_pylist()], bool)
+            ends = np.zeros(len(texts), bool)
+        if self._row_end:
+            end, separator = pa.scalar(self._row_end, pa.large_string()), pa.scalar("", pa.large_string())
+            texts = pc.call_function("binary_join_element_wise", [texts, end, separator])
+        return Chunk(texts, starts, ends, file, offsets)
+
+    def _read_lines(self, file: int, begin: int) -> Iterator[tuple[pa.Array, NDArray[np.int64]]]:
+        """Yield the lines of a text file from an offset on, and the offset after each line."""
+        errors = "replace" if self._source.kind == BUILTIN else "strict"
+        for rows, offsets in read_lines(self._source.files[file], begin, errors):
+            yield pa.array(rows, pa.large_string()), np.array(offsets)
+
+    def _read_table(self, file: int, skip: int) -> Iterator[tuple[pa.Array, NDArray[np.int64]]]:
+        """Yield the rows of a file without the first ones, and the number of rows up to each row."""
         offset = 0
         for texts in self._texts_of(file):
             first, offset = max(0, skip - offset), offset + len(texts)
             if first < len(texts):
                 rest = texts[first:]
-                yield Chunk(rest, np.ones(len(rest), bool), file, np.arange(offset - len(rest), offset) + 1)
+                yield rest, np.arange(offset - len(rest), offset) + 1
 
     def _texts_of(self, file: int) -> Iterator[pa.Array]:
         """Yield the texts of all rows of a file, as arrays `large_string[N]`."""
@@ -127,6 +182,29 @@ class Documents:
             yield from read_json_texts(self._source.files[file], column)
         else:
             yield from _read_parquet_texts(self._source.files[file], column)
+
+
+def first_rows(name: str, num_rows: int, *, text_column: str = "text") -> list[str]:
+    """Return the first rows of a source. Each line of a text file is a row.
+
+    Raises:
+        DataError: the source cannot be read, or `num_rows` is not positive.
+    """
+    check_integer("rows", num_rows, least=1)
+    documents = Documents(find_source(name), text_column=text_column, starts_document=every_row, limit_rows=num_rows)
+    return [row for chunk in documents.read() for row in chunk.texts.to_pylist()]
+
+
+def _limit(chunks: Iterator[Chunk], num_rows: int, cursor: Cursor) -> Iterator[Chunk]:
+    """Yield the first rows of all chunks, without those before a position."""
+    for chunk in chunks:
+        stop = min(num_rows, len(chunk.offsets))
+        past = [Cursor(chunk.file, offset) > cursor for offset in chunk.offsets[:stop].tolist()]
+        if any(past):
+            yield chunk.slice(past.index(True), stop)
+        num_rows -= stop
+        if num_rows == 0:
+            return
 
 
 def _check_texts(table: pa.Table, column: str, name: str, before: int) -> pa.Array:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pyarrow.fs import FileType
 
 from owt_data._errors import DataError, file_errors
-from owt_data._paths import check_type, is_uri, local_path
+from owt_data._paths import check_type, group_by_split, is_uri, local_path
 
 BUILTIN = "builtin"
 HUB = "hub"
@@ -19,7 +19,6 @@ HUB = "hub"
 # `load_dataset("openwebtext")` named a script, which datasets no longer runs. This repository has the parquet files.
 _HUB_ALIASES = {"openwebtext": "Skylion007/openwebtext"}
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-_SPLITS = ("train", "val")
 _BLOCK_BYTES = 4 << 20
 
 
@@ -104,17 +103,8 @@ def find_splits(names: str | Sequence[str]) -> dict[str, Source]:
     Raises:
         DataError: as `find_source`, or only some of the names give their split.
     """
-    given = [names] if isinstance(names, str) else list(names)
-    by_split: dict[str, list[str]] = {}
-    for name in given:
-        split, equals, rest = name.partition("=")
-        is_given = equals and split in _SPLITS
-        by_split.setdefault(split if is_given else "all", []).append(rest if is_given else name)
-    if by_split.keys() not in ({"all"}, set(_SPLITS)):
-        raise DataError(
-            f"The sources must name both splits, train=... and val=..., or no split, got {given}. Add them."
-        )
-    return {split: find_source(by_split[split]) for split in sorted(by_split)}
+    by_split = group_by_split([names] if isinstance(names, str) else names)
+    return {split: find_source(group) for split, group in by_split.items()}
 
 
 def _find_files(name: str) -> tuple[set[str], list[Path]]:

@@ -1,47 +1,40 @@
 """Text tokenized during training, as a Ray Dataset of blocks of one size."""
 
-import re
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from pathlib import Path
+from typing import Literal, get_args
 
 import datasets
 import numpy as np
+import ray
 import ray.data
 import tiktoken
 from numpy.typing import NDArray
 
-from owt_data._errors import check_integer, file_errors, not_utf8
-from owt_data._options import TokenizerName
+from owt_data._errors import check_choice, check_encodable, check_integer
+from owt_data._options import DocumentsKind, TokenizerName
 from owt_data._sources.documents import Documents
-from owt_data._sources.names import BUILTIN, Source, find_source
+from owt_data._sources.names import Source, find_source
+from owt_data._sources.rows import StartsDocument, every_row, is_wikitext_title
 from owt_data._stream.windows import untyped
 from owt_data._tokenizers import load_tokenizer
 
-StartsDocument = Callable[[str], bool]
-"""Predicate: True for a row of text that begins a document."""
+TokenDtype = Literal["uint16", "int32", "int64"]
 
-_TITLE = re.compile(r" = [^=](?:.*[^=])? = \n?")
-_ROWS_PER_TASK = 256
+_STARTS: dict[str, StartsDocument] = {"rows": every_row, "wikitext-titles": is_wikitext_title}
+_ROWS_PER_READ = 256
 
 # Small, for a first block soon.
 _BLOCK_BYTES = 1 << 20
 
+Rows = list[tuple[str, bool]]
+"""Rows of text, each with True if it begins a document."""
 
-def is_wikitext_title(row: str) -> bool:
-    r"""Return whether a row of wikitext is an article's title, ` = Title = `. Section headings have more signs.
-
-    >>> is_wikitext_title(" = Robert Boulter = \n"), is_wikitext_title(" = = Career = = \n")
-    (True, False)
-    """
-    return _TITLE.fullmatch(row) is not None
-
-
-def every_row(row: str) -> bool:
-    """Return True: each row is a document, as in JSON lines of articles."""
-    return True
+Result = Callable[[], NDArray[np.uint16]]
+"""Function that waits for the tokens of rows."""
 
 
 def stream_text(
@@ -49,52 +42,86 @@ def stream_text(
     *,
     block_size: int,
     tokenizer: TokenizerName = "gpt2",
-    starts_document: StartsDocument = is_wikitext_title,
+    documents: DocumentsKind = "wikitext-titles",
+    starts_document: StartsDocument | None = None,
+    row_end: str = "",
     segment_ids: bool = False,
     start_block: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
     text_column: str = "text",
+    column: str = "tokens",
+    dtype: TokenDtype = "uint16",
+    batch_size: int = 256,
     num_cpus: int = 1,
+    num_tasks: int = 1,
 ) -> ray.data.Dataset:
-    """Stream rows of text as blocks of tokens, tokenized on demand, in order.
+    r"""Stream rows of text as blocks of tokens, tokenized on demand, in order.
 
     Rows are tokenized one by one and joined. An end-of-text token precedes each row that begins a document. Tokens
-    that do not fill a block begin the next block; only the tail of the last block is dropped. A single Ray task does
-    the work, so the blocks are the same in every run on every machine.
+    that do not fill a block begin the next block; only the tail of the last block is dropped. One Ray task reads the
+    rows and joins their tokens in order. Hence the blocks are the same in every run, on every machine, and for any
+    number of tokenizing tasks.
+
+    Block `i` of rank `r` of `n` is block `start_block + r + i * n` of the text. The position of a block is known only
+    after all tokens before it, so each rank tokenizes the complete text. For many workers, `prepare` takes less work.
 
     Args:
-        source: see `find_source`, or a loaded dataset. Each line of a `.txt` file is a row, including its line end.
+        source: see `find_source`, or a loaded dataset. Each line of a `.txt` file is a row, including its line break;
+            a line of blanks is the empty row, as in wikitext on the Hugging Face hub.
         block_size: tokens in a block.
         tokenizer: name of the tokenizer.
-        starts_document: predicate for rows that begin a document. Pickled for the task.
+        documents: the rows that begin a document, every row or the titles of wikitext.
+        starts_document: predicate for rows that begin a document, in place of `documents`. Pickled for the task.
+        row_end: text to append to each row, such as `"\n"`.
         segment_ids: whether to add the column `segment_ids`.
-        start_block: first block to yield. Earlier blocks are still read and tokenized.
+        start_block: first block of the text to yield. Earlier blocks are still read and tokenized.
+        rank: index of this worker.
+        world_size: number of workers.
         text_column: the column with the text.
-        num_cpus: CPUs of the task, and its number of tokenizing threads.
+        column: name of the column with the tokens.
+        dtype: type of the tokens.
+        batch_size: rows of text that are tokenized at once.
+        num_cpus: CPUs of the task that reads, and its number of tokenizing threads.
+        num_tasks: number of Ray tasks of one CPU each that tokenize, on any node. 1: the task that reads also
+            tokenizes.
 
     Returns:
-        Rows `tokens: uint16[block_size]`. With `segment_ids` also `segment_ids: int32[block_size]`, the index of the
+        Rows `tokens: dtype[block_size]`. With `segment_ids` also `segment_ids: int32[block_size]`, the index of the
         token's document in the block, from 0, for attention within documents.
 
     Raises:
-        DataError: the source does not exist, or a number is out of its range. Errors inside the source are raised by
-            the task.
+        DataError: the source does not exist, or an argument is out of its range. Errors inside the source are raised
+            by the task.
     """
     check_integer("block_size", block_size, least=1)
     check_integer("start_block", start_block, least=0)
+    check_integer("world_size", world_size, least=1)
+    check_integer("rank", rank, least=0, most=world_size - 1)
+    check_integer("batch_size", batch_size, least=1)
     check_integer("num_cpus", num_cpus, least=1)
+    check_integer("num_tasks", num_tasks, least=1)
+    check_encodable("row_end", row_end)
+    check_choice("documents", documents, _STARTS)
+    check_choice("dtype", dtype, get_args(TokenDtype))
     found = find_source(source) if isinstance(source, str | list) else source
+    starts = starts_document or _STARTS[documents]
     load_tokenizer(tokenizer)  # raises the error of a failed download here, not in the task
 
     def produce(_: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         encoding = load_tokenizer(tokenizer)
-        rows_per_batch = max(1, _BLOCK_BYTES // (2 * block_size))
-        pieces = _encode(_rows(found, text_column), encoding, starts_document, num_cpus)
-        skip = start_block
-        for blocks in _pack(pieces, block_size, rows_per_batch):
-            wanted = blocks[skip:]
-            skip = max(0, skip - len(blocks))
+        rows = _rows(found, text_column, starts, row_end)
+        groups = iter(lambda: list(islice(rows, batch_size)), [])
+        encode = _in_threads if num_tasks == 1 else _in_tasks
+        pieces = encode(groups, tokenizer, num_cpus if num_tasks == 1 else num_tasks)
+        skip = start_block + rank
+        for blocks in _pack(pieces, block_size, max(1, _BLOCK_BYTES // (2 * block_size))):
+            wanted = blocks[skip::world_size]
+            # The distance from the end of these blocks to the next wanted block.
+            skip += len(wanted) * world_size - len(blocks)
             if len(wanted):
-                yield {"tokens": wanted, **({"segment_ids": _segments(wanted, encoding)} if segment_ids else {})}
+                segments = {"segment_ids": _segments(wanted, encoding)} if segment_ids else {}
+                yield {column: wanted.astype(dtype), **segments}
 
     dataset = ray.data.range(1, override_num_blocks=1).map_batches(untyped(produce), batch_size=None, num_cpus=num_cpus)
     dataset.context.target_max_block_size = _BLOCK_BYTES
@@ -102,50 +129,59 @@ def stream_text(
     return dataset
 
 
-def _rows(source: Source | datasets.Dataset | datasets.IterableDataset, text_column: str) -> Iterator[str]:
-    """Yield the rows of a source."""
-    if not isinstance(source, Source):
-        for batch in source.select_columns([text_column]).iter(_ROWS_PER_TASK):
-            yield from dict(batch)[text_column]
-    elif source.kind in ("text", BUILTIN):
-        errors = "replace" if source.kind == BUILTIN else "strict"
-        for path in source.files:
-            yield from _lines(path, errors)
+def _rows(
+    source: Source | datasets.Dataset | datasets.IterableDataset,
+    text_column: str,
+    starts_document: StartsDocument,
+    row_end: str,
+) -> Iterator[tuple[str, bool]]:
+    """Yield the rows of a source, each with True if it begins a document."""
+    if isinstance(source, Source):
+        documents = Documents(source, text_column=text_column, starts_document=starts_document, row_end=row_end)
+        for chunk in documents.read():
+            yield from zip(chunk.texts.to_pylist(), chunk.starts.tolist(), strict=True)
     else:
-        for chunk in Documents(source, text_column=text_column).read():
-            yield from chunk.texts.to_pylist()
+        for batch in source.select_columns([text_column]).iter(_ROWS_PER_READ):
+            yield from ((text + row_end, starts_document(text)) for text in dict(batch)[text_column])
 
 
-def _lines(path: Path, errors: str) -> Iterator[str]:
-    with file_errors("readable", path), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield line.decode("utf-8", errors)
-            except UnicodeDecodeError as error:
-                raise not_utf8(path, f"in line {number}") from error
+@functools.cache
+def _load_once(tokenizer: str) -> tiktoken.Encoding:
+    return load_tokenizer(tokenizer)
 
 
-def _encode(
-    rows: Iterator[str], encoding: tiktoken.Encoding, starts_document: StartsDocument, num_threads: int
-) -> Iterator[NDArray[np.uint16]]:
-    """Yield the tokens of the rows in order, in groups of rows. The number of pending groups is bounded."""
+def _encode(rows: Rows, tokenizer: str) -> NDArray[np.uint16]:
+    """Return the tokens of rows, with an end-of-text token before each row that begins a document."""
+    encoding = _load_once(tokenizer)
+    tokens: list[int] = []
+    for row, starts in rows:
+        if starts:
+            tokens.append(encoding.eot_token)
+        tokens += encoding.encode_ordinary(row)
+    return np.array(tokens, dtype=np.uint16)
 
-    def encode(task: list[str]) -> NDArray[np.uint16]:
-        tokens: list[int] = []
-        for row in task:
-            if starts_document(row):
-                tokens.append(encoding.eot_token)
-            tokens += encoding.encode_ordinary(row)
-        return np.array(tokens, dtype=np.uint16)
 
-    pending: deque[Future[NDArray[np.uint16]]] = deque()
+def _in_threads(groups: Iterator[Rows], tokenizer: str, num_threads: int) -> Iterator[NDArray[np.uint16]]:
+    """Tokenize groups of rows in threads of this process, and yield their tokens in order."""
     with ThreadPoolExecutor(num_threads) as threads:
-        while task := list(islice(rows, _ROWS_PER_TASK)):
-            pending.append(threads.submit(encode, task))
-            if len(pending) > 2 * num_threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        yield from _in_order((threads.submit(_encode, rows, tokenizer).result for rows in groups), 2 * num_threads)
+
+
+def _in_tasks(groups: Iterator[Rows], tokenizer: str, num_tasks: int) -> Iterator[NDArray[np.uint16]]:
+    """Tokenize groups of rows in Ray tasks, and yield their tokens in order."""
+    encode = ray.remote(num_cpus=1)(_encode)
+    return _in_order((functools.partial(ray.get, encode.remote(rows, tokenizer)) for rows in groups), num_tasks)
+
+
+def _in_order(results: Iterable[Result], max_pending: int) -> Iterator[NDArray[np.uint16]]:
+    """Yield results in order. To ask for a result starts its work; the number of pending results is bounded."""
+    pending: deque[Result] = deque()
+    for result in results:
+        pending.append(result)
+        if len(pending) >= max_pending:
+            yield pending.popleft()()
+    while pending:
+        yield pending.popleft()()
 
 
 def _pack(pieces: Iterable[NDArray[np.uint16]], block_size: int, rows_per_batch: int) -> Iterator[NDArray[np.uint16]]:

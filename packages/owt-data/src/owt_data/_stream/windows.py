@@ -8,8 +8,9 @@ import numpy as np
 import ray.data
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, check_integer
+from owt_data._errors import check_integer
 from owt_data._options import OrderKind
+from owt_data._stream.direct import check_steps, local_rows
 from owt_data._tokens.sequence import Tokens
 
 # One Ray task reads one block into one object. The size is small enough for a first block soon, and large enough to
@@ -26,7 +27,14 @@ Batch = dict[str, np.ndarray]
 
 
 def token_windows(
-    tokens: Tokens, *, seq_len: int, num_rows: int, order: OrderKind = "random", seed: int = 2357
+    tokens: Tokens,
+    *,
+    seq_len: int,
+    num_rows: int,
+    order: OrderKind = "random",
+    seed: int = 2357,
+    batch_size: int | None = None,
+    concurrency: int | None = None,
 ) -> ray.data.Dataset:
     """Stream the first `num_rows` windows of an order, one per row.
 
@@ -36,18 +44,24 @@ def token_windows(
         num_rows: number of windows; an epoch of `shuffle` has `tokens.num_windows(seq_len)`.
         order: see `window_starts`.
         seed: see `window_starts`.
+        batch_size: largest number of windows that one task reads. Default: about 8 MiB of them.
+        concurrency: largest number of tasks that read at once. Default: as many as Ray Data starts.
 
     Returns:
         Rows `x: int32[seq_len]` and `y: int32[seq_len]`; `y` is `x` shifted by one token.
 
     Raises:
-        DataError: there are fewer tokens than one window needs.
+        DataError: there are fewer tokens than one window needs, or a number is out of its range.
     """
+    for name, value in (("batch_size", batch_size), ("concurrency", concurrency)):
+        if value is not None:
+            check_integer(name, value, least=1)
     read = functools.partial(_read_rows, tokens=tokens, seq_len=seq_len, order=order, seed=seed)
     check_integer("num_rows", num_rows, least=1)
     read({"id": np.arange(1)})  # raises the errors of a task here
-    num_blocks = _num_blocks(num_rows, 8 * seq_len)
-    return ray.data.range(num_rows, override_num_blocks=num_blocks).map_batches(untyped(read), batch_size=None)
+    num_blocks = -(-num_rows // batch_size) if batch_size is not None else _num_blocks(num_rows, 8 * seq_len)
+    rows = ray.data.range(num_rows, override_num_blocks=num_blocks)
+    return rows.map_batches(untyped(read), batch_size=None, concurrency=concurrency)
 
 
 def _num_blocks(num_rows: int, row_bytes: int) -> int:
@@ -102,21 +116,15 @@ def step_windows(
     Raises:
         DataError: `world_size` does not divide `global_batch_size`, or an argument is out of its range.
     """
-    check_integer("world_size", world_size, least=1)
-    check_integer("rank", rank, least=0, most=world_size - 1)
-    check_integer("start_step", start_step, least=0)
-    check_integer("stop_step", stop_step, least=start_step + 1)
-    check_integer("global_batch_size", global_batch_size, least=1)
-    if global_batch_size % world_size:
-        constraint = f"a multiple of the {world_size} workers"
-        raise DataError(f"global_batch_size must be {constraint}, got {global_batch_size}. Change one of them.")
-    local_batch_size = global_batch_size // world_size
+    check_steps(start_step, stop_step)
+    rows = local_rows(global_batch_size, rank, world_size)
+    local_batch_size = len(rows)
     read = functools.partial(
         _read_steps,
         tokens=tokens,
         seq_len=seq_len,
         global_batch_size=global_batch_size,
-        first_row=rank * local_batch_size,
+        first_row=rows.start,
         local_batch_size=local_batch_size,
         start_step=start_step,
         order=order,

@@ -57,7 +57,7 @@ class Manifest:
     """SHA-256 of the file contents, or of the name for a hub dataset."""
 
     options: dict[str, Any]
-    """Fields of `PrepareOptions`."""
+    """Result of `PrepareOptions.record`."""
 
     version: str
     """Version of owt-data that wrote the files."""

@@ -12,10 +12,21 @@ from numpy.typing import NDArray
 from pyarrow.fs import FileType
 
 from owt_data._errors import DataError, file_errors
-from owt_data._paths import BYTES_PER_TOKEN, base_name, check_type, is_uri, join, normalize, read_blocks
+from owt_data._paths import (
+    BYTES_PER_TOKEN,
+    base_name,
+    check_type,
+    group_by_split,
+    is_uri,
+    join,
+    normalize,
+    read_blocks,
+)
+from owt_data._prepare.growing_tokens import GrowingTokens
+from owt_data._prepare.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokenizers import vocab_size
 from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, check_sizes, read_manifest
-from owt_data._tokens.sequence import TokenMixture, TokenSequence, TokenSpan, concatenate
+from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence, TokenSpan, concatenate
 
 # Share of validation at the end of `.bin` files, which have no split.
 _VAL_FRACTION = 0.1
@@ -28,10 +39,10 @@ class TokenData:
     names: str | list[str] | dict[str, float]
     """Names that `open_tokens` opens again from any working folder."""
 
-    train: TokenSequence | TokenMixture
-    """Training tokens."""
+    train: Tokens
+    """Training tokens: a `TokenSequence`, a `TokenMixture`, or tokens that are being prepared."""
 
-    val: TokenSequence
+    val: Tokens
     """Validation tokens; those of all sequences of a mixture, one after the other."""
 
     tokenizer: str
@@ -42,6 +53,10 @@ class TokenData:
 
     fingerprint: dict[str, Any]
     """Fingerprint for checkpoints, equal for equal tokens of the same tokenizer."""
+
+    source_fingerprint: dict[str, Any] | None = None
+    """Fingerprint of the text and the options, the same while a folder is prepared and after it. None for tokens that
+    `prepare` has not made from one list of sources. The `fingerprint` of unfinished tokens is this one."""
 
 
 @file_errors("readable")
@@ -60,8 +75,8 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
 
     Args:
         names: a folder with `train.bin` and `val.bin`; a `.bin` file or a glob of them, split 90/10 by position; a
-            list of such names, read one after the other; or such names with weights, mixed. `s3://` and `gs://`
-            names are read in ranges.
+            list of such names, read one after the other; `.bin` files by split, as `train=...` and `val=...`; or
+            folders and files with weights, mixed. `s3://` and `gs://` names are read in ranges.
         tokenizer: tokenizer of files without a manifest.
 
     Raises:
@@ -70,7 +85,12 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
     """
     if isinstance(names, Mapping):
         return _open_mixture({normalize(name): weight for name, weight in names.items()}, tokenizer)
-    expanded = [name for given in ([names] if isinstance(names, str) else names) for name in _expand(given)]
+    by_split = group_by_split([names] if isinstance(names, str) else names)
+    expanded = {split: [name for given in group for name in _expand(given)] for split, group in by_split.items()}
+    return _open_splits(expanded, tokenizer) if "train" in expanded else _open_sequence(expanded["all"], tokenizer)
+
+
+def _open_sequence(expanded: list[str], tokenizer: str) -> TokenData:
     if all(base_name(name).endswith(".bin") for name in expanded):
         return _open_files(expanded, tokenizer)
     if len(expanded) == 1:
@@ -79,8 +99,28 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
     return _combine(
         opened,
         names=expanded,
-        train=concatenate([_sequence(data) for data in opened]),
+        train=concatenate([_sequence(data.train) for data in opened]),
         fingerprint={"sequence": [data.fingerprint for data in opened]},
+    )
+
+
+def _open_splits(paths: dict[str, list[str]], tokenizer: str) -> TokenData:
+    """Open `.bin` files whose split is given."""
+    others = [path for group in paths.values() for path in group if not base_name(path).endswith(".bin")]
+    if others:
+        raise DataError(f"train=... and val=... must name .bin files, got {others[0]}. Name its token files.")
+    spans = {split: [_span(path) for path in group] for split, group in paths.items()}
+    digests = {split: [_scan(span, tokenizer) for span in group] for split, group in spans.items()}
+    tokens = {split: concatenate([_sequence_of(span) for span in group]) for split, group in spans.items()}
+    return TokenData(
+        names=[f"{split}={path}" for split, group in paths.items() for path in group],
+        train=tokens["train"],
+        val=tokens["val"],
+        tokenizer=tokenizer,
+        vocab_size=vocab_size(tokenizer),
+        # Equal to the fingerprint of a folder with these two files.
+        fingerprint={"tokenizer": tokenizer}
+        | {f"{split}.bin": group[0] if len(group) == 1 else group for split, group in digests.items()},
     )
 
 
@@ -89,7 +129,7 @@ def _open_mixture(weights: dict[str, float], tokenizer: str) -> TokenData:
     return _combine(
         opened,
         names=weights,
-        train=TokenMixture(tuple(_sequence(data) for data in opened), tuple(weights.values())),
+        train=TokenMixture(tuple(_sequence(data.train) for data in opened), tuple(weights.values())),
         fingerprint={"weights": list(weights.values()), "mixture": [data.fingerprint for data in opened]},
     )
 
@@ -102,9 +142,9 @@ def _expand(name: str) -> list[str]:
     return sorted(glob.glob(path)) or [path]  # noqa: PTH207 - takes a pattern with an absolute path
 
 
-def _sequence(data: TokenData) -> TokenSequence:
-    assert isinstance(data.train, TokenSequence), "one name gives a sequence"
-    return data.train
+def _sequence(tokens: Tokens) -> TokenSequence:
+    assert isinstance(tokens, TokenSequence), "one name gives a sequence"
+    return tokens
 
 
 def _combine(
@@ -120,7 +160,7 @@ def _combine(
     return TokenData(
         names=names,
         train=train,
-        val=concatenate([data.val for data in opened]),
+        val=concatenate([_sequence(data.val) for data in opened]),
         tokenizer=opened[0].tokenizer,
         vocab_size=opened[0].vocab_size,
         fingerprint=fingerprint,
@@ -128,6 +168,9 @@ def _combine(
 
 
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
+    plan = None if is_uri(folder) else read_plan(Path(folder))
+    if plan is not None:
+        return _open_growing(Path(folder), plan)
     check_type(folder, FileType.Directory, "a folder of token files or a .bin file")
     manifest = read_manifest(folder)
     if manifest is not None:
@@ -146,6 +189,22 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
         tokenizer=tokenizer,
         vocab_size=num_ids,
         fingerprint={"tokenizer": tokenizer, **digests},
+        source_fingerprint=None if manifest is None else source_fingerprint(manifest),
+    )
+
+
+def _open_growing(folder: Path, plan: Plan) -> TokenData:
+    """Open a folder that is being prepared."""
+    tokenizer = plan.options["tokenizer"]
+    train, val = (GrowingTokens(folder, split, is_one_source="all" in plan.layouts) for split in ("train", "val"))
+    return TokenData(
+        names=str(folder),
+        train=train,
+        val=val,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size(tokenizer),
+        fingerprint=source_fingerprint(plan),
+        source_fingerprint=source_fingerprint(plan),
     )
 
 

@@ -8,10 +8,10 @@ import numpy as np
 from pyarrow.fs import FileType
 
 from owt_data._errors import DataError
-from owt_data._paths import BYTES_PER_TOKEN, check_type, file_info, join, normalize, read_blocks
+from owt_data._paths import BYTES_PER_TOKEN, base_name, check_type, file_info, join, normalize, read_blocks
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
-from owt_data._tokens.summary import Summary
+from owt_data._tokens.summary import summary_of
 
 _log = logging.getLogger("owt_data")
 
@@ -74,7 +74,7 @@ def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: C
         return ["expected a file, found none"]
     if info.size != expected_size:
         return [f"expected {expected_size} bytes, found {info.size}"]
-    summary = Summary(manifest.vocab_size - 1)
+    summary = summary_of(base_name(path), manifest.options, manifest.vocab_size - 1)
     for block in read_blocks(path):
         tokens = np.frombuffer(block, dtype="<u2")
         summary.add(tokens)

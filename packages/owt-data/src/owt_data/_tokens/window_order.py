@@ -43,10 +43,11 @@ def window_starts(
 
     `shuffle` visits every non-overlapping window once per epoch. Each epoch has its own order and its own start offset.
     `random` draws starts with replacement, as nanoGPT does. `sequential` repeats the windows from first to last.
+    `sequential-first` is `sequential` in the first epoch and `shuffle` in all later epochs.
 
     Args:
         indices: window indices, `int64[N]`, at least 0 and without an upper bound.
-        order: `shuffle`, `random` or `sequential`.
+        order: `shuffle`, `random`, `sequential` or `sequential-first`.
         seed: seed of the pseudo-random orders.
         num_tokens: length of the token sequence.
         seq_len: inputs per window. A window spans `seq_len + 1` tokens.
@@ -76,6 +77,9 @@ def window_starts(
             np.multiply(block % count, seq_len, out=out)
         elif order == "shuffle":
             _shuffle(block, out, seed, count, num_tokens, seq_len)
+        elif order == "sequential-first":
+            _shuffle(block, out, seed, count, num_tokens, seq_len)
+            np.copyto(out, block * seq_len, where=block < count)
         else:
             assert_never(order)
     return starts

@@ -1,0 +1,132 @@
+"""Preparation in the background, while the first tokens are already read."""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from owt_data._errors import DataError
+from owt_data._options import PrepareOptions
+from owt_data._prepare.growing_tokens import GrowingTokens, note_failure, read_num_wanted
+from owt_data._prepare.prepare import Progress, Report, local_folder, prepare_for
+from owt_data._sources.names import find_splits
+from owt_data._tokens.open import TokenData, open_tokens
+
+_log = logging.getLogger("owt_data")
+_POLL_S = 0.1
+
+
+class _Stopped(Exception):
+    """Raised in the thread when its tokens are not needed any more."""
+
+
+@contextlib.contextmanager
+def prepare_in_background(
+    sources: str | Sequence[str],
+    out: str | os.PathLike[str],
+    options: PrepareOptions,
+    *,
+    num_processes: int | None = None,
+    use_ray: bool = False,
+    progress: Report | None = None,
+) -> Iterator[TokenData]:
+    """Prepare token files in a thread, and yield their tokens as soon as the first are there.
+
+    The training tokens grow. A reader waits for tokens that do not exist yet, and the preparation keeps a few shards
+    ahead of the readers. When all documents are tokenized, it writes the files of `prepare`, and the readers continue
+    in these. The end of the block stops the preparation. The same call resumes it, and `prepare` can finish it.
+
+    Readers in other processes, or on other machines that share `out`, may read too. They read the training windows in
+    the order `sequential` or `sequential-first`.
+
+    Args:
+        sources: see `find_source`. Names that begin with `train=` and `val=` give the split.
+        out: the folder; made if missing.
+        options: tokenizer and split. Without `train=` and `val=`, the split must be `start`.
+        num_processes: number of tokenizing processes, or of concurrent tasks. Default: the usable CPUs.
+        use_ray: tokenize as tasks of the connected Ray cluster. All its machines must share `out`.
+        progress: called in the thread after each step.
+
+    Raises:
+        DataError: as `prepare`; or the split is unsuitable. A failure after the first tokens is raised to the readers
+            that wait for tokens.
+    """
+    is_one_source = "all" in find_splits(sources)
+    if is_one_source and options.split != "start":
+        raise DataError(
+            f"split must be start for one source that is read while it is prepared, got {options.split}. Choose it, "
+            "or name both splits, train=... and val=...."
+        )
+    worker = _Worker(local_folder(out), progress)
+    thread = threading.Thread(
+        target=worker.run,
+        args=(sources, options),
+        kwargs={"num_processes": num_processes, "use_ray": use_ray},
+        name="prepare",
+        daemon=True,
+    )
+    thread.start()
+    try:
+        worker.wait(is_one_source=is_one_source)
+        yield open_tokens(str(worker.folder), tokenizer=options.tokenizer)
+    finally:
+        worker.stop.set()
+        thread.join()
+
+
+class _Worker:
+    """The thread that prepares, and follows the readers of its shards."""
+
+    def __init__(self, folder: Path, progress: Report | None) -> None:
+        self.folder, self.stop = folder, threading.Event()
+        self._progress = progress
+        self._begun, self._ended = threading.Event(), threading.Event()
+        self._error: Exception | None = None
+
+    def run(
+        self, sources: str | Sequence[str], options: PrepareOptions, *, num_processes: int | None, use_ray: bool
+    ) -> None:
+        """Prepare. A failure is kept for `wait`, and noted for the readers."""
+        note_failure(self.folder, None)
+        try:
+            prepare_for(
+                self, sources, self.folder, options, num_processes=num_processes, use_ray=use_ray, report=self._report
+            )
+        except _Stopped:
+            pass
+        except Exception as error:  # of any kind: `wait` raises it in the other thread
+            self._error = error
+            note_failure(self.folder, error if isinstance(error, DataError) else DataError(repr(error)))
+            _log.warning("the preparation of %s has failed: %s", self.folder, error)
+        finally:
+            self._ended.set()
+
+    def wait(self, *, is_one_source: bool) -> None:
+        """Wait until all validation tokens exist, and training can begin.
+
+        Raises:
+            Exception: the preparation has failed.
+        """
+        val = GrowingTokens(self.folder, "val", is_one_source=is_one_source)
+        while not self._ended.is_set() and not (self._begun.is_set() and len(val)):
+            self._ended.wait(_POLL_S)
+        if self._error is not None:
+            raise self._error
+
+    def begin(self) -> None:
+        """Start to read; see `Follower`."""
+        self._begun.set()
+
+    def num_wanted(self) -> int:
+        """Return the number of shards that the readers need; see `Follower`."""
+        if self.stop.is_set():
+            raise _Stopped
+        return read_num_wanted(self.folder)
+
+    def _report(self, progress: Progress) -> None:
+        if self.stop.is_set():
+            raise _Stopped
+        if self._progress is not None:
+            self._progress(progress)

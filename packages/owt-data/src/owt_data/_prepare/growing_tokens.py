@@ -1,0 +1,143 @@
+"""Tokens of a folder that is being prepared: read from its shards, and from `train.bin` once that exists."""
+
+import contextlib
+import os
+import time
+import uuid
+from bisect import bisect_left
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from owt_data._errors import DataError
+from owt_data._options import OrderKind
+from owt_data._prepare.shards import read_journal, shard_folder, shard_path, staging_path
+from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, read_manifest
+from owt_data._tokens.sequence import TokenSequence, local_sequence
+from owt_data._tokens.window_order import num_windows
+
+STREAM_ORDERS: tuple[OrderKind, ...] = ("sequential", "sequential-first")
+"""Orders whose first epoch can be read before the last token exists."""
+
+_WANTED_NAME, _ERROR_NAME = "wanted", "error.txt"
+_POLL_S = 0.1
+
+
+class GrowingTokens:
+    """Training or validation tokens of a folder, before and after the folder is complete. Can be pickled.
+
+    The tokens that exist are a prefix of the complete tokens. Hence a window never changes. A window that does not
+    exist yet is waited for.
+
+    Args:
+        folder: the folder that is being prepared.
+        split: the tokens to read.
+        is_one_source: True if the first shard is the validation tokens (`split="start"`), False if each split has its
+            own source.
+    """
+
+    def __init__(self, folder: Path, split: Literal["train", "val"], *, is_one_source: bool) -> None:
+        self._folder, self._split, self._is_one_source = folder, split, is_one_source
+        self.is_complete = False
+        """True after a call that has found the complete tokens."""
+        self._tokens, self._num_shards, self._num_wanted = TokenSequence(()), 0, 0
+
+    def __len__(self) -> int:
+        """Return the number of tokens that exist."""
+        self._refresh()
+        return len(self._tokens)
+
+    def num_windows(self, seq_len: int) -> int:
+        """Return the number of non-overlapping windows of `seq_len` inputs that exist."""
+        return num_windows(len(self), seq_len)
+
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
+        """Return the windows at these indices of an order, `uint16[N, seq_len + 1]`. Wait until they exist.
+
+        Raises:
+            DataError: the order needs the number of all tokens, or the preparation has failed.
+        """
+        if order not in STREAM_ORDERS:
+            raise DataError(
+                f"The order of tokens that are being prepared must be {' or '.join(STREAM_ORDERS)}, got {order}. "
+                "Choose one of these, or prepare the tokens first."
+            )
+        last = int(indices.max(initial=0))
+        while True:
+            self._refresh()
+            try:
+                if self.is_complete or self._split == "val":
+                    return self._tokens.windows(indices, seq_len=seq_len, order=order, seed=seed)
+                self._want((last + 1) * seq_len + 1)
+                if last < num_windows(len(self._tokens), seq_len):
+                    return self._tokens.read_windows(indices * seq_len, seq_len)
+            except DataError:
+                # The shards are deleted once the folder is complete, which may be now.
+                if self.is_complete or read_manifest(self._folder) is None:
+                    raise
+                continue
+            raise_failure(self._folder)
+            time.sleep(_POLL_S)
+
+    def _refresh(self) -> None:
+        """Find the tokens that exist."""
+        if self.is_complete:
+            return
+        if read_manifest(self._folder) is not None:
+            name = {"train": TRAIN_NAME, "val": VAL_NAME}[self._split]
+            self._tokens, self.is_complete = local_sequence([self._folder / name]), True
+            return
+        shards = shard_folder(staging_path(self._folder), "all" if self._is_one_source else self._split)
+        num_shards = len(read_journal(shards)[0])
+        if num_shards != self._num_shards:
+            numbers = range(num_shards)
+            if self._is_one_source:
+                numbers = numbers[1:] if self._split == "train" else numbers[:1]
+            self._tokens = local_sequence([shard_path(shards, number) for number in numbers])
+            self._num_shards = num_shards
+
+    def _want(self, stop: int) -> None:
+        """Tell the preparation that the tokens before `stop` are needed."""
+        ends = list(accumulate(map(len, self._tokens.spans)))
+        num_wanted = bisect_left(ends, stop) + 1 + self._is_one_source
+        if num_wanted > self._num_wanted:
+            self._num_wanted = num_wanted
+            with contextlib.suppress(FileNotFoundError):  # the folder is complete
+                _write(staging_path(self._folder) / _WANTED_NAME, str(num_wanted))
+
+
+def read_num_wanted(folder: Path) -> int:
+    """Return the number of shards that the readers of a folder need; 2 at first."""
+    try:
+        return int((staging_path(folder) / _WANTED_NAME).read_text())
+    except FileNotFoundError:
+        return 2
+
+
+def note_failure(folder: Path, error: DataError | None) -> None:
+    """Note the error of a preparation for the readers of its folder; None deletes the note of an earlier start."""
+    path = staging_path(folder) / _ERROR_NAME
+    if error is None:
+        path.unlink(missing_ok=True)
+    elif path.parent.exists():
+        _write(path, str(error))
+
+
+def raise_failure(folder: Path) -> None:
+    """Raise the error that the preparation of a folder has noted, if any.
+
+    Raises:
+        DataError: the error.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        raise DataError((staging_path(folder) / _ERROR_NAME).read_text())
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a small file, which readers see complete or not at all."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

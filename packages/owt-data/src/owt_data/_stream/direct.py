@@ -1,0 +1,110 @@
+"""Token windows for one worker, read by a thread of the worker itself instead of tasks of Ray Data."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from owt_data._errors import DataError, check_integer
+from owt_data._options import OrderKind
+from owt_data._tokens.sequence import Tokens
+
+_PUT_TIMEOUT_S = 0.5
+
+
+def local_rows(global_batch_size: int, rank: int, world_size: int) -> range:
+    """Return the rows of a global batch that a worker reads.
+
+    Raises:
+        DataError: `world_size` does not divide `global_batch_size`, or an argument is out of its range.
+    """
+    check_integer("world_size", world_size, least=1)
+    check_integer("rank", rank, least=0, most=world_size - 1)
+    check_integer("global_batch_size", global_batch_size, least=1)
+    if global_batch_size % world_size:
+        constraint = f"a multiple of the {world_size} workers"
+        raise DataError(f"global_batch_size must be {constraint}, got {global_batch_size}. Change one of them.")
+    local_batch_size = global_batch_size // world_size
+    return range(rank * local_batch_size, (rank + 1) * local_batch_size)
+
+
+def check_steps(start_step: int, stop_step: int) -> None:
+    """Check that a range of steps is not empty.
+
+    Raises:
+        DataError: it is empty, or begins before 0.
+    """
+    check_integer("start_step", start_step, least=0)
+    check_integer("stop_step", stop_step, least=start_step + 1)
+
+
+def read_steps(
+    tokens: Tokens,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    rank: int,
+    world_size: int,
+    start_step: int,
+    stop_step: int,
+    order: OrderKind = "shuffle",
+    seed: int = 2357,
+    prefetch_steps: int = 4,
+) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    """Yield one worker's share of each step's batch, as `iter_steps` of `step_windows` does, without Ray.
+
+    A thread reads ahead. It may wait for tokens that are being prepared.
+
+    Args:
+        tokens: `train` or `val` of `open_tokens` or of `prepare_in_background`.
+        seq_len: inputs per window.
+        global_batch_size: windows per step, over all workers.
+        rank: index of this worker.
+        world_size: number of workers; must divide `global_batch_size`.
+        start_step: first step.
+        stop_step: last step, exclusive.
+        order: see `window_starts`.
+        seed: see `window_starts`.
+        prefetch_steps: number of steps to read ahead.
+
+    Yields:
+        `(step, uint16[G/n, seq_len + 1])`.
+
+    Raises:
+        DataError: an argument is out of its range, or the tokens cannot be read.
+    """
+    rows = np.array(local_rows(global_batch_size, rank, world_size))
+    check_steps(start_step, stop_step)
+    check_integer("prefetch_steps", prefetch_steps, least=1)
+    read: queue.Queue[tuple[int, NDArray[np.uint16] | Exception]] = queue.Queue(prefetch_steps)
+    stopped = threading.Event()
+
+    def put(item: tuple[int, NDArray[np.uint16] | Exception]) -> None:
+        while not stopped.is_set():
+            try:
+                return read.put(item, timeout=_PUT_TIMEOUT_S)
+            except queue.Full:
+                continue
+
+    def run() -> None:
+        for step in range(start_step, stop_step):
+            if stopped.is_set():
+                return
+            indices = step * global_batch_size + rows
+            try:
+                put((step, tokens.windows(indices, seq_len=seq_len, order=order, seed=seed)))
+            except Exception as error:  # of any kind: the consumer raises it
+                return put((step, error))
+
+    # A daemon, because it may wait for tokens that never come when the process ends.
+    threading.Thread(target=run, name="read-steps", daemon=True).start()
+    try:
+        for _ in range(start_step, stop_step):
+            step, windows = read.get()
+            if isinstance(windows, Exception):
+                raise windows
+            yield step, windows
+    finally:
+        stopped.set()

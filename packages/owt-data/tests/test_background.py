@@ -1,0 +1,194 @@
+"""Tokens that are read while they are prepared."""
+
+import hashlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from owt_data import DataError, PrepareOptions, open_tokens, prepare, prepare_in_background, read_steps
+
+START = PrepareOptions(tokenizer="bytes", split="start")
+SEQ_LEN, BATCH = 64, 32
+ORDER = "sequential-first"
+
+
+def window_digests(tokens, first, last, *, order=ORDER):
+    """The digest of each window of some steps."""
+    steps = read_steps(
+        tokens, seq_len=SEQ_LEN, global_batch_size=BATCH, rank=0, world_size=1, start_step=first, stop_step=last,
+        order=order,
+    )  # fmt: skip
+    return [hashlib.sha256(windows.tobytes()).hexdigest() for _, windows in steps]
+
+
+@pytest.fixture(scope="module")
+def prepared_start(corpus):
+    """The tokens of the corpus, prepared first and read later."""
+    out = corpus.with_name("prepared-start")
+    prepare(str(corpus), out, START)
+    return open_tokens(str(out), tokenizer="bytes")
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory):
+    """A source for training and one for validation."""
+    folder = tmp_path_factory.mktemp("two")
+    rng = np.random.default_rng(0)
+    for name, count in (("a", 3000), ("b", 200)):
+        texts = ("".join(rng.choice(list("abcdef \n"), size=rng.integers(1, 1500))) for _ in range(count))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return [f"train={folder / 'a.jsonl'}", f"val={folder / 'b.jsonl'}"]
+
+
+def test_windows_equal_those_of_a_finished_preparation(corpus, prepared_start, tmp_path):
+    num_steps = prepared_start.train.num_windows(SEQ_LEN) // BATCH + 40  # into the second epoch
+    with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
+        assert len(data.train) < len(prepared_start.train) / 4
+        streamed = window_digests(data.train, 0, num_steps)
+        np.testing.assert_array_equal(validation_windows(data), validation_windows(prepared_start))
+    assert streamed == window_digests(prepared_start.train, 0, num_steps)
+    assert (tmp_path / "out/train.bin").read_bytes() == (corpus.with_name("prepared-start") / "train.bin").read_bytes()
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def validation_windows(data):
+    count = data.val.num_windows(SEQ_LEN)
+    return data.val.windows(np.arange(count), seq_len=SEQ_LEN, order="sequential", seed=0)
+
+
+def test_each_split_can_have_its_own_source(two_sources, tmp_path):
+    options = PrepareOptions(tokenizer="bytes")
+    prepare(two_sources, tmp_path / "prepared", options)
+    prepared = open_tokens(str(tmp_path / "prepared"), tokenizer="bytes")
+    with prepare_in_background(two_sources, tmp_path / "out", options, num_processes=2) as data:
+        np.testing.assert_array_equal(validation_windows(data), validation_windows(prepared))
+        assert window_digests(data.train, 0, 900) == window_digests(prepared.train, 0, 900)
+
+
+def test_the_preparation_stays_a_few_shards_ahead_of_the_readers(corpus, prepared_start, tmp_path):
+    with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
+        window_digests(data.train, 0, 1)
+        time.sleep(1)  # enough to tokenize all, if nothing held it back
+        assert len(data.train) < len(prepared_start.train) / 4
+        first = len(data.train)
+        window_digests(data.train, 0, first // (SEQ_LEN * BATCH))
+        time.sleep(1)
+        assert first < len(data.train) < len(prepared_start.train)
+
+
+def test_the_end_of_the_block_stops_the_preparation_and_the_next_start_resumes(corpus, prepared_start, tmp_path):
+    out = tmp_path / "out"
+    with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
+        first = window_digests(data.train, 0, 100)
+        fingerprint = data.source_fingerprint
+    assert not out.exists()
+    unfinished = open_tokens(str(out), tokenizer="gpt2")
+    assert (unfinished.tokenizer, unfinished.source_fingerprint) == ("bytes", fingerprint)
+    np.testing.assert_array_equal(validation_windows(unfinished), validation_windows(prepared_start))
+    with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
+        assert data.source_fingerprint == fingerprint
+        assert window_digests(data.train, 0, 100) == first
+        window_digests(data.train, 0, prepared_start.train.num_windows(SEQ_LEN) // BATCH + 1)
+    with prepare_in_background(str(corpus), out, START) as data:
+        assert data.source_fingerprint == fingerprint
+        assert window_digests(data.train, 0, 100) == first
+
+
+def test_readers_in_other_processes_see_the_tokens_grow(corpus, prepared_start, tmp_path):
+    (tmp_path / "tokens").mkdir()
+    program = (
+        "import pickle, sys; from owt_data import read_steps; tokens = pickle.load(sys.stdin.buffer); "
+        "steps = read_steps(tokens, seq_len=64, global_batch_size=32, rank=1, world_size=2, start_step=0, "
+        "stop_step=2000, order='sequential-first'); print(sum(int(windows.sum()) for _, windows in steps))"
+    )
+    with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
+        reader = subprocess.run(
+            [sys.executable, "-c", program], input=pickle.dumps(data.train), stdout=subprocess.PIPE, check=True
+        )
+    steps = read_steps(
+        prepared_start.train, seq_len=SEQ_LEN, global_batch_size=BATCH, rank=1, world_size=2, start_step=0,
+        stop_step=2000, order=ORDER,
+    )  # fmt: skip
+    assert int(reader.stdout) == sum(int(windows.sum()) for _, windows in steps)
+
+
+KILLED = """
+import hashlib, sys
+from owt_data import PrepareOptions, prepare_in_background, read_steps
+corpus, out, first = sys.argv[1], sys.argv[2], int(sys.argv[3])
+with prepare_in_background(corpus, out, PrepareOptions(tokenizer="bytes", split="start"), num_processes=2) as data:
+    steps = read_steps(data.train, seq_len=64, global_batch_size=32, rank=0, world_size=1, start_step=first,
+                       stop_step=4000, order="sequential-first")
+    for step, windows in steps:
+        print(step, hashlib.sha256(windows.tobytes()).hexdigest(), flush=True)
+"""
+
+
+@pytest.mark.fault
+def test_windows_are_the_same_after_every_kill(corpus, prepared_start, tmp_path, record_property):
+    record_property("fault", "SIGKILL of a process that reads tokens while it prepares them, five times")
+    record_property("lost", "the shards in progress")
+    digests = {}
+    for number in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(corpus), str(tmp_path / "out"), str(len(digests))],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        for line in process.stdout:
+            step, digest = line.split()
+            assert digests.setdefault(int(step), digest) == digest
+            if number < 5 and len(digests) > 300 * (number + 1):
+                os.kill(process.pid, signal.SIGKILL)
+                break
+        process.communicate()
+        assert process.returncode == (-signal.SIGKILL if number < 5 else 0)
+    assert list(digests.values()) == window_digests(prepared_start.train, 0, 4000)
+
+
+def test_a_failure_after_the_first_tokens_reaches_the_readers(corpus, tmp_path):
+    lines = corpus.read_text().splitlines(keepends=True)
+    damaged = tmp_path / "damaged.jsonl"
+    damaged.write_text("".join([*lines[:3000], '{"text": 7}\n', *lines[3000:]]))
+    with (
+        prepare_in_background(str(damaged), tmp_path / "out", START, num_processes=1) as data,
+        pytest.raises(DataError, match="must hold text"),
+    ):
+        window_digests(data.train, 0, 4000)
+
+
+def test_a_failure_before_the_first_tokens_is_raised(tmp_path):
+    (tmp_path / "damaged.jsonl").write_text('{"text": 7}\n')
+    with (
+        pytest.raises(DataError, match="must hold text"),
+        prepare_in_background(str(tmp_path / "damaged.jsonl"), tmp_path / "out", START),
+    ):
+        pytest.fail("the block must not run")
+
+
+@pytest.mark.parametrize("order", ["shuffle", "random"])
+def test_orders_that_need_the_number_of_all_tokens_are_rejected(corpus, tmp_path, order):
+    with (
+        prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data,
+        pytest.raises(DataError, match=f"must be sequential or sequential-first, got {order}"),
+    ):
+        window_digests(data.train, 0, 1, order=order)
+
+
+def test_one_source_needs_the_split_start(corpus, tmp_path):
+    with (
+        pytest.raises(DataError, match="split must be start"),
+        prepare_in_background(str(corpus), tmp_path / "out", PrepareOptions(tokenizer="bytes")),
+    ):
+        pytest.fail("the block must not run")
+
+
+def test_tokens_are_encoded_by_tasks_of_a_cluster(cluster, corpus, prepared_start, tmp_path):
+    with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1, use_ray=True) as data:
+        assert window_digests(data.train, 0, 500) == window_digests(prepared_start.train, 0, 500)
