@@ -3,10 +3,11 @@ import re
 
 import pytest
 
-from owt_data import PrepareOptions
 from pretrain import PRESETS, TrainConfig
-from pretrain._commands.train import resolve_vocabulary
-from pretrain._config import with_vocab_size
+from pretrain._cli import parse_command
+from pretrain._commands.train import resolve_length, resolve_vocabulary
+from pretrain._config import MAX_STEPS, PrepareConfig, PretrainConfig, with_length, with_vocab_size
+from pretrain._errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,9 @@ from pretrain._config import with_vocab_size
     [
         ({"max_steps": 0}, "train.max_steps must be at least 1 and below 2147483648, got 0. Change it."),
         ({"eval_every": -5}, "train.eval_every must be at least 1, got -5."),
+        ({"max_epochs": 0.0}, "train.max_epochs must be above 0 and finite, got 0.0. Change it."),
+        ({"max_epochs": float("nan")}, "train.max_epochs must be above 0 and finite, got nan."),
+        ({"max_tokens": 0}, "train.max_tokens must be at least 1, got 0."),
         ({"max_failures": -1}, "train.max_failures must be at least 0, got -1."),
         ({"grad_accum_steps": 5}, "train.global_batch_size must be divisible by train.grad_accum_steps, 5, got 32."),
     ],
@@ -44,7 +48,7 @@ def test_bad_run_fields_are_named(fields, message):
 
 
 def test_the_tokenizer_is_a_preset_of_its_own():
-    assert PRESETS["gpt2"]().prepare == PrepareOptions(tokenizer="gpt2")
+    assert PRESETS["gpt2"]().prepare == PrepareConfig(tokenizer="gpt2")
 
 
 @pytest.mark.parametrize(("given", "of_the_run", "expected"), [(None, None, 257), (None, 300, 300), (400, 300, 400)])
@@ -55,3 +59,71 @@ def test_a_continued_run_keeps_its_vocabulary_unless_another_is_given(given, of_
     for size in (of_the_run, 257):  # that of the continued run, then that of the tokenizer
         config = resolve_vocabulary(config, size)
     assert config.model.vocab_size == expected
+
+
+def with_train(**fields):
+    config = PRESETS["quickstart"]()
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 1500),
+        ({"max_epochs": 2.0}, 125),  # 2 * 1000 / 16
+        ({"max_epochs": 1.5}, 93),
+        ({"max_epochs": 1e-9}, 1),
+        ({"max_tokens": 1}, 1),
+        ({"max_tokens": 2 * 16 * 64 + 1}, 3),
+        ({"max_epochs": 2.0, "max_tokens": 10**9}, 125),
+        ({"max_epochs": 1e300, "max_tokens": 2048}, 2),
+    ],
+)
+def test_epochs_and_tokens_give_the_steps(fields, expected):
+    """16 windows of 64 tokens a step, 1000 windows an epoch."""
+    found = with_length(with_train(**fields), num_windows=1000).train
+    assert found == dataclasses.replace(with_train(**fields).train, max_steps=expected)
+
+
+@pytest.mark.parametrize("fields", [{"max_epochs": 1e308}, {"max_tokens": 10**15}])
+def test_a_run_that_is_too_long_is_rejected(fields):
+    with pytest.raises(UsageError, match=f"train.max_epochs and train.max_tokens must give at most {MAX_STEPS} steps"):
+        with_length(with_train(**fields), num_windows=10**12)
+
+
+def test_a_continued_run_keeps_its_steps_if_its_length_is_given_in_epochs():
+    stored = with_train(max_steps=125, max_epochs=2.0)
+    assert resolve_length(with_train(max_epochs=2.0), stored) == stored
+    assert resolve_length(with_train(max_steps=7), stored).train.max_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], (1000, 5.0)),
+        (["--train.max-steps=7"], (7, None)),
+        (["--train.max_steps", "1000"], (1000, None)),
+        (["--train.max-steps", "7", "--train.max-epochs", "2"], (7, 2.0)),
+    ],
+)
+def test_given_steps_replace_the_epochs_of_a_preset(arguments, expected):
+    config = parse_command(["--preset", "wikitext", *arguments])
+    assert isinstance(config, PretrainConfig)
+    assert (config.train.max_steps, config.train.max_epochs) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("tokenizer", "gpt2", "gpt2"),
+        ("split", "position", "position"),
+        ("val-fraction", "0.25", 0.25),
+        ("split-seed", "3", 3),
+        ("text-column", "body", "body"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["--", "--prepare."])
+def test_an_option_of_prepare_has_a_long_and_a_short_name(prefix, name, value, expected):
+    config = parse_command([f"{prefix}{name}", value])
+    assert isinstance(config, PretrainConfig)
+    assert getattr(config.prepare, name.replace("-", "_")) == expected

@@ -1,34 +1,107 @@
 import dataclasses
+import hashlib
+import json
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from owt_data import PrepareOptions
+from owt_data import DataError, PrepareOptions, find_source, read_manifest
 from pretrain import PRESETS
-from pretrain._data import data_label, load_tokens
+from pretrain._config import PrepareConfig
+from pretrain._data import cache_folder, load_tokens
+from pretrain._errors import UsageError
+
+BOOK = "A short book, of some words. "
+QUIET = Console(quiet=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "label"), [("/books/War and Peace.txt", "war-and-peace"), ("s3://bucket/x", "x"), ("???", "data")]
-)
-def test_a_label_is_fit_for_a_folder(name, label):
-    assert data_label(name) == label
+@pytest.fixture
+def books(tmp_path, monkeypatch):
+    """Three texts of different length in the working folder."""
+    for name, count in (("a", 200), ("b", 100), ("c", 50)):
+        (tmp_path / f"{name}.txt").write_text(BOOK * count)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_text_is_prepared_once_for_its_content_and_its_options(tmp_path):
-    book = tmp_path / "book.txt"
-    book.write_text("A short book, of some words. " * 200)
-    config = dataclasses.replace(PRESETS["quickstart"](), data=str(book))
+def load(data, *, model_seq_len=64, **options):
+    config = PRESETS["quickstart"]()
+    return load_tokens(
+        dataclasses.replace(
+            config,
+            data=data,
+            prepare=PrepareConfig(tokenizer="bytes", **options),
+            model=dataclasses.replace(config.model, seq_len=model_seq_len),
+        ),
+        QUIET,
+    )
 
-    def load(**options):
-        with_options = dataclasses.replace(config, prepare=PrepareOptions(tokenizer="bytes", **options))
-        return load_tokens(with_options, Console(quiet=True))
 
-    first = load()
+def test_text_is_prepared_once_for_its_content_and_its_options(books):
+    first = load("a.txt")
     assert (len(first.train), len(first.val)) == (5221, 580)
-    assert load().names == first.names
-    half = load(val_fraction=0.5)
+    assert load("a.txt").names == first.names
+    half = load("a.txt", val_fraction=0.5)
     assert half.names != first.names
     assert abs(len(half.train) - len(half.val)) <= 1
-    book.write_text("Another book, of other words. " * 200)
-    assert load().names not in (first.names, half.names)
+    (books / "a.txt").write_text("Another book, of other words. " * 200)
+    assert load("a.txt").names not in (first.names, half.names)
+
+
+def test_the_key_of_prepared_text_is_that_of_version_0_7(books):
+    """OpenWebText takes hours to prepare: a new option at its default must not change the key."""
+    options = {"split": "auto", "split_seed": 2357, "text_column": "text", "tokenizer": "bytes", "val_fraction": None}
+    contents = find_source("a.txt").digest() + json.dumps(options, sort_keys=True)
+    name = f"a-bytes-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
+    assert load("a.txt").names == str(cache_folder() / name)
+
+
+def test_where_text_is_prepared_changes_neither_its_key_nor_its_manifest(books):
+    here, there = load("a.txt"), load("a.txt", num_processes=2, cache_path=str(books / "shared"))
+    assert there.names == str(books / "shared" / str(here.names).rpartition("/")[2])
+    assert read_manifest(str(there.names)) == read_manifest(str(here.names))
+    assert set(read_manifest(str(here.names)).options) >= {"tokenizer", "split"}
+    assert "num_processes" not in read_manifest(str(here.names)).options
+
+
+def test_each_split_has_text_of_its_own(books):
+    data = load("train=a.txt,val=b.txt")
+    assert (len(data.train), len(data.val)) == (200 * len(BOOK) + 1, 100 * len(BOOK) + 1)  # and end-of-text
+    assert load("train=a.txt,val=b.txt").names == data.names
+    assert load("train=a.txt,val=c.txt").names != data.names
+
+
+def test_a_mixture_prepares_text_and_takes_token_files_as_they_are(books):
+    np.full(1000, 65, "<u2").tofile(books / "x.bin")
+    data = load("web=0.75:a.txt,code=0.25:x.bin")
+    assert isinstance(data.names, dict)
+    assert list(data.names.values()) == [0.75, 0.25]
+    assert list(data.names)[1] == str(books / "x.bin")
+    assert len(data.train) == 5221 + 900
+    assert data.fingerprint["weights"] == [0.75, 0.25]
+
+
+def test_an_existing_file_is_a_plain_name_whatever_its_characters(books):
+    (books / "a.txt").rename(books / "train=a,val=b.txt")
+    assert len(load("train=a,val=b.txt").train) == 5221
+
+
+def test_text_for_one_split_and_tokens_for_the_other_are_rejected(books):
+    np.full(1000, 65, "<u2").tofile(books / "x.bin")
+    with pytest.raises(UsageError, match=r"data must be text or token files for both splits, got train=a.txt,val=x"):
+        load("train=a.txt,val=x.bin")
+
+
+def test_options_of_the_split_are_rejected_if_the_splits_are_given(books):
+    with pytest.raises(DataError, match="--split and --val-fraction must be absent with train"):
+        load("train=a.txt,val=b.txt", val_fraction=0.5)
+
+
+def test_the_options_of_prepare_are_those_of_owt_data():
+    config = PrepareConfig(tokenizer="bytes", split="position", text_column="body", num_processes=3, on_cluster=True)
+    assert config.options() == PrepareOptions(tokenizer="bytes", split="position", text_column="body")
+    defaults = PrepareOptions()
+    assert {name: getattr(PrepareConfig(), name) for name in dataclasses.asdict(defaults)} == dataclasses.asdict(
+        defaults
+    )

@@ -37,6 +37,8 @@ CHANGED = {
     "model.scan_layers": True,
     "train.global_batch_size": 64,
     "train.max_steps": 7,
+    "train.max_epochs": 0.5,
+    "train.max_tokens": 7,
     "train.log_every": 7,
     "train.eval_every": 7,
     "train.eval_batches": 7,
@@ -69,6 +71,10 @@ FREE = {
     "prepare.val_fraction": 0.5,
     "prepare.split_seed": 1,
     "prepare.text_column": "content",
+    "prepare.num_processes": 2,
+    "prepare.on_cluster": True,
+    "prepare.cache_path": "elsewhere",
+    "dashboard": True,
     "model.attention": "xla",
     "model.remat": "full",
     "model.loss_chunk_tokens": 64,
@@ -146,5 +152,9 @@ def test_a_description_comes_back_as_it_was(stored, tmp_path):
 def test_a_description_of_an_older_version_has_the_defaults_of_what_it_lacks(stored):
     description = stored.to_json()
     del description["data"]["window_order_version"], description["config"]["mesh"]
-    del description["config"]["model"]["scan_layers"]
+    del description["config"]["model"]["scan_layers"], description["config"]["dashboard"]
+    for name in ("max_epochs", "max_tokens"):
+        del description["config"]["train"][name]
+    for name in ("num_processes", "on_cluster", "cache_path"):
+        del description["config"]["prepare"][name]
     assert parse_json(RunDescription, json.dumps(description), "config.json", "") == stored

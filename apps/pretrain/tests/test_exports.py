@@ -1,13 +1,22 @@
 import subprocess
 import sys
 
+import pytest
+
 import pretrain
 
 
 def test_public_names_are_sorted_and_load():
-    assert pretrain.__all__ == ["PRESETS", "PretrainConfig", "TrainConfig", "main"]
+    assert pretrain.__all__ == [
+        "PRESETS", "PretrainConfig", "TrainConfig", "TrainResult", "TrainedModel", "load_trained", "main", "train",
+    ]  # fmt: skip
     for name in pretrain.__all__:
         assert getattr(pretrain, name) is not None
+
+
+def test_an_unknown_name_raises_attribute_error():
+    with pytest.raises(AttributeError, match="module 'pretrain' has no attribute 'launch'"):
+        pretrain.launch  # noqa: B018 # pyright: ignore[reportAttributeAccessIssue] - that is what is tested
 
 
 def test_importing_it_imports_nothing_heavy():

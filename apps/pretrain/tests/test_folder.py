@@ -65,15 +65,27 @@ def test_a_rejection_deletes_no_checkpoint(tmp_path):
 def test_the_report_sums_up_the_run(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(
-        '{"step": 0, "val_loss": 5.0}\n{"step": 9, "loss": 2.0}\n{"step": 10, "loss": 1.5, "val_loss": 1.7}\n'
+        '{"step": 0, "val_loss": 5.0}\n{"step": 9, "loss": 2.0}\n'
+        '{"step": 10, "epoch": 0.5, "tokens": 640, "loss": 1.5, "val_loss": 1.7}\n'
     )
     folder.starts.write_text('{"step": 0, "workers": 1}\n{"step": 5, "workers": 2}\n')
-    result = write_report(folder, "mine", wall_s=12.34)
-    assert result == RunResult(steps=10, metrics={"val_loss": 1.7, "loss": 1.5}, wall_s=12.3, restarts=1, workers=2)
+    result = write_report(folder, "mine", wall_s=12.34, num_params=1000)
+    assert result == RunResult(
+        steps=10, metrics={"val_loss": 1.7, "loss": 1.5}, wall_s=12.3, restarts=1, workers=2,
+        num_params=1000, tokens=640, epochs=0.5,
+    )  # fmt: skip
     assert json.loads(folder.result.read_text()) == dataclasses.asdict(result)
     assert folder.loss_picture.read_bytes().startswith(b"\x89PNG")
     assert read_result(folder) == result
     assert result.summary() == "10 steps, validation loss 1.7000"
+
+
+def test_the_result_of_an_older_version_has_no_parameters_and_tokens(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.result.write_text('{"steps": 1, "metrics": {}, "wall_s": 1.0, "restarts": 0, "workers": 1}')
+    result = read_result(folder)
+    assert result is not None
+    assert (result.num_params, result.tokens, result.epochs) == (None, None, None)
 
 
 @pytest.mark.fault
@@ -84,7 +96,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_keep_a_run_from_being_finished(
     folder.metrics.write_text('{"step": 0, "val_loss": NaN}\n{"step": 10, "loss": 1.5}\n')
     folder.starts.write_text('{"step": 0, "workers": 1}\n')
     folder.loss_picture.mkdir()
-    assert write_report(folder, "mine", wall_s=1.0) == read_result(folder)
+    assert write_report(folder, "mine", wall_s=1.0, num_params=1000) == read_result(folder)
     (warning,) = caplog.messages
     assert warning.startswith(f"the run goes on without the picture {folder.loss_picture}: IsADirectoryError: ")
 
@@ -97,8 +109,8 @@ def test_a_run_whose_metrics_are_lost_can_be_finished(tmp_path, caplog, contents
     folder = RunFolder(tmp_path)
     for path in (folder.metrics, folder.starts):
         path.write_bytes(contents)
-    result = write_report(folder, "mine", wall_s=1.0)
-    assert result == RunResult(steps=None, metrics={}, wall_s=1.0, restarts=None, workers=None)
+    result = write_report(folder, "mine", wall_s=1.0, num_params=1000)
+    assert result == RunResult(steps=None, metrics={}, wall_s=1.0, restarts=None, workers=None, num_params=1000)
     assert result.summary() == "metrics unknown"
     assert folder.loss_picture.read_bytes().startswith(b"\x89PNG")
     assert caplog.messages == []

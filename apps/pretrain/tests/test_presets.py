@@ -4,10 +4,20 @@ from nnx_gpt2 import num_params
 from pretrain import PRESETS
 from pretrain._cli import parse_command
 from pretrain._config import PretrainConfig, with_vocab_size
+from pretrain._data_names import Splits, parse_data
 
 
 def test_every_preset_knows_its_name():
-    assert list(PRESETS) == ["quickstart", "baby", "tutorial", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+    assert list(PRESETS) == [
+        "quickstart",
+        "baby",
+        "tutorial",
+        "wikitext",
+        "gpt2",
+        "gpt2-medium",
+        "gpt2-large",
+        "gpt2-xl",
+    ]
     assert all(make().preset == name for name, make in PRESETS.items())
 
 
@@ -46,6 +56,21 @@ def test_tutorial_is_the_reference_job():
     assert (train.global_batch_size, train.max_steps, train.log_every) == (32, 10_000, 10)
     assert (train.eval_every, train.checkpoint_every) == (100, 100)
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (5e-4, 0.1)
+
+
+def test_wikitext_is_the_job_of_the_pytorch_tutorial():
+    config = with_vocab_size(PRESETS["wikitext"](), 50257)
+    model, train, optimizer = config.model, config.train, config.optimizer
+    assert parse_data(config.data) == Splits(
+        "Salesforce/wikitext:wikitext-103-raw-v1:train", "Salesforce/wikitext:wikitext-103-raw-v1:validation"
+    )
+    assert num_params(model) == 123_849_984  # the tutorial prints 123.8M
+    assert (model.dropout_rate, model.norm_epsilon, model.dtype) == (0.1, 1e-5, "float32")
+    assert train.global_batch_size * model.seq_len == 4 * 16 * 256
+    assert (train.max_epochs, train.order, train.checkpoints_to_keep, train.max_failures) == (5, "shuffle", 2, 3)
+    assert (optimizer.name, optimizer.schedule, optimizer.learning_rate) == ("adamw", "constant", 3e-4)
+    assert (optimizer.weight_decay, optimizer.clip_norm, optimizer.beta1, optimizer.beta2) == (0.1, 1.0, 0.9, 0.999)
+    assert optimizer.warmup_steps == 0
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ def test_the_time_left_is_that_of_the_steps_since_the_start():
     with ProgressDisplay(1010, Console(file=out, width=200)) as display:
         display.show({"step": 1000, "loss": 2.0})
         time.sleep(1.0)
-        display.show({"step": 1001, "loss": 1.5, "tokens_per_s": 1234.5})
+        display.show({"step": 1001, "epoch": 1.3333, "loss": 1.5, "tokens_per_s": 1234.5})
     first, second = out.getvalue().splitlines()
     assert first == "step 1000/1010  loss 2.0000"
-    assert second.startswith("step 1001/1010  loss 1.5000  1,234 tokens/s  left 0:")
+    assert second.startswith("step 1001/1010  epoch 1.33  loss 1.5000  1,234 tokens/s  left 0:")
     assert int(second.rpartition(":")[2]) >= 9  # nine steps of at least a second
 
 

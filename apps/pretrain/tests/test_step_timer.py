@@ -19,11 +19,12 @@ from pretrain._config import with_vocab_size
 from pretrain._training.step_timer import StepTimer
 
 CONFIG = with_vocab_size(PRESETS["quickstart"](), 257)
+NUM_WINDOWS = 3000
 
 
 @pytest.fixture
 def timer():
-    return StepTimer(CONFIG, "cpu", 1)
+    return StepTimer(CONFIG, NUM_WINDOWS, "cpu", 1)
 
 
 def metrics(loss, *, grad_norm=1.0, num_skipped=0, in_a_row=0):
@@ -48,9 +49,15 @@ def test_a_record_says_what_the_steps_since_the_last_one_took(timer):
     assert "mfu" not in record  # this device's peak is not known
 
 
+def test_a_record_has_the_epochs_and_the_tokens_up_to_its_step(timer):
+    assert timer.progress(0) == {"step": 0, "epoch": 0.0, "tokens": 0}
+    record = timer.record(250, metrics(1.5))
+    assert (record["epoch"], record["tokens"]) == (1.3333, 250 * 16 * 64)  # 250 * 16 of 3000 windows
+
+
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_mfu_is_the_share_of_the_peak_of_all_devices(num_devices):
-    timer = StepTimer(CONFIG, "NVIDIA H200", num_devices)
+    timer = StepTimer(CONFIG, NUM_WINDOWS, "NVIDIA H200", num_devices)
     time.sleep(0.02)
     record = timer.record(1, metrics(1.5))
     flops_per_s = flops_per_token(CONFIG.model) * record["tokens_per_s"]
@@ -82,7 +89,7 @@ SAVE_EVERY, RECORD_EVERY = 20, 10
 
 def last_step(optimizer, train_step, kill_after=None):
     """The step at which a run ends that has no finite loss from step 23 on, killed and resumed once or not at all."""
-    state, timer = create_train_state(MODEL, optimizer, jax.random.key(0)), StepTimer(CONFIG, "cpu", 1)
+    state, timer = create_train_state(MODEL, optimizer, jax.random.key(0)), StepTimer(CONFIG, NUM_WINDOWS, "cpu", 1)
     saved, step = jax.tree.map(np.asarray, state), 0
     while step < 200:
         step += 1
@@ -99,7 +106,7 @@ def last_step(optimizer, train_step, kill_after=None):
             counters = {name: getattr(saved, name) for name in ("step", "num_skipped", "num_skipped_in_a_row")}
             arrays = {"params": saved.params, "opt_state": saved.opt_state}
             state = TrainState(**jax.tree.map(jnp.asarray, counters | arrays))
-            timer, step, kill_after = StepTimer(CONFIG, "cpu", 1), int(saved.step), None
+            timer, step, kill_after = StepTimer(CONFIG, NUM_WINDOWS, "cpu", 1), int(saved.step), None
     return None
 
 

@@ -125,7 +125,8 @@ def test_a_document_ends_with_its_end_of_text():
         (
             128,
             {"backend": "cudnn"},
-            "attention backend cudnn must have bfloat16 on an NVIDIA GPU, and no dropout, got float32[2, 128,",
+            "attention backend cudnn must have bfloat16 on an NVIDIA GPU of compute capability 8 or above, and no "
+            "dropout, got float32[2, 128,",
         ),
         (
             100,

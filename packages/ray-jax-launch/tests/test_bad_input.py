@@ -108,7 +108,7 @@ CASES = {
     "symlink loop": (launching_below("loop", make_loop), WRITABLE),
     "file as storage": (launching_below("file", write_file), WRITABLE),
     "file as run": (launching_below("folder", make_file_of_run), WRITABLE),
-    "no storage": (launching(storage_path=None), f"{NO_PLACE}None"),
+    "number as storage": (launching(storage_path=3), f"{NO_PLACE}3"),
     "null in path": (launching(storage_path="a\0b"), NO_PLACE),
     "storage of nobody": (launching(storage_path="nowhere://x"), "the storage must be a folder, s3://bucket/path or gs://bucket/"),
     **{

@@ -1,5 +1,6 @@
 """The control actor: stop requests on their way to the workers, metrics on their way to the driver."""
 
+import logging
 from functools import partial
 
 from ray_jax_launch._train.control_actor import ControlActor
@@ -48,8 +49,10 @@ def test_metrics_of_all_ranks_are_collected_once():
     control = ControlActor()
     control.record(0, {"step": 1})
     control.record(1, {"step": 1})
-    control.log("a line")
-    assert control.collect() == ([(0, {"step": 1}), (1, {"step": 1})], ["a line"])
+    control.log("a warning")
+    control.log("a line", logging.INFO)
+    lines = [(logging.WARNING, "a warning"), (logging.INFO, "a line")]
+    assert control.collect() == ([(0, {"step": 1}), (1, {"step": 1})], lines)
     assert control.collect() == ([], [])
 
 

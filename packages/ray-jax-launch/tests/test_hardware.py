@@ -17,6 +17,7 @@ from ray_jax_launch import (
     tpu,
     worker_environment,
 )
+from ray_jax_launch._scaling import hardware_of
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ from ray_jax_launch import (
         ("tpu:v5e:16x16", 64, 4),
         ("tpu:v4:2x2x2", 2, 4),
         ("tpu:v5p:4x4x4", 16, 4),
+        ("local", 1, 1),
     ],
 )
 def test_hardware_survives_a_round_trip_through_its_text(text, num_workers, devices_per_worker):
@@ -46,8 +48,15 @@ def test_hardware_survives_a_round_trip_through_its_text(text, num_workers, devi
     assert str(hardware) == text
     scaling = scaling_config(hardware)
     assert isinstance(scaling, ScalingConfig)
-    assert scaling.max_workers == num_workers
-    assert scaling.min_workers == hardware.min_workers
+    assert scaling.max_workers == (0 if text == "local" else num_workers)
+    assert scaling.min_workers == (0 if text == "local" else hardware.min_workers)
+    assert hardware_of(scaling).num_workers == num_workers
+    assert hardware_of(scaling).kind == hardware.kind
+
+
+@pytest.mark.parametrize("text", ["tpu:TPU-V6E:4x4", "tpu:tpu-v6e:4x4", "tpu:V6E:4x4"])
+def test_a_tpu_type_may_be_written_as_ray_writes_it(text):
+    assert parse_hardware(text) == tpu("v6e", "4x4")
 
 
 @pytest.mark.parametrize(

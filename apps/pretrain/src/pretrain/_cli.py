@@ -1,5 +1,6 @@
 """The command line. Light to import: each command imports what takes seconds."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -144,14 +145,22 @@ def parse_command(arguments: Sequence[str]) -> Command:
         chosen, _ = tyro.cli(_Preset, args=arguments, return_unknown_args=True, add_help=False, console_outputs=False)
     except SystemExit:  # the next parser prints the error
         chosen = _Preset()
+    preset = PRESETS[chosen.preset]()
+    if _is_given("max_steps", arguments):  # steps that are given replace the epochs of the preset
+        preset = dataclasses.replace(preset, train=dataclasses.replace(preset.train, max_epochs=None, max_tokens=None))
     return tyro.cli(
         _Line,
         prog="pretrain",
         description=_DESCRIPTION,
         args=arguments,
-        default=_Line(options=PRESETS[chosen.preset]()),
+        default=_Line(options=preset),
         config=(tyro.conf.CascadeSubcommandArgs,),
     ).options
+
+
+def _is_given(train_option: str, arguments: Sequence[str]) -> bool:
+    names = (argument.partition("=")[0].replace("-", "_") for argument in arguments)
+    return f"__train.{train_option}" in names
 
 
 def _run(command: Command) -> int:
@@ -168,11 +177,9 @@ def _run(command: Command) -> int:
 
 def _train(config: PretrainConfig) -> int:
     from pretrain._commands.train import train
-    from ray_jax_launch import TrainingFailed
 
-    try:
-        train(config, Output())
-    except TrainingFailed as error:
+    error = train(config, console=Output()).error
+    if error is not None:
         print_error(f"{error.details}\nerror: {error}: the same command continues from the newest checkpoint")
         return _FAILED
     return 0

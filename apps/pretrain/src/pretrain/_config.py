@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 import tyro
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig
-from owt_data import OrderKind, PrepareOptions
+from owt_data import STREAM_ORDERS, OrderKind, PrepareOptions, TokenizerName
+from pretrain._errors import UsageError
 from ray_jax_launch import check_run_name
 
 MAX_STEPS = 2**31 - 1
@@ -17,7 +18,56 @@ MAX_STEPS = 2**31 - 1
 NUM_SEEDS = 2**63
 """The number of seeds: a seed is a signed number of 64 bits."""
 
-PresetName = Literal["quickstart", "baby", "tutorial", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+PresetName = Literal["quickstart", "baby", "tutorial", "wikitext", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareConfig(PrepareOptions):
+    """The options of `owt-data prepare`, and where the text is prepared.
+
+    The fields that this class adds do not change the tokens.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    # These fields have a short name too, that of the command `owt-data prepare`.
+    tokenizer: Annotated[TokenizerName, tyro.conf.arg(aliases=("--tokenizer",))] = "gpt2"
+    """`gpt2`, or `bytes`, which needs no download and has 257 ids."""
+
+    split: Annotated[Literal["auto", "documents", "position", "start"], tyro.conf.arg(aliases=("--split",))] = "auto"
+    """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
+    first 128th of the text, at most 16 MiB. `auto` is `position` for a single document, else `documents`; with
+    `--data-mode stream` it is `start`."""
+
+    val_fraction: Annotated[float | None, tyro.conf.arg(aliases=("--val-fraction",))] = None
+    """Share of the data for validation. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in
+    corpus)."""
+
+    split_seed: Annotated[int, tyro.conf.arg(aliases=("--split-seed",))] = 2357
+    """Seed of the random choice of documents."""
+
+    text_column: Annotated[str, tyro.conf.arg(aliases=("--text-column",))] = "text"
+    """Column with the text, in JSON lines, parquet files and hub datasets."""
+
+    num_processes: int | None = None
+    """Tokenizing processes; None is one for each usable CPU."""
+
+    on_cluster: bool = False
+    """Tokenize as tasks of the Ray cluster. All its nodes must share `cache_path`."""
+
+    cache_path: str | None = None
+    """Folder of prepared tokens, shared by all nodes; None takes the user's cache."""
+
+    def __post_init__(self) -> None:
+        """Check every field once."""
+        PrepareOptions.__post_init__(self)
+        if self.num_processes is not None:
+            _check_range("prepare.num_processes", self.num_processes, 1)
+
+    def options(self) -> PrepareOptions:
+        """Return the options of `prepare`, which decide the tokens."""
+        return PrepareOptions(**{field.name: getattr(self, field.name) for field in fields(PrepareOptions)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +101,13 @@ class TrainConfig:
     """Windows per step, over all workers."""
 
     max_steps: int = 1000
-    """Steps of the run."""
+    """Steps of the run. `max_epochs` and `max_tokens` replace this number."""
+
+    max_epochs: float | None = None
+    """Epochs of the run: passes over the training windows."""
+
+    max_tokens: int | None = None
+    """Training tokens of the run, rounded up to a step. With `max_epochs`, the run ends at the first of the two."""
 
     log_every: int = 10
     """Steps between two records of metrics."""
@@ -72,8 +128,8 @@ class TrainConfig:
     """Microbatches per step, computed one after the other to save memory."""
 
     order: OrderKind = "shuffle"
-    """Order of the training windows: `shuffle` (each window once per epoch), `random` (with replacement) or
-    `sequential`."""
+    """Order of the training windows: `shuffle` (each window once per epoch), `random` (with replacement), `sequential`,
+    or `sequential-first` (`sequential` in the first epoch, then `shuffle`)."""
 
     mask_documents: bool = False
     """Restrict attention to a token's own document. Otherwise a token sees the documents before it in its window, as in
@@ -94,8 +150,12 @@ class TrainConfig:
             ("checkpoints_to_keep", 1, math.inf),
             ("grad_accum_steps", 1, math.inf),
             ("max_failures", 0, math.inf),
+            ("max_tokens", 1, math.inf),
         ):
-            _check_range(f"train.{name}", getattr(self, name), least, end)
+            if (value := getattr(self, name)) is not None:
+                _check_range(f"train.{name}", value, least, end)
+        if self.max_epochs is not None and not 0 < self.max_epochs < math.inf:
+            raise ValueError(f"train.max_epochs must be above 0 and finite, got {self.max_epochs}. Change it.")
         if self.global_batch_size % self.grad_accum_steps:
             raise ValueError(
                 f"train.global_batch_size must be divisible by train.grad_accum_steps, {self.grad_accum_steps}, got "
@@ -137,7 +197,12 @@ class PretrainConfig:
 
     data: str = "builtin"
     """Training data: builtin (Python's standard library), a folder of token files, a .bin, .txt, .jsonl or .parquet
-    file, a glob of files of one kind, s3://... or gs://... of token files, or a Hugging Face dataset."""
+    file, a glob of files of one kind, s3://... or gs://... of token files, or a Hugging Face dataset. Or two such names
+    as train=A,val=B, or several with weights, such as web=0.7:A,code=0.3:B."""
+
+    data_mode: Literal["prepared", "stream"] = "prepared"
+    """`prepared` tokenizes all text before the training. `stream` trains while tasks of the Ray cluster tokenize the
+    text; the first epoch then has the order of the text."""
 
     hardware: str = "auto"
     """auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or
@@ -158,8 +223,11 @@ class PretrainConfig:
     prompt: str = "\n"
     """Prompt of the sample at the end."""
 
-    prepare: Annotated[PrepareOptions, tyro.conf.arg(name="")]
-    """Options of `owt-data prepare`."""
+    dashboard: bool = False
+    """Start Ray's dashboard, and print its URL."""
+
+    prepare: PrepareConfig
+    """The options of `owt-data prepare`, and where the text is prepared."""
 
     model: ModelConfig
     """The model."""
@@ -188,6 +256,55 @@ class PretrainConfig:
 def with_vocab_size(config: PretrainConfig, vocab_size: int) -> PretrainConfig:
     """Return the configuration with a vocabulary of this size."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+
+
+def with_length(config: PretrainConfig, *, num_windows: int) -> PretrainConfig:
+    """Return the configuration with the `max_steps` that `max_epochs` and `max_tokens` give.
+
+    Args:
+        config: the configuration.
+        num_windows: windows of an epoch.
+
+    Raises:
+        UsageError: the number of steps is too large.
+    """
+    train = config.train
+    steps: list[int] = []
+    if train.max_epochs is not None:
+        exact = min(train.max_epochs * num_windows / train.global_batch_size, MAX_STEPS + 1)
+        steps.append(max(1, math.floor(exact)))
+    if train.max_tokens is not None:
+        steps.append(-(-train.max_tokens // (train.global_batch_size * config.model.seq_len)))
+    if not steps:
+        return config
+    if min(steps) > MAX_STEPS:
+        raise UsageError(
+            f"train.max_epochs and train.max_tokens must give at most {MAX_STEPS} steps, got {train.max_epochs} epochs "
+            f"and {train.max_tokens} tokens. Lower one of the two."
+        )
+    return with_max_steps(config, min(steps))
+
+
+def with_max_steps(config: PretrainConfig, max_steps: int) -> PretrainConfig:
+    """Return the configuration with this number of steps."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=max_steps))
+
+
+def with_stream_order(config: PretrainConfig) -> PretrainConfig:
+    """Return the configuration with a window order that can be read while the text is tokenized.
+
+    Raises:
+        UsageError: the length of the run depends on the number of all tokens.
+    """
+    if config.train.max_epochs is not None:
+        raise UsageError(
+            "train.max_epochs must be absent with data_mode stream, which does not know the number of tokens before "
+            f"its end, got {config.train.max_epochs}. Give --train.max-epochs None and --train.max-steps or "
+            "--train.max-tokens."
+        )
+    if config.train.order in STREAM_ORDERS:
+        return config
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, order="sequential-first"))
 
 
 def _check_range(name: str, value: float, least: float, end: float = math.inf) -> None:

@@ -1,9 +1,10 @@
 """The tokens of a run: opens token files, and prepares text first."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import platformdirs
@@ -11,21 +12,26 @@ from rich.console import Console
 
 from owt_data import (
     DataError,
+    GrowingTokens,
     PrepareOptions,
+    Progress,
     TokenData,
     find_source,
     is_prepared,
     open_tokens,
     prepare,
+    prepare_in_background,
     progress_bar,
     read_manifest,
 )
-from pretrain._config import PretrainConfig
+from pretrain._config import PrepareConfig, PretrainConfig
+from pretrain._data_names import Mixture, Plain, Splits, label_of, parse_data
+from pretrain._errors import UsageError
+from ray_jax_launch import as_storage_path
 
-
-def data_label(name: str) -> str:
-    """Return a short name for a data path, usable as a folder's name."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", Path(name).stem or name).strip("-").lower() or "data"
+# The options of owt-data 0.5 are part of every cache key. Later options are part of a key if they are not at their
+# defaults: the same tokens keep their key.
+_OPTIONS_IN_EACH_KEY = ("tokenizer", "split", "val_fraction", "split_seed", "text_column")
 
 
 def cache_folder() -> Path:
@@ -38,20 +44,78 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
 
     Raises:
         DataError: the data cannot be read, or either split is shorter than one window.
+        UsageError: `config.data` has no valid form, or names text for one split and token files for the other.
     """
-    if is_prepared(config.data):
-        tokens = open_tokens(config.data, tokenizer=config.prepare.tokenizer)
-    else:
-        folder = cache_folder() / _cache_key(config.data, config.prepare)
-        if read_manifest(folder) is None:
-            console.print(f"preparing {config.data} into {folder}", markup=False, soft_wrap=True)
-            with progress_bar(console) as progress:
-                prepare(config.data, folder, config.prepare, progress=progress)
-        tokens = open_tokens(str(folder), tokenizer=config.prepare.tokenizer)
+    data, tokenizer = parse_data(config.data), config.prepare.tokenizer
+    match data:
+        case Plain(name):
+            tokens = open_tokens(_prepared(name, config.prepare, console), tokenizer=tokenizer)
+        case Splits(train, val):
+            names = [f"train={train}", f"val={val}"]
+            are_prepared = {is_prepared(train), is_prepared(val)}
+            if len(are_prepared) > 1:
+                raise UsageError(f"data must be text or token files for both splits, got {config.data}. Give one kind.")
+            tokens = open_tokens(
+                names if True in are_prepared else _prepare(names, data, config.prepare, console), tokenizer=tokenizer
+            )
+        case Mixture(_, weights):
+            tokens = open_tokens(
+                {_prepared(name, config.prepare, console): weight for name, weight in weights.items()},
+                tokenizer=tokenizer,
+            )
+    return _check_windows(config, tokens)
+
+
+@contextlib.contextmanager
+def stream_tokens(
+    config: PretrainConfig, console: Console, *, num_tasks: int | None, report: Callable[[Progress], None]
+) -> Iterator[TokenData]:
+    """Open the tokens of a run as soon as the first are there. Text is tokenized into the cache during the block.
+
+    Args:
+        config: the configuration.
+        console: shows the folder.
+        num_tasks: number of concurrent tasks of the connected Ray cluster; None tokenizes in processes of this machine.
+        report: called after each shard.
+
+    Raises:
+        DataError: the data cannot be read, or either split is shorter than one window.
+        UsageError: `config.data` is not text, or is a mixture.
+    """
+    match data := parse_data(config.data):
+        case Plain(name) if not is_prepared(name):
+            sources = [name]
+        case Splits(train, val) if not (is_prepared(train) or is_prepared(val)):
+            sources = [f"train={train}", f"val={val}"]
+        case _:
+            raise UsageError(
+                f"data must be text, as NAME or train=NAME,val=NAME, with data_mode stream, got {config.data}. Leave "
+                "out --data-mode for token files and mixtures."
+            )
+    options = config.prepare.options()
+    if isinstance(data, Plain) and options.split == "auto":
+        options = dataclasses.replace(options, split="start")
+    folder = _cache_root(config.prepare) / _cache_key(data, options)
+    console.print(f"tokenizing {' '.join(sources)} into {folder}, during the training", markup=False, soft_wrap=True)
+    with prepare_in_background(
+        sources,
+        folder,
+        options,
+        num_processes=num_tasks or config.prepare.num_processes,
+        use_ray=num_tasks is not None,
+        progress=report,
+    ) as tokens:
+        yield _check_windows(config, tokens)
+
+
+def _check_windows(config: PretrainConfig, tokens: TokenData) -> TokenData:
+    """Check that both splits have a window. Training tokens that are being prepared are not checked."""
     for name, part, remedy in (
         ("training", tokens.train, "more text"),
-        ("validation", tokens.val, "more text, a larger --val-fraction"),
+        ("validation", tokens.val, "more text, a larger --prepare.val-fraction"),
     ):
+        if isinstance(part, GrowingTokens) and name == "training":
+            continue
         if part.num_windows(config.model.seq_len) == 0:
             raise DataError(
                 f"{config.data} must have at least {config.model.seq_len + 1} {name} tokens, one window of "
@@ -60,6 +124,48 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
     return tokens
 
 
-def _cache_key(name: str, options: PrepareOptions) -> str:
-    contents = find_source(name).digest() + json.dumps(dataclasses.asdict(options), sort_keys=True)
-    return f"{data_label(name)}-{options.tokenizer}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
+def _prepared(name: str, options: PrepareConfig, console: Console) -> str:
+    """Return the name of token files: the name itself, or the folder into which its text is prepared."""
+    return name if is_prepared(name) else _prepare([name], Plain(name), options, console)
+
+
+def _prepare(sources: Sequence[str], data: Plain | Splits, config: PrepareConfig, console: Console) -> str:
+    """Prepare text into the cache, unless it is there, and return the folder."""
+    options = config.options()
+    folder = _cache_root(config) / _cache_key(data, options)
+    if read_manifest(folder) is None:
+        console.print(f"preparing {' '.join(sources)} into {folder}", markup=False, soft_wrap=True)
+        with progress_bar(console) as progress:
+            prepare(
+                sources,
+                folder,
+                options,
+                num_processes=config.num_processes,
+                use_ray=config.on_cluster,
+                progress=progress,
+            )
+    return str(folder)
+
+
+def _cache_root(config: PrepareConfig) -> Path:
+    """Return the folder of all prepared tokens."""
+    root = cache_folder() if config.cache_path is None else as_storage_path(config.cache_path)
+    if not isinstance(root, Path):
+        raise UsageError(f"prepare.cache_path must be a folder that all nodes share, got {root}. Mount it, or copy it.")
+    return root
+
+
+def _cache_key(data: Plain | Splits, options: PrepareOptions) -> str:
+    match data:
+        case Plain(name):
+            digest = find_source(name).digest()
+        case Splits(train, val):
+            digest = json.dumps({"train": find_source(train).digest(), "val": find_source(val).digest()})
+    default = PrepareOptions()
+    deciding = {
+        name: value
+        for name, value in dataclasses.asdict(options).items()
+        if name in _OPTIONS_IN_EACH_KEY or value != getattr(default, name)
+    }
+    contents = digest + json.dumps(deciding, sort_keys=True)
+    return f"{label_of(data)}-{options.tokenizer}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"

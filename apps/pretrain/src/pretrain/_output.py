@@ -1,8 +1,10 @@
 """Standard output and standard error, which may be closed, full, or limited to few characters."""
 
 import contextlib
+import logging
 import os
 import sys
+from collections.abc import Iterator
 
 from rich.console import Console
 
@@ -38,3 +40,25 @@ def discard_unwritten() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextlib.contextmanager
+def log_lines(console: Console) -> Iterator[None]:
+    """Print each message that the launcher logs as information as a line, while the block runs."""
+    logger = logging.getLogger("ray_jax_launch")
+    level = logger.level
+
+    def show(record: logging.LogRecord) -> bool:
+        if record.levelno == logging.INFO:
+            with contextlib.suppress(OSError):  # the run goes on without standard output
+                console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)
+        return True
+
+    logger.addFilter(show)
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeFilter(show)
+        logger.setLevel(level)

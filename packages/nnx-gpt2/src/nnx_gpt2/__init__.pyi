@@ -1,4 +1,5 @@
 from ._attention import causal_attention as causal_attention
+from ._bfloat16 import has_bfloat16 as has_bfloat16
 from ._evaluation import ChoiceEvaluation as ChoiceEvaluation
 from ._evaluation import Question as Question
 from ._evaluation import TokenEvaluation as TokenEvaluation

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from nnx_gpt2._bfloat16 import compute_capability, has_bfloat16
 from nnx_gpt2._dropout import dropout, split_key
 from nnx_gpt2._errors import require
 from nnx_gpt2._model_config import AttentionBackend
@@ -40,7 +41,8 @@ def causal_attention(
 
     Vaswani et al., 2017 (arXiv:1706.03762), section 3.2.1, with a causal mask. The backends:
 
-    - `cudnn`: cuDNN's flash kernel, for NVIDIA GPUs and bfloat16. Segments need a mask in memory.
+    - `cudnn`: cuDNN's flash kernel, for bfloat16 on NVIDIA GPUs of compute capability 8 or above. Segments need a mask
+      in memory.
     - `splash`: Pallas' splash kernel, for TPUs and T a multiple of 128. Other devices interpret it, slowly.
     - `xla`: the plain formula on blocks of queries, for any device. Only this backend supports dropout.
     - `auto`: the first backend in this list that supports the inputs.
@@ -66,7 +68,7 @@ def causal_attention(
     if backend == "xla":
         return _xla(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, dropout_rate, dropout_key)
     kernel, is_supported, needs = {
-        "cudnn": (_cudnn, _is_cudnn_case(q_BTNH), "bfloat16 on an NVIDIA GPU"),
+        "cudnn": (_cudnn, _is_cudnn_case(q_BTNH), "bfloat16 on an NVIDIA GPU of compute capability 8 or above"),
         "splash": (_splash, _is_splash_case(q_BTNH), f"a multiple of {_SPLASH_MULTIPLE} positions"),
     }[backend]
     require(
@@ -90,10 +92,12 @@ def _is_splash_case(q_BTNH: Array) -> bool:
 
 
 def _is_cudnn_case(q_BTNH: Array) -> bool:
+    device = jax.local_devices()[0]
     return (
         jax.default_backend() == "gpu"
         and q_BTNH.dtype == jnp.bfloat16
-        and "NVIDIA" in jax.local_devices()[0].device_kind.upper()
+        and compute_capability(device) is not None
+        and has_bfloat16(device)
     )
 
 

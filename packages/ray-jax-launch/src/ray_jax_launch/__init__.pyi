@@ -8,6 +8,7 @@ from ._checkpoint.checkpoints import Restored as Restored
 from ._cluster import auto as auto
 from ._cluster import check_resources as check_resources
 from ._cluster import connect as connect
+from ._cluster import dashboard_url as dashboard_url
 from ._errors import DamagedCheckpointError as DamagedCheckpointError
 from ._errors import DeletedCheckpointError as DeletedCheckpointError
 from ._errors import LaunchError as LaunchError
@@ -20,8 +21,10 @@ from ._errors import UnsavedCheckpointError as UnsavedCheckpointError
 from ._hardware import Hardware as Hardware
 from ._hardware import cpu as cpu
 from ._hardware import gpu as gpu
+from ._hardware import local as local
 from ._hardware import parse_hardware as parse_hardware
 from ._hardware import tpu as tpu
+from ._scaling import scaling_config as scaling_config
 from ._storage import StoragePath as StoragePath
 from ._storage import as_storage_path as as_storage_path
 from ._storage import check_run_name as check_run_name
@@ -33,9 +36,10 @@ from ._train.backend import backend_config as backend_config
 from ._train.backend import worker_environment as worker_environment
 from ._train.datasets import RankedDataConfig as RankedDataConfig
 from ._train.datasets import RankedDataset as RankedDataset
-from ._train.launch import Result as Result
+from ._train.fit_result import Result as Result
+from ._train.fit_result import SavedCheckpoint as SavedCheckpoint
 from ._train.launch import launch as launch
-from ._train.launch import scaling_config as scaling_config
+from ._train.trainer import JaxTrainer as JaxTrainer
 from ._train.worker_context import log_metrics as log_metrics
 from ._train.worker_context import log_to_driver as log_to_driver
 from ._train.worker_context import mark_finished as mark_finished

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ from ray.exceptions import AuthenticationError
 
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
-from ray_jax_launch._ray_internals import connected_node, own_process_groups
+from ray_jax_launch._ray_internals import connected_node, dashboard_address, lacks_dashboard, own_process_groups
 from ray_jax_launch._reaper import start_reaper
 
 # CPUs for Ray Data, in addition to the workers' CPUs: the minimum, and in a cluster started here. Ray Train reserves
@@ -25,18 +26,20 @@ _POLL_S = 1.0
 _logger = logging.getLogger("ray_jax_launch")
 
 
-def connect(hardware: Hardware | None = None) -> None:
+def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> None:
     """Connect to the cluster that `RAY_ADDRESS` names, or start a cluster on this machine.
 
-    A started cluster has enough logical CPUs for the workers and for Ray Data, even if the machine has fewer.
+    A started cluster has enough logical CPUs for the workers and for Ray Data, even if the machine has fewer. If this
+    process is connected already, or for `local` hardware, nothing happens.
 
     Args:
         hardware: to launch; None if it is not known yet.
+        dashboard: start Ray's dashboard with a cluster on this machine. See `dashboard_url`.
 
     Raises:
-        LaunchError: the cluster does not answer.
+        LaunchError: the cluster does not answer, or the dashboard is not installed.
     """
-    if ray.is_initialized():
+    if ray.is_initialized() or (hardware is not None and hardware.kind == "local"):
         return
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -57,13 +60,18 @@ def connect(hardware: Hardware | None = None) -> None:
                 "RAY_ADDRESS to run on this machine alone"
             ) from error
         return
+    if dashboard and lacks_dashboard():
+        raise LaunchError(
+            "dashboard must be False where Ray's dashboard is not installed, got True. Install it: pip install "
+            "'ray[default]'"
+        )
     workers = hardware.num_workers if hardware is not None else 1
     try:
         with own_process_groups():
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, workers + _LOCAL_DATA_CPUS),
-                include_dashboard=False,
+                include_dashboard=dashboard,
                 **quiet,
             )
     except Exception as error:  # Ray raises Exception itself here
@@ -83,6 +91,12 @@ def _check_answers(address: str) -> None:
     if address != "auto":
         url = urlsplit(address if "://" in address else f"ray://{address}")
         socket.create_connection((url.hostname or "", url.port or 6379), timeout=_CONNECT_TIMEOUT_S).close()
+
+
+def dashboard_url() -> str | None:
+    """Return the URL of the connected cluster's dashboard, or None if it has no dashboard or there is no cluster."""
+    address = dashboard_address() if ray.is_initialized() else None
+    return address if address is None or "://" in address else f"http://{address}"
 
 
 def is_started_here() -> bool:
@@ -115,57 +129,72 @@ def auto() -> Hardware:
     return cpu(1)
 
 
-def check_resources(hardware: Hardware, *, data_cpus: int = 0, wait_for_resources_s: float = 0.0) -> None:
+def check_resources(
+    hardware: Hardware,
+    *,
+    data_cpus: int = 0,
+    wait_for_resources_s: float = 0.0,
+    resources_per_worker: Mapping[str, float] | None = None,
+) -> None:
     """Check that the connected cluster has the resources for the smallest group, in total and on each node.
 
     Args:
-        hardware: to launch.
+        hardware: to launch. `local` hardware needs no cluster.
         data_cpus: CPUs for the tasks of Ray Data, in addition to the workers' CPUs.
         wait_for_resources_s: seconds to wait for missing nodes. They are requested from the cluster's autoscaler, if it
             has one.
+        resources_per_worker: Ray resources of each worker; by default the hardware's devices, and one CPU.
 
     Raises:
         LaunchError: it has too few; the message has both numbers.
     """
-    shortage = _find_shortage(hardware, data_cpus)
+    if hardware.kind == "local":
+        return
+    devices = {} if hardware.kind == "cpu" else {hardware.kind.upper(): hardware.devices_per_worker}
+    per_worker = {"CPU": 1, **devices} if resources_per_worker is None else dict(resources_per_worker)
+    shortage = _find_shortage(hardware, per_worker, data_cpus)
     if shortage is not None and wait_for_resources_s > 0:
         _logger.warning("waiting up to %.0f s for more nodes: %s", wait_for_resources_s, shortage)
-        per_worker = {hardware.kind.upper(): hardware.devices_per_worker, "CPU": 1}
         request_resources(bundles=[per_worker] * hardware.min_workers + [{"CPU": 1}] * data_cpus)
         try:
             deadline_s = time.monotonic() + wait_for_resources_s
             while shortage is not None and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
-                shortage = _find_shortage(hardware, data_cpus)
+                shortage = _find_shortage(hardware, per_worker, data_cpus)
         finally:
             request_resources(bundles=[])  # the workers' placement group is a request too
     if shortage is not None:
         remedy = "Ask for fewer workers, add nodes, or set RAY_ADDRESS to a cluster that has them"
+        if is_started_here():
+            remedy = "Ask for fewer workers, or start Ray with more: ray.init(num_cpus=...) sets logical CPUs"
         raise LaunchError(f"{shortage}. {remedy}")
 
 
-def _find_shortage(hardware: Hardware, data_cpus: int) -> str | None:
+def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpus: int) -> str | None:
     """Return the resources that the connected cluster lacks, as an error without remedy; None if it lacks nothing."""
-    resource = hardware.kind.upper()
-    per_worker = 1 if hardware.kind == "cpu" else hardware.devices_per_worker
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    held = [int(resources.get(resource, 0)) for resources in nodes]
-    needed = hardware.min_workers * per_worker
-    if sum(held) < needed:
-        return f"The Ray cluster must have {needed} {resource}s for {hardware}, got {sum(held)}"
-    # All devices of a worker are on one node.
-    places = sum(count // per_worker for count in held)
-    if places < hardware.min_workers:
-        return (
-            f"The Ray cluster must have room for {hardware.min_workers} workers of {per_worker} {resource}s each for "
-            f"{hardware}, got room for {places} on nodes of {', '.join(map(str, sorted(held, reverse=True)))} "
-            f"{resource}s"
-        )
+    # The devices first: a cluster without them is the likely mistake. CPUs last, with those of Ray Data.
+    for resource in sorted(per_worker, key=lambda name: (name == "CPU", name != hardware.kind.upper())):
+        needed, held = per_worker[resource], [resources.get(resource, 0) for resources in nodes]
+        if resource == "CPU" and hardware.kind != "cpu":
+            continue
+        if sum(held) < hardware.min_workers * needed:
+            total = hardware.min_workers * needed
+            return f"The Ray cluster must have {total:g} {resource}s for {hardware}, got {sum(held):g}"
+        # All devices of a worker are on one node.
+        places = sum(int(count / needed) for count in held)
+        if places < hardware.min_workers:
+            sizes = ", ".join(f"{count:g}" for count in sorted(held, reverse=True))
+            return (
+                f"The Ray cluster must have room for {hardware.min_workers} workers of {needed:g} {resource}s each for "
+                f"{hardware}, got room for {places} on nodes of {sizes} {resource}s"
+            )
     # Ray gives each worker a CPU, on GPU and TPU nodes too.
-    cpus = sum(int(resources.get("CPU", 0)) for resources in nodes)
-    if cpus < hardware.min_workers + data_cpus:
+    cpus = sum(resources.get("CPU", 0) for resources in nodes)
+    worker_cpus = hardware.min_workers * per_worker.get("CPU", 0)
+    if cpus < worker_cpus + data_cpus:
         return (
-            f"The Ray cluster must have {hardware.min_workers + data_cpus} CPUs, {hardware.min_workers} for the "
-            f"workers of {hardware} and {data_cpus} for the tasks of Ray Data, got {cpus}"
+            f"The Ray cluster must have {worker_cpus + data_cpus:g} CPUs, {worker_cpus:g} for the "
+            f"workers of {hardware} and {data_cpus} for the tasks of Ray Data, got {cpus:g}"
         )
     return None

@@ -26,14 +26,14 @@ _SINGLE_HOST_CHIPS = 8
 
 _COUNT = "([0-9]{1,6})"
 _FORMS = (
-    "auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or "
-    "tpu:TYPE:TOPOLOGY:SLICES, where WORKERS or SLICES may be a range such as 1-4 (elastic)"
+    "auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY, "
+    "tpu:TYPE:TOPOLOGY:SLICES or local, where WORKERS or SLICES may be a range such as 1-4 (elastic)"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """Equal workers, and the devices of each. Made by `cpu`, `gpu`, `tpu` or `parse_hardware`.
+    """Equal workers, and the devices of each. Made by `cpu`, `gpu`, `tpu`, `local` or `parse_hardware`.
 
     >>> parse_hardware("gpu:4x8").num_devices
     32
@@ -41,14 +41,14 @@ class Hardware:
     [1, 2, 3, 4]
     """
 
-    kind: Literal["cpu", "gpu", "tpu"]
-    """Platform that jax runs on."""
+    kind: Literal["cpu", "gpu", "tpu", "local"]
+    """Platform that jax runs on; `local` if the loop runs in this process, on the devices that jax finds."""
 
     num_workers: int
     """Number of worker processes; the maximum if the group is elastic."""
 
     devices_per_worker: int
-    """Number of jax devices in each worker."""
+    """Number of jax devices in each worker; 1 for `local`, where jax knows the number."""
 
     min_workers: int
     """Minimum number of workers; `num_workers` if the group is not elastic."""
@@ -79,10 +79,12 @@ class Hardware:
 
     def __str__(self) -> str:
         """Return the text that `parse_hardware` reads."""
+        if self.kind == "local":
+            return "local"
         size, smallest = self.num_workers // self.workers_per_slice, self.min_workers // self.workers_per_slice
         groups = f"{smallest}-{size}" if self.is_elastic else f"{size}"
-        if self.kind == "tpu":
-            name = next(name for name, type_ in _TPU_TYPES.items() if type_ == self.accelerator_type)
+        if self.kind == "tpu" and self.topology is not None:
+            name = next((name for name, type_ in _TPU_TYPES.items() if type_ == self.accelerator_type), "tpu")
             return f"tpu:{name}:{self.topology}" + (f":{groups}" if groups != "1" else "")
         return f"{self.kind}:{groups}" + (f"x{self.devices_per_worker}" if self.devices_per_worker > 1 else "")
 
@@ -125,7 +127,7 @@ def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices
     A host has 4 chips, except that a v5e or v6e slice of at most 8 chips is one host.
 
     Args:
-        accelerator_type: v2, v3, v4, v5e, v5p, v6e or v7x.
+        accelerator_type: v2, v3, v4, v5e, v5p, v6e or v7x, or Ray's name such as TPU-V6E, in any case.
         topology: the chips of a slice along its axes, such as 4x4 or 2x2x2.
         num_slices: the number of equal slices.
         min_slices: smaller than `num_slices` for an elastic group.
@@ -133,7 +135,7 @@ def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices
     Raises:
         LaunchError: the type is unknown, the topology or a number is invalid.
     """
-    ray_type = _TPU_TYPES.get(accelerator_type.lower())
+    ray_type = _TPU_TYPES.get(accelerator_type.lower().removeprefix("tpu-"))
     if ray_type is None:
         raise LaunchError(f"the TPU type must be one of {', '.join(_TPU_TYPES)}, got {accelerator_type!r}. Choose one.")
     num_slices, min_slices = _check_range(num_slices, min_slices, "TPU slices")
@@ -157,14 +159,21 @@ def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices
     )
 
 
+def local() -> Hardware:
+    """Return one worker that is this process: no group of workers starts, and a debugger or profiler sees the loop."""
+    return Hardware(kind="local", num_workers=1, devices_per_worker=1, min_workers=1)
+
+
 def parse_hardware(text: str) -> Hardware:
-    """Read `cpu:2`, `cpu:1-4` (elastic), `gpu:8`, `gpu:4x8` (four workers of eight), `tpu:v6e:4x4` or `tpu:v6e:4x4:2`.
+    """Read `cpu:2`, `cpu:1-4` (elastic), `gpu:4x8` (four workers of eight), `tpu:v6e:4x4`, `tpu:v6e:4x4:2` or `local`.
 
     Raises:
         LaunchError: the text has another form, or a number is invalid.
     """
     if text == "auto":
         raise LaunchError("hardware must be known without a cluster, got 'auto'. Connect, and call auto().")
+    if text == "local":
+        return local()
     kind, _, rest = text.partition(":")
     if kind in ("cpu", "gpu") and (match := re.fullmatch(rf"(?:{_COUNT}-)?{_COUNT}(?:x{_COUNT})?", rest)):
         make = cpu if kind == "cpu" else gpu

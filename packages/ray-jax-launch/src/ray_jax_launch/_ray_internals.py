@@ -6,11 +6,15 @@ than `ray` alone, as Ray Train does; `launch` and its workers import Ray Train i
 
 import contextlib
 import functools
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pyarrow.fs import FileSystem, LocalFileSystem
 from ray._private import services, worker
 from ray._private.node import Node
+from ray._private.utils import get_dashboard_dependency_error
 from ray.actor import ActorHandle
 
 # Reserves CPUs for the tasks of Ray Data. `ray.autoscaler.sdk.request_resources` is one request for all of a cluster,
@@ -21,17 +25,29 @@ from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import (
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
     DefaultAutoscalingCoordinator as DefaultAutoscalingCoordinator,
 )
+from ray.train import Checkpoint, CheckpointUploadMode, DataConfig, Result, RunConfig, ScalingConfig
+
+# Names of the list of a run's reported checkpoints, which Ray reads at a start, and of a file that Ray leaves behind.
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, VALIDATE_STORAGE_MARKER_FILENAME
 
 # A failed rendezvous has no public exception, and Ray Train retries after no other exception of a start.
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError as WorkerGroupStartupFailedError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError as WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.context import get_train_context
 
 # `FailureConfig` counts failures. It cannot tell permanent failures from others.
 from ray.train.v2._internal.execution.failure_handling import FailureDecision as FailureDecision
 from ray.train.v2._internal.execution.failure_handling import FailurePolicy as FailurePolicy
+from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy.scaling_policy import NoopDecision
+from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
+from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2.jax import JaxTrainer
 from ray.train.v2.jax.config import _JaxBackend
+
+SNAPSHOT_NAME, STORAGE_MARKER_NAME = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, VALIDATE_STORAGE_MARKER_FILENAME
 
 # It knows TPU slices. Ray has no public name for it: `JaxConfig` takes no other backend.
 JaxBackend = _JaxBackend
@@ -71,21 +87,171 @@ def preemption_noticed() -> Callable[[], bool]:
     return lambda: context.preemption_info is not None
 
 
-class Trainer(JaxTrainer):
-    """Ray's trainer with another failure policy and without Ray's handler of SIGINT.
+def dashboard_address() -> str | None:
+    """Return the host and port of the connected cluster's dashboard, or None. Ray's public name is deprecated."""
+    return getattr(connected_node(), "webui_url", None) or None
 
-    Ray's handler stops the workers at once, and no argument replaces it or the policy.
 
-    Attributes:
-        policy: decides whether a failed group starts again.
-        on_start: called with Ray Train's controller, in the main thread alone.
+def lacks_dashboard() -> bool:
+    """Return whether packages of the dashboard are missing. Ray says so only in its own log."""
+    return get_dashboard_dependency_error() is not None
+
+
+def datasets_to_split(config: DataConfig) -> Any:
+    """Return the names of the datasets that a config splits. Ray's actor of datasets reads this private attribute."""
+    return config._datasets_to_split
+
+
+def write_file(filesystem: FileSystem, path: str, text: str) -> None:
+    """Write a file which a reader sees complete or not at all. In object storage every object is written this way."""
+    temporary = f"{path}.new" if isinstance(filesystem, LocalFileSystem) else path
+    with filesystem.open_output_stream(temporary) as file:
+        file.write(text.encode())
+    if temporary != path:
+        filesystem.move(temporary, path)
+
+
+def _write_snapshot(self: CheckpointManager) -> None:
+    storage = self._storage_context
+    write_file(storage.storage_filesystem, storage.checkpoint_manager_snapshot_path, self._save_state())
+
+
+class AtomicSnapshots(ControllerCallback):
+    """Makes Ray Train's controller replace its list of checkpoints. Ray 2.60 writes it in place.
+
+    A start fails if the list is half-written.
     """
 
-    policy: FailurePolicy
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Replace the method in the controller's process, before the first report."""
+        CheckpointManager._write_state_to_storage = _write_snapshot
+
+
+class WaitingPolicy(ElasticScalingPolicy):
+    """Ray's elastic policy, which says that it waits for nodes, and ends. Ray's own waits in silence, without limit.
+
+    Args:
+        scaling_config: of an elastic group.
+        log: called with a line.
+        wait_s: seconds to wait, at the start and each time that too few nodes are left.
+    """
+
+    _QUIET_S = 10.0  # the coordinator of resources needs some seconds to answer
+
+    def __init__(self, scaling_config: ScalingConfig, log: Callable[[str], None], wait_s: float) -> None:
+        super().__init__(scaling_config)
+        self._log, self._wait_s = log, wait_s
+        self._since_s: float | None = None
+        self._has_logged = False
+
+    def make_decision_for_non_running_worker_group(self) -> Any:
+        """Return whether to start the group.
+
+        Raises:
+            TimeoutError: too few nodes have come.
+        """
+        decision = super().make_decision_for_non_running_worker_group()
+        if not isinstance(decision, NoopDecision):
+            self._since_s, self._has_logged = None, False
+            return decision
+        now = time.monotonic()
+        self._since_s = now if self._since_s is None else self._since_s
+        what = f"the cluster has too few free resources for {self.scaling_config.min_workers} workers"
+        if now - self._since_s > self._wait_s:
+            raise TimeoutError(f"{what}, and got no more within {self._wait_s:.0f} s")
+        if now - self._since_s > self._QUIET_S and not self._has_logged:
+            self._has_logged = True
+            self._log(f"{what}; waiting up to {self._wait_s:.0f} s for more")
+        return decision
+
+
+class Trainer(JaxTrainer):
+    """Ray's trainer with other policies and without Ray's handler of SIGINT.
+
+    Ray's handler stops the workers at once. No argument replaces the handler or a policy.
+
+    Attributes:
+        policies: arguments of Ray Train's controller: `failure_policy`, and `scaling_policy` of an elastic group.
+        on_start: called with Ray Train's controller, in the main thread alone.
+        outcome: what the controller returned, also if `fit` raises its error.
+    """
+
+    policies: dict[str, Any]
     on_start: Callable[[ActorHandle], None]
+    outcome: Result
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        return super()._initialize_and_run_controller(**arguments | {"failure_policy": self.policy})
+        self.outcome = super()._initialize_and_run_controller(**arguments | self.policies)
+        return self.outcome
 
     def _register_sigint_handler(self, controller: ActorHandle) -> None:
         self.on_start(controller)
+
+
+class _LocalCheckpoints(CheckpointManager):
+    _write_state_to_storage = _write_snapshot
+
+    def _notify(self) -> None:
+        """Do nothing: nobody waits in this process, which has no event loop."""
+
+
+class LocalReports(LocalTrainFnUtils):
+    """The functions of `ray.train` for a loop in this process. Ray's own keep no reported checkpoint.
+
+    Args:
+        run_config: of the run.
+        datasets: by name for `ray.train.get_dataset_shard`.
+        on_report: called with reported metrics.
+    """
+
+    def __init__(
+        self, run_config: RunConfig, datasets: dict[str, Any], on_report: Callable[[dict[str, Any]], Any]
+    ) -> None:
+        name = run_config.name
+        assert name is not None, "Ray has made one"
+        super().__init__(name, datasets)
+        self._storage, self._on_report = run_config.storage_context, on_report
+        assert run_config.checkpoint_config is not None, "Ray has made one"
+        # Ray declares the config of its former version.
+        self._manager = _LocalCheckpoints(run_config.checkpoint_config, self._storage)  # pyright: ignore[reportArgumentType]
+
+    def report(
+        self,
+        metrics: dict[str, Any],
+        checkpoint: Checkpoint | None = None,
+        checkpoint_dir_name: str | None = None,
+        checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+        delete_local_checkpoint_after_upload: bool | None = None,
+        checkpoint_upload_fn: Callable[[Checkpoint, str], Checkpoint] | None = None,
+        validation: Any = False,
+    ) -> None:
+        """Keep the checkpoint in the run's folder, as for a group."""
+        if checkpoint is not None:
+            name = checkpoint_dir_name or self._storage.make_default_checkpoint_dir_name()
+            kept = checkpoint
+            if checkpoint_upload_fn is not None:
+                kept = checkpoint_upload_fn(checkpoint, name)
+            elif checkpoint_upload_mode is not CheckpointUploadMode.NO_UPLOAD:
+                kept = self._storage.persist_current_checkpoint(checkpoint, name)
+                if delete_local_checkpoint_after_upload:
+                    shutil.rmtree(checkpoint.path)
+            self._manager.register_checkpoint(_TrainingReport(kept, metrics, False))
+        self._on_report(metrics)
+
+    def get_checkpoint(self) -> Checkpoint | None:
+        """Return the newest reported checkpoint, also of an earlier start."""
+        latest = self._manager.latest_checkpoint_result
+        return None if latest is None else latest.checkpoint
+
+    def result(self) -> Result:
+        """Return the result, whose metrics are those of the newest checkpoint."""
+        return Result._from_checkpoint_manager(self._manager, self._storage)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make these the functions of `ray.train` in this process while the block runs."""
+        set_train_fn_utils(self)
+        try:
+            yield
+        finally:
+            set_train_fn_utils(None)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from owt_data import load_tokenizer
 from pretrain._commands.load import load_trained
 from pretrain._errors import UsageError
 from ray_jax_launch import as_storage_path
@@ -28,6 +27,6 @@ def export(run: str, out: str) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"out must be a new or empty folder, got {out}. Give another folder.")
     trained = load_trained(run)
-    end_of_text = load_tokenizer(trained.description.data.tokenizer).eot_token
+    end_of_text = trained.tokenizer.eot_token
     trained.model.save_pretrained(folder, end_of_text=end_of_text)
     return trained.step

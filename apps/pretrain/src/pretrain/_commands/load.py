@@ -1,13 +1,20 @@
 """The model of a run's newest checkpoint, on this process's own devices."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nnx_gpt2 import GPT2, abstract_train_state, create_optimizer, merge
+from owt_data import load_tokenizer
+from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.folder import RunFolder, locate
 from ray_jax_launch import Checkpoints, is_uri
+
+if TYPE_CHECKING:
+    import tiktoken
 
 DEFAULT_STORAGE = Path("runs")
 
@@ -28,17 +35,32 @@ class TrainedModel:
     model: GPT2
     """The model."""
 
+    @property
+    def config(self) -> PretrainConfig:
+        """The configuration of the run."""
+        return self.description.config
 
-def load_trained(name: str) -> TrainedModel:
-    """Load the newest checkpoint of a run.
+    @property
+    def tokenizer(self) -> "tiktoken.Encoding":
+        """The tokenizer of the run.
+
+        Raises:
+            DataError: its files are missing, and cannot be downloaded.
+        """
+        return load_tokenizer(self.description.data.tokenizer)
+
+
+def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
+    """Load the model of a run's newest checkpoint.
 
     Args:
-        name: the run's folder or URI, or its name in `runs`.
+        run: the run's folder or URI, or its name in `runs`.
 
     Raises:
         UsageError: the run does not exist, has no checkpoint, or has a damaged description.
+        ValueError: the checkpoints are damaged; see `rejection` for the subclasses.
     """
-    folder, description = _find_run(name)
+    folder, description = _find_run(os.fspath(run))
     config = description.config.model
     optimizer = create_optimizer(description.config.optimizer, description.config.train.max_steps)
     like = abstract_train_state(config, optimizer).params

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import jax
 
-from owt_data import load_tokenizer
 from pretrain._commands.load import load_trained
 from pretrain._config import NUM_SEEDS
 from pretrain._errors import UsageError
@@ -52,7 +51,7 @@ def sample(
         if not holds:
             raise UsageError(f"--{name} must be {constraint}, got {value!r}. Change it.")
     trained = load_trained(run)
-    tokenizer, key = load_tokenizer(trained.description.data.tokenizer), jax.random.key(seed)
+    tokenizer, key = trained.tokenizer, jax.random.key(seed)
     for first in range(0, num_samples, _SAMPLES_AT_ONCE):
         yield from continue_prompt(
             trained.model,

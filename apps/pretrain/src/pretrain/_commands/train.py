@@ -1,17 +1,22 @@
 """The command `train`: from a configuration to a finished run."""
 
+import contextlib
 import time
+from dataclasses import dataclass
 
 from rich.console import Console
 
+import ray
 import ray_jax_launch
-from nnx_gpt2 import check_mesh
-from owt_data import DataError, TokenData, load_tokenizer
+from nnx_gpt2 import check_mesh, num_params
+from owt_data import DataError, GrowingTokens, TokenData, load_tokenizer
 from pretrain._best_effort import best_effort
-from pretrain._commands.progress_display import ProgressDisplay
-from pretrain._config import PretrainConfig, with_vocab_size
-from pretrain._data import data_label, load_tokens
+from pretrain._commands.progress_display import ProgressDisplay, Tokenizing
+from pretrain._config import PretrainConfig, with_length, with_max_steps, with_stream_order, with_vocab_size
+from pretrain._data import load_tokens, stream_tokens
+from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError
+from pretrain._output import log_lines
 from pretrain._run.description import (
     check_same_data,
     check_same_settings,
@@ -20,80 +25,147 @@ from pretrain._run.description import (
     read_description,
     write_description,
 )
+from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder, lock_run
+from pretrain._run.metrics import last_values
 from pretrain._run.report import RunResult, read_result, write_report
 from pretrain._training.entry import train_worker
-from ray_jax_launch import Hardware, as_storage_path, join_path, newest_metadata, parse_hardware
+from ray_jax_launch import (
+    Hardware,
+    StoragePath,
+    TrainingFailed,
+    as_storage_path,
+    join_path,
+    latest_step,
+    newest_metadata,
+    parse_hardware,
+)
 
-# Tasks of Ray Data read the training windows. They need a CPU of their own.
+# Tasks of Ray Data read the training windows, or tasks tokenize text. They need a CPU of their own.
 DATA_CPUS = 1
 # A TPU chip of these generations is two devices of jax. Other chips are one device.
 _DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X": 2}
 
 
-def train(config: PretrainConfig, console: Console) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedCheckpoint:
+    """A complete checkpoint."""
+
+    step: int
+    """Number of training steps before it."""
+
+    path: StoragePath
+    """Its folder or URI. `load_trained` reads the newest checkpoint of a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """The result of a training run."""
+
+    metrics: dict[str, float]
+    """The last value of each metric: step, epoch, tokens, loss, val_loss and others."""
+
+    checkpoint: SavedCheckpoint | None
+    """The newest checkpoint; None if there is none."""
+
+    folder: StoragePath
+    """The run's folder or URI."""
+
+    error: TrainingFailed | None
+    """The failure that ended the training, or None. The same configuration continues from the checkpoint."""
+
+    sample: str
+    """A text from the trained model; empty if the training failed or the tokenizer is missing."""
+
+
+def train(config: PretrainConfig, *, console: Console | None = None) -> TrainResult:
     """Train a model, or continue an interrupted run.
 
     Args:
         config: the configuration.
-        console: shows the progress and the result.
+        console: shows the progress and the result, as `rich.console.Console()` does; None shows nothing.
 
     Raises:
         ValueError: the input is wrong; see `rejection` for the subclasses.
-        TrainingFailed: workers failed too often.
+        OSError: a file cannot be read or written.
+        KeyboardInterrupt: Ctrl-C. The run is saved, and the same configuration continues it.
     """
-    began = time.monotonic()
+    began, console = time.monotonic(), console or Console(quiet=True)
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
     if hardware is not None:
         check_batch(config, hardware)
-    name = config.name or f"{config.preset}-{data_label(config.data)}"
+    if config.data_mode == "stream":
+        config = with_stream_order(config)
+    name = config.name or f"{config.preset}-{label_of(parse_data(config.data))}"
     storage_path = as_storage_path(config.storage_path)
-    with lock_run(join_path(storage_path, name)) as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(lock_run(join_path(storage_path, name)))
         stored = read_description(folder)
         if stored is not None:
-            config = resolve_vocabulary(config, stored.config.model.vocab_size)
+            config = resolve_length(resolve_vocabulary(config, stored.config.model.vocab_size), stored.config)
             check_same_settings(stored, config, folder)
-        data = load_tokens(config, console)
+        result = None if stored is None else read_result(folder)
+        tokenizing = None
+        if config.data_mode == "prepared":
+            data = load_tokens(config, console)
+        elif result is not None:  # to compare its tokens, all text would be read again
+            _show_finished(folder, result, console)
+            return _result(folder)
+        else:
+            hardware = _start_ray(config, hardware, console)
+            tokenizing = Tokenizing()
+            data = stack.enter_context(
+                stream_tokens(config, console, num_tasks=_num_tokenizing_tasks(config, hardware), report=tokenizing)
+            )
         _check_tokenizer(config, data, console)
         config = resolve_vocabulary(config, data.vocab_size)
         _check_vocabulary(config, data)
-        tokens = describe_data(data)
+        tokens = describe_data(data, config.data_mode)
         if stored is not None:
             check_same_data(stored, tokens, folder)
-        if (result := read_result(folder)) is not None and stored is not None:
+        else:
+            config = with_length(config, num_windows=data.train.num_windows(config.model.seq_len))
+        if result is not None and stored is not None:
             write_description(folder, stored)
             _show_finished(folder, result, console)
-            return
-        console.print("starting Ray", highlight=False)
-        ray_jax_launch.connect(hardware)
-        if hardware is None:
-            hardware = ray_jax_launch.auto()
-            check_batch(config, hardware)
-        wait_s = config.wait_for_resources_s
-        ray_jax_launch.check_resources(hardware, data_cpus=DATA_CPUS, wait_for_resources_s=wait_s)
+            return _result(folder)
+        if tokenizing is None:
+            hardware = _start_ray(config, hardware, console)
         description = stored or describe(config, tokens, str(hardware))
         write_description(folder, description)
         folder.push()
         _introduce(config, data, hardware, folder, console)
-        with ProgressDisplay(config.train.max_steps, console) as progress:
-            result = ray_jax_launch.launch(
-                train_worker,
-                {"config": config, "data": data, "folder": folder, "description": description},
-                hardware=hardware,
-                storage_path=storage_path,
-                name=name,
-                on_metrics=lambda rank, record: progress.show(record),
-                data_cpus=DATA_CPUS,
-                max_failures=config.train.max_failures,
-                wait_for_resources_s=wait_s,
-            )
+        try:
+            with ProgressDisplay(config.train.max_steps, console, tokenizing) as progress, log_lines(console):
+                result = ray_jax_launch.launch(
+                    train_worker,
+                    {
+                        "config": config,
+                        "data": data,
+                        "folder": folder,
+                        "description": description,
+                        # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
+                        "reads_itself": hardware.kind == "local" or config.data_mode == "stream",
+                    },
+                    hardware=hardware,
+                    storage_path=storage_path,
+                    name=name,
+                    on_metrics=lambda rank, record: progress.show(record),
+                    data_cpus=DATA_CPUS,
+                    max_failures=config.train.max_failures,
+                    wait_for_resources_s=config.wait_for_resources_s,
+                )
+        except TrainingFailed as error:
+            folder.pull()
+            return _result(folder, error)
         folder.pull()
-        report = write_report(folder, name, wall_s=time.monotonic() - began)
+        report = write_report(folder, name, wall_s=time.monotonic() - began, num_params=num_params(config.model))
         sample = str(result.return_value)
         with best_effort(f"the sample {folder.sample}"):
             folder.sample.write_text(sample)
         folder.push()
         _show_result(folder, report, sample, console)
+        return _result(folder)
 
 
 def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
@@ -107,7 +179,13 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
         UsageError: the mesh or the batch does not fit the devices.
     """
     batch_size, num_microbatches, mesh = config.train.global_batch_size, config.train.grad_accum_steps, config.mesh
-    per_worker = hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
+    if hardware.kind == "local":
+        # This process is the worker. Elsewhere, a driver that imports jax would lock the chips of a TPU host.
+        import jax
+
+        per_worker = jax.local_device_count()
+    else:
+        per_worker = hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
     for num_workers in hardware.worker_counts:
         num_devices = num_workers * per_worker
         num_slices = num_workers // hardware.workers_per_slice if hardware.kind == "tpu" else 1
@@ -133,6 +211,35 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
 def resolve_vocabulary(config: PretrainConfig, vocab_size: int | None) -> PretrainConfig:
     """Return the configuration with this vocabulary size, unless the user has set one."""
     return config if vocab_size is None or config.model.vocab_size is not None else with_vocab_size(config, vocab_size)
+
+
+def resolve_length(config: PretrainConfig, stored: PretrainConfig) -> PretrainConfig:
+    """Return the configuration with the steps of the continued run, if its epochs or its tokens give the steps."""
+    given = (config.train.max_epochs, config.train.max_tokens)
+    return config if given == (None, None) else with_max_steps(config, stored.train.max_steps)
+
+
+def _start_ray(config: PretrainConfig, hardware: Hardware | None, console: Console) -> Hardware:
+    """Connect to the cluster or start one, unless this process trains. Return the checked hardware."""
+    if hardware is not None and hardware.kind == "local":
+        return hardware
+    console.print("starting Ray", highlight=False)
+    ray_jax_launch.connect(hardware, dashboard=config.dashboard)
+    if config.dashboard:
+        console.print(f"dashboard: {ray_jax_launch.dashboard_url()}", highlight=False, soft_wrap=True, markup=False)
+    if hardware is None:
+        hardware = ray_jax_launch.auto()
+        check_batch(config, hardware)
+    ray_jax_launch.check_resources(hardware, data_cpus=DATA_CPUS, wait_for_resources_s=config.wait_for_resources_s)
+    return hardware
+
+
+def _num_tokenizing_tasks(config: PretrainConfig, hardware: Hardware) -> int | None:
+    """Return the number of tasks that tokenize while the workers train, one for each other CPU; None without Ray."""
+    if hardware.kind == "local":
+        return None
+    spare = int(ray.cluster_resources().get("CPU", 0)) - hardware.num_workers
+    return min(max(1, spare), config.prepare.num_processes or spare)
 
 
 def _check_tokenizer(config: PretrainConfig, data: TokenData, console: Console) -> None:
@@ -161,12 +268,23 @@ def _check_vocabulary(config: PretrainConfig, data: TokenData) -> None:
 def _introduce(
     config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console
 ) -> None:
-    model = config.model
+    model, num_windows, max_steps = config.model, config.train.global_batch_size, config.train.max_steps
     metadata = newest_metadata(folder.checkpoints)  # the workers verify the arrays too, and log an earlier start
     action = "training" if metadata is None else f"continuing from step {metadata['record']['step']}:"
+    worker_counts = sorted({hardware.min_workers, hardware.num_workers}, reverse=True)
+    per_worker = "-".join(str(num_windows // count) for count in worker_counts)
+    step_tokens = num_windows * model.seq_len
+    if isinstance(data.train, GrowingTokens):
+        tokens, epochs = "a growing number of", ""
+    else:
+        tokens = f"{len(data.train):,}"
+        epochs = f", {max_steps * num_windows / data.train.num_windows(model.seq_len):,.2f} epochs"
     console.print(
         f"{action} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"
-        f"{len(data.train):,} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})\n"
+        f"{num_params(model):,} parameters\n"
+        f"{tokens} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})\n"
+        f"{step_tokens:,} tokens a step: {num_windows} windows, {per_worker} per worker\n"
+        f"{max_steps:,} steps: {max_steps * step_tokens:,} tokens{epochs}\n"
         f"run folder: {folder}",
         highlight=False,
         soft_wrap=True,
@@ -195,4 +313,21 @@ def _show_finished(folder: RunFolder, result: RunResult, console: Console) -> No
         highlight=False,
         soft_wrap=True,
         markup=False,
+    )
+
+
+def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResult:
+    """Read the result of a run from its files."""
+    step = latest_step(folder.checkpoints)
+    checkpoint = None if step is None else SavedCheckpoint(step=step, path=join_path(folder.checkpoints, str(step)))
+    sample = ""
+    if error is None:
+        with best_effort(f"the sample {folder.sample}"):
+            sample = folder.sample.read_text()
+    return TrainResult(
+        metrics=last_values(read_lines(folder.metrics)),
+        checkpoint=checkpoint,
+        folder=folder.uri or folder.path,
+        error=error,
+        sample=sample,
     )

@@ -2,13 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from pretrain._best_effort import best_effort
 from pretrain._errors import UsageError
 from pretrain._run.files import parse_json, read_lines, write_json
 from pretrain._run.folder import RunFolder
-from pretrain._run.metrics import Record, finite
+from pretrain._run.metrics import Record, last_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +29,15 @@ class RunResult:
     workers: int | None
     """Workers of the last start."""
 
+    num_params: int | None = None
+    """Parameters of the model. (Runs of pretrain 0.7 and earlier lack this field and the next two.)"""
+
+    tokens: int | None = None
+    """Training tokens seen."""
+
+    epochs: float | None = None
+    """Passes over the training windows."""
+
     def summary(self) -> str:
         """Return the steps and the validation loss as text."""
         words = [] if self.steps is None else [f"{self.steps} steps"]
@@ -38,7 +46,7 @@ class RunResult:
         return ", ".join(words) or "metrics unknown"
 
 
-def write_report(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
+def write_report(folder: RunFolder, name: str, *, wall_s: float, num_params: int) -> RunResult:
     """Write `result.json` and `loss.png`.
 
     `result.json` is written first, and marks the run as finished.
@@ -47,14 +55,16 @@ def write_report(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
         folder: the run's folder.
         name: the title of the picture.
         wall_s: seconds from the start of the last command.
+        num_params: parameters of the model.
     """
     records = read_lines(folder.metrics)
-    final: dict[str, Any] = {}
-    for record in records:
-        final |= finite(record)
+    final = last_values(records)
     starts = read_lines(folder.starts)
     result = RunResult(
         steps=final.pop("step", None),
+        tokens=final.pop("tokens", None),
+        epochs=final.pop("epoch", None),
+        num_params=num_params,
         metrics=final,
         wall_s=round(wall_s, 1),
         restarts=len(starts) - 1 if starts else None,

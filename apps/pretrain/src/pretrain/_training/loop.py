@@ -6,6 +6,7 @@ step again, from the checkpoint. After a stop request, the loop saves and return
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,12 +23,13 @@ from nnx_gpt2 import (
     abstract_train_state,
     create_optimizer,
     create_train_state,
+    has_bfloat16,
     make_mesh,
     make_train_step,
     put_batch,
     replicated,
 )
-from owt_data import DataError, TokenData, iter_steps, load_tokenizer, step_windows
+from owt_data import DataError, TokenData, iter_steps, load_tokenizer, read_steps, step_windows
 from pretrain._config import PretrainConfig
 from pretrain._run.description import RUN, RunDescription
 from pretrain._run.folder import RunFolder
@@ -41,15 +43,20 @@ from ray_jax_launch import Checkpoints, LaunchError, log_metrics, mark_finished,
 # Counters of the state in a checkpoint's metadata, beside the step.
 _COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 
+_logger = logging.getLogger("pretrain")
 
-def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description: RunDescription) -> str:
+
+def run(
+    config: PretrainConfig, data: TokenData, folder: RunFolder, description: RunDescription, *, reads_itself: bool
+) -> str:
     """Train from the newest checkpoint, or from the start, to the last step.
 
     Args:
         config: the resolved configuration.
-        data: the tokens. Ray Data reads the training tokens.
+        data: the tokens.
         folder: the run's folder.
         description: the run's description. Each checkpoint gets a copy.
+        reads_itself: True if a thread of each process reads the training tokens, False if tasks of Ray Data do.
 
     Returns:
         On rank 0, a sample from the trained model; an empty text on other ranks, and after a stop request.
@@ -57,6 +64,7 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
     train, max_steps = config.train, config.train.max_steps
     mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     check_memory(config, mesh)
+    warn_of_bfloat16(config, jax.local_devices()[0])
     optimizer = create_optimizer(config.optimizer, max_steps)
     with contextlib.suppress(DataError):  # the sample at the end needs the tokenizer; a run without it has no sample
         load_tokenizer(data.tokenizer)  # it stays in memory: the network and the cache may fail later
@@ -102,21 +110,23 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
             if evaluate:
                 ray.train.report(record)
 
+        timer = StepTimer(config, data.train, mesh.devices.flat[0].device_kind, mesh.size)
         start = checkpoints.latest_step() or 0  # verified, and the same on every process
         # Ray Data needs seconds for its first batch: it starts before the step is compiled.
-        batches = _train_batches(config, data, start)
+        batches = _train_batches(config, data, start, reads_itself=reads_itself)
         first_batch = threads.submit(next, batches, None)
         if start:
             state, record = restore(checkpoints, start, abstract_train_state(config.model, optimizer, mesh))
         else:
             state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
-            record = {"step": 0}
+            record = {}
+        record = timer.progress(start) | record  # checkpoints of version 0.7 lack the epoch and the tokens
         log.begin(start)
         evaluate = start == 0 or is_due(start, train.eval_every, max_steps)
         if evaluate or is_due(start, train.checkpoint_every, max_steps) or is_due(start, train.log_every, max_steps):
             finish(state, record, save=False, evaluate=evaluate)
 
-        timer = StepTimer(config, mesh.devices.flat[0].device_kind, mesh.size)
+        timer.restart(start)
         pending: tuple[int, dict[str, jax.Array]] | None = None
         for step in range(start + 1, max_steps + 1):
             with timer.waiting_for_data():
@@ -167,6 +177,21 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
     return state, metadata["record"]
 
 
+def warn_of_bfloat16(config: PretrainConfig, device: Any) -> None:
+    """Log a warning on rank 0 if the configuration computes in bfloat16 and the device has no units for it.
+
+    Args:
+        config: the configuration.
+        device: a device of jax.
+    """
+    if config.model.dtype == "bfloat16" and not has_bfloat16(device) and jax.process_index() == 0:
+        _logger.warning(
+            "%s computes bfloat16 slowly (compute capability %s): --model.dtype float32 is faster, with another --name",
+            device.device_kind,
+            device.compute_capability,
+        )
+
+
 def is_due(step: int, every: int, max_steps: int) -> bool:
     """Return whether a step is a multiple of `every`, or the last step."""
     return step % every == 0 or step == max_steps
@@ -180,7 +205,7 @@ def _check_readable(data: TokenData, seq_len: int) -> None:
     """
     try:
         for tokens in (data.train, data.val):
-            tokens.windows(np.zeros(1, np.int64), seq_len=seq_len, order="shuffle", seed=0)
+            tokens.windows(np.zeros(1, np.int64), seq_len=seq_len, order="sequential-first", seed=0)
     except FileNotFoundError as error:
         raise LaunchError(
             f"data must be a folder that all nodes share, got {error.filename}, which node "
@@ -189,22 +214,32 @@ def _check_readable(data: TokenData, seq_len: int) -> None:
         ) from error
 
 
-def _train_batches(config: PretrainConfig, data: TokenData, start: int) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    """Yield this process's rows of each step's batch, which tasks of Ray Data read."""
-    if start < config.train.max_steps:
-        yield from iter_steps(
-            step_windows(
-                data.train,
-                seq_len=config.model.seq_len,
-                global_batch_size=config.train.global_batch_size,
-                rank=jax.process_index(),
-                world_size=jax.process_count(),
-                start_step=start,
-                stop_step=config.train.max_steps,
-                order=config.train.order,
-                seed=config.seed,
-            )
+def _train_batches(
+    config: PretrainConfig, data: TokenData, start: int, *, reads_itself: bool
+) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    """Yield this process's rows of each step's batch.
+
+    Raises:
+        LaunchError: the tokens cannot be read, or the text of a stream cannot be tokenized.
+    """
+    if start == config.train.max_steps:
+        return
+    arguments: dict[str, Any] = {
+        "seq_len": config.model.seq_len,
+        "global_batch_size": config.train.global_batch_size,
+        "rank": jax.process_index(),
+        "world_size": jax.process_count(),
+        "start_step": start,
+        "stop_step": config.train.max_steps,
+        "order": config.train.order,
+        "seed": config.seed,
+    }
+    try:
+        yield from (
+            read_steps(data.train, **arguments) if reads_itself else iter_steps(step_windows(data.train, **arguments))
         )
+    except DataError as error:
+        raise LaunchError(str(error)) from error
 
 
 def _checked(batch: tuple[int, NDArray[np.uint16]] | None, step: int) -> NDArray[np.uint16]:

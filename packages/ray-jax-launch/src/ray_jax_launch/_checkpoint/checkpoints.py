@@ -18,6 +18,7 @@ import jax
 
 from ray_jax_launch._checkpoint.broadcast import from_leader
 from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, open_store
+from ray_jax_launch._checkpoint.notices import notify
 from ray_jax_launch._checkpoint.pytree import as_wanted, to_save
 from ray_jax_launch._checkpoint.writers import RESERVED, make_writer
 from ray_jax_launch._errors import (
@@ -111,7 +112,12 @@ class Checkpoints:
         if folder is None:
             from ray_jax_launch._train.worker_context import current_session  # imports Ray Train, which takes seconds
 
-            folder = join_path(current_session().run_path, "checkpoints")
+            run_path = current_session().run_path
+            if run_path is None:
+                raise LaunchError(
+                    "folder must be given with a storage_filesystem of your own, got None. Name a folder."
+                )
+            folder = join_path(run_path, "checkpoints")
         path = as_storage_path(folder)
         self._folder = path.absolute() if isinstance(path, Path) else path
         self._num_to_keep = check_number("num_to_keep", num_to_keep, at_least=1)
@@ -129,6 +135,8 @@ class Checkpoints:
         listed, run_id = from_leader(open_and_list)
         self._scores: dict[int, float | None] = dict(listed)
         self._durable_step = self.latest_step()
+        if self._durable_step is not None and not read_only and jax.process_index() == 0:
+            notify(self._folder, self._durable_step)
         self._store = open_store(self._folder)
         self._writer = make_writer(self._folder, self._store, run_id)
         self._thread = ThreadPoolExecutor(1, "checkpoints")
@@ -369,6 +377,7 @@ class Checkpoints:
         self._durable_step = step
         if jax.process_index() > 0:
             return
+        notify(self._folder, step)
         for old in self._scores.keys() - scores.keys():
             try:
                 self._store.delete(old)

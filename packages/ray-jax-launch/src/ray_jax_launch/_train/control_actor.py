@@ -4,8 +4,14 @@ Workers and driver poll it, and no call waits in it. Ray runs the calls of one p
 one thread: each rank's metrics stay in order. Its process imports little.
 """
 
+import contextlib
+import logging
+import threading
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import ray
@@ -13,12 +19,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 Metrics = dict[str, Any]
 ControlHandle = Any
-"""Handle of a `ControlActor`. Ray adds its `.remote` methods where type checkers do not see them."""
+"""Handle of a `ControlActor`, or a `LocalControl`. Ray adds `.remote` methods where type checkers do not see them."""
+
+OnMetrics = Callable[[int, Metrics], None]
+"""Function of a rank and its metrics."""
 
 StopReason = Literal["interrupt", "preemption"]
 
 # Metrics that the driver has not collected yet. If it never collects, the oldest are dropped.
 _MAX_UNREAD = 10_000
+_COLLECT_EVERY_S = 0.5
+
+_logger = logging.getLogger("ray_jax_launch")
 
 
 @dataclass
@@ -35,12 +47,13 @@ class ControlActor:
 
     def __init__(self) -> None:
         self._unread: deque[tuple[int, Metrics]] = deque(maxlen=_MAX_UNREAD)
-        self._lines: list[str] = []
+        self._lines: list[tuple[int, str]] = []
         self._latest: Metrics = {}
         self._groups: dict[str, _Group] = {}
         self._interrupted = False
         self._acknowledged = False
         self._finished: tuple[Any] | None = None
+        self._saved: tuple[Any, int] | None = None
 
     def record(self, rank: int, metrics: Metrics) -> None:
         """Add metrics that a worker logged."""
@@ -52,12 +65,20 @@ class ControlActor:
         """Add metrics that rank 0 reported to Ray Train."""
         self._latest |= metrics
 
-    def log(self, line: str) -> None:
-        """Add a line that the driver logs as a warning."""
-        self._lines.append(line)
+    def log(self, line: str, level: int = logging.WARNING) -> None:
+        """Add a line that the driver logs."""
+        self._lines.append((level, line))
 
-    def collect(self) -> tuple[list[tuple[int, Metrics]], list[str]]:
-        """Return, and forget, the metrics by rank and the lines that have come since the last call."""
+    def save(self, folder: Any, step: int) -> None:
+        """Note the newest complete step of the loop's `Checkpoints`, and their folder or URI."""
+        self._saved = (folder, step)
+
+    def saved(self) -> tuple[Any, int] | None:
+        """Return what `save` was given last."""
+        return self._saved
+
+    def collect(self) -> tuple[list[tuple[int, Metrics]], list[tuple[int, str]]]:
+        """Return, and forget, the metrics by rank and the lines by level that have come since the last call."""
         collected = list(self._unread), list(self._lines)
         self._unread.clear()
         self._lines.clear()
@@ -113,3 +134,57 @@ def start_control_actor() -> ControlHandle:
     """Start the actor on this node. It lives as long as its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(ControlActor).options(num_cpus=0, scheduling_strategy=here).remote()
+
+
+class LocalControl:
+    """Stand-in for the actor's handle where the loop runs in the driver's process: calls the methods at once."""
+
+    def __init__(self) -> None:
+        self._actor = ControlActor()
+        # The handler of a signal may call while the thread that it interrupts calls.
+        self._lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=partial(self._call, name))
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return getattr(self._actor, name)(*args, **kwargs)
+
+
+def answer(called: Any) -> Any:
+    """Return the result of a call of a control handle."""
+    return ray.get(called) if isinstance(called, ray.ObjectRef) else called
+
+
+@contextlib.contextmanager
+def forwarding(control: ControlHandle, on_metrics: OnMetrics | None, renew: Callable[[], None]) -> Iterator[None]:
+    """Forward metrics to `on_metrics` and lines to the log, and call `renew`, every half second of the block."""
+    stop = threading.Event()
+    forward = on_metrics or _do_nothing
+
+    def collect() -> None:
+        stopping = False
+        while not stopping:
+            stopping = stop.wait(_COLLECT_EVERY_S)
+            renew()
+            logged, lines = answer(control.collect.remote())
+            for rank, metrics in logged:
+                try:
+                    forward(rank, metrics)
+                except Exception:  # the user's function may raise anything, and the run must not end by it
+                    _logger.exception("on_metrics failed; it gets the next metrics all the same")
+            for level, line in lines:
+                _logger.log(level, line)
+
+    thread = threading.Thread(target=collect, name="collect-metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _do_nothing(rank: int, metrics: Metrics) -> None:
+    pass

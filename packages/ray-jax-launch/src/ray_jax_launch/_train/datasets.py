@@ -1,13 +1,16 @@
-"""One Ray Dataset per rank, and CPUs reserved for the tasks of Ray Data."""
+"""Ray Datasets of the workers: one per rank, or one that Ray splits. CPUs reserved for the tasks of Ray Data."""
 
+import contextlib
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray.data
 from ray.train import DataConfig
 
-from ray_jax_launch._ray_internals import DefaultAutoscalingCoordinator, ResourceRequestPriority
+from ray_jax_launch._hardware import Hardware
+from ray_jax_launch._ray_internals import DefaultAutoscalingCoordinator, ResourceRequestPriority, datasets_to_split
 
 _RENEW_EVERY_S = 20
 
@@ -16,21 +19,69 @@ RankedDataset = Callable[[int, int], ray.data.Dataset]
 
 
 class RankedDataConfig(DataConfig):
-    """Gives each worker its own dataset, in the dataset's order.
+    """Gives each worker the dataset that a `RankedDataset` makes for its rank, in the dataset's order.
 
-    Ray's default splits one dataset among the workers (`streaming_split`), in an order that depends on their speed.
+    Ray Datasets are given to Ray's config. It splits a dataset among the workers (`streaming_split`), in an order that
+    depends on their speed.
+
+    Args:
+        base: config for the Ray Datasets; Ray's default if None.
     """
+
+    def __init__(self, base: DataConfig | None = None) -> None:
+        self._base = DataConfig() if base is None else base
+        super().__init__(datasets_to_split=datasets_to_split(self._base))
 
     def configure(
         self, datasets: dict[str, Any], world_size: int, *args: Any, **kwargs: Any
     ) -> list[dict[str, ray.data.DataIterator]]:
         """Return the iterators of all ranks. Called each time a group of workers starts."""
+        ranked: dict[str, Any] = {name: make for name, make in datasets.items() if callable(make)}
+        given = {name: dataset for name, dataset in datasets.items() if name not in ranked}
+        split = self._base.configure(given, world_size, *args, **kwargs) if given else [{}] * world_size
         return [
-            {name: _in_order(make(rank, world_size)) for name, make in datasets.items()} for rank in range(world_size)
+            {**split[rank], **{name: in_order(make(rank, world_size)) for name, make in ranked.items()}}
+            for rank in range(world_size)
         ]
 
 
-def _in_order(dataset: ray.data.Dataset) -> ray.data.DataIterator:
+def for_group(datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the datasets as Ray Train takes them: it calls each callable when a group of workers starts.
+
+    Args:
+        datasets: by name, Ray Datasets, functions of no argument that return one, and functions of the rank and the
+            number of workers (`RankedDataset`), which `RankedDataConfig` calls.
+    """
+    return {name: _constant(given) if _is_ranked(given) else given for name, given in datasets.items()}
+
+
+def for_one(datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the datasets of the only worker. See `for_group`."""
+
+    def shard(given: Any) -> Any:
+        if _is_ranked(given):
+            return in_order(given(0, 1))
+        return given() if callable(given) else given
+
+    return {name: shard(given) for name, given in datasets.items()}
+
+
+def _is_ranked(dataset: Any) -> bool:
+    if not callable(dataset):
+        return False
+    required = [
+        parameter
+        for parameter in inspect.signature(dataset).parameters.values()
+        if parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    return bool(required)
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def in_order(dataset: ray.data.Dataset) -> ray.data.DataIterator:
     """Return an iterator in the dataset's order, even if later blocks are ready first."""
     dataset.context.execution_options.preserve_order = True
     return dataset.iterator()
@@ -65,3 +116,17 @@ class DataReservation:
     def cancel(self) -> None:
         """Release the CPUs."""
         self._coordinator.cancel_request()
+
+
+@contextlib.contextmanager
+def reserving(hardware: Hardware, name: str, num_cpus: int) -> Iterator[Callable[[], None]]:
+    """Reserve CPUs for Ray Data while the block runs. Yields a function to call every few seconds."""
+    if not hardware.is_elastic or not num_cpus:
+        yield lambda: None
+        return
+    reservation = DataReservation(name, num_cpus)
+    reservation.renew()
+    try:
+        yield reservation.renew
+    finally:
+        reservation.cancel()

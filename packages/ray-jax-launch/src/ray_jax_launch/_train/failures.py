@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 from ray.exceptions import RayActorError
-from ray.train import Checkpoint, UserCallback
+from ray.train import Checkpoint, TrainingFailedError, UserCallback
 
 from ray_jax_launch._errors import (
     DamagedCheckpointError,
@@ -22,6 +22,10 @@ from ray_jax_launch._train.control_actor import ControlHandle, Metrics
 _JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 # Status of jax's errors when memory of a device or of the host cannot be allocated.
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+class WorkersFailed(TrainingFailed, TrainingFailedError):
+    """`TrainingFailed`, which is also Ray's `TrainingFailedError`: a script may catch either."""
 
 
 class Preempted(Exception):
@@ -107,7 +111,7 @@ def to_raise(failures: Mapping[int, Exception], hardware: object, log_folder: st
             "more gradient accumulation steps, or more devices to shard it"
         )
     else:
-        error = TrainingFailed(f"worker {rank} of {hardware} failed", rank, details, log_folder)
+        error = WorkersFailed(f"worker {rank} of {hardware} failed", rank, details, log_folder)
     error.add_note(details)
     return error
 

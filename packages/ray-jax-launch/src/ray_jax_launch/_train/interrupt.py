@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from ray_jax_launch._train.control_actor import ControlHandle
+from ray_jax_launch._train.control_actor import ControlHandle, LocalControl, answer
 
 _logger = logging.getLogger("ray_jax_launch")
 
@@ -49,11 +49,13 @@ class Interrupt:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._requested:
             self._requested = True
-            if ray.get(self._control.interrupt.remote()):
+            if answer(self._control.interrupt.remote()):
                 _logger.warning("interrupted: the workers save what they have; press Ctrl-C again to stop at once")
                 return
         _logger.warning("interrupted: stopping the workers, which do not save")
         if self._controller is not None:
             with contextlib.suppress(RayActorError):  # the controller exits while it answers
                 ray.get(self._controller.abort.remote())
+        if isinstance(self._control, LocalControl):
+            raise KeyboardInterrupt  # in the loop itself
         raise SystemExit(1)

@@ -1,5 +1,6 @@
 """Policy of restarts: decides in Ray Train's controller whether a failed group of workers starts again."""
 
+import math
 import time
 
 import ray
@@ -18,6 +19,11 @@ from ray_jax_launch._train.failures import fingerprint, first_failure, in_a_line
 _MIN_RESTART_WAIT_S = 240.0
 
 
+def restart_wait_s(wait_for_resources_s: float) -> float:
+    """Return the seconds that a group waits for nodes before it starts again."""
+    return max(wait_for_resources_s, _MIN_RESTART_WAIT_S)
+
+
 class RestartPolicy(FailurePolicy):
     """Restarts a group after temporary failures, and logs why.
 
@@ -25,15 +31,19 @@ class RestartPolicy(FailurePolicy):
 
     Args:
         control: the control actor, which carries log lines to the driver.
-        max_failures: failures to recover from. Preemptions do not count.
+        max_failures: failures to recover from; -1 for any number. Preemptions do not count.
+        max_preemptions: preemptions to recover from; -1 for any number.
         wait_for_resources_s: seconds to wait for nodes when the cluster has too few to start the group again.
     """
 
-    def __init__(self, control: ControlHandle, *, max_failures: int, wait_for_resources_s: float) -> None:
+    def __init__(
+        self, control: ControlHandle, *, max_failures: int, wait_for_resources_s: float, max_preemptions: int = -1
+    ) -> None:
         super().__init__(FailureConfig(max_failures=max_failures))
         self._control = control
-        self._max_failures = max_failures
-        self._wait_s = max(wait_for_resources_s, _MIN_RESTART_WAIT_S)
+        self._max_failures = math.inf if max_failures < 0 else max_failures
+        self._preemptions_left = math.inf if max_preemptions < 0 else max_preemptions
+        self._wait_s = restart_wait_s(wait_for_resources_s)
         self._waiting_since_s: float | None = None
         self._num_failures = 0
         self._last: str | None = None
@@ -75,10 +85,14 @@ class RestartPolicy(FailurePolicy):
         self._num_failures += 1
         if self._num_failures > self._max_failures:
             return FailureDecision.RAISE
-        self._log(f"{what}; the workers start again (failure {self._num_failures} of at most {self._max_failures})")
+        limit = "" if self._max_failures == math.inf else f" of at most {self._max_failures}"
+        self._log(f"{what}; the workers start again (failure {self._num_failures}{limit})")
         return FailureDecision.RETRY
 
     def _restart_after_preemption(self) -> FailureDecision:
+        self._preemptions_left -= 1
+        if self._preemptions_left < 0:
+            return FailureDecision.RAISE
         self._log("a node is preempted; the workers start again on the others")
         return FailureDecision.RETRY
 

@@ -65,3 +65,20 @@ class StopPoller:
                     self.reason, next_step = reason, self.step + 1
             else:
                 time.sleep(_POLL_EVERY_S)
+
+
+class LocalStop:
+    """`StopPoller` of a loop in the driver's process: one rank, no preemption, no thread."""
+
+    def __init__(self, control: ControlHandle) -> None:
+        self.step = -1
+        self.reason: StopReason | None = None
+        self.acknowledged = False
+        self._control = control
+
+    def stop_requested(self, step: int) -> bool:
+        """Return whether to stop at this step."""
+        self.step = step
+        self.reason, _ = self._control.poll.remote("", 1, 0, is_preempted=False, next_step=None)
+        self.acknowledged = self.reason is not None
+        return self.acknowledged

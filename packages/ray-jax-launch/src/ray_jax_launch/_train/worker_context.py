@@ -1,9 +1,12 @@
 """Functions that a training loop calls in a worker: log metrics, ask for a stop request, mark the end."""
 
+import contextlib
 import logging
 import re
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +17,16 @@ import ray.train
 import ray.train.collective
 from ray.util.metrics import Gauge
 
+from ray_jax_launch._checkpoint.notices import notify_of_steps
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._storage import StoragePath
-from ray_jax_launch._train.control_actor import ControlHandle
-from ray_jax_launch._train.failures import Preempted
-from ray_jax_launch._train.stop_poller import StopPoller
+from ray_jax_launch._train.control_actor import ControlHandle, LocalControl, answer
+from ray_jax_launch._train.failures import Preempted, note_traceback
+from ray_jax_launch._train.stop_poller import LocalStop, StopPoller
 
 # A network file system may show a new file to other nodes late.
 _SHARED_WITHIN_S = 10.0
+_LOOK_FOR_DEVICES_EVERY_S = 0.5
 
 
 @dataclass
@@ -29,20 +34,27 @@ class Session:
     """A launch, as one of its workers sees it."""
 
     control: ControlHandle
-    run_path: StoragePath
+    run_path: StoragePath | None
+    """None if the storage is a filesystem of the user's own."""
+
     run_name: str
     marker: Path | None
     """A file in the run's folder, which every worker must find there. None in object storage."""
 
     gauges: dict[str, Gauge] = field(default_factory=dict)
-    poller: StopPoller | None = None
+    poller: StopPoller | LocalStop | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the loop runs in the driver's process."""
+        return isinstance(self.control, LocalControl)
 
 
 _session: Session | None = None
 
 
-def begin(session: Session) -> None:
-    """Make a session the current session of this process.
+def run_loop(train_loop: Callable[[], Any], session: Session) -> Any:
+    """Run the loop in a worker of a group, and add traceback and step to its exception.
 
     Raises:
         LaunchError: this node does not have the run's folder.
@@ -50,11 +62,78 @@ def begin(session: Session) -> None:
     global _session
     _session = session
     log_to_driver("ray_jax_launch")
+    _check_folder(session)
+    with contextlib.ExitStack() as stack:
+        stack.push(note_traceback)
+        stack.push(_note_step)
+        returned = _with_notices(train_loop, session)
+    _acknowledge_stop()
+    return returned
+
+
+def run_local_loop(train_loop: Callable[[], Any], session: Session) -> Any:
+    """Run the loop in the driver's process."""
+    global _session
+    _session = session
+    try:
+        returned = _with_notices(train_loop, session)
+        _acknowledge_stop()
+    finally:
+        _session = None
+    return returned
+
+
+def _with_notices(train_loop: Callable[[], Any], session: Session) -> Any:
+    """Run the loop. Tell the driver the devices of this worker, and the steps that `Checkpoints` completes."""
+    context = ray.train.get_context()
+    worker = f"worker {context.get_world_rank()} of {context.get_world_size()}"
+    worker += ": this process" if session.is_local else f": node {ray.util.get_node_ip_address()}"
+    ended = threading.Event()
+    thread = threading.Thread(target=_log_devices, args=(session.control, worker, ended), daemon=True)
+    thread.start()
+    with notify_of_steps(session.control.save.remote):
+        try:
+            return train_loop()
+        finally:
+            ended.set()
+            thread.join(_LOOK_FOR_DEVICES_EVERY_S)
+
+
+def _log_devices(control: ControlHandle, worker: str, ended: threading.Event) -> None:
+    """Log the devices of this worker once the loop has used jax.
+
+    To ask jax earlier would start its backends, after which a loop can no longer configure them.
+    """
+    while not (uses_jax := _has_devices()) and not ended.wait(_LOOK_FOR_DEVICES_EVERY_S):
+        pass
+    if uses_jax or _has_devices():
+        import jax  # the loop has imported it
+
+        devices = jax.local_devices()
+        names = ", ".join(map(str, devices))
+        line = f"{worker}, {len(devices)} device{'s' if len(devices) > 1 else ''} ({names})"
+    else:
+        line = f"{worker}, no device (the loop did not use jax)"
+    control.log.remote(line, logging.INFO)
+
+
+def _has_devices() -> bool:
+    """Return whether jax has started its backends in this process. jax has no public name for this."""
+    xla_bridge = sys.modules.get("jax._src.xla_bridge")
+    return xla_bridge is not None and getattr(xla_bridge, "backends_are_initialized", lambda: False)()
+
+
+def _check_folder(session: Session) -> None:
+    """Check that this node has the run's folder.
+
+    Raises:
+        LaunchError: it does not.
+    """
     deadline_s = time.monotonic() + _SHARED_WITHIN_S
     while session.marker is not None and not session.marker.exists():
         if time.monotonic() > deadline_s:
             raise LaunchError(
-                f"storage_path must be a folder that all nodes share, got {Path(session.run_path).parent}, which is "
+                f"storage_path must be a folder that all nodes share, got {session.marker.parent.parent}, which is "
                 f"another folder on node {ray.util.get_node_ip_address()}. Use a network file system, s3:// or gs://"
             )
         time.sleep(_SHARED_WITHIN_S / 50)
@@ -64,10 +143,10 @@ def current_session() -> Session:
     """Return the session of this worker.
 
     Raises:
-        RuntimeError: this process is not a worker of `launch`.
+        RuntimeError: this process runs no loop of `launch` or `JaxTrainer`.
     """
     if _session is None:
-        raise RuntimeError("this must be called in a training loop that `ray_jax_launch.launch` runs")
+        raise RuntimeError("this must be called in a training loop that `launch` or `JaxTrainer` runs")
     return _session
 
 
@@ -85,7 +164,8 @@ def log_to_driver(logger: str) -> None:
     Args:
         logger: its name, such as the name of a package.
     """
-    logging.getLogger(logger).addHandler(_DriverHandler(logging.WARNING))
+    if not current_session().is_local:
+        logging.getLogger(logger).addHandler(_DriverHandler(logging.WARNING))
 
 
 def log_metrics(metrics: Mapping[str, float]) -> None:
@@ -103,7 +183,7 @@ def log_metrics(metrics: Mapping[str, float]) -> None:
     tags = {"run": session.run_name, "rank": str(rank)}
     # float() reads arrays; an int stays exact.
     numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
-    for name, value in numbers.items():
+    for name, value in numbers.items() if ray.is_initialized() else ():
         if name not in session.gauges:
             session.gauges[name] = Gauge(
                 f"jax_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", f"{name} of a training loop", tag_keys=("run", "rank")
@@ -121,7 +201,7 @@ def mark_finished(return_value: Any = None) -> None:
     Args:
         return_value: `Result.return_value` if the loop fails after this. If it does not, the loop's own value is used.
     """
-    ray.get(current_session().control.finish.remote(return_value))
+    answer(current_session().control.finish.remote(return_value))
 
 
 def stop_requested(step: int) -> bool:
@@ -136,18 +216,18 @@ def stop_requested(step: int) -> bool:
     """
     session = current_session()
     if session.poller is None:
-        session.poller = StopPoller(session.control)
+        session.poller = (LocalStop if session.is_local else StopPoller)(session.control)
     return session.poller.stop_requested(step)
 
 
-def note_step(exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+def _note_step(exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
     """Add the last step that `stop_requested` was given to an exception that leaves the loop."""
     poller = current_session().poller
     if exc is not None and poller is not None:
         exc.add_note(f"at step {poller.step}")
 
 
-def acknowledge_stop() -> None:
+def _acknowledge_stop() -> None:
     """Acknowledge a stop request, after the loop has returned because of it.
 
     Raises:
@@ -158,7 +238,7 @@ def acknowledge_stop() -> None:
     if poller is None or not poller.acknowledged:
         return
     if poller.reason == "interrupt":
-        ray.get(current_session().control.acknowledge.remote())
+        answer(current_session().control.acknowledge.remote())
     else:
         # Ray Train stops all workers when the first worker raises, and another worker may still be saving.
         ray.train.collective.barrier()

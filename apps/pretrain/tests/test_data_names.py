@@ -1,0 +1,77 @@
+import re
+
+import pytest
+
+from pretrain._data_names import Mixture, Plain, Splits, label_of, parse_data
+from pretrain._errors import UsageError
+
+WIKITEXT = "Salesforce/wikitext:wikitext-103-raw-v1"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("builtin", Plain("builtin")),
+        ("a,b", Plain("a,b")),
+        ("./a=b.txt", Plain("./a=b.txt")),
+        ("s3://bucket/x?region=a,b=c", Plain("s3://bucket/x?region=a,b=c")),
+        ("train=a.txt,val=b.txt", Splits("a.txt", "b.txt")),
+        ("val=b.txt,train=a.txt", Splits("a.txt", "b.txt")),
+        ("train=a,b.txt,val=s3://x?y=z", Splits("a,b.txt", "s3://x?y=z")),
+        (f"train={WIKITEXT}:train,val={WIKITEXT}:test", Splits(f"{WIKITEXT}:train", f"{WIKITEXT}:test")),
+        ("web=0.7:a.txt,code=3e-1:b.bin", Mixture(("web", "code"), {"a.txt": 0.7, "b.bin": 0.3})),
+        ("web=7:A/B:c:train", Mixture(("web",), {"A/B:c:train": 7.0})),
+    ],
+)
+def test_forms(text, expected):
+    assert parse_data(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train=a.txt",
+        "train=,val=b.txt",
+        "train=a.txt,val=b.txt,test=c.txt",
+        "web=a.txt,code=b.txt",
+        "web=0:a.txt,code=1:b.txt",
+        "web=-1:a.txt",
+        "web=nan:a.txt",
+        "web=inf:a.txt",
+        "web=0.5:",
+        "web=0.5:a.txt,code=0.5:a.txt",
+        "web=0.5:a.txt,web=0.5:b.txt",
+    ],
+)
+def test_another_form_is_rejected(text):
+    message = re.escape(
+        "data must be one name, train=NAME,val=NAME, or different names with labels and positive weights"
+    )
+    with pytest.raises(UsageError, match=message + f".*got {re.escape(repr(text))}. Choose one of these forms."):
+        parse_data(text)
+
+
+@pytest.mark.parametrize("name", ["train=a,val=b", "a=1:b,c"])
+def test_the_name_of_a_file_is_a_plain_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).touch()
+    found = parse_data(name)
+    assert isinstance(found, Plain)
+    assert (tmp_path / found.name).samefile(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("/books/War and Peace.txt", "war-and-peace"),
+        ("s3://bucket/x", "x"),
+        ("???", "data"),
+        (f"train={WIKITEXT}:train,val={WIKITEXT}:validation", "wikitext-103-raw-v1"),
+        ("train=/corpora/books/train.txt,val=/corpora/books/val.txt", "books"),
+        ("train=web-train.bin,val=web-val.bin", "web"),
+        ("train=train.bin,val=val.bin", "data"),
+        ("web=0.7:a,Code=0.3:b", "web-code"),
+    ],
+)
+def test_a_label_is_fit_for_a_folder(text, label):
+    assert label_of(parse_data(text)) == label

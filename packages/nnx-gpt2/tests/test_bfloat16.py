@@ -1,0 +1,50 @@
+"""Devices of every generation, of which a test machine has none: the tests use their names and numbers."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnx_gpt2 import causal_attention, has_bfloat16
+
+OLD = SimpleNamespace(device_kind="Tesla T4", compute_capability="7.5")
+NEW = SimpleNamespace(device_kind="A100-SXM4-40GB", compute_capability="8.0")
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (OLD, False),
+        (NEW, True),
+        (SimpleNamespace(device_kind="NVIDIA B200", compute_capability="10.0"), True),
+        (SimpleNamespace(device_kind="AMD Instinct MI250", compute_capability="gfx90a"), True),
+        (SimpleNamespace(device_kind="TPU v4"), True),
+    ],
+)
+def test_nvidias_gpus_before_ampere_have_no_bfloat16(device, expected):
+    assert has_bfloat16(device) == expected
+
+
+def test_the_devices_of_this_machine_have_bfloat16():
+    assert has_bfloat16(jax.devices()[0])
+
+
+def test_auto_takes_the_plain_formula_on_an_old_gpu(monkeypatch):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 64, 2, 16), jnp.bfloat16)
+    expected = causal_attention(q, k, v, backend="xla")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [OLD])
+    np.testing.assert_array_equal(causal_attention(q, k, v), expected)
+    with pytest.raises(ValueError, match="attention backend cudnn must have bfloat16 on an NVIDIA GPU of compute cap"):
+        causal_attention(q, k, v, backend="cudnn")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="test_attention runs cuDNN here")
+def test_auto_takes_cudnn_on_a_new_gpu(monkeypatch):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 64, 2, 16), jnp.bfloat16)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [NEW])
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):  # jax itself looks for the library
+        causal_attention(q, k, v)

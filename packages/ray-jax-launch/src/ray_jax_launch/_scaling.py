@@ -1,0 +1,96 @@
+"""Ray Train's scaling config of a hardware preset, and the hardware of a scaling config."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray.train import ScalingConfig
+from ray.util.tpu import get_tpu_worker_resources
+
+from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._hardware import Hardware, local
+
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+LabelSelector = Mapping[str, str] | Sequence[Mapping[str, str]]
+
+
+def scaling_config(
+    hardware: Hardware,
+    *,
+    resources_per_worker: Mapping[str, float] | None = None,
+    placement_strategy: str | None = None,
+    label_selector: LabelSelector | None = None,
+) -> ScalingConfig:
+    """Return Ray Train's scaling config for this hardware.
+
+    Args:
+        hardware: see `parse_hardware`.
+        resources_per_worker: Ray resources of each worker, in addition to or instead of those of the hardware, such as
+            `{"CPU": 4}` or `{"memory": 8e9}`.
+        placement_strategy: PACK (Ray's default), SPREAD, STRICT_PACK or STRICT_SPREAD.
+        label_selector: labels of the nodes to use, for all workers or one per worker.
+
+    Raises:
+        LaunchError: Ray rejects an argument.
+    """
+    if placement_strategy not in (None, *_STRATEGIES):
+        raise LaunchError(
+            f"placement_strategy must be one of {', '.join(_STRATEGIES)}, got {placement_strategy!r}. Choose one."
+        )
+    num_workers = (hardware.min_workers, hardware.num_workers) if hardware.is_elastic else hardware.num_workers
+    chosen: dict[str, Any] = {"num_workers": 0 if hardware.kind == "local" else num_workers}
+    resources: dict[str, float] | None = {"CPU": 1}
+    if hardware.kind == "gpu":
+        chosen["use_gpu"] = True
+        resources = {"CPU": 1, "GPU": hardware.devices_per_worker}
+    if hardware.kind == "tpu":
+        chosen |= {"use_tpu": True, "accelerator_type": hardware.accelerator_type, "topology": hardware.topology}
+        resources = None  # Ray knows them
+    if placement_strategy is not None:
+        chosen["placement_strategy"] = placement_strategy
+    if label_selector is not None:
+        chosen["label_selector"] = label_selector
+    try:
+        config = ScalingConfig(resources_per_worker=resources, **chosen)
+        if resources_per_worker is not None:
+            wanted = {**_given_resources(config), **resources_per_worker}
+            config = ScalingConfig(resources_per_worker=wanted, **chosen)
+    except (TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise LaunchError(
+            f"the workers of {hardware} must be a valid ScalingConfig, got {reason} Change it."
+        ) from error
+    return config
+
+
+def hardware_of(scaling: ScalingConfig) -> Hardware:
+    """Return the hardware of a scaling config. A worker without GPU or TPU is a CPU worker of one device."""
+    if scaling.max_workers == 0:
+        return local()
+    resources = resources_of(scaling)
+    given: dict[str, Any] = {"num_workers": scaling.max_workers, "min_workers": max(1, scaling.min_workers)}
+    if scaling.use_gpu:
+        return Hardware(kind="gpu", devices_per_worker=max(1, int(resources.get("GPU", 1))), **given)
+    if not scaling.use_tpu:
+        return Hardware(kind="cpu", devices_per_worker=1, **given)
+    if scaling.topology and scaling.accelerator_type:
+        given["workers_per_slice"], _ = get_tpu_worker_resources(
+            scaling.topology, scaling.accelerator_type, resources_per_worker=_given_resources(scaling), num_slices=1
+        )
+    return Hardware(
+        kind="tpu",
+        devices_per_worker=max(1, int(resources.get("TPU", 1))),
+        accelerator_type=scaling.accelerator_type,
+        topology=scaling.topology,
+        **given,
+    )
+
+
+def resources_of(scaling: ScalingConfig) -> dict[str, float]:
+    """Return the Ray resources of one worker of a group."""
+    return {name: amount / scaling.max_workers for name, amount in scaling.total_resources.items() if amount}
+
+
+def _given_resources(scaling: ScalingConfig) -> dict[str, float]:
+    given: Any = scaling.resources_per_worker  # Ray declares the types of its tuner too
+    return given or {}

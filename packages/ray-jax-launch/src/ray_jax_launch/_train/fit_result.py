@@ -1,0 +1,70 @@
+"""Result of a launch: Ray Train's, with more in it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from pyarrow.fs import FileSystem
+
+from ray_jax_launch._storage import StoragePath, join_path
+from ray_jax_launch._train.control_actor import ControlHandle, answer
+
+
+class SavedCheckpoint(ray.train.Checkpoint):
+    """The newest checkpoint that the loop has saved by `Checkpoints`.
+
+    Attributes:
+        step: number of the checkpoint.
+        folder: folder or URI of the run's checkpoints.
+    """
+
+    def __init__(self, folder: StoragePath, step: int) -> None:
+        self.step, self.folder = step, folder
+        place = join_path(folder, str(step))
+        if isinstance(place, Path):
+            super().__init__(place)
+        else:
+            filesystem, path = FileSystem.from_uri(place)
+            super().__init__(path, filesystem)
+
+    def restore(self, like: Mapping[str, Any]) -> dict[str, Any]:
+        """Read items of the checkpoint. See `Checkpoints.restore`, for `like` and the exceptions."""
+        from ray_jax_launch._checkpoint.checkpoints import Checkpoints  # imports jax
+
+        with Checkpoints(self.folder, read_only=True) as checkpoints:
+            return checkpoints.restore(self.step, like)
+
+
+@dataclass
+class Result(ray.train.Result):
+    """Result of a launch.
+
+    Attributes:
+        return_value: value that the loop returned on rank 0.
+        metrics: last value of each metric that rank 0 logged (`log_metrics`) or reported (`ray.train.report`).
+        checkpoint: the newest checkpoint that the loop reported; if it reported none, the newest one that it saved by
+            `Checkpoints` (`SavedCheckpoint`, with `step` and `restore(like)`).
+        best_checkpoints: reported checkpoints that are kept, with their metrics.
+        path: folder of the run: the name in the storage path. From `launch`, a `Path` or a URI; from `JaxTrainer`, a
+            path in `filesystem`, as Ray's.
+        error: None, because a failed run raises.
+        log_folder: folder of Ray's full logs on each node: the output of workers, and Ray Train's own logs.
+    """
+
+    path: Any
+    log_folder: str = ""
+
+
+def make_result(result: ray.train.Result, control: ControlHandle, return_value: Any, log_folder: str) -> Result:
+    """Return Ray's result with what the control actor knows."""
+    saved, latest = answer(control.saved.remote()), answer(control.latest.remote())
+    given = {field.name: getattr(result, field.name) for field in fields(result)}
+    given |= {
+        "metrics": {**(result.metrics or {}), **latest},
+        "checkpoint": result.checkpoint or (SavedCheckpoint(*saved) if saved is not None else None),
+        "error": None,
+        "return_value": return_value,
+    }
+    return Result(**given, log_folder=log_folder)

@@ -1,0 +1,82 @@
+"""Local mode: the loop runs in the driver's process. Ray starts only for datasets."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ray.train import RunConfig
+
+from ray_jax_launch._cluster import log_folder
+from ray_jax_launch._ray_internals import LocalReports
+from ray_jax_launch._train.control_actor import LocalControl, OnMetrics, forwarding
+from ray_jax_launch._train.fit_result import Result, make_result
+from ray_jax_launch._train.interrupt import Interrupt
+from ray_jax_launch._train.worker_context import Session, run_local_loop
+
+_logger = logging.getLogger("ray_jax_launch")
+
+
+def fit_locally(
+    train_loop: Callable[[], Any],
+    *,
+    run_config: RunConfig,
+    run_path: Any,
+    datasets: Mapping[str, Any],
+    on_metrics: OnMetrics | None,
+) -> Result:
+    """Run the loop in this process. Its exceptions leave it as they are, unless it has called `mark_finished`.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM, as for a group.
+    """
+    control = LocalControl()
+    if run_config.logging_config is not None:
+        logging.getLogger("ray.train").setLevel(run_config.logging_config.log_level)
+    name = run_config.name
+    assert name is not None, "Ray has made one"
+    reports = LocalReports(run_config, dict(datasets), control.report.remote)
+    interrupt = Interrupt(control)
+    runtime_env: Any = run_config.worker_runtime_env or {}
+    try:
+        interrupt.install()
+        with (
+            forwarding(control, on_metrics, lambda: None),
+            reports.active(),
+            _environment(runtime_env.get("env_vars") or {}),
+        ):
+            return_value = _run(train_loop, Session(control, run_path, name, None), control)
+    finally:
+        interrupt.restore()
+    if control.acknowledged.remote():
+        raise KeyboardInterrupt("stopped: launch it again, with the same storage_path and name, to continue")
+    return make_result(reports.result(), control, return_value, log_folder())
+
+
+def _run(train_loop: Callable[[], Any], session: Session, control: LocalControl) -> Any:
+    """Return the loop's value, or the one that `mark_finished` was given if the loop fails after that."""
+    try:
+        return run_local_loop(train_loop, session)
+    except Exception as error:  # the loop may raise anything, and after `mark_finished` nothing may fail the run
+        finished = control.finished.remote()
+        if finished is None:
+            raise
+        what = f"the loop failed: {type(error).__name__}: {error}"
+        _logger.warning("%s; this was after the training had ended, and nothing is lost", what)
+        return finished[0]
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables while the block runs."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
