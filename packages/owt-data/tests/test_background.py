@@ -87,17 +87,17 @@ def test_the_end_of_the_block_stops_the_preparation_and_the_next_start_resumes(c
     out = tmp_path / "out"
     with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
         first = window_digests(data.train, 0, 100)
-        fingerprint = data.fingerprint
+        fingerprint = data.source_fingerprint
     assert not out.exists()
     unfinished = open_tokens(str(out), tokenizer="gpt2")
-    assert (unfinished.tokenizer, unfinished.fingerprint) == ("bytes", fingerprint)
+    assert (unfinished.tokenizer, unfinished.source_fingerprint) == ("bytes", fingerprint)
     np.testing.assert_array_equal(validation_windows(unfinished), validation_windows(prepared_start))
     with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
-        assert data.fingerprint == fingerprint
+        assert data.source_fingerprint == fingerprint
         assert window_digests(data.train, 0, 100) == first
         window_digests(data.train, 0, prepared_start.train.num_windows(SEQ_LEN) // BATCH + 1)
     with prepare_in_background(str(corpus), out, START) as data:
-        assert data.fingerprint == fingerprint
+        assert data.source_fingerprint == fingerprint
         assert window_digests(data.train, 0, 100) == first
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig
-from owt_data import OrderKind, PrepareOptions, TokenizerName
+from owt_data import STREAM_ORDERS, OrderKind, PrepareOptions, TokenizerName
 from pretrain._errors import UsageError
 from ray_jax_launch import check_run_name
 
@@ -35,9 +35,10 @@ class PrepareConfig(PrepareOptions):
     tokenizer: Annotated[TokenizerName, tyro.conf.arg(aliases=("--tokenizer",))] = "gpt2"
     """`gpt2`, or `bytes`, which needs no download and has 257 ids."""
 
-    split: Annotated[Literal["auto", "documents", "position"], tyro.conf.arg(aliases=("--split",))] = "auto"
-    """`documents` takes random documents for validation, `position` takes the end of the tokens. `auto` is
-    `position` for a single document, else `documents`."""
+    split: Annotated[Literal["auto", "documents", "position", "start"], tyro.conf.arg(aliases=("--split",))] = "auto"
+    """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
+    first 128th of the text, at most 16 MiB. `auto` is `position` for a single document, else `documents`; with
+    `--data-mode stream` it is `start`."""
 
     val_fraction: Annotated[float | None, tyro.conf.arg(aliases=("--val-fraction",))] = None
     """Share of the data for validation. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in
@@ -127,8 +128,8 @@ class TrainConfig:
     """Microbatches per step, computed one after the other to save memory."""
 
     order: OrderKind = "shuffle"
-    """Order of the training windows: `shuffle` (each window once per epoch), `random` (with replacement) or
-    `sequential`."""
+    """Order of the training windows: `shuffle` (each window once per epoch), `random` (with replacement), `sequential`,
+    or `sequential-first` (`sequential` in the first epoch, then `shuffle`)."""
 
     mask_documents: bool = False
     """Restrict attention to a token's own document. Otherwise a token sees the documents before it in its window, as in
@@ -198,6 +199,10 @@ class PretrainConfig:
     """Training data: builtin (Python's standard library), a folder of token files, a .bin, .txt, .jsonl or .parquet
     file, a glob of files of one kind, s3://... or gs://... of token files, or a Hugging Face dataset. Or two such names
     as train=A,val=B, or several with weights, such as web=0.7:A,code=0.3:B."""
+
+    data_mode: Literal["prepared", "stream"] = "prepared"
+    """`prepared` tokenizes all text before the training. `stream` trains while tasks of the Ray cluster tokenize the
+    text; the first epoch then has the order of the text."""
 
     hardware: str = "auto"
     """auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or
@@ -283,6 +288,23 @@ def with_length(config: PretrainConfig, *, num_windows: int) -> PretrainConfig:
 def with_max_steps(config: PretrainConfig, max_steps: int) -> PretrainConfig:
     """Return the configuration with this number of steps."""
     return dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=max_steps))
+
+
+def with_stream_order(config: PretrainConfig) -> PretrainConfig:
+    """Return the configuration with a window order that can be read while the text is tokenized.
+
+    Raises:
+        UsageError: the length of the run depends on the number of all tokens.
+    """
+    if config.train.max_epochs is not None:
+        raise UsageError(
+            "train.max_epochs must be absent with data_mode stream, which does not know the number of tokens before "
+            f"its end, got {config.train.max_epochs}. Give --train.max-epochs None and --train.max-steps or "
+            "--train.max-tokens."
+        )
+    if config.train.order in STREAM_ORDERS:
+        return config
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, order="sequential-first"))
 
 
 def _check_range(name: str, value: float, least: float, end: float = math.inf) -> None:

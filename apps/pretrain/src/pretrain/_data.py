@@ -1,9 +1,10 @@
 """The tokens of a run: opens token files, and prepares text first."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import platformdirs
@@ -11,12 +12,15 @@ from rich.console import Console
 
 from owt_data import (
     DataError,
+    GrowingTokens,
     PrepareOptions,
+    Progress,
     TokenData,
     find_source,
     is_prepared,
     open_tokens,
     prepare,
+    prepare_in_background,
     progress_bar,
     read_manifest,
 )
@@ -59,10 +63,59 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
                 {_prepared(name, config.prepare, console): weight for name, weight in weights.items()},
                 tokenizer=tokenizer,
             )
+    return _check_windows(config, tokens)
+
+
+@contextlib.contextmanager
+def stream_tokens(
+    config: PretrainConfig, console: Console, *, num_tasks: int | None, report: Callable[[Progress], None]
+) -> Iterator[TokenData]:
+    """Open the tokens of a run as soon as the first are there. Text is tokenized into the cache during the block.
+
+    Args:
+        config: the configuration.
+        console: shows the folder.
+        num_tasks: number of concurrent tasks of the connected Ray cluster; None tokenizes in processes of this machine.
+        report: called after each shard.
+
+    Raises:
+        DataError: the data cannot be read, or either split is shorter than one window.
+        UsageError: `config.data` is not text, or is a mixture.
+    """
+    match data := parse_data(config.data):
+        case Plain(name) if not is_prepared(name):
+            sources = [name]
+        case Splits(train, val) if not (is_prepared(train) or is_prepared(val)):
+            sources = [f"train={train}", f"val={val}"]
+        case _:
+            raise UsageError(
+                f"data must be text, as NAME or train=NAME,val=NAME, with data_mode stream, got {config.data}. Leave "
+                "out --data-mode for token files and mixtures."
+            )
+    options = config.prepare.options()
+    if isinstance(data, Plain) and options.split == "auto":
+        options = dataclasses.replace(options, split="start")
+    folder = _cache_root(config.prepare) / _cache_key(data, options)
+    console.print(f"tokenizing {' '.join(sources)} into {folder}, during the training", markup=False, soft_wrap=True)
+    with prepare_in_background(
+        sources,
+        folder,
+        options,
+        num_processes=num_tasks or config.prepare.num_processes,
+        use_ray=num_tasks is not None,
+        progress=report,
+    ) as tokens:
+        yield _check_windows(config, tokens)
+
+
+def _check_windows(config: PretrainConfig, tokens: TokenData) -> TokenData:
+    """Check that both splits have a window. Training tokens that are being prepared are not checked."""
     for name, part, remedy in (
         ("training", tokens.train, "more text"),
         ("validation", tokens.val, "more text, a larger --prepare.val-fraction"),
     ):
+        if isinstance(part, GrowingTokens) and name == "training":
+            continue
         if part.num_windows(config.model.seq_len) == 0:
             raise DataError(
                 f"{config.data} must have at least {config.model.seq_len + 1} {name} tokens, one window of "
@@ -79,10 +132,7 @@ def _prepared(name: str, options: PrepareConfig, console: Console) -> str:
 def _prepare(sources: Sequence[str], data: Plain | Splits, config: PrepareConfig, console: Console) -> str:
     """Prepare text into the cache, unless it is there, and return the folder."""
     options = config.options()
-    root = cache_folder() if config.cache_path is None else as_storage_path(config.cache_path)
-    if not isinstance(root, Path):
-        raise UsageError(f"prepare.cache_path must be a folder that all nodes share, got {root}. Mount it, or copy it.")
-    folder = root / _cache_key(data, options)
+    folder = _cache_root(config) / _cache_key(data, options)
     if read_manifest(folder) is None:
         console.print(f"preparing {' '.join(sources)} into {folder}", markup=False, soft_wrap=True)
         with progress_bar(console) as progress:
@@ -95,6 +145,14 @@ def _prepare(sources: Sequence[str], data: Plain | Splits, config: PrepareConfig
                 progress=progress,
             )
     return str(folder)
+
+
+def _cache_root(config: PrepareConfig) -> Path:
+    """Return the folder of all prepared tokens."""
+    root = cache_folder() if config.cache_path is None else as_storage_path(config.cache_path)
+    if not isinstance(root, Path):
+        raise UsageError(f"prepare.cache_path must be a folder that all nodes share, got {root}. Mount it, or copy it.")
+    return root
 
 
 def _cache_key(data: Plain | Splits, options: PrepareOptions) -> str:

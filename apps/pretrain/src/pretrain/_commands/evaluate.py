@@ -46,7 +46,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
     stored = trained.description.data
     path = data or stored.tokens
     tokens = open_tokens(path, tokenizer=stored.tokenizer)
-    if data is None and tokens.fingerprint != stored.fingerprint:
+    if data is None and stored.fingerprint not in (tokens.fingerprint, tokens.source_fingerprint):
         raise UsageError(f"{path} must hold the tokens of the run, got others. Restore the files, or give --data.")
     if tokens.tokenizer != stored.tokenizer:
         raise UsageError(

@@ -7,9 +7,29 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from owt_data import Progress
 from pretrain._run.metrics import Record
 
 _logger = logging.getLogger("pretrain")
+
+
+class Tokenizing:
+    """The last progress of a preparation in another thread."""
+
+    def __init__(self) -> None:
+        self.last: Progress | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        """Note the progress."""
+        self.last = progress
+
+    def summary(self) -> str:
+        """Return the share of the text that is tokenized; an empty text after the end."""
+        if self.last is None or self.last.stage != "tokenizing" or self.last.fraction == 1:
+            return ""
+        if self.last.fraction is None:
+            return f"{self.last.num_tokens:,} tokens tokenized"
+        return f"{self.last.fraction:.0%} tokenized"
 
 
 class ProgressDisplay:
@@ -18,10 +38,11 @@ class ProgressDisplay:
     Args:
         max_steps: the last step.
         console: the output.
+        tokenizing: the preparation of the tokens, if it goes on during the run.
     """
 
-    def __init__(self, max_steps: int, console: Console) -> None:
-        self._max_steps, self._console = max_steps, console
+    def __init__(self, max_steps: int, console: Console, tokenizing: "Tokenizing | None" = None) -> None:
+        self._max_steps, self._console, self._tokenizing = max_steps, console, tokenizing
         self._bar = Progress(
             TextColumn("step"),
             BarColumn(bar_width=24),
@@ -69,6 +90,8 @@ class ProgressDisplay:
             words.append(f"{record['tokens_per_s']:,.0f} tokens/s")
         if "mfu" in record:
             words.append(f"{record['mfu']:.1%} MFU")
+        if self._tokenizing is not None and (tokenized := self._tokenizing.summary()):
+            words.append(tokenized)
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, description="  ".join(words))
             if "val_loss" in record:

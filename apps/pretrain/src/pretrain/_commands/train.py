@@ -1,17 +1,19 @@
 """The command `train`: from a configuration to a finished run."""
 
+import contextlib
 import time
 from dataclasses import dataclass
 
 from rich.console import Console
 
+import ray
 import ray_jax_launch
 from nnx_gpt2 import check_mesh, num_params
-from owt_data import DataError, TokenData, load_tokenizer
+from owt_data import DataError, GrowingTokens, TokenData, load_tokenizer
 from pretrain._best_effort import best_effort
-from pretrain._commands.progress_display import ProgressDisplay
-from pretrain._config import PretrainConfig, with_length, with_max_steps, with_vocab_size
-from pretrain._data import load_tokens
+from pretrain._commands.progress_display import ProgressDisplay, Tokenizing
+from pretrain._config import PretrainConfig, with_length, with_max_steps, with_stream_order, with_vocab_size
+from pretrain._data import load_tokens, stream_tokens
 from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError
 from pretrain._output import log_lines
@@ -39,7 +41,7 @@ from ray_jax_launch import (
     parse_hardware,
 )
 
-# Tasks of Ray Data read the training windows. They need a CPU of their own.
+# Tasks of Ray Data read the training windows, or tasks tokenize text. They need a CPU of their own.
 DATA_CPUS = 1
 # A TPU chip of these generations is two devices of jax. Other chips are one device.
 _DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X": 2}
@@ -92,49 +94,66 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
     if hardware is not None:
         check_batch(config, hardware)
+    if config.data_mode == "stream":
+        config = with_stream_order(config)
     name = config.name or f"{config.preset}-{label_of(parse_data(config.data))}"
     storage_path = as_storage_path(config.storage_path)
-    with lock_run(join_path(storage_path, name)) as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(lock_run(join_path(storage_path, name)))
         stored = read_description(folder)
         if stored is not None:
             config = resolve_length(resolve_vocabulary(config, stored.config.model.vocab_size), stored.config)
             check_same_settings(stored, config, folder)
-        data = load_tokens(config, console)
+        result = None if stored is None else read_result(folder)
+        tokenizing = None
+        if config.data_mode == "prepared":
+            data = load_tokens(config, console)
+        elif result is not None:  # to compare its tokens, all text would be read again
+            _show_finished(folder, result, console)
+            return _result(folder)
+        else:
+            hardware = _start_ray(config, hardware, console)
+            tokenizing = Tokenizing()
+            data = stack.enter_context(
+                stream_tokens(config, console, num_tasks=_num_tokenizing_tasks(config, hardware), report=tokenizing)
+            )
         _check_tokenizer(config, data, console)
         config = resolve_vocabulary(config, data.vocab_size)
         _check_vocabulary(config, data)
-        tokens = describe_data(data)
+        tokens = describe_data(data, config.data_mode)
         if stored is not None:
             check_same_data(stored, tokens, folder)
         else:
             config = with_length(config, num_windows=data.train.num_windows(config.model.seq_len))
-        if (result := read_result(folder)) is not None and stored is not None:
+        if result is not None and stored is not None:
             write_description(folder, stored)
             _show_finished(folder, result, console)
             return _result(folder)
-        console.print("starting Ray", highlight=False)
-        _connect(config, hardware, console)
-        if hardware is None:
-            hardware = ray_jax_launch.auto()
-            check_batch(config, hardware)
-        wait_s = config.wait_for_resources_s
-        ray_jax_launch.check_resources(hardware, data_cpus=DATA_CPUS, wait_for_resources_s=wait_s)
+        if tokenizing is None:
+            hardware = _start_ray(config, hardware, console)
         description = stored or describe(config, tokens, str(hardware))
         write_description(folder, description)
         folder.push()
         _introduce(config, data, hardware, folder, console)
         try:
-            with ProgressDisplay(config.train.max_steps, console) as progress, log_lines(console):
+            with ProgressDisplay(config.train.max_steps, console, tokenizing) as progress, log_lines(console):
                 result = ray_jax_launch.launch(
                     train_worker,
-                    {"config": config, "data": data, "folder": folder, "description": description},
+                    {
+                        "config": config,
+                        "data": data,
+                        "folder": folder,
+                        "description": description,
+                        # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
+                        "reads_itself": hardware.kind == "local" or config.data_mode == "stream",
+                    },
                     hardware=hardware,
                     storage_path=storage_path,
                     name=name,
                     on_metrics=lambda rank, record: progress.show(record),
                     data_cpus=DATA_CPUS,
                     max_failures=config.train.max_failures,
-                    wait_for_resources_s=wait_s,
+                    wait_for_resources_s=config.wait_for_resources_s,
                 )
         except TrainingFailed as error:
             folder.pull()
@@ -200,12 +219,27 @@ def resolve_length(config: PretrainConfig, stored: PretrainConfig) -> PretrainCo
     return config if given == (None, None) else with_max_steps(config, stored.train.max_steps)
 
 
-def _connect(config: PretrainConfig, hardware: Hardware | None, console: Console) -> None:
-    if not config.dashboard:
-        ray_jax_launch.connect(hardware)
-        return
-    ray_jax_launch.connect(hardware, dashboard=True)
-    console.print(f"dashboard: {ray_jax_launch.dashboard_url()}", highlight=False, soft_wrap=True, markup=False)
+def _start_ray(config: PretrainConfig, hardware: Hardware | None, console: Console) -> Hardware:
+    """Connect to the cluster or start one, unless this process trains. Return the checked hardware."""
+    if hardware is not None and hardware.kind == "local":
+        return hardware
+    console.print("starting Ray", highlight=False)
+    ray_jax_launch.connect(hardware, dashboard=config.dashboard)
+    if config.dashboard:
+        console.print(f"dashboard: {ray_jax_launch.dashboard_url()}", highlight=False, soft_wrap=True, markup=False)
+    if hardware is None:
+        hardware = ray_jax_launch.auto()
+        check_batch(config, hardware)
+    ray_jax_launch.check_resources(hardware, data_cpus=DATA_CPUS, wait_for_resources_s=config.wait_for_resources_s)
+    return hardware
+
+
+def _num_tokenizing_tasks(config: PretrainConfig, hardware: Hardware) -> int | None:
+    """Return the number of tasks that tokenize while the workers train, one for each other CPU; None without Ray."""
+    if hardware.kind == "local":
+        return None
+    spare = int(ray.cluster_resources().get("CPU", 0)) - hardware.num_workers
+    return min(max(1, spare), config.prepare.num_processes or spare)
 
 
 def _check_tokenizer(config: PretrainConfig, data: TokenData, console: Console) -> None:
@@ -240,13 +274,17 @@ def _introduce(
     worker_counts = sorted({hardware.min_workers, hardware.num_workers}, reverse=True)
     per_worker = "-".join(str(num_windows // count) for count in worker_counts)
     step_tokens = num_windows * model.seq_len
-    epochs = max_steps * num_windows / data.train.num_windows(model.seq_len)
+    if isinstance(data.train, GrowingTokens):
+        tokens, epochs = "a growing number of", ""
+    else:
+        tokens = f"{len(data.train):,}"
+        epochs = f", {max_steps * num_windows / data.train.num_windows(model.seq_len):,.2f} epochs"
     console.print(
         f"{action} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"
         f"{num_params(model):,} parameters\n"
-        f"{len(data.train):,} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})\n"
+        f"{tokens} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})\n"
         f"{step_tokens:,} tokens a step: {num_windows} windows, {per_worker} per worker\n"
-        f"{max_steps:,} steps: {max_steps * step_tokens:,} tokens, {epochs:,.2f} epochs\n"
+        f"{max_steps:,} steps: {max_steps * step_tokens:,} tokens{epochs}\n"
         f"run folder: {folder}",
         highlight=False,
         soft_wrap=True,

@@ -6,7 +6,7 @@ import json
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from owt_data import WINDOW_ORDER_VERSION, TokenData
 from pretrain._config import PretrainConfig
@@ -75,12 +75,14 @@ def describe(config: PretrainConfig, data: DataDescription, hardware: str) -> Ru
     return RunDescription(config=config, data=data, hardware=hardware, versions=versions)
 
 
-def describe_data(data: TokenData) -> DataDescription:
-    """Describe the tokens of a run."""
+def describe_data(data: TokenData, data_mode: Literal["prepared", "stream"]) -> DataDescription:
+    """Describe the tokens of a run. Tokens of a stream are known by their source, because their end is unknown."""
+    fingerprint = data.source_fingerprint if data_mode == "stream" else data.fingerprint
+    assert fingerprint is not None, "a stream is prepared"
     return DataDescription(
         tokens=data.names,
         tokenizer=data.tokenizer,
-        fingerprint=data.fingerprint,
+        fingerprint=fingerprint,
         window_order_version=WINDOW_ORDER_VERSION,
     )
 

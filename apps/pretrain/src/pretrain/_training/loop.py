@@ -29,7 +29,7 @@ from nnx_gpt2 import (
     put_batch,
     replicated,
 )
-from owt_data import DataError, TokenData, iter_steps, load_tokenizer, step_windows
+from owt_data import DataError, TokenData, iter_steps, load_tokenizer, read_steps, step_windows
 from pretrain._config import PretrainConfig
 from pretrain._run.description import RUN, RunDescription
 from pretrain._run.folder import RunFolder
@@ -46,14 +46,17 @@ _COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 _logger = logging.getLogger("pretrain")
 
 
-def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description: RunDescription) -> str:
+def run(
+    config: PretrainConfig, data: TokenData, folder: RunFolder, description: RunDescription, *, reads_itself: bool
+) -> str:
     """Train from the newest checkpoint, or from the start, to the last step.
 
     Args:
         config: the resolved configuration.
-        data: the tokens. Ray Data reads the training tokens.
+        data: the tokens.
         folder: the run's folder.
         description: the run's description. Each checkpoint gets a copy.
+        reads_itself: True if a thread of each process reads the training tokens, False if tasks of Ray Data do.
 
     Returns:
         On rank 0, a sample from the trained model; an empty text on other ranks, and after a stop request.
@@ -107,11 +110,10 @@ def run(config: PretrainConfig, data: TokenData, folder: RunFolder, description:
             if evaluate:
                 ray.train.report(record)
 
-        num_windows = data.train.num_windows(config.model.seq_len)
-        timer = StepTimer(config, num_windows, mesh.devices.flat[0].device_kind, mesh.size)
+        timer = StepTimer(config, data.train, mesh.devices.flat[0].device_kind, mesh.size)
         start = checkpoints.latest_step() or 0  # verified, and the same on every process
         # Ray Data needs seconds for its first batch: it starts before the step is compiled.
-        batches = _train_batches(config, data, start)
+        batches = _train_batches(config, data, start, reads_itself=reads_itself)
         first_batch = threads.submit(next, batches, None)
         if start:
             state, record = restore(checkpoints, start, abstract_train_state(config.model, optimizer, mesh))
@@ -203,7 +205,7 @@ def _check_readable(data: TokenData, seq_len: int) -> None:
     """
     try:
         for tokens in (data.train, data.val):
-            tokens.windows(np.zeros(1, np.int64), seq_len=seq_len, order="shuffle", seed=0)
+            tokens.windows(np.zeros(1, np.int64), seq_len=seq_len, order="sequential-first", seed=0)
     except FileNotFoundError as error:
         raise LaunchError(
             f"data must be a folder that all nodes share, got {error.filename}, which node "
@@ -212,22 +214,32 @@ def _check_readable(data: TokenData, seq_len: int) -> None:
         ) from error
 
 
-def _train_batches(config: PretrainConfig, data: TokenData, start: int) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    """Yield this process's rows of each step's batch, which tasks of Ray Data read."""
-    if start < config.train.max_steps:
-        yield from iter_steps(
-            step_windows(
-                data.train,
-                seq_len=config.model.seq_len,
-                global_batch_size=config.train.global_batch_size,
-                rank=jax.process_index(),
-                world_size=jax.process_count(),
-                start_step=start,
-                stop_step=config.train.max_steps,
-                order=config.train.order,
-                seed=config.seed,
-            )
+def _train_batches(
+    config: PretrainConfig, data: TokenData, start: int, *, reads_itself: bool
+) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    """Yield this process's rows of each step's batch.
+
+    Raises:
+        LaunchError: the tokens cannot be read, or the text of a stream cannot be tokenized.
+    """
+    if start == config.train.max_steps:
+        return
+    arguments: dict[str, Any] = {
+        "seq_len": config.model.seq_len,
+        "global_batch_size": config.train.global_batch_size,
+        "rank": jax.process_index(),
+        "world_size": jax.process_count(),
+        "start_step": start,
+        "stop_step": config.train.max_steps,
+        "order": config.train.order,
+        "seed": config.seed,
+    }
+    try:
+        yield from (
+            read_steps(data.train, **arguments) if reads_itself else iter_steps(step_windows(data.train, **arguments))
         )
+    except DataError as error:
+        raise LaunchError(str(error)) from error
 
 
 def _checked(batch: tuple[int, NDArray[np.uint16]] | None, step: int) -> NDArray[np.uint16]:

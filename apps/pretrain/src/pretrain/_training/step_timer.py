@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 
 from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
+from owt_data import GrowingTokens, Tokens
 from pretrain._config import PretrainConfig
 from pretrain._errors import TrainingDivergedError
 from pretrain._run.metrics import Record
@@ -21,14 +22,14 @@ class StepTimer:
 
     Args:
         config: the run's configuration.
-        num_windows: windows of an epoch.
+        train: the training tokens.
         device_kind: jax's name of the devices.
         num_devices: number of devices of all processes.
     """
 
-    def __init__(self, config: PretrainConfig, num_windows: int, device_kind: str, num_devices: int) -> None:
+    def __init__(self, config: PretrainConfig, train: Tokens, device_kind: str, num_devices: int) -> None:
         self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
-        self._epochs_per_step = config.train.global_batch_size / num_windows
+        self._train, self._seq_len, self._batch_size = train, config.model.seq_len, config.train.global_batch_size
         self._tokens_per_step = config.train.global_batch_size * config.model.seq_len
         peak = peak_flops_per_s(device_kind)
         flops_per_step = flops_per_token(config.model) * self._tokens_per_step
@@ -48,8 +49,12 @@ class StepTimer:
         self._data_wait_s += time.perf_counter() - before
 
     def progress(self, step: int) -> Record:
-        """Return the step, and the epochs and training tokens up to it."""
-        return {"step": step, "epoch": round(step * self._epochs_per_step, 4), "tokens": step * self._tokens_per_step}
+        """Return the step, and the epochs and training tokens up to it. In the first epoch of a stream, epochs lack."""
+        num_seen, num_windows = step * self._batch_size, self._train.num_windows(self._seq_len)
+        record: Record = {"step": step}
+        if not isinstance(self._train, GrowingTokens) or (self._train.is_complete and num_seen >= num_windows):
+            record["epoch"] = round(num_seen / num_windows, 4)
+        return record | {"tokens": step * self._tokens_per_step}
 
     def record(self, step: int, metrics: dict[str, jax.Array], *, is_due: bool = True) -> Record:
         """Wait for the metrics of a step, return its record, and restart the timer.

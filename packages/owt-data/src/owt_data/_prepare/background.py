@@ -1,7 +1,6 @@
 """Preparation in the background, while the first tokens are already read."""
 
 import contextlib
-import dataclasses
 import logging
 import os
 import threading
@@ -11,10 +10,8 @@ from pathlib import Path
 from owt_data._errors import DataError
 from owt_data._options import PrepareOptions
 from owt_data._prepare.growing_tokens import GrowingTokens, note_failure, read_num_wanted
-from owt_data._prepare.plan import read_plan, source_fingerprint
 from owt_data._prepare.prepare import Progress, Report, local_folder, prepare_for
 from owt_data._sources.names import find_splits
-from owt_data._tokens.manifest import read_manifest
 from owt_data._tokens.open import TokenData, open_tokens
 
 _log = logging.getLogger("owt_data")
@@ -73,10 +70,7 @@ def prepare_in_background(
     thread.start()
     try:
         worker.wait(is_one_source=is_one_source)
-        tokens = open_tokens(str(worker.folder), tokenizer=options.tokenizer)
-        made_from = read_plan(worker.folder) or read_manifest(worker.folder)
-        assert made_from is not None, "the preparation is going on, or has ended"
-        yield dataclasses.replace(tokens, fingerprint=source_fingerprint(made_from))
+        yield open_tokens(str(worker.folder), tokenizer=options.tokenizer)
     finally:
         worker.stop.set()
         thread.join()

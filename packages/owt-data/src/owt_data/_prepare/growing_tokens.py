@@ -41,8 +41,9 @@ class GrowingTokens:
 
     def __init__(self, folder: Path, split: Literal["train", "val"], *, is_one_source: bool) -> None:
         self._folder, self._split, self._is_one_source = folder, split, is_one_source
-        self._tokens, self._num_shards, self._is_complete = TokenSequence(()), 0, False
-        self._num_wanted = 0
+        self.is_complete = False
+        """True after a call that has found the complete tokens."""
+        self._tokens, self._num_shards, self._num_wanted = TokenSequence(()), 0, 0
 
     def __len__(self) -> int:
         """Return the number of tokens that exist."""
@@ -68,14 +69,14 @@ class GrowingTokens:
         while True:
             self._refresh()
             try:
-                if self._is_complete or self._split == "val":
+                if self.is_complete or self._split == "val":
                     return self._tokens.windows(indices, seq_len=seq_len, order=order, seed=seed)
                 self._want((last + 1) * seq_len + 1)
                 if last < num_windows(len(self._tokens), seq_len):
                     return self._tokens.read_windows(indices * seq_len, seq_len)
             except DataError:
                 # The shards are deleted once the folder is complete, which may be now.
-                if self._is_complete or read_manifest(self._folder) is None:
+                if self.is_complete or read_manifest(self._folder) is None:
                     raise
                 continue
             raise_failure(self._folder)
@@ -83,11 +84,11 @@ class GrowingTokens:
 
     def _refresh(self) -> None:
         """Find the tokens that exist."""
-        if self._is_complete:
+        if self.is_complete:
             return
         if read_manifest(self._folder) is not None:
             name = {"train": TRAIN_NAME, "val": VAL_NAME}[self._split]
-            self._tokens, self._is_complete = local_sequence([self._folder / name]), True
+            self._tokens, self.is_complete = local_sequence([self._folder / name]), True
             return
         shards = shard_folder(staging_path(self._folder), "all" if self._is_one_source else self._split)
         num_shards = len(read_journal(shards)[0])

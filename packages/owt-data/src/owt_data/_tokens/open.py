@@ -54,6 +54,10 @@ class TokenData:
     fingerprint: dict[str, Any]
     """Fingerprint for checkpoints, equal for equal tokens of the same tokenizer."""
 
+    source_fingerprint: dict[str, Any] | None = None
+    """Fingerprint of the text and the options, the same while a folder is prepared and after it. None for tokens that
+    `prepare` has not made from one list of sources. The `fingerprint` of unfinished tokens is this one."""
+
 
 @file_errors("readable")
 def is_prepared(name: str) -> bool:
@@ -185,6 +189,7 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
         tokenizer=tokenizer,
         vocab_size=num_ids,
         fingerprint={"tokenizer": tokenizer, **digests},
+        source_fingerprint=None if manifest is None else source_fingerprint(manifest),
     )
 
 
@@ -199,6 +204,7 @@ def _open_growing(folder: Path, plan: Plan) -> TokenData:
         tokenizer=tokenizer,
         vocab_size=vocab_size(tokenizer),
         fingerprint=source_fingerprint(plan),
+        source_fingerprint=source_fingerprint(plan),
     )
 
 
