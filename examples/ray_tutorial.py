@@ -31,16 +31,16 @@ def train_loop(config: dict[str, Any]) -> None:
     optimizer, mesh, key = gpt2.create_optimizer(adamw, max_steps), gpt2.make_mesh(), jax.random.key(2357)
     state = gpt2.create_train_state(model, optimizer, key, mesh)
     train_step, eval_step = gpt2.make_train_step(model, optimizer, mesh), gpt2.make_eval_step(model, mesh)
+    batch_size = config["batch_size"] // jax.process_count()
 
-    def batches(name: str) -> Iterator[jax.Array]:
-        shard, batch_size = ray.train.get_dataset_shard(name), config["batch_size"] // jax.process_count()
+    def batches(shard: Any) -> Iterator[jax.Array]:
         while True:
             for batch in shard.iter_batches(batch_size=batch_size, prefetch_batches=2, drop_last=True):
                 # y is x shifted by one. A window has the inputs and the last target.
                 yield gpt2.put_batch(np.concatenate([batch["x"], batch["y"][:, -1:]], axis=1), mesh)
 
     # Step 4, the loop. A continued run reads the random windows again from the first; `step_windows` would go on.
-    train_batches, val_batches = batches("train"), batches("val")
+    train_batches, val_batches = (batches(ray.train.get_dataset_shard(name)) for name in ("train", "val"))
     with Checkpoints(num_to_keep=2) as checkpoints:
         start = checkpoints.latest_step() or 0
         if start:

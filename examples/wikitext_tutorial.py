@@ -6,6 +6,7 @@ python examples/wikitext_tutorial.py --hardware gpu:4
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,8 @@ def train_loop(config: dict[str, Any]) -> None:
     state = gpt2.create_train_state(model, optimizer, key, mesh)
     train_step, eval_step = gpt2.make_train_step(model, optimizer, mesh), gpt2.make_eval_step(model, mesh)
 
-    def batches(name: str) -> Any:
-        shard = ray.train.get_dataset_shard(name)
+    def batches(name: str) -> Iterator[jax.Array]:
+        shard: Any = ray.train.get_dataset_shard(name)
         for batch in shard.iter_batches(batch_size=config["batch_size"], prefetch_batches=2, drop_last=True):
             yield gpt2.put_batch(batch["input_ids"], mesh)
 
