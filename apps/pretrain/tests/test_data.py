@@ -60,9 +60,10 @@ def test_the_key_of_prepared_text_is_that_of_version_0_7(books):
 def test_where_text_is_prepared_changes_neither_its_key_nor_its_manifest(books):
     here, there = load("a.txt"), load("a.txt", num_processes=2, cache_path=str(books / "shared"))
     assert there.names == str(books / "shared" / str(here.names).rpartition("/")[2])
-    assert read_manifest(str(there.names)) == read_manifest(str(here.names))
-    assert set(read_manifest(str(here.names)).options) >= {"tokenizer", "split"}
-    assert "num_processes" not in read_manifest(str(here.names)).options
+    manifest = read_manifest(str(here.names))
+    assert manifest is not None
+    assert manifest == read_manifest(str(there.names))
+    assert manifest.options.keys() == {"tokenizer", "split", "val_fraction", "split_seed", "text_column"}
 
 
 def test_each_split_has_text_of_its_own(books):
@@ -91,6 +92,13 @@ def test_text_for_one_split_and_tokens_for_the_other_are_rejected(books):
     np.full(1000, 65, "<u2").tofile(books / "x.bin")
     with pytest.raises(UsageError, match=r"data must be text or token files for both splits, got train=a.txt,val=x"):
         load("train=a.txt,val=x.bin")
+
+
+def test_each_split_has_a_token_file_of_its_own(books):
+    for name, count in (("x", 1000), ("y", 500)):
+        np.full(count, 65, "<u2").tofile(books / f"{name}.bin")
+    data = load("train=x.bin,val=y.bin")
+    assert (len(data.train), len(data.val)) == (1000, 500)
 
 
 def test_options_of_the_split_are_rejected_if_the_splits_are_given(books):
