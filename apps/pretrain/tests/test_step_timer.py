@@ -14,17 +14,18 @@ from nnx_gpt2 import (
     flops_per_token,
     make_train_step,
 )
+from owt_data import TokenSequence, TokenSpan
 from pretrain import PRESETS
 from pretrain._config import with_vocab_size
 from pretrain._training.step_timer import StepTimer
 
 CONFIG = with_vocab_size(PRESETS["quickstart"](), 257)
-NUM_WINDOWS = 3000
+TRAIN = TokenSequence((TokenSpan(path="not read", start=0, stop=3000 * 64 + 1),))
 
 
 @pytest.fixture
 def timer():
-    return StepTimer(CONFIG, NUM_WINDOWS, "cpu", 1)
+    return StepTimer(CONFIG, TRAIN, "cpu", 1)
 
 
 def metrics(loss, *, grad_norm=1.0, num_skipped=0, in_a_row=0):
@@ -57,7 +58,7 @@ def test_a_record_has_the_epochs_and_the_tokens_up_to_its_step(timer):
 
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_mfu_is_the_share_of_the_peak_of_all_devices(num_devices):
-    timer = StepTimer(CONFIG, NUM_WINDOWS, "NVIDIA H200", num_devices)
+    timer = StepTimer(CONFIG, TRAIN, "NVIDIA H200", num_devices)
     time.sleep(0.02)
     record = timer.record(1, metrics(1.5))
     flops_per_s = flops_per_token(CONFIG.model) * record["tokens_per_s"]
@@ -89,7 +90,7 @@ SAVE_EVERY, RECORD_EVERY = 20, 10
 
 def last_step(optimizer, train_step, kill_after=None):
     """The step at which a run ends that has no finite loss from step 23 on, killed and resumed once or not at all."""
-    state, timer = create_train_state(MODEL, optimizer, jax.random.key(0)), StepTimer(CONFIG, NUM_WINDOWS, "cpu", 1)
+    state, timer = create_train_state(MODEL, optimizer, jax.random.key(0)), StepTimer(CONFIG, TRAIN, "cpu", 1)
     saved, step = jax.tree.map(np.asarray, state), 0
     while step < 200:
         step += 1
@@ -106,7 +107,7 @@ def last_step(optimizer, train_step, kill_after=None):
             counters = {name: getattr(saved, name) for name in ("step", "num_skipped", "num_skipped_in_a_row")}
             arrays = {"params": saved.params, "opt_state": saved.opt_state}
             state = TrainState(**jax.tree.map(jnp.asarray, counters | arrays))
-            timer, step, kill_after = StepTimer(CONFIG, NUM_WINDOWS, "cpu", 1), int(saved.step), None
+            timer, step, kill_after = StepTimer(CONFIG, TRAIN, "cpu", 1), int(saved.step), None
     return None
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from owt_data import Progress
+from owt_data import Progress as Preparation
 from pretrain._run.metrics import Record
 
 _logger = logging.getLogger("pretrain")
@@ -17,9 +17,9 @@ class Tokenizing:
     """The last progress of a preparation in another thread."""
 
     def __init__(self) -> None:
-        self.last: Progress | None = None
+        self.last: Preparation | None = None
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: Preparation) -> None:
         """Note the progress."""
         self.last = progress
 

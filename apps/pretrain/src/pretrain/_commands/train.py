@@ -4,9 +4,9 @@ import contextlib
 import time
 from dataclasses import dataclass
 
+import ray
 from rich.console import Console
 
-import ray
 import ray_jax_launch
 from nnx_gpt2 import check_mesh, num_params
 from owt_data import DataError, GrowingTokens, TokenData, load_tokenizer
@@ -131,6 +131,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
             return _result(folder)
         if tokenizing is None:
             hardware = _start_ray(config, hardware, console)
+        assert hardware is not None, "auto is resolved"
         description = stored or describe(config, tokens, str(hardware))
         write_description(folder, description)
         folder.push()

@@ -75,7 +75,7 @@ def describe(config: PretrainConfig, data: DataDescription, hardware: str) -> Ru
     return RunDescription(config=config, data=data, hardware=hardware, versions=versions)
 
 
-def describe_data(data: TokenData, data_mode: Literal["prepared", "stream"]) -> DataDescription:
+def describe_data(data: TokenData, data_mode: Literal["prepared", "stream"] = "prepared") -> DataDescription:
     """Describe the tokens of a run. Tokens of a stream are known by their source, because their end is unknown."""
     fingerprint = data.source_fingerprint if data_mode == "stream" else data.fingerprint
     assert fingerprint is not None, "a stream is prepared"
