@@ -1,8 +1,13 @@
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import numpy as np
+import pytest
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, create_train_state, make_mesh
-from pretrain._training.loop import is_due, restore
+from pretrain import PRESETS
+from pretrain._training.loop import is_due, restore, warn_of_bfloat16
 from ray_jax_launch import Checkpoints
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)
@@ -28,3 +33,18 @@ def test_a_state_comes_back_with_its_counters_and_its_record(tmp_path):
 
 def test_what_is_done_every_so_many_steps_is_also_done_at_the_last_step():
     assert [step for step in range(1, 11) if is_due(step, 4, 10)] == [4, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "expected"),
+    [
+        ("bfloat16", "7.5", ["Tesla T4 computes bfloat16 slowly (compute capability 7.5): --model.dtype float32 is"]),
+        ("float32", "7.5", []),
+        ("bfloat16", "8.0", []),
+    ],
+)
+def test_bfloat16_on_an_old_gpu_is_a_line_in_the_log(dtype, capability, expected, caplog):
+    config = PRESETS["tutorial"]()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+    warn_of_bfloat16(config, SimpleNamespace(device_kind="Tesla T4", compute_capability=capability))
+    assert [message.partition(" faster")[0] for message in caplog.messages] == expected

@@ -60,6 +60,8 @@ def tutorial() -> PretrainConfig:
     The tutorial adds 1e-6 in its norms and does not clip gradients: `--model.norm-epsilon 1e-6 --optimizer.clip-norm 0`
     do the same. It also decays biases and norms, and draws its kernels from Xavier's uniform distribution. There is no
     option for these two: this model has the decay and the initialization of GPT-2.
+
+    GPUs below compute capability 8 have no bfloat16: give them `--model.dtype float32`.
     """
     return PretrainConfig(
         preset="tutorial",

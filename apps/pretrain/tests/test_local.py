@@ -1,0 +1,25 @@
+"""Hardware `local`: the training loop runs in this process, on its own devices."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import dataclasses
+from pretrain import PRESETS
+from pretrain._commands.train import check_batch
+from ray_jax_launch import cpu
+
+check_batch(PRESETS["quickstart"](), dataclasses.replace(cpu(1), kind="local"))
+"""
+
+
+@pytest.mark.parametrize(("num_devices", "accepted"), [(1, True), (2, True), (3, False)])
+def test_the_batch_is_checked_against_the_devices_of_this_process(num_devices, accepted):
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == accepted
+    assert ("must be divisible by 3 (3 data-parallel devices" in done.stderr) != accepted

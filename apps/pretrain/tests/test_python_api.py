@@ -1,0 +1,110 @@
+"""`train` and `load_trained` in a script without a file, like a notebook cell: Python reads it from standard input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import dataclasses, io, json
+from pathlib import Path
+
+from rich.console import Console
+
+from pretrain import PRESETS, load_trained, train
+
+quickstart = PRESETS["quickstart"]()
+config = dataclasses.replace(
+    quickstart,
+    data="train=book.txt,val=end.txt",
+    hardware="cpu:1",
+    model=dataclasses.replace(quickstart.model, num_layers=1, num_heads=2, embed_dim=16),
+    train=dataclasses.replace(quickstart.train, max_epochs=1.5, log_every=3, checkpoint_every=5),
+)
+result = train(config)
+lines = Console(file=io.StringIO(), width=200)
+again = train(config, console=lines)
+trained = load_trained(result.folder)
+too_fast = dataclasses.replace(
+    config,
+    name="diverged",
+    train=dataclasses.replace(config.train, max_epochs=None, max_tokens=120 * 1024, log_every=60, eval_every=60),
+    optimizer=dataclasses.replace(config.optimizer, learning_rate=1e30, min_learning_rate=0.0, clip_norm=0.0),
+)
+diverged = train(too_fast)
+print(json.dumps({
+    "metrics": result.metrics,
+    "checkpoint": [result.checkpoint.step, str(result.checkpoint.path)],
+    "is_folder": result.checkpoint.path.is_dir(),
+    "folder": str(result.folder),
+    "error": result.error,
+    "sample": len(result.sample),
+    "again": again == result,
+    "printed": lines.file.getvalue(),
+    "step": trained.step,
+    "tokenizer": trained.tokenizer.name,
+    "name": trained.config.preset,
+    "diverged": [type(diverged.error).__name__, diverged.error.details, diverged.checkpoint.step, diverged.sample],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("place")
+    (place / "book.txt").write_text("A short book, of some words. " * 600)
+    (place / "end.txt").write_text("The end of a short book, of some words. " * 60)
+    return place
+
+
+@pytest.fixture(scope="module")
+def found(place):
+    """Run the script, and return what it prints. `train` without a console prints nothing."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-"], input=SCRIPT, cwd=place, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_result_has_the_metrics_and_the_checkpoint(found, place):
+    """17 401 tokens are 271 windows of 64; 1.5 epochs are 25 steps of 16 windows."""
+    metrics = found["metrics"]
+    assert (metrics["step"], metrics["epoch"], metrics["tokens"]) == (25, 1.476, 25 * 1024)
+    assert metrics["val_loss"] < 5.6
+    assert found["folder"] == str(place / "runs" / "quickstart-data")
+    assert found["checkpoint"] == [25, str(place / "runs" / "quickstart-data" / "checkpoints" / "25")]
+    assert found["is_folder"]
+    assert found["error"] is None
+    assert found["sample"] > 100
+
+
+def test_the_same_configuration_finds_the_finished_run(found):
+    assert found["again"]
+    assert "is finished: 25 steps, validation loss" in found["printed"]
+
+
+def test_a_trained_model_has_its_tokenizer_and_its_configuration(found):
+    assert (found["step"], found["tokenizer"], found["name"]) == (25, "bytes", "quickstart")
+
+
+def test_a_failure_is_part_of_the_result(found):
+    kind, details, step, sample = found["diverged"]
+    assert kind == "TrainingFailed"
+    assert "the loss and the gradient must be finite, got" in details
+    assert (step % 5, sample) == (0, "")
+
+
+def test_the_files_of_a_run_have_its_length(found, place):
+    run = place / "runs" / "quickstart-data"
+    config = json.loads((run / "config.json").read_text())["config"]
+    assert (config["train"]["max_steps"], config["train"]["max_epochs"]) == (25, 1.5)
+    result = json.loads((run / "result.json").read_text())
+    assert (result["num_params"], result["tokens"], result["epochs"]) == (8448, 25 * 1024, 1.476)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [step for step in range(26) if step % 3 == 0 or step % 5 == 0]
+    assert [record["tokens"] for record in records] == [1024 * record["step"] for record in records]
+    assert [record["epoch"] for record in records] == [round(record["step"] * 16 / 271, 4) for record in records]
