@@ -2,10 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+README = Path(__file__).parent.parent / "README.md"
 
 SCRIPT = """
 import dataclasses, io, json
@@ -61,13 +65,27 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(place):
-    """Run the script, and return what it prints. `train` without a console prints nothing."""
+    """Run the code of the README and the script, and return what they print."""
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache")}
     done = subprocess.run(
-        [sys.executable, "-"], input=SCRIPT, cwd=place, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-"],
+        input=code + SCRIPT,
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    *lines, last = done.stdout.splitlines()
+    return json.loads(last) | {"readme": "\n".join(lines)}
+
+
+def test_the_code_of_the_readme_shows_its_progress_and_ends(found):
+    """The script after it prints one line: `train` without a console prints nothing."""
+    assert "done in" in found["readme"]
+    assert found["readme"].endswith("\n20 2357 bytes 4")
 
 
 def test_the_result_has_the_metrics_and_the_checkpoint(found, place):
