@@ -13,6 +13,7 @@ from pretrain._data import cache_folder, load_tokens
 from pretrain._errors import UsageError
 
 BOOK = "A short book, of some words. "
+END_OF_TEXT = 256  # of the tokenizer `bytes`
 QUIET = Console(quiet=True)
 
 
@@ -60,9 +61,10 @@ def test_the_key_of_prepared_text_is_that_of_version_0_7(books):
 def test_where_text_is_prepared_changes_neither_its_key_nor_its_manifest(books):
     here, there = load("a.txt"), load("a.txt", num_processes=2, cache_path=str(books / "shared"))
     assert there.names == str(books / "shared" / str(here.names).rpartition("/")[2])
-    assert read_manifest(str(there.names)) == read_manifest(str(here.names))
-    assert set(read_manifest(str(here.names)).options) >= {"tokenizer", "split"}
-    assert "num_processes" not in read_manifest(str(here.names)).options
+    manifest = read_manifest(str(here.names))
+    assert manifest is not None
+    assert manifest == read_manifest(str(there.names))
+    assert manifest.options.keys() == {"tokenizer", "split", "val_fraction", "split_seed", "text_column"}
 
 
 def test_each_split_has_text_of_its_own(books):
@@ -93,6 +95,13 @@ def test_text_for_one_split_and_tokens_for_the_other_are_rejected(books):
         load("train=a.txt,val=x.bin")
 
 
+def test_each_split_has_a_token_file_of_its_own(books):
+    for name, count in (("x", 1000), ("y", 500)):
+        np.full(count, 65, "<u2").tofile(books / f"{name}.bin")
+    data = load("train=x.bin,val=y.bin")
+    assert (len(data.train), len(data.val)) == (1000, 500)
+
+
 def test_options_of_the_split_are_rejected_if_the_splits_are_given(books):
     with pytest.raises(DataError, match="--split and --val-fraction must be absent with train"):
         load("train=a.txt,val=b.txt", val_fraction=0.5)
@@ -105,3 +114,25 @@ def test_the_options_of_prepare_are_those_of_owt_data():
     assert {name: getattr(PrepareConfig(), name) for name in dataclasses.asdict(defaults)} == dataclasses.asdict(
         defaults
     )
+
+
+def test_the_preset_wikitext_has_an_end_of_text_for_each_article(books):
+    for name, num_articles in (("train", 9), ("val", 4)):
+        article = " \n = A title = \n \n Some text , of some words . \n = = A section = = \n More text . \n"
+        (books / f"{name}.txt").write_text(article * num_articles)
+    preset = PRESETS["wikitext"]()
+    data = load_tokens(
+        dataclasses.replace(
+            preset,
+            data="train=train.txt,val=val.txt",
+            prepare=dataclasses.replace(preset.prepare, tokenizer="bytes"),
+            model=dataclasses.replace(preset.model, seq_len=16),
+        ),
+        QUIET,
+    )
+    for name, num_articles in (("train", 9), ("val", 4)):
+        tokens = np.fromfile(f"{data.names}/{name}.bin", "<u2")
+        assert (tokens == END_OF_TEXT).sum() == num_articles
+        # The empty row with its row end, and the title with its row end after the end-of-text.
+        title = b" = A title = \n\n"
+        assert tokens[: 2 + len(title)].tolist() == [*b"\n", END_OF_TEXT, *title]

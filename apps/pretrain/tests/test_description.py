@@ -23,6 +23,7 @@ from pretrain._run.folder import RunFolder
 
 # Another value for each setting, as far as the settings allow one that differs in this field alone.
 CHANGED = {
+    "data_mode": "stream",
     "seed": 1,
     "model.vocab_size": 300,
     "model.seq_len": 32,
@@ -71,6 +72,9 @@ FREE = {
     "prepare.val_fraction": 0.5,
     "prepare.split_seed": 1,
     "prepare.text_column": "content",
+    "prepare.documents": "wikitext-titles",
+    "prepare.row_end": " ",
+    "prepare.limit_rows": 5,
     "prepare.num_processes": 2,
     "prepare.on_cluster": True,
     "prepare.cache_path": "elsewhere",
@@ -153,8 +157,9 @@ def test_a_description_of_an_older_version_has_the_defaults_of_what_it_lacks(sto
     description = stored.to_json()
     del description["data"]["window_order_version"], description["config"]["mesh"]
     del description["config"]["model"]["scan_layers"], description["config"]["dashboard"]
+    del description["config"]["data_mode"]
     for name in ("max_epochs", "max_tokens"):
         del description["config"]["train"][name]
-    for name in ("num_processes", "on_cluster", "cache_path"):
+    for name in ("documents", "row_end", "limit_rows", "num_processes", "on_cluster", "cache_path"):
         del description["config"]["prepare"][name]
     assert parse_json(RunDescription, json.dumps(description), "config.json", "") == stored

@@ -7,12 +7,11 @@ import sys
 import pytest
 
 CODE = """
-import dataclasses
 from pretrain import PRESETS
 from pretrain._commands.train import check_batch
-from ray_jax_launch import cpu
+from ray_jax_launch import parse_hardware
 
-check_batch(PRESETS["quickstart"](), dataclasses.replace(cpu(1), kind="local"))
+check_batch(PRESETS["quickstart"](), parse_hardware("local"))
 """
 
 

@@ -64,6 +64,9 @@ def test_wikitext_is_the_job_of_the_pytorch_tutorial():
     assert parse_data(config.data) == Splits(
         "Salesforce/wikitext:wikitext-103-raw-v1:train", "Salesforce/wikitext:wikitext-103-raw-v1:validation"
     )
+    assert (config.prepare.tokenizer, config.prepare.documents, config.prepare.row_end) == (
+        "gpt2", "wikitext-titles", "\n",
+    )  # fmt: skip
     assert num_params(model) == 123_849_984  # the tutorial prints 123.8M
     assert (model.dropout_rate, model.norm_epsilon, model.dtype) == (0.1, 1e-5, "float32")
     assert train.global_batch_size * model.seq_len == 4 * 16 * 256

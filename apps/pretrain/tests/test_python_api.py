@@ -2,10 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+README = Path(__file__).parent.parent / "README.md"
 
 SCRIPT = """
 import dataclasses, io, json
@@ -36,12 +40,12 @@ too_fast = dataclasses.replace(
 diverged = train(too_fast)
 print(json.dumps({
     "metrics": result.metrics,
-    "checkpoint": [result.checkpoint.step, str(result.checkpoint.path)],
-    "is_folder": result.checkpoint.path.is_dir(),
+    "checkpoint": [result.checkpoint.step, result.checkpoint.path],
+    "is_folder": Path(result.checkpoint.path).is_dir(),
     "folder": str(result.folder),
     "error": result.error,
     "sample": len(result.sample),
-    "again": again == result,
+    "again": [again.metrics == result.metrics, again.checkpoint.step, again.sample == result.sample],
     "printed": lines.file.getvalue(),
     "step": trained.step,
     "tokenizer": trained.tokenizer.name,
@@ -61,13 +65,27 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(place):
-    """Run the script, and return what it prints. `train` without a console prints nothing."""
+    """Run the code of the README and the script, and return what they print."""
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache")}
     done = subprocess.run(
-        [sys.executable, "-"], input=SCRIPT, cwd=place, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-"],
+        input=code + SCRIPT,
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    *lines, last = done.stdout.splitlines()
+    return json.loads(last) | {"readme": "\n".join(lines)}
+
+
+def test_the_code_of_the_readme_shows_its_progress_and_ends(found):
+    """The script after it prints one line: `train` without a console prints nothing."""
+    assert "done in" in found["readme"]
+    assert found["readme"].endswith("\n20 2357 bytes 4")
 
 
 def test_the_result_has_the_metrics_and_the_checkpoint(found, place):
@@ -83,7 +101,7 @@ def test_the_result_has_the_metrics_and_the_checkpoint(found, place):
 
 
 def test_the_same_configuration_finds_the_finished_run(found):
-    assert found["again"]
+    assert found["again"] == [True, 25, True]
     assert "is finished: 25 steps, validation loss" in found["printed"]
 
 

@@ -29,10 +29,6 @@ from pretrain._data_names import Mixture, Plain, Splits, label_of, parse_data
 from pretrain._errors import UsageError
 from ray_jax_launch import as_storage_path
 
-# The options of owt-data 0.5 are part of every cache key. Later options are part of a key if they are not at their
-# defaults: the same tokens keep their key.
-_OPTIONS_IN_EACH_KEY = ("tokenizer", "split", "val_fraction", "split_seed", "text_column")
-
 
 def cache_folder() -> Path:
     """Return the folder of prepared tokens: `owt-data` in the user's cache, which is `~/.cache` on Linux."""
@@ -161,11 +157,6 @@ def _cache_key(data: Plain | Splits, options: PrepareOptions) -> str:
             digest = find_source(name).digest()
         case Splits(train, val):
             digest = json.dumps({"train": find_source(train).digest(), "val": find_source(val).digest()})
-    default = PrepareOptions()
-    deciding = {
-        name: value
-        for name, value in dataclasses.asdict(options).items()
-        if name in _OPTIONS_IN_EACH_KEY or value != getattr(default, name)
-    }
-    contents = digest + json.dumps(deciding, sort_keys=True)
+    # As in a manifest, a new option at its default is not part of the key: the same tokens keep their key.
+    contents = digest + json.dumps(options.record(), sort_keys=True)
     return f"{label_of(data)}-{options.tokenizer}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"

@@ -96,7 +96,7 @@ def wikitext() -> PretrainConfig:
     return PretrainConfig(
         preset="wikitext",
         data=f"train={source}:train,val={source}:validation",
-        prepare=PrepareConfig(tokenizer="gpt2"),
+        prepare=PrepareConfig(tokenizer="gpt2", documents="wikitext-titles", row_end="\n"),
         model=_fit_to_tokenizer(gpt2(seq_len=256, dropout_rate=0.1)),
         train=TrainConfig(
             global_batch_size=64,

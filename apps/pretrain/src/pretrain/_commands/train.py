@@ -34,6 +34,7 @@ from pretrain._training.entry import train_worker
 from ray_jax_launch import (
     Hardware,
     PermanentError,
+    SavedCheckpoint,
     StoragePath,
     TrainingFailed,
     as_storage_path,
@@ -50,17 +51,6 @@ _DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X":
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SavedCheckpoint:
-    """A complete checkpoint."""
-
-    step: int
-    """Number of training steps before it."""
-
-    path: StoragePath
-    """Its folder or URI. `load_trained` reads the newest checkpoint of a run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
     """The result of a training run."""
 
@@ -68,7 +58,7 @@ class TrainResult:
     """The last value of each metric: step, epoch, tokens, loss, val_loss and others."""
 
     checkpoint: SavedCheckpoint | None
-    """The newest checkpoint; None if there is none."""
+    """The newest checkpoint, with `step` and `path`; None if there is none."""
 
     folder: StoragePath
     """The run's folder or URI."""
@@ -325,14 +315,13 @@ def _show_finished(folder: RunFolder, result: RunResult, console: Console) -> No
 def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResult:
     """Read the result of a run from its files."""
     step = latest_step(folder.checkpoints)
-    checkpoint = None if step is None else SavedCheckpoint(step=step, path=join_path(folder.checkpoints, str(step)))
     sample = ""
     if error is None:
         with best_effort(f"the sample {folder.sample}"):
             sample = folder.sample.read_text()
     return TrainResult(
         metrics=last_values(read_lines(folder.metrics)),
-        checkpoint=checkpoint,
+        checkpoint=None if step is None else SavedCheckpoint(folder.checkpoints, step),
         folder=folder.uri or folder.path,
         error=error,
         sample=sample,
