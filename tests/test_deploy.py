@@ -1,12 +1,25 @@
-"""Kubernetes manifests and the image: fields of KubeRay, options of the application, sizes, versions."""
+"""Kubernetes manifests, the image, and clusters without Kubernetes.
 
+Manifests are compared with the fields of KubeRay and with the options of the application. The cluster of `ray up` is
+checked by Ray's schema. The job for SLURM starts real Ray nodes.
+"""
+
+import os
 import re
 import shlex
+import shutil
+import socket
+import sys
+import tempfile
 import tomllib
+from pathlib import Path
 
+import click
 import pytest
 import yaml
-from support import ROOT
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.scripts.scripts import cli as ray_command
+from support import ROOT, started, wait_until
 
 from pretrain import PretrainConfig
 from pretrain._cli import parse_command
@@ -16,7 +29,9 @@ from ray_jax_launch import parse_hardware
 VERSION = tomllib.loads((ROOT / "apps/pretrain/pyproject.toml").read_text())["project"]["version"]
 IMAGE = f"REGISTRY/gpt2-on-ray:{VERSION}"
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
-MANIFESTS = sorted((ROOT / "deploy").glob("*.yaml"))
+MANIFESTS = [path for path in sorted((ROOT / "deploy").glob("*.yaml")) if "kind: RayJob" in path.read_text()]
+RAY_UP = ROOT / "deploy" / "ray-up.yaml"
+SLURM = ROOT / "deploy" / "slurm.sh"
 RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}
 
 # Some fields of KubeRay's API v1 (ray-operator/apis/ray/v1) and of pods in Kubernetes.
@@ -168,3 +183,110 @@ def test_the_image_has_all_members(folder):
 def test_the_image_copies_only_files_that_exist():
     sources = re.findall(r"^COPY (\S+) ", DOCKERFILE, re.M)
     assert [source for source in sources if not (ROOT / source).exists()] == []
+
+
+@pytest.fixture
+def cluster():
+    """The cluster of `ray up`, with Ray's defaults."""
+    return prepare_config(yaml.safe_load(RAY_UP.read_text()))
+
+
+def test_the_cluster_of_ray_up_has_rays_schema(cluster):
+    validate_config(cluster)
+    with pytest.raises(Exception, match="Additional properties are not allowed"):
+        validate_config(cluster | {"start_ray_commands": []})
+
+
+def test_the_cluster_of_ray_up_starts_all_its_nodes(cluster):
+    (node_type,) = cluster["available_node_types"].values()
+    assert node_type["min_workers"] == node_type["max_workers"] == len(cluster["provider"]["worker_ips"])
+
+
+def test_the_cluster_of_ray_up_runs_the_image_of_the_current_version(cluster):
+    assert cluster["docker"]["image"] == IMAGE
+
+
+@pytest.mark.parametrize("role", ["head", "worker"])
+def test_ray_knows_the_options_with_which_the_nodes_start(cluster, role):
+    stop, start = cluster[f"{role}_start_ray_commands"]
+    assert stop == "ray stop"
+    program, subcommand, *options = shlex.split(start)
+    assert (program, subcommand) == ("ray", "start")
+    ray_command.commands["start"].make_context("start", options)  # raises on an unknown option
+
+
+def arguments_of(program, line):
+    """Yield the arguments of a program in a line of a shell, also in a quoted command."""
+    words = shlex.split(line, comments=True)
+    for word in words:
+        if " " in word:
+            yield from arguments_of(program, word)
+    if program in words:
+        yield words[words.index(program) + 1 :]
+
+
+def uses_in_the_readme(program):
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "deploy" / "README.md").read_text(), re.M | re.S)
+    lines = [line for language, block in blocks if not language for line in block.splitlines()]
+    return [arguments for line in lines for arguments in arguments_of(program, line)]
+
+
+@pytest.mark.parametrize("arguments", uses_in_the_readme("pretrain"), ids=" ".join)
+def test_the_application_accepts_the_commands_of_the_readme(arguments):
+    # They need a cluster of GPUs or TPUs: the real parser reads them, and the sizes are checked.
+    config = parse_command(arguments)
+    assert isinstance(config, PretrainConfig)
+    check_batch(config, parse_hardware(config.hardware))
+
+
+@pytest.mark.parametrize("arguments", uses_in_the_readme("ray"), ids=" ".join)
+def test_ray_accepts_the_commands_of_the_readme(arguments):
+    command, arguments = ray_command, list(arguments)
+    if arguments[0] == "job" and "job" not in command.commands:
+        pytest.skip("needs ray[default]")
+    while isinstance(command, click.Group):
+        command = command.commands[arguments.pop(0)]
+    command.make_context(command.name, arguments)  # raises on an unknown option or a missing argument
+
+
+# What SLURM's commands do in a job of two nodes, if both nodes are this machine. Two Ray nodes of one machine need
+# different ports.
+SCONTROL = "#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n"
+SRUN = """#!/bin/sh
+while case $1 in -*) true ;; *) false ;; esac; do shift; done
+exec "$@" --num-cpus=1 --node-ip-address=127.0.0.1 --dashboard-agent-listen-port=0 --metrics-export-port=0 \\
+    --disable-usage-stats
+"""
+COUNT_NODES = """
+import ray, time
+ray.init(log_to_driver=False)
+while len([node for node in ray.nodes() if node["Alive"]]) < 2:
+    time.sleep(0.2)
+print("both nodes joined")
+raise SystemExit(3)
+"""
+
+
+def test_the_job_for_slurm_joins_its_nodes_and_ends_with_the_code_of_its_command(environment, tmp_path):
+    for name, script in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="ray-")  # the paths of Ray's sockets in this folder must be short
+    variables = {
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "RAY_PORT": str(port),
+        "RAY_TMPDIR": folder,
+        "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    log = tmp_path / "log"
+    try:
+        with started(["bash", str(SLURM), sys.executable, "-c", COUNT_NODES], log, environment | variables) as job:
+            wait_until(lambda: job.poll() is not None, job, log, idle_s=120)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert job.returncode == 3, log.read_text()
+    assert "both nodes joined" in log.read_text()

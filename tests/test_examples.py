@@ -1,0 +1,108 @@
+"""The examples run, in a fresh interpreter and an empty folder, on CPUs."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support import ROOT
+
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+# A model that trains in a second, on bytes: the tokenizer gpt2 needs files from the network.
+MODEL = json.dumps({"num_layers": 2, "num_heads": 2, "embed_dim": 32})
+TITLE = " = Title {} = \n"
+
+
+@pytest.fixture(scope="module")
+def run(environment, tmp_path_factory):
+    """Run an example with these arguments, and return its output. All examples of this module share one folder."""
+    folder = tmp_path_factory.mktemp("examples")
+
+    def run_example(name, *arguments):
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
+            cwd=folder, env=environment | {"HOME": str(folder)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run_example
+
+
+@pytest.fixture(scope="module")
+def wikitext(tmp_path_factory):
+    """Two files with the rows of wikitext: titles, blank lines, paragraphs."""
+    folder = tmp_path_factory.mktemp("wikitext")
+    for name, num_articles in (("train", 40), ("validation", 20)):
+        articles = [
+            f"{TITLE.format(i)} \n A paragraph of article {i} . " + "word " * 100 + "\n" for i in range(num_articles)
+        ]
+        (folder / f"{name}.txt").write_text("".join(articles))
+    return folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_is_short(script):
+    assert len(script.read_text().splitlines()) < 80
+
+
+def test_the_readme_lists_every_example():
+    text = (EXAMPLES / "README.md").read_text()
+    assert [script.name for script in SCRIPTS if f"]({script.name})" not in text] == []
+
+
+def test_a_jaxtrainer_script_changes_in_one_line():
+    before, after = ((EXAMPLES / f"jaxtrainer_{name}.py").read_text().splitlines() for name in ("before", "after"))
+    changed = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+    assert changed == [("from ray.train.v2.jax import JaxTrainer", "from ray_jax_launch import JaxTrainer")]
+
+
+def test_a_jaxtrainer_script_runs_on_two_joined_cpu_workers(run):
+    report, params = run("jaxtrainer_after.py").splitlines()
+    assert "'epoch': 100" in report
+    assert "'processes': 2" in report
+    assert report.endswith("None")  # Result.error
+    assert params == "{'b': [1.0], 'w': [[2.0]]}"
+
+
+def test_the_model_trains_without_ray_and_without_data_packages(run):
+    printed = run("model_alone.py", "--steps", 60)
+    assert float(printed.split("validation loss ")[1].split(",")[0]) < 3.0  # ln 256 is 5.5
+
+
+def test_the_ray_tutorial_trains(run, corpus):
+    arguments = ("--source", corpus, "--tokenizer", "bytes", "--hardware", "local")
+    model = json.dumps(json.loads(MODEL) | {"seq_len": 256})
+    printed = run("ray_tutorial.py", *arguments, "--model", model, "--max-steps", 30)
+    assert "'step': 30" in printed
+    assert "'val_loss'" in printed
+    assert f"runs{os.sep}ray-tutorial" in printed
+
+
+def test_the_wikitext_tutorial_trains_in_epochs(run, wikitext):
+    files = ("--train", wikitext / "train.txt", "--validation", wikitext / "validation.txt")
+    arguments = ("--tokenizer", "bytes", "--hardware", "local", "--epochs", 2, "--batch-size", 4, "--model", MODEL)
+    printed = run("wikitext_tutorial.py", *files, *arguments)
+    assert "'epoch': 2" in printed
+    assert "'tokens_per_s'" in printed
+
+
+@pytest.fixture(scope="module")
+def own_text(run, tmp_path_factory):
+    """Output of the example on a folder of texts. Its run is runs/own-text."""
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"Text {number}. " + "The cat sat on the mat. " * 100)
+    return run("own_text.py", folder, "--max-steps", 40)
+
+
+def test_own_text_is_prepared_and_trained(own_text):
+    assert "'train.bin': '" in own_text
+    assert float(own_text.split("validation loss ")[1].split(",")[0]) < 4.0
+
+
+def test_a_trained_model_is_loaded_and_exported(own_text, run):
+    printed = run("load_trained.py", "runs/own-text", "--max-new-tokens", 20, "--export", "exported")
+    assert printed.startswith("step 40 of 40, 4 layers\nThe ")
