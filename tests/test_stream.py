@@ -67,9 +67,8 @@ def train_and_kill(articles, storage, environment, *, hardware, kills, kill):
         before = latest_step(checkpoints) or 0
         with started(command, log, environment) as process:
             while process.poll() is None and killed < kills:
-                at = before
-                wait_until(lambda at=at: (latest_step(checkpoints) or 0) > at, process, log)
-                before, killed = latest_step(checkpoints), killed + 1
+                wait_until(lambda before=before: (latest_step(checkpoints) or 0) > before, process, log)
+                before, killed = latest_step(checkpoints) or 0, killed + 1
                 kill(process, killed)
             wait_until(lambda process=process: process.poll() is not None, process, log)
         assert process.returncode in (0, -signal.SIGKILL), log.read_text()
