@@ -13,7 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from owt_data import DataError, PrepareOptions, load_tokenizer, open_tokens, prepare, read_manifest, verify
+from owt_data import (
+    DataError,
+    PrepareOptions,
+    load_tokenizer,
+    open_tokens,
+    prepare,
+    prepare_in_background,
+    read_manifest,
+    verify,
+)
 from owt_data._options import DocumentsKind
 
 TITLES: DocumentsKind = "wikitext-titles"
@@ -234,6 +243,15 @@ def test_text_without_titles_is_rejected(text, message, tmp_path):
     with pytest.raises(DataError, match=message):
         prepare(str(tmp_path / "text.txt"), tmp_path / "out", BY_POSITION)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_wikitext_that_is_being_prepared_has_the_same_windows(source, tmp_path):
+    options = PrepareOptions(tokenizer="bytes", documents=TITLES, row_end="\n")
+    names = [f"train={source}", f"val={source}"]
+    expected = np.array(plain_loop(ROWS, load_tokenizer("bytes"), row_end="\n"))
+    with prepare_in_background(names, tmp_path / "out", options, num_processes=1) as growing:
+        windows = growing.train.windows(np.arange(len(expected) // 65), seq_len=64, order="sequential", seed=0)
+    np.testing.assert_array_equal(windows[:, :-1].ravel(), expected[: windows[:, :-1].size])
 
 
 def test_prepared_wikitext_opens_as_other_token_files(tmp_path):
