@@ -19,8 +19,8 @@ def test_the_dashboard_answers_at_its_url():
     try:
         url = dashboard_url()
         assert url is not None
-        with urllib.request.urlopen(f"{url}/api/version", timeout=30) as answer:
-            assert ray.__version__ in answer.read().decode()
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            assert "Ray Dashboard" in answer.read().decode()
     finally:
         ray.shutdown()
 
