@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import ray.train
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
 
 from ray_jax_launch import JaxTrainer
@@ -58,10 +58,22 @@ def test_a_reported_checkpoint_is_kept_in_the_run_and_found_by_the_next_start(pl
     assert result.metrics == {"number": 3, "loss": 1 / 3, "last": True}
     assert numbers(result) == [2, 3]
     assert result.path.endswith("/a run")
+    assert result.checkpoint is not None
     assert result.checkpoint.path.startswith(f"{result.path}/checkpoint_")
     result = fit(place, 0, num_to_keep=2)
     assert result.return_value == 3
     assert result.metrics == {"number": 3, "loss": 1 / 3, "last": True}
+
+
+def test_a_filesystem_of_the_users_own_is_used_as_it_is(tmp_path):
+    run_config = RunConfig(
+        name="a run", storage_path="folder", storage_filesystem=SubTreeFileSystem(str(tmp_path), LocalFileSystem())
+    )
+    scaling_config = ScalingConfig(num_workers=0)
+    trainer = JaxTrainer(report, train_loop_config={"count": 2}, scaling_config=scaling_config, run_config=run_config)
+    assert trainer.fit().path == "folder/a run"
+    assert trainer.fit().return_value == 2
+    assert len([*(tmp_path / "folder" / "a run").glob("checkpoint_2*")]) == 4
 
 
 def test_the_best_checkpoints_are_kept(tmp_path):
@@ -89,6 +101,7 @@ def test_a_deleted_checkpoint_is_dropped_from_the_list(tmp_path, deleted, record
     record_property("fault", "a reported checkpoint was deleted")
     record_property("lost", "the steps since the checkpoint before")
     result = fit(tmp_path, 3)
+    assert result.best_checkpoints is not None
     for index in deleted:
         shutil.rmtree(result.best_checkpoints[index][0].path)
     left = [number for index, number in enumerate([1, 2, 3]) if index not in deleted and index - 3 not in deleted]
