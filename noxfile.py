@@ -81,11 +81,11 @@ def tests(session: nox.Session, part: str) -> None:
 
 
 @nox.session
-@each(["nnx-gpt2", "ray-jax-launch"])
+@each(["nnx-gpt2", "ray-jax-launch", INTEGRATION])
 def slow(session: nox.Session, part: str) -> None:
     """Run the slow tests, which `tests` leaves out."""
     sync_part(session, part)
-    env = TEST_ENV | (ONE_PROCESS if part == "ray-jax-launch" else {})
+    env = TEST_ENV | ({} if part == "nnx-gpt2" else ONE_PROCESS)
     session.run("pytest", test_folder(part), "-m", "slow", *session.posargs, env=env)
 
 

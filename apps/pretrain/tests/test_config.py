@@ -100,16 +100,17 @@ def test_a_continued_run_keeps_its_steps_if_its_length_is_given_in_epochs():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], (1000, 5.0)),
-        (["--train.max-steps=7"], (7, None)),
-        (["--train.max_steps", "1000"], (1000, None)),
-        (["--train.max-steps", "7", "--train.max-epochs", "2"], (7, 2.0)),
+        ([], (1000, 5.0, None)),
+        (["--train.max-steps=7"], (7, None, None)),
+        (["--train.max_steps", "1000"], (1000, None, None)),
+        (["--train.max-tokens", "99"], (1000, None, 99)),
+        (["--train.max-steps", "7", "--train.max-epochs", "2"], (7, 2.0, None)),
     ],
 )
-def test_given_steps_replace_the_epochs_of_a_preset(arguments, expected):
+def test_a_given_length_replaces_the_epochs_of_a_preset(arguments, expected):
     config = parse_command(["--preset", "wikitext", *arguments])
     assert isinstance(config, PretrainConfig)
-    assert (config.train.max_steps, config.train.max_epochs) == expected
+    assert (config.train.max_steps, config.train.max_epochs, config.train.max_tokens) == expected
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pretrain._data import cache_folder, load_tokens
 from pretrain._errors import UsageError
 
 BOOK = "A short book, of some words. "
+END_OF_TEXT = 256  # of the tokenizer `bytes`
 QUIET = Console(quiet=True)
 
 
@@ -113,3 +114,25 @@ def test_the_options_of_prepare_are_those_of_owt_data():
     assert {name: getattr(PrepareConfig(), name) for name in dataclasses.asdict(defaults)} == dataclasses.asdict(
         defaults
     )
+
+
+def test_the_preset_wikitext_has_an_end_of_text_for_each_article(books):
+    for name, num_articles in (("train", 9), ("val", 4)):
+        article = " \n = A title = \n \n Some text , of some words . \n = = A section = = \n More text . \n"
+        (books / f"{name}.txt").write_text(article * num_articles)
+    preset = PRESETS["wikitext"]()
+    data = load_tokens(
+        dataclasses.replace(
+            preset,
+            data="train=train.txt,val=val.txt",
+            prepare=dataclasses.replace(preset.prepare, tokenizer="bytes"),
+            model=dataclasses.replace(preset.model, seq_len=16),
+        ),
+        QUIET,
+    )
+    for name, num_articles in (("train", 9), ("val", 4)):
+        tokens = np.fromfile(f"{data.names}/{name}.bin", "<u2")
+        assert (tokens == END_OF_TEXT).sum() == num_articles
+        # The empty row with its row end, and the title with its row end after the end-of-text.
+        title = b" = A title = \n\n"
+        assert tokens[: 2 + len(title)].tolist() == [*b"\n", END_OF_TEXT, *title]

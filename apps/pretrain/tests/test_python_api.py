@@ -2,10 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+README = Path(__file__).parent.parent / "README.md"
 
 SCRIPT = """
 import dataclasses, io, json
@@ -14,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pretrain import PRESETS, load_trained, train
+from ray_jax_launch import TrainingFailed
 
 quickstart = PRESETS["quickstart"]()
 config = dataclasses.replace(
@@ -46,7 +51,8 @@ print(json.dumps({
     "step": trained.step,
     "tokenizer": trained.tokenizer.name,
     "name": trained.config.preset,
-    "diverged": [type(diverged.error).__name__, diverged.error.details, diverged.checkpoint.step, diverged.sample],
+    "diverged": [isinstance(diverged.error, TrainingFailed), diverged.error.details],
+    "left": [diverged.checkpoint.step, diverged.sample],
 }))
 """
 
@@ -61,13 +67,27 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(place):
-    """Run the script, and return what it prints. `train` without a console prints nothing."""
+    """Run the code of the README and the script, and return what they print."""
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache")}
     done = subprocess.run(
-        [sys.executable, "-"], input=SCRIPT, cwd=place, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-"],
+        input=code + SCRIPT,
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    *lines, last = done.stdout.splitlines()
+    return json.loads(last) | {"readme": "\n".join(lines)}
+
+
+def test_the_code_of_the_readme_shows_its_progress_and_ends(found):
+    """The script after it prints one line: `train` without a console prints nothing."""
+    assert "done in" in found["readme"]
+    assert found["readme"].endswith("\n20 2357 bytes 4")
 
 
 def test_the_result_has_the_metrics_and_the_checkpoint(found, place):
@@ -92,9 +112,10 @@ def test_a_trained_model_has_its_tokenizer_and_its_configuration(found):
 
 
 def test_a_failure_is_part_of_the_result(found):
-    kind, details, step, sample = found["diverged"]
-    assert kind == "TrainingFailed"
+    is_failure, details = found["diverged"]
+    assert is_failure
     assert "the loss and the gradient must be finite, got" in details
+    step, sample = found["left"]
     assert (step % 5, sample) == (0, "")
 
 

@@ -12,14 +12,14 @@ import time
 import numpy as np
 import pytest
 
-from owt_data import DataError, PrepareOptions, open_tokens, prepare, prepare_in_background, read_steps
+from owt_data import DataError, OrderKind, PrepareOptions, open_tokens, prepare, prepare_in_background, read_steps
 
 START = PrepareOptions(tokenizer="bytes", split="start")
 SEQ_LEN, BATCH = 64, 32
-ORDER = "sequential-first"
+ORDER: OrderKind = "sequential-first"
 
 
-def window_digests(tokens, first, last, *, order=ORDER):
+def window_digests(tokens, first, last, *, order: OrderKind = ORDER):
     """The digest of each window of some steps."""
     steps = read_steps(
         tokens, seq_len=SEQ_LEN, global_batch_size=BATCH, rank=0, world_size=1, start_step=first, stop_step=last,
@@ -141,6 +141,7 @@ def test_windows_are_the_same_after_every_kill(corpus, prepared_start, tmp_path,
             [sys.executable, "-c", KILLED, str(corpus), str(tmp_path / "out"), str(len(digests))],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        assert process.stdout is not None
         for line in process.stdout:
             step, digest = line.split()
             assert digests.setdefault(int(step), digest) == digest

@@ -27,6 +27,10 @@ configs:
   data_files:
   - split: train
     path: plain_text/train-*
+---
+"""
+WIKITEXT_CARD = """---
+configs:
 - config_name: wikitext
   data_files:
   - split: train
@@ -354,6 +358,7 @@ def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
         rows = [row if row.strip() else "" for row in path.read_text().splitlines(keepends=True)]
     else:
         rows = wikitext_rows(400)
+    hub.files["README.md"] = WIKITEXT_CARD.encode()
     splits = {"train": rows, "validation": rows[: len(rows) // 2]}
     for split, part in splits.items():
         (tmp_path / f"{split}.txt").write_text("".join(row or " \n" for row in part))

@@ -17,10 +17,11 @@ from owt_data import (
 )
 
 
-def sequence(data: TokenData) -> TokenSequence:
-    """Return the training tokens, which must not be a mixture."""
-    assert isinstance(data.train, TokenSequence)
-    return data.train
+def sequence(data: TokenData, split: str = "train") -> TokenSequence:
+    """Return the tokens of a split, which must not be a mixture."""
+    tokens = getattr(data, split)
+    assert isinstance(tokens, TokenSequence)
+    return tokens
 
 
 def test_a_prepared_folder_knows_its_tokenizer(prepared):
@@ -44,7 +45,7 @@ def test_one_file_is_split_by_position(prepared):
     path = prepared / "train.bin"
     tokens = open_tokens(str(path), tokenizer="bytes")
     whole = np.fromfile(path, "<u2")
-    np.testing.assert_array_equal(np.concatenate([sequence(tokens).read(), tokens.val.read()]), whole)
+    np.testing.assert_array_equal(np.concatenate([sequence(tokens).read(), sequence(tokens, "val").read()]), whole)
     assert len(tokens.val) == pytest.approx(0.1 * len(whole), abs=1)
 
 
@@ -110,7 +111,7 @@ def test_files_that_match_a_pattern_are_one_sequence(prepared, tmp_path):
     data = open_tokens(str(tmp_path / "shard-*.bin"), tokenizer="bytes")
     one = open_tokens(str(prepared / "train.bin"), tokenizer="bytes")
     np.testing.assert_array_equal(sequence(data).read(), sequence(one).read())
-    np.testing.assert_array_equal(data.val.read(), one.val.read())
+    np.testing.assert_array_equal(sequence(data, "val").read(), sequence(one, "val").read())
     assert open_tokens(data.names, tokenizer="bytes") == data
     with pytest.raises(DataError, match=r"other-\*.bin must be a token file, got a name that does not exist"):
         open_tokens(str(tmp_path / "other-*.bin"), tokenizer="bytes")
@@ -129,7 +130,7 @@ def test_folders_are_read_one_after_the_other(prepared, tmp_path):
     mixed = open_tokens(dict.fromkeys(names, 1.0), tokenizer="bytes")
     assert isinstance(mixed.train, TokenMixture)
     assert mixed.train.sequences == tuple(each.train for each in opened)
-    np.testing.assert_array_equal(mixed.val.read(), data.val.read())
+    np.testing.assert_array_equal(sequence(mixed, "val").read(), sequence(data, "val").read())
     assert mixed.fingerprint == {"weights": [1.0, 1.0], "mixture": [each.fingerprint for each in opened]}
     assert open_tokens(mixed.names, tokenizer="bytes") == mixed
 

@@ -62,21 +62,49 @@ def test_a_folder_that_nodes_do_not_share_is_rejected_before_the_loop_begins(
     assert [path for path in (storage / "run").iterdir() if path.name.startswith(".launch-")] == []
 
 
-def test_a_launch_waits_for_a_node_that_comes_later(nodes, tmp_path, caplog, record_property):
-    record_property("fault", "the cluster has no node for the worker; one comes ten seconds later")
+@pytest.mark.parametrize("hardware", ["cpu:1", "cpu:1-2"])
+def test_a_launch_waits_for_a_node_that_comes_later(nodes, tmp_path, caplog, record_property, hardware):
+    record_property("fault", "the cluster has no node for the worker; one comes twenty seconds later")
     record_property("lost", "nothing")
     marker = tmp_path / "began"
-    given = {"hardware": cpu(1), "storage_path": tmp_path, "name": "run"}
-    with pytest.raises(LaunchError, match=r"must have 1 CPUs for cpu:1, got 0\. Ask for fewer"):
+    given = {"hardware": hardware, "storage_path": tmp_path, "name": "run"}
+    with pytest.raises(LaunchError, match=rf"must have 1 CPUs for {hardware}, got 0\. Ask for fewer"):
         launch(note_start, {"marker": str(marker)}, **given)
     given["wait_for_resources_s"] = 60
     thread = threading.Thread(target=launch, args=(note_start, {"marker": str(marker)}), kwargs=given)
     thread.start()
-    time.sleep(10)
+    time.sleep(20)
     nodes.add_node(num_cpus=1)  # by the main thread: it handles signals
     thread.join()
     assert marker.exists()
-    assert "waiting up to 60 s for more nodes: The Ray cluster must have 1 CPUs for cpu:1, got 0" in caplog.text
+    assert f"waiting up to 60 s for more nodes: The Ray cluster must have 1 CPUs for {hardware}, got 0" in caplog.text
+
+
+@ray.remote(num_cpus=1)
+def occupy():
+    """Be another job on the cluster."""
+    time.sleep(600)
+
+
+def test_an_elastic_group_says_that_it_waits_for_a_node_that_is_busy(nodes, tmp_path, caplog, record_property):
+    record_property("fault", "all nodes of an elastic run are busy; one becomes free twenty seconds later")
+    record_property("lost", "nothing")
+    nodes.add_node(num_cpus=1)
+    occupant = occupy.remote()
+    while ray.available_resources().get("CPU", 0) > 0:
+        time.sleep(0.1)
+    marker = tmp_path / "began"
+    given = {"hardware": "cpu:1-2", "storage_path": tmp_path, "name": "run"}
+    thread = threading.Thread(target=launch, args=(note_start, {"marker": str(marker)}), kwargs=given)
+    thread.start()
+    deadline = time.monotonic() + 90
+    while "waiting up to 240 s for more" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert not marker.exists()
+    ray.cancel(occupant, force=True)
+    thread.join()
+    assert marker.exists()
 
 
 def test_tpu_hosts_of_one_cpu_need_another_node_for_ray_data(nodes, record_property):

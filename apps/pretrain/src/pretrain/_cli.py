@@ -146,7 +146,7 @@ def parse_command(arguments: Sequence[str]) -> Command:
     except SystemExit:  # the next parser prints the error
         chosen = _Preset()
     preset = PRESETS[chosen.preset]()
-    if _is_given("max_steps", arguments):  # steps that are given replace the epochs of the preset
+    if _has_length(arguments):  # a length that is given replaces the epochs of the preset
         preset = dataclasses.replace(preset, train=dataclasses.replace(preset.train, max_epochs=None, max_tokens=None))
     return tyro.cli(
         _Line,
@@ -158,9 +158,9 @@ def parse_command(arguments: Sequence[str]) -> Command:
     ).options
 
 
-def _is_given(train_option: str, arguments: Sequence[str]) -> bool:
-    names = (argument.partition("=")[0].replace("-", "_") for argument in arguments)
-    return f"__train.{train_option}" in names
+def _has_length(arguments: Sequence[str]) -> bool:
+    names = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
+    return not names.isdisjoint({"__train.max_steps", "__train.max_epochs", "__train.max_tokens"})
 
 
 def _run(command: Command) -> int:

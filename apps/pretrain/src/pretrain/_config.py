@@ -205,8 +205,8 @@ class PretrainConfig:
     text; the first epoch then has the order of the text."""
 
     hardware: str = "auto"
-    """auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY or
-    tpu:TYPE:TOPOLOGY:SLICES; a range of WORKERS or SLICES, such as 1-4, is elastic."""
+    """auto, local (in this process, without Ray), cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS,
+    tpu:TYPE:TOPOLOGY or tpu:TYPE:TOPOLOGY:SLICES; a range of WORKERS or SLICES, such as 1-4, is elastic."""
 
     storage_path: str = "runs"
     """Folder of all runs, shared by all nodes; or s3://... or gs://..."""

@@ -45,11 +45,11 @@ class TrainingFailed(RuntimeError):
     Attributes:
         rank: the first worker that failed, or None if the launch itself failed.
         details: traceback of this worker.
-        log_folder: folder of Ray's full logs on each node.
+        log_folder: folder of Ray's full logs on each node; empty without Ray.
     """
 
     def __init__(self, message: str, rank: int | None, details: str, log_folder: str) -> None:
-        super().__init__(f"{message} (full logs: {log_folder})")
+        super().__init__(f"{message} (full logs: {log_folder})" if log_folder else message)
         self.rank = rank
         self.details = details
         self.log_folder = log_folder

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -188,6 +189,14 @@ class Trainer(JaxTrainer):
         self.on_start(controller)
 
 
+@contextlib.contextmanager
+def _calling_pydantic() -> Iterator[None]:
+    """Ignore warnings: Ray 2.60 reads and writes its list of checkpoints by deprecated methods of pydantic."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
 class _LocalCheckpoints(CheckpointManager):
     _write_state_to_storage = _write_snapshot
 
@@ -212,8 +221,9 @@ class LocalReports(LocalTrainFnUtils):
         super().__init__(name, datasets)
         self._storage, self._on_report = run_config.storage_context, on_report
         assert run_config.checkpoint_config is not None, "Ray has made one"
-        # Ray declares the config of its former version.
-        self._manager = _LocalCheckpoints(run_config.checkpoint_config, self._storage)  # pyright: ignore[reportArgumentType]
+        with _calling_pydantic():
+            # Ray declares the config of its former version.
+            self._manager = _LocalCheckpoints(run_config.checkpoint_config, self._storage)  # pyright: ignore[reportArgumentType]
 
     def report(
         self,
@@ -235,7 +245,8 @@ class LocalReports(LocalTrainFnUtils):
                 kept = self._storage.persist_current_checkpoint(checkpoint, name)
                 if delete_local_checkpoint_after_upload:
                     shutil.rmtree(checkpoint.path)
-            self._manager.register_checkpoint(_TrainingReport(kept, metrics, False))
+            with _calling_pydantic():
+                self._manager.register_checkpoint(_TrainingReport(kept, metrics, False))
         self._on_report(metrics)
 
     def get_checkpoint(self) -> Checkpoint | None:

@@ -1,5 +1,6 @@
 """Ray Train's scaling config of a hardware preset, and the hardware of a scaling config."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,11 @@ def scaling_config(
             f"placement_strategy must be one of {', '.join(_STRATEGIES)}, got {placement_strategy!r}. Choose one."
         )
     num_workers = (hardware.min_workers, hardware.num_workers) if hardware.is_elastic else hardware.num_workers
-    chosen: dict[str, Any] = {"num_workers": 0 if hardware.kind == "local" else num_workers}
+    chosen: dict[str, Any] = {"num_workers": num_workers}
+    if hardware.kind == "local":
+        chosen["num_workers"] = 0
+        # Ray asks for bug reports on local mode each time that it makes such a config.
+        logging.getLogger("ray.train.v2.api.config").setLevel(logging.WARNING)
     resources: dict[str, float] | None = {"CPU": 1}
     if hardware.kind == "gpu":
         chosen["use_gpu"] = True

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import traceback
 from dataclasses import dataclass
 
 import ray
@@ -32,6 +33,7 @@ from pretrain._run.report import RunResult, read_result, write_report
 from pretrain._training.entry import train_worker
 from ray_jax_launch import (
     Hardware,
+    PermanentError,
     SavedCheckpoint,
     StoragePath,
     TrainingFailed,
@@ -142,13 +144,16 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
                     storage_path=storage_path,
                     name=name,
                     on_metrics=lambda rank, record: progress.show(record),
-                    data_cpus=DATA_CPUS,
+                    data_cpus=0 if hardware.kind == "local" else DATA_CPUS,
                     max_failures=config.train.max_failures,
                     wait_for_resources_s=config.wait_for_resources_s,
                 )
         except TrainingFailed as error:
             folder.pull()
             return _result(folder, error)
+        except PermanentError as error:  # of a loop in this process
+            folder.pull()
+            return _result(folder, TrainingFailed(str(error), 0, traceback.format_exc(), ""))
         folder.pull()
         report = write_report(folder, name, wall_s=time.monotonic() - began, num_params=num_params(config.model))
         sample = str(result.return_value)

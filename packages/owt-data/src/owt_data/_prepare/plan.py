@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +188,9 @@ def revisions(plan: Plan) -> dict[str, str]:
 
 def read_plan(folder: Path) -> Plan | None:
     """Return the plan of a folder that is being prepared, or whose preparation was interrupted; None for others."""
-    return _read(staging_path(folder) / _NAME)
+    staging = staging_path(folder)
+    # False also for a name that is too long, which the caller reports.
+    return _read(staging / _NAME) if os.path.lexists(staging) else None
 
 
 def source_fingerprint(of: Plan | Manifest) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Opening of token files by name, with checks and a fingerprint."""
 
+import dataclasses
 import glob
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ class TokenData:
     fingerprint: dict[str, Any]
     """Fingerprint for checkpoints, equal for equal tokens of the same tokenizer."""
 
-    source_fingerprint: dict[str, Any] | None = None
+    source_fingerprint: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
     """Fingerprint of the text and the options, the same while a folder is prepared and after it. None for tokens that
     `prepare` has not made from one list of sources. The `fingerprint` of unfinished tokens is this one."""
 

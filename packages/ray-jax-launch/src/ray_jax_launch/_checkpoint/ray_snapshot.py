@@ -41,7 +41,7 @@ def repair_snapshot(filesystem: FileSystem, folder: str) -> None:
     except (ValueError, LookupError, TypeError):
         state, names = {}, _find_names(filesystem, folder, text)
         entries = [{"version": 0, _NAME: name, "metrics": {}} for name in names]
-        _logger.warning("%s is damaged; found the checkpoints %s", path, ", ".join(names) or "of nobody")
+        _logger.warning("%s is damaged; found the checkpoints %s", path, ", ".join(names) or "none")
     missing = {name for name in names if filesystem.get_file_info(f"{folder}/{name}").type == FileType.NotFound}
     if missing:
         _logger.warning("the checkpoints %s are missing in %s", ", ".join(sorted(missing)), folder)

@@ -54,6 +54,7 @@ class Result(ray.train.Result):
     """
 
     path: Any
+    return_value: Any = None
     log_folder: str = ""
 
 

@@ -46,7 +46,7 @@ class Session:
 
     @property
     def is_local(self) -> bool:
-        """Whether the loop runs in the driver's process."""
+        """True if the loop runs in the driver's process."""
         return isinstance(self.control, LocalControl)
 
 

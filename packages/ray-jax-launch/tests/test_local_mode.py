@@ -1,0 +1,266 @@
+"""Local mode: the loop runs in this process, and Ray does not start."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import ray
+import ray.data
+import ray.train
+from ray.train import RunConfig, ScalingConfig
+
+from ray_jax_launch import (
+    Checkpoints,
+    JaxTrainer,
+    LaunchError,
+    SavedCheckpoint,
+    check_resources,
+    connect,
+    latest_step,
+    launch,
+    local,
+    log_metrics,
+    log_to_driver,
+    mark_finished,
+    parse_hardware,
+    stop_requested,
+)
+
+
+def train(config):
+    """Save at each step, from the newest step to the last one."""
+    with Checkpoints() as checkpoints:
+        step = checkpoints.latest_step() or 0
+        while step < config["last"]:
+            step += 1
+            log_metrics({"step": step, "twice": 2 * step})
+            if stop_requested(step):
+                break
+            checkpoints.save(step, {"state": {"step": jnp.int32(step)}}, metadata={})
+    context = ray.train.get_context()
+    return {
+        "thread": threading.current_thread().name,
+        "pid": os.getpid(),
+        "rank": (context.get_world_rank(), context.get_world_size()),
+        "devices": jax.local_device_count(),
+    }
+
+
+def test_the_loop_runs_in_this_process_with_all_functions_and_without_ray(tmp_path, caplog):
+    seen = []
+    with caplog.at_level(logging.INFO, "ray_jax_launch"):
+        result = launch(
+            train,
+            {"last": 3},
+            hardware="local",
+            storage_path=tmp_path,
+            name="run",
+            on_metrics=lambda rank, metrics: seen.append((rank, metrics["step"])),
+        )
+    assert not ray.is_initialized()
+    assert result.return_value == {"thread": "MainThread", "pid": os.getpid(), "rank": (0, 1), "devices": 2}
+    assert seen == [(0, 1), (0, 2), (0, 3)]
+    assert result.metrics == {"step": 3, "twice": 6}
+    assert result.error is None
+    assert result.path == tmp_path / "run"
+    assert sorted(path.name for path in result.path.iterdir()) == ["checkpoints"]
+    assert [record.message for record in caplog.records] == ["worker 0 of 1: this process, 2 devices (cpu:0, cpu:1)"]
+    assert isinstance(result.checkpoint, SavedCheckpoint)
+    assert result.checkpoint.step == 3
+    assert result.checkpoint.restore({"state": {"step": jnp.int32(0)}}) == {"state": {"step": 3}}
+    assert Path(result.checkpoint.path) == tmp_path / "run" / "checkpoints" / "3"
+
+
+def test_a_second_start_continues_and_no_workers_in_the_scaling_config_means_local(tmp_path):
+    launch(train, {"last": 2}, hardware=local(), storage_path=tmp_path, name="run")
+    trainer = JaxTrainer(
+        train,
+        train_loop_config={"last": 4},
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    )
+    result = trainer.fit()
+    assert result.metrics == {"step": 4, "twice": 8}
+    assert result.path == str(tmp_path / "run")
+    # Nothing is left to do: the result has the checkpoint that the loop found.
+    result = trainer.fit()
+    assert result.metrics == {}
+    assert isinstance(result.checkpoint, SavedCheckpoint)
+    assert result.checkpoint.step == 4
+
+
+def test_an_exception_of_the_loop_leaves_it_as_it_is(tmp_path):
+    class MyError(Exception):
+        pass
+
+    def fail():
+        raise MyError("what the loop says")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(MyError) as failed:
+        launch(fail, hardware="local", storage_path=tmp_path, name="run")
+    assert getattr(failed.value, "__notes__", []) == []
+    assert signal.getsignal(signal.SIGINT) == before
+    with pytest.raises(RuntimeError, match="must be called in a training loop"):
+        log_metrics({"step": 1})
+    with pytest.raises(RuntimeError):
+        ray.train.get_context()
+
+
+def test_nothing_fails_the_run_after_its_end(tmp_path, caplog):
+    def fail_at_the_end():
+        mark_finished(7)
+        raise OSError("no picture")
+
+    result = launch(fail_at_the_end, hardware="local", storage_path=tmp_path, name="run")
+    assert result.return_value == 7
+    assert "the loop failed: OSError: no picture; this was after the training had ended" in caplog.text
+
+
+def test_a_warning_is_logged_once(tmp_path, caplog):
+    def warn():
+        log_to_driver("a package")
+        logging.getLogger("a package").warning("look")
+        logging.getLogger("ray_jax_launch").warning("look too")
+
+    launch(warn, hardware="local", storage_path=tmp_path, name="run")
+    assert [record.message for record in caplog.records if record.message.startswith("look")] == ["look", "look too"]
+
+
+def test_environment_variables_are_set_while_the_loop_runs(tmp_path):
+    result = launch(
+        lambda: os.environ["A_NAME"], hardware="local", storage_path=tmp_path, name="run", env_vars={"A_NAME": "1"}
+    )
+    assert result.return_value == "1"
+    assert "A_NAME" not in os.environ
+
+
+def test_local_hardware_needs_no_cluster():
+    connect(parse_hardware("local"))
+    check_resources(parse_hardware("local"), data_cpus=1)
+    assert not ray.is_initialized()
+
+
+CTRL_C = """
+import signal, sys, time
+import jax.numpy as jnp
+from ray_jax_launch import *
+
+def loop():
+    with Checkpoints() as checkpoints:
+        step = checkpoints.latest_step() or 0
+        while True:
+            step += 1
+            stop = stop_requested(step)
+            if step == 3:
+                print("running", flush=True)
+            if stop and sys.argv[2] == "saves":
+                checkpoints.save(step, {"state": {"step": jnp.int32(step)}}, metadata={})
+                return
+            if stop:
+                print("ignored", flush=True)
+                time.sleep(600)
+            time.sleep(0.05)
+
+try:
+    launch(loop, hardware="local", storage_path=sys.argv[1], name="run")
+except KeyboardInterrupt as error:
+    print("interrupted", error)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_signal_lets_the_loop_save_and_a_second_one_stops_it_at_once(tmp_path, number, saves):
+    arguments = [sys.executable, "-c", CTRL_C, str(tmp_path), "saves" if saves else "hangs"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(number)
+    if not saves:
+        assert process.stdout.readline() == "ignored\n"
+        process.send_signal(number)
+    output, errors = process.communicate(timeout=30)
+    assert output.startswith("interrupted"), errors
+    assert "interrupted: the workers save what they have; press Ctrl-C again to stop at once" in errors
+    saved = latest_step(tmp_path / "run" / "checkpoints")
+    if saves:
+        assert saved is not None
+        assert saved >= 3
+        assert "to continue" in output
+    else:
+        assert saved is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "hardware or scaling_config must be given, got neither"),
+        ({"hardware": "local", "scaling_config": ScalingConfig()}, "must be given, got both"),
+        ({"hardware": 3}, "hardware must be a Hardware or its text, got 3"),
+        ({"hardware": "gpu:many"}, "hardware must be auto, cpu:WORKERS"),
+        ({"hardware": "local", "placement_strategy": "WIDE"}, "placement_strategy must be one of PACK, SPREAD, "),
+        (
+            {"scaling_config": ScalingConfig(), "placement_strategy": "SPREAD"},
+            "placement_strategy must be None with ",
+        ),
+        ({"hardware": "local", "dataset_config": {}}, "dataset_config must be a DataConfig, got {}"),
+        (
+            {"hardware": "tpu:v6e:4x4", "label_selector": {"a": "b"}},
+            "the workers of tpu:v6e:4x4 must be a valid ",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_rejected_with_one_sentence(tmp_path, given, message):
+    with pytest.raises(LaunchError) as rejected:
+        launch(lambda: None, storage_path=tmp_path / "runs", name="run", **given)
+    assert message in str(rejected.value)
+    assert "\n" not in str(rejected.value)
+    assert [*tmp_path.iterdir()] == []
+    assert not ray.is_initialized()
+
+
+def test_a_loop_of_two_arguments_is_rejected(tmp_path):
+    loop: Any = lambda config, other: None  # noqa: E731
+    with pytest.raises(LaunchError, match="train_loop_per_worker must take no argument or one"):
+        launch(loop, hardware="local", storage_path=tmp_path, name="run")
+
+
+def test_an_optional_argument_gets_the_config(tmp_path):
+    def loop(config=None):
+        return config
+
+    given = {"hardware": "local", "storage_path": tmp_path, "name": "run"}
+    assert launch(loop, {"a": 1}, **given).return_value == {"a": 1}
+    assert launch(loop, **given).return_value is None
+
+
+def test_datasets_of_both_kinds_start_ray(tmp_path):
+    def count():
+        shards = [ray.train.get_dataset_shard(name) for name in ("ranked", "plain", "made")]
+        return [[row["id"] for row in shard.iter_rows()] for shard in shards if shard is not None]
+
+    try:
+        connect()
+        result = launch(
+            count,
+            hardware="local",
+            storage_path=tmp_path,
+            name="run",
+            datasets={
+                "ranked": lambda rank, world_size: ray.data.range(2 + rank),
+                "plain": ray.data.range(3),
+                "made": lambda: ray.data.range(4),
+            },
+        )
+    finally:
+        ray.shutdown()
+    assert result.return_value == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]

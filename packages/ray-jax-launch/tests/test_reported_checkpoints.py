@@ -1,0 +1,164 @@
+"""Checkpoints that a loop reports: found by the next start, also after a kill or damage. In local mode, without Ray."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import ray.train
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
+from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
+
+from ray_jax_launch import JaxTrainer
+from ray_jax_launch._checkpoint.ray_snapshot import repair_snapshot
+
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+
+def report(config):
+    """Return the number in the newest checkpoint, after reporting more of them."""
+    before = ray.train.get_checkpoint()
+    start = 0
+    if before is not None:
+        with before.as_directory() as folder:
+            start = int((Path(folder) / "number").read_text())
+    for number in range(start + 1, start + 1 + config["count"]):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "number").write_text(str(number))
+            ray.train.report({"number": number, "loss": 1 / number}, checkpoint=Checkpoint.from_directory(folder))
+    ray.train.report({"last": True})
+    return start
+
+
+def fit(place, count, **checkpoint_config):
+    return JaxTrainer(
+        report,
+        train_loop_config={"count": count},
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(
+            name="a run", storage_path=str(place), checkpoint_config=CheckpointConfig(**checkpoint_config)
+        ),
+    ).fit()
+
+
+def numbers(result):
+    return [metrics["number"] for _, metrics in result.best_checkpoints]
+
+
+def test_a_reported_checkpoint_is_kept_in_the_run_and_found_by_the_next_start(place):
+    result = fit(place, 3, num_to_keep=2)
+    assert result.return_value == 0
+    assert result.metrics == {"number": 3, "loss": 1 / 3, "last": True}
+    assert numbers(result) == [2, 3]
+    assert result.path.endswith("/a run")
+    assert result.checkpoint is not None
+    assert result.checkpoint.path.startswith(f"{result.path}/checkpoint_")
+    result = fit(place, 0, num_to_keep=2)
+    assert result.return_value == 3
+    assert result.metrics == {"number": 3, "loss": 1 / 3, "last": True}
+
+
+def test_a_filesystem_of_the_users_own_is_used_as_it_is(tmp_path):
+    run_config = RunConfig(
+        name="a run", storage_path="folder", storage_filesystem=SubTreeFileSystem(str(tmp_path), LocalFileSystem())
+    )
+    scaling_config = ScalingConfig(num_workers=0)
+    trainer = JaxTrainer(report, train_loop_config={"count": 2}, scaling_config=scaling_config, run_config=run_config)
+    assert trainer.fit().path == "folder/a run"
+    assert trainer.fit().return_value == 2
+    assert len([*(tmp_path / "folder" / "a run").glob("checkpoint_2*")]) == 4
+
+
+def test_the_best_checkpoints_are_kept(tmp_path):
+    result = fit(tmp_path, 4, num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="max")
+    assert sorted(numbers(result)) == [1, 2]
+    assert fit(tmp_path, 0).return_value == 4  # the newest is kept, too
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("num_bytes", [0, 1, 100, 600, -1])
+def test_a_half_written_list_is_rebuilt(tmp_path, num_bytes, caplog, record_property):
+    record_property("fault", "the list of a run's reported checkpoints is half-written")
+    record_property("lost", "nothing")
+    fit(tmp_path, 3)
+    snapshot = tmp_path / "a run" / SNAPSHOT
+    snapshot.write_bytes(snapshot.read_bytes()[:num_bytes])
+    assert fit(tmp_path, 1).return_value == 3
+    assert f"{SNAPSHOT} is damaged" in caplog.text
+    assert fit(tmp_path, 0).return_value == 4
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("deleted", [[-1], [0], [0, 1, 2]])
+def test_a_deleted_checkpoint_is_dropped_from_the_list(tmp_path, deleted, record_property):
+    record_property("fault", "a reported checkpoint was deleted")
+    record_property("lost", "the steps since the checkpoint before")
+    result = fit(tmp_path, 3)
+    assert result.best_checkpoints is not None
+    for index in deleted:
+        shutil.rmtree(result.best_checkpoints[index][0].path)
+    left = [number for index, number in enumerate([1, 2, 3]) if index not in deleted and index - 3 not in deleted]
+    result = fit(tmp_path, 0)
+    assert result.return_value == max(left, default=0)
+    assert numbers(result) == left
+
+
+@pytest.mark.parametrize("change", [{"ray_version": "2.55.0"}, {"pending_training_results": None}, {"new": 1}])
+def test_a_list_of_another_version_of_ray_is_read(tmp_path, change):
+    fit(tmp_path, 2)
+    snapshot = tmp_path / "a run" / SNAPSHOT
+    state = json.loads(snapshot.read_text())
+    for key, value in change.items():
+        if value is None:
+            del state[key]
+        else:
+            state[key] = value
+    snapshot.write_text(json.dumps(state))
+    assert fit(tmp_path, 0).return_value == 2
+
+
+def test_a_good_list_is_left_as_it_is(tmp_path):
+    fit(tmp_path, 2)
+    snapshot = tmp_path / "a run" / SNAPSHOT
+    before = snapshot.stat()
+    repair_snapshot(LocalFileSystem(), str(tmp_path / "a run"))
+    assert snapshot.stat() == before
+
+
+REPORT_FOREVER = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_reported_checkpoints
+test_reported_checkpoints.fit(sys.argv[1], 10**9, num_to_keep=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_kills_while_a_loop_reports_lose_at_most_the_report(tmp_path, record_property):
+    record_property("fault", "SIGKILL while a loop reports a checkpoint every few milliseconds, five times")
+    record_property("lost", "at most the checkpoint that was being reported")
+    newest = 0
+    for _ in range(5):
+        process = subprocess.Popen([sys.executable, "-c", REPORT_FOREVER, str(tmp_path)], env=dict(os.environ))
+        while (
+            len([*tmp_path.glob("a run/checkpoint_2*")]) < 2
+            or json.loads((tmp_path / "a run" / SNAPSHOT).read_text())["latest_checkpoint_result"]["metrics"]["number"]
+            < newest + 20
+        ):
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(random.random() / 10)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        text = (tmp_path / "a run" / SNAPSHOT).read_text()
+        listed = json.loads(text)["latest_checkpoint_result"]["metrics"]["number"]
+        assert fit(tmp_path, 0, num_to_keep=2).return_value == listed >= newest + 20
+        newest = listed
