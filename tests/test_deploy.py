@@ -257,20 +257,29 @@ while case $1 in -*) true ;; *) false ;; esac; do shift; done
 exec "$@" --num-cpus=1 --node-ip-address=127.0.0.1 --dashboard-agent-listen-port=0 --metrics-export-port=0 \\
     --disable-usage-stats
 """
-COUNT_NODES = """
-import ray, time
+SAVE_AT_SIGTERM = """
+import os, ray, signal, time
 ray.init(log_to_driver=False)
 while len([node for node in ray.nodes() if node["Alive"]]) < 2:
     time.sleep(0.2)
-print("both nodes joined")
-raise SystemExit(3)
+print("both nodes joined", flush=True)
+def save(*_):
+    time.sleep(2)
+    print("saved", flush=True)
+    raise SystemExit(3)
+signal.signal(signal.SIGTERM, save)
+os.kill(os.getppid(), signal.SIGTERM)  # as SLURM does before the end of the job's time
+time.sleep(100)
 """
 
 
-def test_the_job_for_slurm_joins_its_nodes_and_ends_with_the_code_of_its_command(environment, tmp_path):
+@pytest.fixture(scope="module")
+def slurm_job(environment, tmp_path_factory):
+    """Exit code and output of a job for SLURM."""
+    scripts = tmp_path_factory.mktemp("slurm")
     for name, script in (("scontrol", SCONTROL), ("srun", SRUN)):
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o755)
+        (scripts / name).write_text(script)
+        (scripts / name).chmod(0o755)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -280,13 +289,22 @@ def test_the_job_for_slurm_joins_its_nodes_and_ends_with_the_code_of_its_command
         "SLURM_JOB_NUM_NODES": "2",
         "RAY_PORT": str(port),
         "RAY_TMPDIR": folder,
-        "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join([str(scripts), str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    log = tmp_path / "log"
+    log = scripts / "log"
     try:
-        with started(["bash", str(SLURM), sys.executable, "-c", COUNT_NODES], log, environment | variables) as job:
+        with started(["bash", str(SLURM), sys.executable, "-c", SAVE_AT_SIGTERM], log, environment | variables) as job:
             wait_until(lambda: job.poll() is not None, job, log, idle_s=120)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    assert job.returncode == 3, log.read_text()
-    assert "both nodes joined" in log.read_text()
+    return job.returncode, log.read_text()
+
+
+def test_the_nodes_of_a_job_for_slurm_join(slurm_job):
+    assert "both nodes joined" in slurm_job[1]
+
+
+def test_a_job_for_slurm_lets_its_command_save_at_the_end_of_its_time(slurm_job):
+    code, printed = slurm_job
+    assert "saved" in printed
+    assert code == 3, printed
