@@ -10,9 +10,6 @@ pytestmark = pytest.mark.slow
 
 BEFORE, AFTER = "from ray.train.v2.jax import JaxTrainer", "from ray_jax_launch import JaxTrainer"
 
-# The script's own `ray.init` gives a busy machine 30 s by default.
-PATIENT = {"RAY_raylet_start_wait_time_s": "120"}
-
 # Least squares by hand on random numbers of each worker, with metrics but no checkpoint.
 REGRESSION = """
 import ray.train
@@ -132,7 +129,7 @@ def run(script, tmp_path, *args):
     path.write_text(code)
     done = subprocess.run(
         [sys.executable, str(path), *map(str, args)],
-        env=environment | {"HOME": str(tmp_path), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"} | PATIENT,
+        env=environment | {"HOME": str(tmp_path), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
         capture_output=True,
         text=True,
         timeout=240,
