@@ -206,6 +206,16 @@ def test_a_signal_lets_the_loop_save_and_a_second_one_stops_it_at_once(tmp_path,
         ({}, "hardware or scaling_config must be given, got neither"),
         ({"hardware": "local", "scaling_config": ScalingConfig()}, "must be given, got both"),
         ({"hardware": 3}, "hardware must be a Hardware or its text, got 3"),
+        ({"hardware": "local", "env_vars": {"A": 1}}, "env_vars must be texts by name, got {'A': 1}"),
+        ({"hardware": "local", "env_vars": "A=1"}, "env_vars must be a dict, got 'A=1'"),
+        ({"hardware": "local", "runtime_env": 3}, "runtime_env must be a dict, got 3"),
+        (
+            {"hardware": "local", "datasets": {"rows": [1]}},
+            "datasets must be Ray Datasets or functions by name, got [1",
+        ),
+        ({"hardware": "local", "datasets": [1]}, "datasets must be Ray Datasets or functions by name, got [1"),
+        ({"hardware": "local", "resources_per_worker": {"CPU": -1}}, "resources_per_worker['CPU'] must be a number of"),
+        ({"hardware": "local", "resources_per_worker": 3}, "the workers of local must be a valid ScalingConfig"),
         ({"hardware": "gpu:many"}, "hardware must be auto, cpu:WORKERS"),
         ({"hardware": "local", "placement_strategy": "WIDE"}, "placement_strategy must be one of PACK, SPREAD, "),
         (
@@ -230,7 +240,7 @@ def test_arguments_that_do_not_fit_are_rejected_with_one_sentence(tmp_path, give
 
 def test_a_loop_of_two_arguments_is_rejected(tmp_path):
     loop: Any = lambda config, other: None  # noqa: E731
-    with pytest.raises(LaunchError, match="train_loop_per_worker must take no argument or one"):
+    with pytest.raises(LaunchError, match="train_loop_per_worker must be a function of no argument or one"):
         launch(loop, hardware="local", storage_path=tmp_path, name="run")
 
 

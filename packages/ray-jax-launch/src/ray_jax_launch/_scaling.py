@@ -9,6 +9,7 @@ from ray.util.tpu import get_tpu_worker_resources
 
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, local
+from ray_jax_launch._numbers import check_number
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
@@ -38,6 +39,8 @@ def scaling_config(
         raise LaunchError(
             f"placement_strategy must be one of {', '.join(_STRATEGIES)}, got {placement_strategy!r}. Choose one."
         )
+    for name, amount in resources_per_worker.items() if isinstance(resources_per_worker, Mapping) else ():
+        check_number(f"resources_per_worker[{name!r}]", amount, at_least=0, whole=False)
     num_workers = (hardware.min_workers, hardware.num_workers) if hardware.is_elastic else hardware.num_workers
     chosen: dict[str, Any] = {"num_workers": num_workers}
     if hardware.kind == "local":

@@ -108,6 +108,9 @@ def launch(
     if name is not None:
         check_run_name(name)
     storage_path = None if storage_path is None else as_storage_path(storage_path)
+    for what, given in (("env_vars", env_vars), ("runtime_env", runtime_env)):
+        if not isinstance(given, Mapping | None):
+            raise LaunchError(f"{what} must be a dict, got {given!r}. Change it.")
     runtime_env = dict(runtime_env or {})
     runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **(env_vars or {})}
     trainer = JaxTrainer(

@@ -138,7 +138,11 @@ class JaxTrainer(RayJaxTrainer):
         ):
             check_number(what, seconds, at_least=0, whole=False)
         check_run_name(run_config.name or "")
+        _check_datasets(datasets)
+        _check_env_vars(run_config.worker_runtime_env)
         self._hardware = hardware if isinstance(hardware, Hardware | None) else _parse(hardware)
+        if self._hardware is not None:
+            scaling_config = scaling_of(self._hardware)
         self._is_auto = isinstance(hardware, str) and hardware == "auto"
         self._on_metrics, self._wait_s = on_metrics, wait_for_resources_s
         self._given_jax_config = None if type(jax_config) is JaxConfig else jax_config
@@ -156,9 +160,9 @@ class JaxTrainer(RayJaxTrainer):
         )
         try:
             self._get_train_func()
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise LaunchError(
-                f"train_loop_per_worker must take no argument or one, got {train_loop_per_worker}. {error}"
+                f"train_loop_per_worker must be a function of no argument or one, got {train_loop_per_worker}. {error}"
             ) from error
 
     def fit(self) -> Result:
@@ -313,6 +317,21 @@ def _parse(text: Any) -> Hardware | None:
     if not isinstance(text, str):
         raise LaunchError(f"hardware must be a Hardware or its text, got {text!r}. Change it.")
     return None if text == "auto" else parse_hardware(text)
+
+
+def _check_datasets(datasets: Any) -> None:
+    for name, dataset in (datasets or {}).items() if isinstance(datasets, Mapping | None) else [("all", datasets)]:
+        if not callable(dataset) and not isinstance(dataset, ray.data.Dataset):
+            raise LaunchError(
+                f"datasets must be Ray Datasets or functions by name, got {dataset!r} for {name}. Change it."
+            )
+
+
+def _check_env_vars(runtime_env: Any) -> None:
+    variables = (runtime_env or {}).get("env_vars") or {}
+    wrong = not isinstance(variables, Mapping) or any(not isinstance(text, str) for text in (*variables.values(),))
+    if wrong:
+        raise LaunchError(f"env_vars must be texts by name, got {variables!r}. Change it.")
 
 
 def _fit(trainer: Trainer, control: ControlHandle) -> Any:
