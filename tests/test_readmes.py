@@ -9,12 +9,14 @@ from support import ROOT
 
 # `nox -s build` runs the README of nnx-gpt2 from its wheel. The tests of ray-jax-launch run its README in its own
 # environment.
-EXAMPLES = ["packages/owt-data"]
+EXAMPLES = [".", "packages/owt-data"]
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "README.md",
     ROOT / "deploy" / "README.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    ROOT / "examples" / "README.md",
     *sorted(ROOT.glob("packages/*/README.md")),
     *sorted(ROOT.glob("apps/*/README.md")),
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig
-from owt_data import OrderKind, PrepareOptions, TokenizerName
+from owt_data import STREAM_ORDERS, OrderKind, PrepareOptions, TokenizerName
 from pretrain._errors import UsageError
 from ray_jax_launch import check_run_name
 
@@ -296,8 +296,6 @@ def with_stream_order(config: PretrainConfig) -> PretrainConfig:
     Raises:
         UsageError: the length of the run depends on the number of all tokens.
     """
-    from owt_data import STREAM_ORDERS  # imports `datasets`, which takes seconds that `--help` must not wait for
-
     if config.train.max_epochs is not None:
         raise UsageError(
             "train.max_epochs must be absent with data_mode stream, which does not know the number of tokens before "

@@ -1,12 +1,12 @@
 """Public names of owt_data and their modules. `__init__.py` loads each name on first use."""
 
 from ._errors import DataError as DataError
+from ._options import STREAM_ORDERS as STREAM_ORDERS
 from ._options import DocumentsKind as DocumentsKind
 from ._options import OrderKind as OrderKind
 from ._options import PrepareOptions as PrepareOptions
 from ._options import TokenizerName as TokenizerName
 from ._prepare.background import prepare_in_background as prepare_in_background
-from ._prepare.growing_tokens import STREAM_ORDERS as STREAM_ORDERS
 from ._prepare.growing_tokens import GrowingTokens as GrowingTokens
 from ._prepare.prepare import Progress as Progress
 from ._prepare.prepare import prepare as prepare

@@ -10,6 +10,9 @@ TokenizerName = Literal["bytes", "gpt2"]
 DocumentsKind = Literal["rows", "wikitext-titles"]
 OrderKind = Literal["shuffle", "random", "sequential", "sequential-first"]
 
+STREAM_ORDERS: tuple[OrderKind, ...] = ("sequential", "sequential-first")
+"""Orders whose first epoch can be read before the last token exists."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:

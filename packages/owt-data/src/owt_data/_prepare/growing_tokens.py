@@ -13,14 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from owt_data._errors import DataError
-from owt_data._options import OrderKind
+from owt_data._options import STREAM_ORDERS, OrderKind
 from owt_data._prepare.shards import read_journal, shard_folder, shard_path, staging_path
 from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, read_manifest
 from owt_data._tokens.sequence import TokenSequence, local_sequence
 from owt_data._tokens.window_order import num_windows
-
-STREAM_ORDERS: tuple[OrderKind, ...] = ("sequential", "sequential-first")
-"""Orders whose first epoch can be read before the last token exists."""
 
 _WANTED_NAME, _ERROR_NAME = "wanted", "error.txt"
 _POLL_S = 0.1
