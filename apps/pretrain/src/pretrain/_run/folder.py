@@ -132,9 +132,9 @@ class RunFolder:
                 raise UsageError(f"{path} must be a file, got something else. Move it away, or choose another --name.")
             if path.exists():
                 path.open("r+b").close()
-        for path in (self.path / "checkpoints", self.path / ".ray"):
-            if path.exists() and not path.is_dir():
-                raise UsageError(f"{path} must be a folder, got a file. Move it away, or choose another --name.")
+        path = self.path / "checkpoints"
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} must be a folder, got a file. Move it away, or choose another --name.")
 
     def delete(self) -> None:
         """Delete the run, and its local copy."""
