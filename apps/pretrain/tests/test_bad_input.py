@@ -290,7 +290,6 @@ DAMAGED = [
     (TRAIN, folder_for("starts.jsonl"), "starts.jsonl must be a file, got something else."),
     (TRAIN, folder_for("result.json"), "result.json must be a file, got something else."),
     (TRAIN, file_for("checkpoints"), "checkpoints must be a folder, got a file."),
-    (TRAIN, file_for(".ray"), ".ray must be a folder, got a file."),
 ]
 
 
