@@ -65,6 +65,7 @@ def stream_text(
 
     Block `i` of rank `r` of `n` is block `start_block + r + i * n` of the text. The position of a block is known only
     after all tokens before it, so each rank tokenizes the complete text. For many workers, `prepare` takes less work.
+    The numbers of blocks of two ranks may differ by one: ranks that compute together must agree on the last batch.
 
     Args:
         source: see `find_source`, or a loaded dataset. Each line of a `.txt` file is a row, including its line break;
