@@ -33,7 +33,9 @@ def fit_locally(
     """
     control = LocalControl()
     if run_config.logging_config is not None:
-        logging.getLogger("ray.train").setLevel(run_config.logging_config.log_level)
+        # As in a group, whose workers write what Ray Data logs to files.
+        for logger in ("ray.train", "ray.data"):
+            logging.getLogger(logger).setLevel(run_config.logging_config.log_level)
     name = run_config.name
     assert name is not None, "Ray has made one"
     reports = LocalReports(run_config, dict(datasets), control.report.remote)
