@@ -186,6 +186,19 @@ LINES = [
     ("--data book.txt --prepare.num-processes 0", "prepare.num_processes must be at least 1, got 0."),
     ("--data book.txt --prepare.cache-path odd.bin/x", "odd.bin"),
     ("--data book.txt --prepare.cache-path s3://bucket/x", "prepare.cache_path must be a folder that all nodes"),
+    (
+        "--data book.txt --data-mode stream --train.max-epochs 2",
+        "train.max_epochs must be absent with data_mode stream, which does not know the number of tokens",
+    ),
+    *(
+        (f"--hardware local --data {data} --data-mode stream", "data must be text, as NAME or train=NAME,val=NAME,")
+        for data in ("ids.bin", "a=1:book.txt,b=1:book.jsonl")
+    ),
+    (
+        "--hardware local --data book.txt --data-mode stream --prepare.split position",
+        "split must be start for one source that is read while it is prepared, got position.",
+    ),
+    ("--hardware local --data nowhere.txt --data-mode stream", "nowhere.txt"),
     ("--data book.txt --tokenizer gpt2", "The files of tokenizer 'gpt2' must be downloaded once, got"),
     ("--data someone/something", "must be a file or a dataset of the Hugging Face hub, got neither"),
     ("--data odd.bin", "odd.bin"),

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 from rich.console import Console
@@ -62,20 +63,24 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
     return _check_windows(config, tokens)
 
 
-@contextlib.contextmanager
-def stream_tokens(
-    config: PretrainConfig, console: Console, *, num_tasks: int | None, report: Callable[[Progress], None]
-) -> Iterator[TokenData]:
-    """Open the tokens of a run as soon as the first are there. Text is tokenized into the cache during the block.
+class TextStream(NamedTuple):
+    """Text that is tokenized while the run trains."""
 
-    Args:
-        config: the configuration.
-        console: shows the folder.
-        num_tasks: number of concurrent tasks of the connected Ray cluster; None tokenizes in processes of this machine.
-        report: called after each shard.
+    sources: list[str]
+    """Names of the text, for `prepare_in_background`."""
+
+    folder: Path
+    """The folder of the tokens."""
+
+    options: PrepareOptions
+    """Tokenizer, documents and split."""
+
+
+def find_stream(config: PretrainConfig) -> TextStream:
+    """Find the text of a run that is tokenized while the run trains.
 
     Raises:
-        DataError: the data cannot be read, or either split is shorter than one window.
+        DataError: the text does not exist or cannot be read.
         UsageError: `config.data` is not text, or is a mixture.
     """
     match data := parse_data(config.data):
@@ -91,12 +96,34 @@ def stream_tokens(
     options = config.prepare.options()
     if isinstance(data, Plain) and options.split == "auto":
         options = dataclasses.replace(options, split="start")
-    folder = _cache_root(config.prepare) / _cache_key(data, options)
-    console.print(f"tokenizing {' '.join(sources)} into {folder}, during the training", markup=False, soft_wrap=True)
+    return TextStream(sources, _cache_root(config.prepare) / _cache_key(data, options), options)
+
+
+@contextlib.contextmanager
+def stream_tokens(
+    stream: TextStream,
+    config: PretrainConfig,
+    console: Console,
+    *,
+    num_tasks: int | None,
+    report: Callable[[Progress], None],
+) -> Iterator[TokenData]:
+    """Open the tokens of a run as soon as the first are there. Text is tokenized during the block.
+
+    Args:
+        stream: the text.
+        config: the configuration.
+        console: shows the folder.
+        num_tasks: number of concurrent tasks of the connected Ray cluster; None tokenizes in processes of this machine.
+        report: called after each shard.
+
+    Raises:
+        DataError: the text cannot be read, or the validation tokens are fewer than one window.
+    """
+    names = " ".join(stream.sources)
+    console.print(f"tokenizing {names} into {stream.folder} during the training", markup=False, soft_wrap=True)
     with prepare_in_background(
-        sources,
-        folder,
-        options,
+        *stream,
         num_processes=num_tasks or config.prepare.num_processes,
         use_ray=num_tasks is not None,
         progress=report,

@@ -14,7 +14,7 @@ from owt_data import DataError, GrowingTokens, TokenData, load_tokenizer
 from pretrain._best_effort import best_effort
 from pretrain._commands.progress_display import ProgressDisplay, Tokenizing
 from pretrain._config import PretrainConfig, with_length, with_max_steps, with_stream_order, with_vocab_size
-from pretrain._data import load_tokens, stream_tokens
+from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError
 from pretrain._output import log_lines
@@ -104,11 +104,10 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
             _show_finished(folder, result, console)
             return _result(folder)
         else:
+            stream, tokenizing = find_stream(config), Tokenizing()
             hardware = _start_ray(config, hardware, console)
-            tokenizing = Tokenizing()
-            data = stack.enter_context(
-                stream_tokens(config, console, num_tasks=_num_tokenizing_tasks(config, hardware), report=tokenizing)
-            )
+            num_tasks = _num_tokenizing_tasks(config, hardware)
+            data = stack.enter_context(stream_tokens(stream, config, console, num_tasks=num_tasks, report=tokenizing))
         _check_tokenizer(config, data, console)
         config = resolve_vocabulary(config, data.vocab_size)
         _check_vocabulary(config, data)
