@@ -1,6 +1,6 @@
 """Linear regression under JaxTrainer. The files jaxtrainer_before.py and jaxtrainer_after.py differ in one import.
 
-python examples/jaxtrainer_after.py
+python examples/jaxtrainer_before.py, and then python examples/jaxtrainer_after.py
 """
 
 import tempfile
@@ -52,7 +52,7 @@ if __name__ == "__main__":
         train_loop,
         train_loop_config={"learning_rate": 0.1, "epochs": 100},
         scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(name="linear", storage_path=str(Path("runs").absolute())),
+        run_config=RunConfig(name="jaxtrainer", storage_path=str(Path("runs").absolute())),
     )
     result = trainer.fit()
     print(result.metrics, result.path, result.error)

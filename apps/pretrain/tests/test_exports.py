@@ -8,7 +8,8 @@ import pretrain
 
 def test_public_names_are_sorted_and_load():
     assert pretrain.__all__ == [
-        "PRESETS", "PretrainConfig", "TrainConfig", "TrainResult", "TrainedModel", "load_trained", "main", "train",
+        "PRESETS", "MeshConfig", "ModelConfig", "PrepareConfig", "PretrainConfig", "TrainConfig", "TrainResult",
+        "TrainedModel", "load_trained", "main", "train",
     ]  # fmt: skip
     for name in pretrain.__all__:
         assert getattr(pretrain, name) is not None

@@ -12,7 +12,16 @@ import time
 import numpy as np
 import pytest
 
-from owt_data import DataError, OrderKind, PrepareOptions, open_tokens, prepare, prepare_in_background, read_steps
+from owt_data import (
+    DataError,
+    GrowingTokens,
+    OrderKind,
+    PrepareOptions,
+    open_tokens,
+    prepare,
+    prepare_in_background,
+    read_steps,
+)
 
 START = PrepareOptions(tokenizer="bytes", split="start")
 SEQ_LEN, BATCH = 64, 32
@@ -193,3 +202,33 @@ def test_one_source_needs_the_split_start(corpus, tmp_path):
 def test_tokens_are_encoded_by_tasks_of_a_cluster(cluster, corpus, prepared_start, tmp_path):
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1, use_ray=True) as data:
         assert window_digests(data.train, 0, 500) == window_digests(prepared_start.train, 0, 500)
+
+
+def test_readers_end_when_the_preparation_has_ended(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
+    with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
+        window_digests(data.train, 0, 1)
+    with pytest.raises(DataError, match="must be prepared while its tokens are read, got a preparation that has ended"):
+        window_digests(data.train, 0, 4000)
+
+
+def test_a_machine_without_the_folder_says_so(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("owt_data._prepare.growing_tokens._SHARED_WITHIN_S", 0.5)
+    elsewhere = GrowingTokens(tmp_path / "not-shared", "train", is_one_source=True)
+    with pytest.raises(FileNotFoundError, match="not-shared"):
+        window_digests(elsewhere, 0, 1)
+
+
+def test_a_folder_with_leftovers_of_its_preparation_is_complete(corpus, prepared_start, tmp_path):
+    with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1):
+        pass
+    prepare(str(corpus), tmp_path / "whole", START)
+    (tmp_path / ".out.partial").rename(tmp_path / ".whole.partial")  # as after a kill between renaming and deleting
+    assert open_tokens(str(tmp_path / "whole"), tokenizer="bytes").fingerprint == prepared_start.fingerprint
+
+
+def test_unfinished_folders_are_not_mixed(corpus, tmp_path):
+    with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1):
+        pass
+    with pytest.raises(DataError, match="must be complete"):
+        open_tokens({str(tmp_path / "out"): 1.0}, tokenizer="bytes")

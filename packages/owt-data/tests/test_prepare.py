@@ -273,7 +273,7 @@ def test_invalid_names_are_rejected(articles, tmp_path):
         prepare(str(tmp_path / "out"), tmp_path / "again", BYTES)
     options = PrepareOptions(tokenizer="bytes", val_fraction=0.2)
     with pytest.raises(
-        DataError, match=r"--split and --val-fraction must be absent with train=... and val=..., got both"
+        DataError, match=r"split and val_fraction must be absent with train=... and val=..., got auto and 0.2"
     ):
         prepare([f"train={articles}", f"val={articles}"], tmp_path / "given", options)
 

@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from pretrain._cli import main
-from pretrain._config import PretrainConfig, TrainConfig
+from pretrain._config import MeshConfig, ModelConfig, PrepareConfig, PretrainConfig, TrainConfig
 from pretrain._presets import PRESETS
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ __version__ = version("pretrain")
 
 __all__ = [
     "PRESETS",
+    "MeshConfig",
+    "ModelConfig",
+    "PrepareConfig",
     "PretrainConfig",
     "TrainConfig",
     "TrainResult",

@@ -37,8 +37,8 @@ class PrepareConfig(PrepareOptions):
 
     split: Annotated[Literal["auto", "documents", "position", "start"], tyro.conf.arg(aliases=("--split",))] = "auto"
     """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
-    first 128th of the text, at most 16 MiB. `auto` is `position` for a single document, else `documents`; with
-    `--data-mode stream` it is `start`."""
+    first 128th of the text, at least 256 KiB and at most 16 MiB. `auto` is `position` for a single document, else
+    `documents`; with `--data-mode stream` it is `start`."""
 
     val_fraction: Annotated[float | None, tyro.conf.arg(aliases=("--val-fraction",))] = None
     """Share of the data for validation. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in
@@ -104,7 +104,7 @@ class TrainConfig:
     """Steps of the run. `max_epochs` and `max_tokens` replace this number."""
 
     max_epochs: float | None = None
-    """Epochs of the run: passes over the training windows."""
+    """Epochs of the run: passes over the training windows, rounded down to a step."""
 
     max_tokens: int | None = None
     """Training tokens of the run, rounded up to a step. With `max_epochs`, the run ends at the first of the two."""
@@ -201,8 +201,8 @@ class PretrainConfig:
     as train=A,val=B, or several with weights, such as web=0.7:A,code=0.3:B."""
 
     data_mode: Literal["prepared", "stream"] = "prepared"
-    """`prepared` tokenizes all text before the training. `stream` trains while tasks of the Ray cluster tokenize the
-    text; the first epoch then has the order of the text."""
+    """`prepared` tokenizes all text before the training. `stream` trains while the text is tokenized, by tasks of the
+    Ray cluster or by processes of this machine; the first epoch then has the order of the text."""
 
     hardware: str = "auto"
     """auto, local (in this process, without Ray), cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS,

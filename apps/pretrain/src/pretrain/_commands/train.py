@@ -81,6 +81,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         ValueError: the input is wrong; see `rejection` for the subclasses.
         OSError: a file cannot be read or written.
         KeyboardInterrupt: Ctrl-C. The run is saved, and the same configuration continues it.
+        Exception: with `hardware="local"`, an exception of the loop of any other kind.
     """
     began, console = time.monotonic(), console or Console(quiet=True)
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
@@ -233,8 +234,8 @@ def _num_tokenizing_tasks(config: PretrainConfig, hardware: Hardware) -> int | N
     """Return the number of tasks that tokenize while the workers train, one for each other CPU; None without Ray."""
     if hardware.kind == "local":
         return None
-    spare = int(ray.cluster_resources().get("CPU", 0)) - hardware.num_workers
-    return min(max(1, spare), config.prepare.num_processes or spare)
+    spare = max(1, int(ray.cluster_resources().get("CPU", 0)) - hardware.num_workers)
+    return min(spare, config.prepare.num_processes or spare)
 
 
 def _check_tokenizer(config: PretrainConfig, data: TokenData, console: Console) -> None:

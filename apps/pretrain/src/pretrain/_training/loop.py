@@ -201,7 +201,7 @@ def _check_readable(data: TokenData, seq_len: int) -> None:
     """Read one window of each split, to find missing files before anything is computed.
 
     Raises:
-        LaunchError: this node does not see the token files.
+        LaunchError: this node does not see the token files, or the text of a stream cannot be tokenized.
     """
     try:
         for tokens in (data.train, data.val):
@@ -210,8 +210,10 @@ def _check_readable(data: TokenData, seq_len: int) -> None:
         raise LaunchError(
             f"data must be a folder that all nodes share, got {error.filename}, which node "
             f"{ray.util.get_node_ip_address()} does not see. Give --data a folder on a network file system, s3:// or "
-            "gs://."
+            "gs://, or --prepare.cache-path one for prepared text."
         ) from error
+    except DataError as error:
+        raise LaunchError(str(error)) from error
 
 
 def _train_batches(

@@ -49,7 +49,7 @@ class StepTimer:
         self._data_wait_s += time.perf_counter() - before
 
     def progress(self, step: int) -> Record:
-        """Return the step, and the epochs and training tokens up to it. In the first epoch of a stream, epochs lack."""
+        """Return the step, and the epochs and training tokens up to it. A stream has no epochs before its second."""
         num_seen, num_windows = step * self._batch_size, self._train.num_windows(self._seq_len)
         record: Record = {"step": step}
         if not isinstance(self._train, GrowingTokens) or (self._train.is_complete and num_seen >= num_windows):

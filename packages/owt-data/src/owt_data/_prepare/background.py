@@ -3,14 +3,16 @@
 import contextlib
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, RejectedDocumentsError
 from owt_data._options import PrepareOptions
-from owt_data._prepare.growing_tokens import GrowingTokens, note_failure, read_num_wanted
+from owt_data._prepare.growing_tokens import GrowingTokens, note_end, note_start, read_num_wanted
 from owt_data._prepare.prepare import Progress, Report, local_folder, prepare_for
+from owt_data._prepare.shards import staging_path
 from owt_data._sources.names import find_splits
 from owt_data._tokens.open import TokenData, open_tokens
 
@@ -36,7 +38,8 @@ def prepare_in_background(
 
     The training tokens grow. A reader waits for tokens that do not exist yet, and the preparation keeps a few shards
     ahead of the readers. When all documents are tokenized, it writes the files of `prepare`, and the readers continue
-    in these. The end of the block stops the preparation. The same call resumes it, and `prepare` can finish it.
+    in these. The end of the block waits for the shard in progress and
+    stops the preparation. The same call resumes it, and `prepare` can finish it.
 
     Readers in other processes, or on other machines that share `out`, may read too. They read the training windows in
     the order `sequential` or `sequential-first`.
@@ -51,7 +54,7 @@ def prepare_in_background(
 
     Raises:
         DataError: as `prepare`; or the split is unsuitable. A failure after the first tokens is raised to the readers
-            that wait for tokens.
+            that wait for tokens, and its cause is logged.
     """
     is_one_source = "all" in find_splits(sources)
     if is_one_source and options.split != "start":
@@ -74,6 +77,9 @@ def prepare_in_background(
     finally:
         worker.stop.set()
         thread.join()
+        if isinstance(worker.error, RejectedDocumentsError):
+            # The source must change, so its shards are useless.
+            shutil.rmtree(staging_path(worker.folder), ignore_errors=True)
 
 
 class _Worker:
@@ -83,13 +89,12 @@ class _Worker:
         self.folder, self.stop = folder, threading.Event()
         self._progress = progress
         self._begun, self._ended = threading.Event(), threading.Event()
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     def run(
         self, sources: str | Sequence[str], options: PrepareOptions, *, num_processes: int | None, use_ray: bool
     ) -> None:
         """Prepare. A failure is kept for `wait`, and noted for the readers."""
-        note_failure(self.folder, None)
         try:
             prepare_for(
                 self, sources, self.folder, options, num_processes=num_processes, use_ray=use_ray, report=self._report
@@ -97,10 +102,10 @@ class _Worker:
         except _Stopped:
             pass
         except Exception as error:  # of any kind: `wait` raises it in the other thread
-            self._error = error
-            note_failure(self.folder, error if isinstance(error, DataError) else DataError(repr(error)))
+            self.error = error
             _log.warning("the preparation of %s has failed: %s", self.folder, error)
         finally:
+            note_end(self.folder, self.error)
             self._ended.set()
 
     def wait(self, *, is_one_source: bool) -> None:
@@ -112,11 +117,12 @@ class _Worker:
         val = GrowingTokens(self.folder, "val", is_one_source=is_one_source)
         while not self._ended.is_set() and not (self._begun.is_set() and len(val)):
             self._ended.wait(_POLL_S)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def begin(self) -> None:
         """Start to read; see `Follower`."""
+        note_start(self.folder)
         self._begun.set()
 
     def num_wanted(self) -> int:

@@ -1,13 +1,15 @@
 """Tokens of a folder that is being prepared: read from its shards, and from `train.bin` once that exists."""
 
 import contextlib
+import errno
 import os
 import time
 import uuid
 from bisect import bisect_left
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +21,12 @@ from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, read_manifest
 from owt_data._tokens.sequence import TokenSequence, local_sequence
 from owt_data._tokens.window_order import num_windows
 
-_WANTED_NAME, _ERROR_NAME = "wanted", "error.txt"
+_WANTED_NAME, _RUNNING_NAME, _ERROR_NAME = "wanted", "running", "error.txt"
 _POLL_S = 0.1
+# Seconds until a network file system shows the files of another machine; and until a folder counts as not shared.
+_PATIENCE_S, _SHARED_WITHIN_S = 90.0, 15.0
+
+T = TypeVar("T")
 
 
 class GrowingTokens:
@@ -43,19 +49,28 @@ class GrowingTokens:
         self._tokens, self._num_shards, self._num_wanted = TokenSequence(()), 0, 0
 
     def __len__(self) -> int:
-        """Return the number of tokens that exist."""
-        self._refresh()
+        """Return the number of tokens that exist.
+
+        Raises:
+            DataError: the folder cannot be read.
+        """
+        self._retry(self._refresh)
         return len(self._tokens)
 
     def num_windows(self, seq_len: int) -> int:
-        """Return the number of non-overlapping windows of `seq_len` inputs that exist."""
+        """Return the number of non-overlapping windows of `seq_len` inputs that exist.
+
+        Raises:
+            DataError: the folder cannot be read.
+        """
         return num_windows(len(self), seq_len)
 
     def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
         """Return the windows at these indices of an order, `uint16[N, seq_len + 1]`. Wait until they exist.
 
         Raises:
-            DataError: the order needs the number of all tokens, or the preparation has failed.
+            DataError: the order needs the number of all tokens, or the preparation has failed or ended.
+            FileNotFoundError: this machine has no such folder.
         """
         if order not in STREAM_ORDERS:
             raise DataError(
@@ -63,21 +78,50 @@ class GrowingTokens:
                 "Choose one of these, or prepare the tokens first."
             )
         last = int(indices.max(initial=0))
-        while True:
-            self._refresh()
-            try:
-                if self.is_complete or self._split == "val":
-                    return self._tokens.windows(indices, seq_len=seq_len, order=order, seed=seed)
-                self._want((last + 1) * seq_len + 1)
-                if last < num_windows(len(self._tokens), seq_len):
-                    return self._tokens.read_windows(indices * seq_len, seq_len)
-            except DataError:
-                # The shards are deleted once the folder is complete, which may be now.
-                if self.is_complete or read_manifest(self._folder) is None:
-                    raise
-                continue
-            raise_failure(self._folder)
+
+        def read() -> NDArray[np.uint16] | None:
+            if (self._split == "train" and last >= num_windows(len(self._tokens), seq_len)) or not len(self._tokens):
+                self._refresh()
+            if self.is_complete or self._split == "val":
+                return self._tokens.windows(indices, seq_len=seq_len, order=order, seed=seed)
+            self._want((last + 1) * seq_len + 1)
+            exists = last < num_windows(len(self._tokens), seq_len)
+            return self._tokens.read_windows(indices * seq_len, seq_len) if exists else None
+
+        since = time.monotonic()
+        while (windows := self._retry(read)) is None:
+            self._check_running(since)
             time.sleep(_POLL_S)
+        return windows
+
+    def _retry(self, read: Callable[[], T]) -> T:
+        """Call a function until it does not fail.
+
+        Shards are deleted once the folder is complete, and a network file system may show the complete folder later.
+        """
+        since = time.monotonic()
+        while True:
+            try:
+                return read()
+            except (DataError, FileNotFoundError):
+                if self.is_complete or time.monotonic() - since > _PATIENCE_S:
+                    raise
+                self._tokens, self._num_shards = TokenSequence(()), 0
+            time.sleep(_POLL_S)
+
+    def _check_running(self, since: float) -> None:
+        """Check that tokens which are waited for since a time can still come."""
+        if (staging_path(self._folder) / _RUNNING_NAME).exists() or read_manifest(self._folder) is not None:
+            return
+        raise_failure(self._folder)
+        waited_s = time.monotonic() - since
+        if not self._num_shards and waited_s > _SHARED_WITHIN_S:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder))
+        if waited_s > _PATIENCE_S:
+            raise DataError(
+                f"{self._folder} must be prepared while its tokens are read, got a preparation that has ended. "
+                "Start it again, or finish it with owt-data prepare."
+            )
 
     def _refresh(self) -> None:
         """Find the tokens that exist."""
@@ -100,7 +144,9 @@ class GrowingTokens:
         """Tell the preparation that the tokens before `stop` are needed."""
         ends = list(accumulate(map(len, self._tokens.spans)))
         num_wanted = bisect_left(ends, stop) + 1 + self._is_one_source
-        if num_wanted > self._num_wanted:
+        # A reader that waits looks again, because another reader may have written a smaller number after it.
+        is_waiting = num_wanted > len(ends) + self._is_one_source
+        if num_wanted > self._num_wanted or (is_waiting and read_num_wanted(self._folder) < num_wanted):
             self._num_wanted = num_wanted
             with contextlib.suppress(FileNotFoundError):  # the folder is complete
                 _write(staging_path(self._folder) / _WANTED_NAME, str(num_wanted))
@@ -114,13 +160,25 @@ def read_num_wanted(folder: Path) -> int:
         return 2
 
 
-def note_failure(folder: Path, error: DataError | None) -> None:
-    """Note the error of a preparation for the readers of its folder; None deletes the note of an earlier start."""
-    path = staging_path(folder) / _ERROR_NAME
-    if error is None:
-        path.unlink(missing_ok=True)
-    elif path.parent.exists():
-        _write(path, str(error))
+def note_start(folder: Path) -> None:
+    """Note for the readers of a folder that its preparation has started."""
+    staging = staging_path(folder)
+    (staging / _ERROR_NAME).unlink(missing_ok=True)
+    (staging / _RUNNING_NAME).touch()
+
+
+def note_end(folder: Path, error: Exception | None) -> None:
+    """Note for the readers of a folder that its preparation has ended, and the error if it has failed.
+
+    The end is noted by deleting a file, which also works on a full disk.
+    """
+    staging = staging_path(folder)
+    with contextlib.suppress(OSError):  # the disk is full, or the folder is complete
+        if error is not None:
+            text = str(error) if isinstance(error, DataError) else f"The preparation of {folder} has failed: {error!r}."
+            _write(staging / _ERROR_NAME, text)
+    with contextlib.suppress(OSError):
+        (staging / _RUNNING_NAME).unlink()
 
 
 def raise_failure(folder: Path) -> None:

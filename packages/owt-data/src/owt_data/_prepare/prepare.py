@@ -133,7 +133,10 @@ def prepare_for(
         check_integer("num_processes", num_processes, least=1)
     splits = find_splits(sources)
     if "all" not in splits and (options.split != "auto" or options.val_fraction is not None):
-        raise DataError("--split and --val-fraction must be absent with train=... and val=..., got both. Remove them.")
+        found = f"{options.split} and {options.val_fraction}"
+        raise DataError(
+            f"split and val_fraction must be absent with train=... and val=..., got {found}. Leave them out."
+        )
     out = local_folder(out)
     with file_errors("readable and writable", out):
         digest = _digest(splits, report)

@@ -21,6 +21,9 @@ _HUB_ALIASES = {"openwebtext": "Skylion007/openwebtext"}
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _BLOCK_BYTES = 4 << 20
 
+# By path, size and time of the last change: a program often needs the digest of a large file more than once.
+_DIGESTS: dict[tuple[str, int, int], bytes] = {}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
@@ -47,14 +50,18 @@ class Source:
         digest = hashlib.sha256(f"{self.kind}:{self.name if self.kind == HUB else ''}".encode())
         total, done = self.num_bytes or 1, 0
         for path in self.files:
-            contents = hashlib.sha256()
             with file_errors("readable", path), path.open("rb") as file:
-                while block := file.read(_BLOCK_BYTES):
-                    contents.update(block)
-                    done += len(block)
-                    if report is not None:
-                        report(done / total)
-            digest.update(contents.digest())
+                stat = os.stat(file.fileno())
+                key = (os.fspath(path.absolute()), stat.st_size, stat.st_mtime_ns)
+                if key not in _DIGESTS:
+                    contents = hashlib.sha256()
+                    while block := file.read(_BLOCK_BYTES):
+                        contents.update(block)
+                        if report is not None:
+                            report((done + file.tell()) / total)
+                    _DIGESTS[key] = contents.digest()
+            done += stat.st_size
+            digest.update(_DIGESTS[key])
         return digest.hexdigest()
 
     @property

@@ -144,6 +144,11 @@ def _expand(name: str) -> list[str]:
 
 
 def _sequence(tokens: Tokens) -> TokenSequence:
+    if isinstance(tokens, GrowingTokens):
+        raise DataError(
+            "Tokens to join or to mix must be complete, got those of a folder that is being prepared. Finish it with "
+            "owt-data prepare."
+        )
     assert isinstance(tokens, TokenSequence), "one name gives a sequence"
     return tokens
 
@@ -169,11 +174,11 @@ def _combine(
 
 
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
-    plan = None if is_uri(folder) else read_plan(Path(folder))
+    manifest = read_manifest(folder)
+    plan = None if is_uri(folder) or manifest is not None else read_plan(Path(folder))
     if plan is not None:
         return _open_growing(Path(folder), plan)
     check_type(folder, FileType.Directory, "a folder of token files or a .bin file")
-    manifest = read_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)
     spans = {name: _span(join(folder, name)) for name in (TRAIN_NAME, VAL_NAME)}
