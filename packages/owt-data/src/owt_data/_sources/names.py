@@ -51,7 +51,7 @@ class Source:
         total, done = self.num_bytes or 1, 0
         for path in self.files:
             with file_errors("readable", path), path.open("rb") as file:
-                stat = os.stat(file.fileno())
+                stat = os.fstat(file.fileno())
                 key = (os.fspath(path.absolute()), stat.st_size, stat.st_mtime_ns)
                 if key not in _DIGESTS:
                     contents = hashlib.sha256()

@@ -174,11 +174,11 @@ def _combine(
 
 
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
-    manifest = read_manifest(folder)
-    plan = None if is_uri(folder) or manifest is not None else read_plan(Path(folder))
-    if plan is not None:
+    plan = None if is_uri(folder) else read_plan(Path(folder))
+    if plan is not None and read_manifest(folder) is None:
         return _open_growing(Path(folder), plan)
     check_type(folder, FileType.Directory, "a folder of token files or a .bin file")
+    manifest = read_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)
     spans = {name: _span(join(folder, name)) for name in (TRAIN_NAME, VAL_NAME)}
