@@ -6,6 +6,7 @@ The reference for their numbers is a plain loop in this process.
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -145,14 +146,14 @@ def test_timed_metrics_have_the_documented_keys(finished):
     assert len(timed) == MAX_STEPS - 2
     for record in timed:
         assert set(record) - {"val_loss"} == {
-            "step", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "data_wait_s",
+            "step", "epoch", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "data_wait_s",
         }  # fmt: skip
         assert record["tokens_per_s"] == pytest.approx(12 * 64 / record["step_s"])
 
 
 def test_the_command_prints_progress_sample_and_folder(finished):
     storage, printed = finished
-    assert f"step {MAX_STEPS}/{MAX_STEPS}  loss " in printed
+    assert re.search(rf"^step {MAX_STEPS}/{MAX_STEPS}  epoch [0-9.]+  loss ", printed, re.M)
     assert "left 0:" in printed
     sample = (storage / "run" / "sample.txt").read_text()
     assert len(sample) > 300

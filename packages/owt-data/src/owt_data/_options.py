@@ -27,7 +27,8 @@ class PrepareOptions:
 
     split: Literal["auto", "documents", "position", "start"] = "auto"
     """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
-    first 128th of the text, at least 256 KiB and at most 16 MiB. `auto` is `position` for a single document, else `documents`."""
+    first 128th of the text, at least 256 KiB and at most 16 MiB. `auto` is `position` for a single document, else
+    `documents`."""
 
     val_fraction: float | None = None
     """Share of the data for validation. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in
