@@ -39,6 +39,7 @@ def test_forms(text, expected):
         "web=nan:a.txt",
         "web=inf:a.txt",
         "web=0.5:",
+        "web=0.5:a.txt",
         "web=0.5:a.txt,code=0.5:a.txt",
         "web=0.5:a.txt,web=0.5:b.txt",
     ],

@@ -59,7 +59,7 @@ def parse_data(text: str) -> Plain | Splits | Mixture:
         return Splits(**names)
     weighted = [name.partition(":") for name in names.values()]
     weights = {name: _weight(number) for number, _, name in weighted if name}
-    if len(weights) < len(parts) or min(weights.values()) <= 0:
+    if len(weights) < max(2, len(parts)) or min(weights.values()) <= 0:
         raise UsageError(
             "data must be one name, train=NAME,val=NAME, or different names with labels and positive weights, such as "
             f"web=0.7:NAME,code=0.3:NAME, got {text!r}. Choose one of these forms."

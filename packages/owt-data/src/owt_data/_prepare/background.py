@@ -103,7 +103,8 @@ class _Worker:
             pass
         except Exception as error:  # of any kind: `wait` raises it in the other thread
             self.error = error
-            _log.warning("the preparation of %s has failed: %s", self.folder, error)
+            if self._begun.is_set():  # else `wait` raises it at once
+                _log.warning("no more text can be tokenized, the readers get what exists: %s", error)
         finally:
             note_end(self.folder, self.error)
             self._ended.set()

@@ -116,7 +116,9 @@ def find_splits(names: str | Sequence[str]) -> dict[str, Source]:
 
 def _find_files(name: str) -> tuple[set[str], list[Path]]:
     """Return the kinds of the files that a name refers to, and the files."""
-    if is_uri(name) or not name:
+    if not name:
+        raise DataError("The source must have a name, got an empty text. Name a file or a dataset.")
+    if is_uri(name):
         constraint = "files on this machine or a dataset of the Hugging Face hub"
         raise DataError(f"The source must be {constraint}, got {name!r}. Copy files of object storage here first.")
     if name == BUILTIN:
