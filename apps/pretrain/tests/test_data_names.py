@@ -20,7 +20,7 @@ WIKITEXT = "Salesforce/wikitext:wikitext-103-raw-v1"
         ("train=a,b.txt,val=s3://x?y=z", Splits("a,b.txt", "s3://x?y=z")),
         (f"train={WIKITEXT}:train,val={WIKITEXT}:test", Splits(f"{WIKITEXT}:train", f"{WIKITEXT}:test")),
         ("web=0.7:a.txt,code=3e-1:b.bin", Mixture(("web", "code"), {"a.txt": 0.7, "b.bin": 0.3})),
-        ("web=7:A/B:c:train", Mixture(("web",), {"A/B:c:train": 7.0})),
+        ("web=7:A/B:c:train,b=1:d", Mixture(("web", "b"), {"A/B:c:train": 7.0, "d": 1.0})),
     ],
 )
 def test_forms(text, expected):
