@@ -7,7 +7,9 @@
 # Submit it again to continue an unfinished run.
 #SBATCH --job-name=pretrain
 #SBATCH --ntasks-per-node=1
+# All CPUs and all memory of each node.
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
 # 300 s before the end of the time, the command gets SIGTERM. pretrain then saves a checkpoint and stops.
@@ -35,13 +37,16 @@ fi
 
 RAY_ADDRESS="$head:$port" "$@" &
 command=$!
-trap 'kill -TERM "$command"' TERM
+stopping=
+# The command gets the first SIGTERM, and may take its time to save.
+trap 'trap "" TERM; stopping=yes; kill -TERM "$command" 2>/dev/null || true' TERM
 code=0
 wait "$command" || code=$?
-if kill -0 "$command" 2>/dev/null; then # SIGTERM ended the first `wait`: the command saves
+if [ "$stopping" ]; then # SIGTERM ended the first `wait`
     code=0
     wait "$command" || code=$?
 fi
+trap '' TERM
 kill $(jobs -p) || true # the `ray start` of every node
 wait
 exit "$code"

@@ -143,6 +143,21 @@ def test_environment_variables_are_set_while_the_loop_runs(tmp_path):
     assert "A_NAME" not in os.environ
 
 
+def test_no_environment_variables_in_a_runtime_environment_are_none(tmp_path):
+    given = {"hardware": "local", "storage_path": tmp_path, "name": "run"}
+    assert launch(lambda: 1, runtime_env={"env_vars": None}, **given).return_value == 1
+
+
+def test_the_levels_of_rays_loggers_are_restored(tmp_path):
+    loggers = [logging.getLogger(name) for name in ("ray.train", "ray.data")]
+    before = [logger.level for logger in loggers]
+    levels = launch(
+        lambda: [logger.level for logger in loggers], hardware="local", storage_path=tmp_path, name="run"
+    ).return_value
+    assert levels == [logging.ERROR] * 2
+    assert [logger.level for logger in loggers] == before
+
+
 def test_local_hardware_needs_no_cluster():
     connect(parse_hardware("local"))
     check_resources(parse_hardware("local"), data_cpus=1)
@@ -207,7 +222,9 @@ def test_a_signal_lets_the_loop_save_and_a_second_one_stops_it_at_once(tmp_path,
         ({"hardware": "local", "scaling_config": ScalingConfig()}, "must be given, got both"),
         ({"hardware": 3}, "hardware must be a Hardware or its text, got 3"),
         ({"hardware": "local", "env_vars": {"A": 1}}, "env_vars must be texts by name, got {'A': 1}"),
+        ({"hardware": "local", "env_vars": {1: "A"}}, "env_vars must be texts by name, got {1: 'A'}"),
         ({"hardware": "local", "env_vars": "A=1"}, "env_vars must be a dict, got 'A=1'"),
+        ({"hardware": "local", "runtime_env": {"env_vars": ["A=1"]}}, "env_vars must be texts by name, got ['A=1']"),
         ({"hardware": "local", "runtime_env": 3}, "runtime_env must be a dict, got 3"),
         (
             {"hardware": "local", "datasets": {"rows": [1]}},
@@ -215,7 +232,10 @@ def test_a_signal_lets_the_loop_save_and_a_second_one_stops_it_at_once(tmp_path,
         ),
         ({"hardware": "local", "datasets": [1]}, "datasets must be Ray Datasets or functions by name, got [1"),
         ({"hardware": "local", "resources_per_worker": {"CPU": -1}}, "resources_per_worker['CPU'] must be a number of"),
-        ({"hardware": "local", "resources_per_worker": 3}, "the workers of local must be a valid ScalingConfig"),
+        (
+            {"hardware": "local", "resources_per_worker": 3},
+            "resources_per_worker must be valid for local, got {'resources_per_worker': 3} ('int' object is not ",
+        ),
         ({"hardware": "gpu:many"}, "hardware must be auto, cpu:WORKERS"),
         ({"hardware": "local", "placement_strategy": "WIDE"}, "placement_strategy must be one of PACK, SPREAD, "),
         (
@@ -225,7 +245,7 @@ def test_a_signal_lets_the_loop_save_and_a_second_one_stops_it_at_once(tmp_path,
         ({"hardware": "local", "dataset_config": {}}, "dataset_config must be a DataConfig, got {}"),
         (
             {"hardware": "tpu:v6e:4x4", "label_selector": {"a": "b"}},
-            "the workers of tpu:v6e:4x4 must be a valid ",
+            "label_selector must be valid for tpu:v6e:4x4, got {'label_selector': {'a': 'b'}} (",
         ),
     ],
 )
@@ -234,6 +254,7 @@ def test_arguments_that_do_not_fit_are_rejected_with_one_sentence(tmp_path, give
         launch(lambda: None, storage_path=tmp_path / "runs", name="run", **given)
     assert message in str(rejected.value)
     assert "\n" not in str(rejected.value)
+    assert str(rejected.value).endswith(".")
     assert [*tmp_path.iterdir()] == []
     assert not ray.is_initialized()
 

@@ -16,7 +16,8 @@ import ray.train
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
 
-from ray_jax_launch import JaxTrainer
+from ray_jax_launch import JaxTrainer, LaunchError
+from ray_jax_launch._checkpoint import retry
 from ray_jax_launch._checkpoint.ray_snapshot import repair_snapshot
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -130,6 +131,65 @@ def test_a_good_list_is_left_as_it_is(tmp_path):
     before = snapshot.stat()
     repair_snapshot(LocalFileSystem(), str(tmp_path / "a run"))
     assert snapshot.stat() == before
+
+
+def test_a_damaged_list_is_rebuilt_in_the_order_in_which_the_checkpoints_were_made(tmp_path):
+    for name in ("checkpoint_b", "checkpoint_c", "checkpoint_a"):
+        (tmp_path / name).mkdir()
+        time.sleep(0.01)
+    (tmp_path / SNAPSHOT).write_text("{")
+    repair_snapshot(LocalFileSystem(), str(tmp_path))
+    state = json.loads((tmp_path / SNAPSHOT).read_text())
+    names = [entry["checkpoint_dir_name"] for entry in state["checkpoint_results"]]
+    assert names == ["checkpoint_b", "checkpoint_c", "checkpoint_a"]
+    assert state["latest_checkpoint_result"]["checkpoint_dir_name"] == "checkpoint_a"
+
+
+@pytest.mark.fault
+def test_a_list_that_cannot_be_read_is_one_error(proxy, s3, tmp_path, monkeypatch, record_property):
+    record_property("fault", "the storage answers 503 to every request for the list of reported checkpoints")
+    record_property("lost", "nothing: rejected before the first step")
+    fit(f"{s3}/{tmp_path.name}", 1)
+    monkeypatch.setattr(retry, "DELAYS_S", ())
+    proxy.failing, proxy.num_failures = SNAPSHOT, 10**9
+    with pytest.raises(LaunchError, match=rf"{SNAPSHOT} must be accessible, got "):
+        fit(proxy.uri(f"{s3}/{tmp_path.name}"), 1)
+
+
+def delete_after_report(config):
+    folder = Path(config["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "number").write_text("1")
+    ray.train.report({}, checkpoint=Checkpoint.from_directory(folder), delete_local_checkpoint_after_upload=True)
+
+
+@pytest.mark.parametrize(("folder", "is_deleted"), [("local", True), (".", False), ("a run", False)])
+def test_a_reported_folder_is_deleted_unless_the_run_is_in_it(tmp_path, folder, is_deleted):
+    trainer = JaxTrainer(
+        delete_after_report,
+        train_loop_config={"folder": str(tmp_path / folder)},
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="a run", storage_path=str(tmp_path)),
+    )
+    if is_deleted:
+        trainer.fit()
+    else:
+        with pytest.raises(LaunchError, match="checkpoint must be a folder outside the run's, got "):
+            trainer.fit()
+    assert (tmp_path / folder / "number").exists() == (not is_deleted)
+
+
+def report_to_validate():
+    with tempfile.TemporaryDirectory() as folder:
+        ray.train.report({}, checkpoint=Checkpoint.from_directory(folder), validation=True)
+
+
+def test_validation_in_local_mode_is_rejected(tmp_path):
+    run_config = RunConfig(name="a run", storage_path=str(tmp_path))
+    trainer = JaxTrainer(report_to_validate, scaling_config=ScalingConfig(num_workers=0), run_config=run_config)
+    with pytest.raises(LaunchError, match=r"validation must be False in local mode, got True\. "):
+        trainer.fit()
+    assert [*tmp_path.iterdir()] == []
 
 
 REPORT_FOREVER = f"""

@@ -53,17 +53,17 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
             if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error.__cause__):
                 raise LaunchError(
                     f"RAY_ADDRESS must be a Ray cluster that admits this process, got {address}, which requires a "
-                    "token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token has another token"
+                    "token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token has another token."
                 ) from None
             raise LaunchError(
                 f"RAY_ADDRESS must be a Ray cluster that answers, got {address} ({error}). Start it, or unset "
-                "RAY_ADDRESS to run on this machine alone"
+                "RAY_ADDRESS to run on this machine alone."
             ) from error
         return
     if dashboard and lacks_dashboard():
         raise LaunchError(
             "dashboard must be False where Ray's dashboard is not installed, got True. Install it: pip install "
-            "'ray[default]'"
+            "'ray[default]'."
         )
     workers = hardware.num_workers if hardware is not None else 1
     try:
@@ -75,7 +75,11 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
                 **quiet,
             )
     except Exception as error:  # Ray raises Exception itself here
-        raise LaunchError(f"Ray could not start on this machine: {error}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise LaunchError(
+            f"this machine must be able to run Ray, got {reason}. Free its memory, disk and ports, or set RAY_ADDRESS "
+            "to a cluster."
+        ) from error
     node = connected_node()
     assert node is not None, "ray.init has started it"
     processes: Any = node.all_processes  # lists by kind; Ray declares it as empty
@@ -167,7 +171,7 @@ def check_resources(
         remedy = "Ask for fewer workers, add nodes, or set RAY_ADDRESS to a cluster that has them"
         if is_started_here():
             remedy = "Ask for fewer workers, or start Ray with more: ray.init(num_cpus=...) sets logical CPUs"
-        raise LaunchError(f"{shortage}. {remedy}")
+        raise LaunchError(f"{shortage}. {remedy}.")
 
 
 def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpus: int) -> str | None:

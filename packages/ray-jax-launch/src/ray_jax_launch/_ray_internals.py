@@ -10,6 +10,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pyarrow.fs import FileSystem, LocalFileSystem
@@ -47,6 +48,8 @@ from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, s
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2.jax import JaxTrainer
 from ray.train.v2.jax.config import _JaxBackend
+
+from ray_jax_launch._errors import LaunchError
 
 SNAPSHOT_NAME, STORAGE_MARKER_NAME = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, VALIDATE_STORAGE_MARKER_FILENAME
 
@@ -235,8 +238,18 @@ class LocalReports(LocalTrainFnUtils):
         checkpoint_upload_fn: Callable[[Checkpoint, str], Checkpoint] | None = None,
         validation: Any = False,
     ) -> None:
-        """Keep the checkpoint in the run's folder, as for a group."""
+        """Keep the checkpoint in the run's folder, as for a group.
+
+        Raises:
+            LaunchError: a validation is requested, or the folder to delete holds the run's folder.
+        """
+        if validation:
+            raise LaunchError(
+                f"validation must be False in local mode, got {validation}. Leave it out, or validate in the loop."
+            )
         if checkpoint is not None:
+            if delete_local_checkpoint_after_upload:
+                self._check_deletable(Path(checkpoint.path))
             name = checkpoint_dir_name or self._storage.make_default_checkpoint_dir_name()
             kept = checkpoint
             if checkpoint_upload_fn is not None:
@@ -248,6 +261,14 @@ class LocalReports(LocalTrainFnUtils):
             with _calling_pydantic():
                 self._manager.register_checkpoint(_TrainingReport(kept, metrics, False))
         self._on_report(metrics)
+
+    def _check_deletable(self, folder: Path) -> None:
+        run = Path(self._storage.experiment_fs_path)
+        if run.is_absolute() and run.resolve().is_relative_to(folder.resolve()):
+            raise LaunchError(
+                f"checkpoint must be a folder outside the run's, got {folder}, which holds the run {run}. Report "
+                "another folder, or leave delete_local_checkpoint_after_upload out."
+            )
 
     def get_checkpoint(self) -> Checkpoint | None:
         """Return the newest reported checkpoint, also of an earlier start."""

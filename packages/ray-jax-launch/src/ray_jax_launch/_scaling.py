@@ -64,9 +64,16 @@ def scaling_config(
             wanted = {**_given_resources(config), **resources_per_worker}
             config = ScalingConfig(resources_per_worker=wanted, **chosen)
     except (TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        given = {
+            "resources_per_worker": resources_per_worker,
+            "placement_strategy": placement_strategy,
+            "label_selector": label_selector,
+        }
+        given = {name: value for name, value in given.items() if value is not None} or {"hardware": str(hardware)}
+        reason = str(error).splitlines()[0].rstrip(".")
         raise LaunchError(
-            f"the workers of {hardware} must be a valid ScalingConfig, got {reason} Change it."
+            f"{' and '.join(given)} must be valid for {hardware}, got {given} ({reason}). Change or omit "
+            f"{'it' if len(given) == 1 else 'them'}."
         ) from error
     return config
 

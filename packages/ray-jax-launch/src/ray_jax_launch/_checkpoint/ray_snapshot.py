@@ -12,6 +12,7 @@ from typing import Any
 
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
+from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._ray_internals import SNAPSHOT_NAME, write_file
 
 _NAME = "checkpoint_dir_name"
@@ -28,8 +29,15 @@ def repair_snapshot(filesystem: FileSystem, folder: str) -> None:
     Args:
         filesystem: of the run.
         folder: of the run, in the filesystem.
+
+    Raises:
+        LaunchError: the list cannot be read or written.
     """
     path = f"{folder}/{SNAPSHOT_NAME}"
+    retry(path, lambda: _repair(filesystem, folder, path))
+
+
+def _repair(filesystem: FileSystem, folder: str, path: str) -> None:
     if filesystem.get_file_info(path).type == FileType.NotFound:
         return
     with filesystem.open_input_stream(path) as file:
@@ -53,9 +61,11 @@ def repair_snapshot(filesystem: FileSystem, folder: str) -> None:
 def _find_names(filesystem: FileSystem, folder: str, text: str) -> list[str]:
     """Return the checkpoints that a damaged list still names, and those in the run's folder, oldest first."""
     listed = filesystem.get_file_info(FileSelector(folder))
-    in_folder = {info.base_name for info in listed if info.type == FileType.Directory}
+    # Object storage has no times of folders. By default, Ray's names begin with the time.
+    in_folder = {info.base_name: info.mtime_ns or 0 for info in listed if info.type == FileType.Directory}
     named = set(re.findall(rf'"{_NAME}": *"([^"]+)"', text))
-    return sorted(named | {name for name in in_folder if name.startswith("checkpoint_")})
+    names = named | {name for name in in_folder if name.startswith("checkpoint_")}
+    return sorted(names, key=lambda name: (in_folder.get(name, 0), name))
 
 
 def _rebuild(state: dict[str, Any], entries: list[dict[str, Any]], missing: set[str]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def to_raise(failures: Mapping[int, Exception], hardware: object, log_folder: st
     if shortage is not None:
         error: Exception = OutOfMemoryError(
             f"the training loop must fit in the memory of worker {rank}, got {shortage}. Use a smaller batch or model, "
-            "more gradient accumulation steps, or more devices to shard it"
+            "more gradient accumulation steps, or more devices to shard it."
         )
     else:
         error = WorkersFailed(f"worker {rank} of {hardware} failed", rank, details, log_folder)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from pyarrow.fs import FileSystem
 
-from ray_jax_launch._storage import StoragePath, join_path
+from ray_jax_launch._storage import StoragePath, join_path, open_uri
 from ray_jax_launch._train.control_actor import ControlHandle, answer
 
 
@@ -18,6 +17,9 @@ class SavedCheckpoint(ray.train.Checkpoint):
     Attributes:
         step: number of the checkpoint.
         folder: folder or URI of the run's checkpoints.
+
+    Raises:
+        LaunchError: object storage cannot be reached.
     """
 
     def __init__(self, folder: StoragePath, step: int) -> None:
@@ -26,7 +28,7 @@ class SavedCheckpoint(ray.train.Checkpoint):
         if isinstance(place, Path):
             super().__init__(place)
         else:
-            filesystem, path = FileSystem.from_uri(place)
+            filesystem, path = open_uri(place)
             super().__init__(path, filesystem)
 
     def restore(self, like: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ray_jax_launch._scaling import LabelSelector
 from ray_jax_launch._storage import StoragePath, as_storage_path, check_run_name, join_path
 from ray_jax_launch._train.control_actor import OnMetrics
 from ray_jax_launch._train.fit_result import Result
-from ray_jax_launch._train.trainer import AnyDataset, JaxTrainer, TrainLoop
+from ray_jax_launch._train.trainer import AnyDataset, JaxTrainer, TrainLoop, check_env_vars
 
 
 def launch(
@@ -84,9 +84,11 @@ def launch(
         TypeError: `train_loop`, `config` or `datasets` cannot be pickled.
         OutOfMemoryError: memory could not be allocated, or Ray's memory monitor killed workers twice in a row.
         DamagedCheckpointError: all checkpoints of the run are damaged.
-        TrainingFailed: workers failed more than `max_failures` times.
+        TrainingFailed: workers failed more than `max_failures` times, or too few nodes for an elastic group came in
+            time.
         KeyboardInterrupt: Ctrl-C or SIGTERM. A loop that calls `stop_requested` has saved and returned. A second Ctrl-C
             does not wait for it. All workers have stopped.
+        Exception: with `local` hardware, what the loop raised, as it is.
     """
     if (hardware is None) == (scaling_config is None):
         raise LaunchError(
@@ -110,9 +112,10 @@ def launch(
     storage_path = None if storage_path is None else as_storage_path(storage_path)
     for what, given in (("env_vars", env_vars), ("runtime_env", runtime_env)):
         if not isinstance(given, Mapping | None):
-            raise LaunchError(f"{what} must be a dict, got {given!r}. Change it.")
+            raise LaunchError(f"{what} must be a dict, got {given!r}. Make it a dict, or leave it out.")
     runtime_env = dict(runtime_env or {})
-    runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **(env_vars or {})}
+    check_env_vars(runtime_env)
+    runtime_env["env_vars"] = {**(runtime_env.get("env_vars") or {}), **(env_vars or {})}
     trainer = JaxTrainer(
         train_loop if config is None else _with_config(train_loop, config),
         train_loop_config=config,

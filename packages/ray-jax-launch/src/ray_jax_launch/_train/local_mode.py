@@ -1,4 +1,4 @@
-"""Local mode: the loop runs in the driver's process. Ray starts only for datasets."""
+"""Local mode: the loop runs in the driver's process. Ray starts only for datasets or `data_cpus`."""
 
 import contextlib
 import logging
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ray.train import RunConfig
+from ray.train import LoggingConfig, RunConfig
 
 from ray_jax_launch._cluster import log_folder
 from ray_jax_launch._ray_internals import LocalReports
@@ -32,10 +32,6 @@ def fit_locally(
         KeyboardInterrupt: Ctrl-C or SIGTERM, as for a group.
     """
     control = LocalControl()
-    if run_config.logging_config is not None:
-        # As in a group, whose workers write what Ray Data logs to files.
-        for logger in ("ray.train", "ray.data"):
-            logging.getLogger(logger).setLevel(run_config.logging_config.log_level)
     name = run_config.name
     assert name is not None, "Ray has made one"
     reports = LocalReports(run_config, dict(datasets), control.report.remote)
@@ -47,6 +43,7 @@ def fit_locally(
             forwarding(control, on_metrics, lambda: None),
             reports.active(),
             _environment(runtime_env.get("env_vars") or {}),
+            _logging(run_config.logging_config),
         ):
             return_value = _run(train_loop, Session(control, run_path, name, None), control)
     finally:
@@ -67,6 +64,20 @@ def _run(train_loop: Callable[[], Any], session: Session, control: LocalControl)
         what = f"the loop failed: {type(error).__name__}: {error}"
         _logger.warning("%s; this was after the training had ended, and nothing is lost", what)
         return finished[0]
+
+
+@contextlib.contextmanager
+def _logging(config: LoggingConfig | None) -> Iterator[None]:
+    """Set the level of Ray's loggers while the block runs, as for a group, whose Ray Data logs to files."""
+    before = {logger: logger.level for logger in map(logging.getLogger, ("ray.train", "ray.data"))}
+    if config is not None:
+        for logger in before:
+            logger.setLevel(config.log_level)
+    try:
+        yield
+    finally:
+        for logger, level in before.items():
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager

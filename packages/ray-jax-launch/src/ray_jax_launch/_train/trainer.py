@@ -32,7 +32,7 @@ from ray_jax_launch._cluster import DATA_CPUS, auto, check_resources, connect, i
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, parse_hardware
 from ray_jax_launch._numbers import check_number
-from ray_jax_launch._ray_internals import STORAGE_MARKER_NAME, AtomicSnapshots, Trainer, WaitingPolicy
+from ray_jax_launch._ray_internals import AtomicSnapshots, Trainer, WaitingPolicy
 from ray_jax_launch._run_folder import RunFolder, making_run_folder
 from ray_jax_launch._scaling import hardware_of, resources_of
 from ray_jax_launch._scaling import scaling_config as scaling_of
@@ -73,7 +73,7 @@ class JaxTrainer(RayJaxTrainer):
             mode: the loop runs in this process.
         dataset_config: how Ray splits the Ray Datasets among `datasets`.
         run_config: name, storage and policies of the run, with Ray's defaults. `FailureConfig(max_failures=)` is 0 by
-            default. `LoggingConfig(log_level=)` is ERROR by default, which Ray's INFO becomes.
+            default. Ray Train logs errors only, unless `logging_config` differs from Ray's default.
         datasets: by name for `ray.train.get_dataset_shard`, Ray Datasets, functions that return one, or functions of
             `(rank, world_size)` that return the dataset of a rank.
         validation_config: see Ray's.
@@ -126,7 +126,8 @@ class JaxTrainer(RayJaxTrainer):
             ("jax_config", jax_config, JaxConfig),
         ):
             if given is not None and not isinstance(given, wanted):
-                raise LaunchError(f"{what} must be a {wanted.__name__}, got {given!r}. Change it.")
+                name = wanted.__name__
+                raise LaunchError(f"{what} must be a {name}, got {given!r}. Make it a {name}(...), or leave it out.")
         self._data_cpus = (DATA_CPUS if datasets else 0) if data_cpus is None else data_cpus
         run_config = run_config or RunConfig()
         failures = run_config.failure_config or FailureConfig()
@@ -139,7 +140,7 @@ class JaxTrainer(RayJaxTrainer):
             check_number(what, seconds, at_least=0, whole=False)
         check_run_name(run_config.name or "")
         _check_datasets(datasets)
-        _check_env_vars(run_config.worker_runtime_env)
+        check_env_vars(run_config.worker_runtime_env)
         self._hardware = hardware if isinstance(hardware, Hardware | None) else _parse(hardware)
         if self._hardware is not None:
             scaling_config = scaling_of(self._hardware)
@@ -178,9 +179,11 @@ class JaxTrainer(RayJaxTrainer):
             TypeError: an argument cannot be pickled.
             OutOfMemoryError: memory could not be allocated, or Ray's memory monitor killed workers twice in a row.
             DamagedCheckpointError: all checkpoints of the run are damaged.
-            TrainingFailed: workers failed too often. It is also a `ray.train.TrainingFailedError`.
+            TrainingFailed: workers failed too often, or too few nodes for an elastic group came in time. It is also a
+                `ray.train.TrainingFailedError`.
             KeyboardInterrupt: Ctrl-C or SIGTERM. A loop that calls `stop_requested` has saved and returned. A second
                 Ctrl-C does not wait for it. All workers have stopped.
+            Exception: in local mode, what the loop raised, as it is.
         """
         with self._folder() as folder:
             hardware, scaling = self._connect()
@@ -193,7 +196,6 @@ class JaxTrainer(RayJaxTrainer):
                     resources_per_worker=resources_of(scaling),
                 )
             self._repair(run_config, folder)
-        try:
             if hardware.kind == "local":
                 return fit_locally(
                     self._get_train_func(),
@@ -203,10 +205,6 @@ class JaxTrainer(RayJaxTrainer):
                     on_metrics=self._on_metrics,
                 )
             return self._fit_group(hardware, scaling, run_config, folder)
-        finally:
-            if folder is not None and folder.marker is not None:
-                folder.marker.unlink(missing_ok=True)
-                (folder.marker.parent / STORAGE_MARKER_NAME).unlink(missing_ok=True)
 
     def _folder(self) -> contextlib.AbstractContextManager[RunFolder | None]:
         config = self.run_config
@@ -315,7 +313,7 @@ class JaxTrainer(RayJaxTrainer):
 def _parse(text: Any) -> Hardware | None:
     """Read the hardware's text; None for `auto`, which needs a cluster."""
     if not isinstance(text, str):
-        raise LaunchError(f"hardware must be a Hardware or its text, got {text!r}. Change it.")
+        raise LaunchError(f"hardware must be a Hardware or its text, got {text!r}. Write it as in gpu:8.")
     return None if text == "auto" else parse_hardware(text)
 
 
@@ -323,15 +321,22 @@ def _check_datasets(datasets: Any) -> None:
     for name, dataset in (datasets or {}).items() if isinstance(datasets, Mapping | None) else [("all", datasets)]:
         if not callable(dataset) and not isinstance(dataset, ray.data.Dataset):
             raise LaunchError(
-                f"datasets must be Ray Datasets or functions by name, got {dataset!r} for {name}. Change it."
+                f"datasets must be Ray Datasets or functions by name, got {dataset!r} for {name}. Make it a Dataset, "
+                "such as ray.data.from_items(...), or a function that returns one."
             )
 
 
-def _check_env_vars(runtime_env: Any) -> None:
+def check_env_vars(runtime_env: Any) -> None:
+    """Check the environment variables of a runtime environment.
+
+    Raises:
+        LaunchError: they are not texts by name.
+    """
     variables = (runtime_env or {}).get("env_vars") or {}
-    wrong = not isinstance(variables, Mapping) or any(not isinstance(text, str) for text in (*variables.values(),))
-    if wrong:
-        raise LaunchError(f"env_vars must be texts by name, got {variables!r}. Change it.")
+    if not isinstance(variables, Mapping) or not all(
+        isinstance(text, str) for text in (*variables, *variables.values())
+    ):
+        raise LaunchError(f'env_vars must be texts by name, got {variables!r}. Write them as in {{"NAME": "1"}}.')
 
 
 def _fit(trainer: Trainer, control: ControlHandle) -> Any:

@@ -134,7 +134,7 @@ def _check_folder(session: Session) -> None:
         if time.monotonic() > deadline_s:
             raise LaunchError(
                 f"storage_path must be a folder that all nodes share, got {session.marker.parent.parent}, which is "
-                f"another folder on node {ray.util.get_node_ip_address()}. Use a network file system, s3:// or gs://"
+                f"another folder on node {ray.util.get_node_ip_address()}. Use a network file system, s3:// or gs://."
             )
         time.sleep(_SHARED_WITHIN_S / 50)
 

@@ -1,0 +1,68 @@
+"""The folder that a launch makes, with its marker."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ray_jax_launch._run_folder import making_run_folder
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, ValueError])
+def test_any_exception_deletes_the_marker_and_the_empty_folders(tmp_path, error):
+    with pytest.raises(error), making_run_folder(tmp_path / "storage", "run"):
+        raise error
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_exception_leaves_what_the_run_has_written(tmp_path):
+    context = making_run_folder(tmp_path / "storage", "run")
+    context.__enter__()
+    (tmp_path / "storage" / "run" / "checkpoint").touch()
+    assert not context.__exit__(OSError, OSError(), None)
+    assert [path.name for path in (tmp_path / "storage" / "run").iterdir()] == ["checkpoint"]
+
+
+def test_another_start_of_a_run_leaves_the_marker_of_the_first(tmp_path):
+    with making_run_folder(tmp_path, "run") as first:
+        with making_run_folder(tmp_path, "run"):
+            pass
+        assert first.marker is not None
+        assert first.marker.exists()
+    assert [*(tmp_path / "run").iterdir()] == []
+
+
+def test_a_marker_older_than_a_day_is_deleted(tmp_path):
+    left = tmp_path / "run" / ".launch-0"
+    left.parent.mkdir()
+    left.touch()
+    two_days_ago = time.time() - 2 * 86400
+    os.utime(left, (two_days_ago, two_days_ago))
+    with making_run_folder(tmp_path, "run"):
+        assert not left.exists()
+
+
+WAITS = """
+import sys
+from ray_jax_launch import launch
+
+try:
+    launch(lambda: None, hardware="gpu:8", storage_path=sys.argv[1], name="run", wait_for_resources_s=600)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_while_a_launch_waits_for_nodes_leaves_nothing(tmp_path):
+    arguments = [sys.executable, "-c", WAITS, str(tmp_path / "storage")]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert any("waiting up to 600 s for more nodes" in line for line in process.stderr)
+    assert [*tmp_path.glob("storage/run/.launch-*")] != []
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert output == "interrupted\n", errors
+    assert [*tmp_path.iterdir()] == []
