@@ -300,10 +300,12 @@ def slurm_job(environment, tmp_path_factory):
     return job.returncode, log.read_text()
 
 
+@pytest.mark.slow
 def test_the_nodes_of_a_job_for_slurm_join(slurm_job):
     assert "both nodes joined" in slurm_job[1]
 
 
+@pytest.mark.slow
 def test_a_job_for_slurm_lets_its_command_save_at_the_end_of_its_time(slurm_job):
     code, printed = slurm_job
     assert "saved" in printed

@@ -17,7 +17,7 @@ from ray_jax_launch import (
     tpu,
     worker_environment,
 )
-from ray_jax_launch._scaling import hardware_of
+from ray_jax_launch._scaling import hardware_of, share_cpus
 
 
 @pytest.mark.parametrize(
@@ -159,3 +159,16 @@ def test_presets_set_what_ray_and_jax_need():
     assert slice_.resources_per_worker == {"CPU": 1, "TPU": 4}
     assert backend_config(tpu("v6e", "4x4")).use_tpu
     assert not backend_config(gpu(2)).use_tpu
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "share"), [(2, 0.5), (1.5, 0.25), (3, None), (16, None), (1, None)], ids=lambda value: str(value)
+)
+def test_workers_share_the_cpus_that_ray_data_leaves(num_cpus, share):
+    shared = share_cpus(ScalingConfig(num_workers=2), num_cpus, data_cpus=1).resources_per_worker
+    assert shared == (None if share is None else {"CPU": share})
+
+
+def test_cpus_that_a_script_asks_for_are_not_shared():
+    given = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
+    assert share_cpus(given, 2, data_cpus=1) == given

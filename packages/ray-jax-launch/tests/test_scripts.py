@@ -33,6 +33,7 @@ def fit_line():
     for epoch in range(100):
         line, loss = improve(line)
         if epoch % 20 == 19:
+            print("after epoch", epoch)
             ray.train.report({"loss": float(loss), "epoch": epoch, "processes": jax.process_count()})
 
 
@@ -97,7 +98,6 @@ def train_loop_per_worker(config):
     return start
 
 
-ray.init(num_cpus=4, include_dashboard=False)
 rng = np.random.default_rng(0)
 rows = rng.normal(size=(256, 2)).astype(np.float32)
 train = ray.data.from_items([{"x": row, "y": np.float32(row @ [1, -2])} for row in rows])
@@ -121,7 +121,7 @@ print("passed, started from", result.return_value, "loss", result.metrics["loss"
 
 
 def run(script, tmp_path, *args):
-    """Run the script, with the changed import, and return the last line that it prints."""
+    """Run the script, with the changed import, and return its line about the result, and its log."""
     assert script.count(BEFORE) == 1
     code = f"RESULTS = {str(tmp_path / 'ray_results')!r}\n" + script.replace(BEFORE, AFTER)
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
@@ -136,16 +136,21 @@ def run(script, tmp_path, *args):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    # Ray prints the output of workers in a script that starts it by Ray Data.
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("passed"))
+    return line, done.stderr
 
 
 def test_a_script_with_metrics_and_rays_defaults(tmp_path):
-    assert run(REGRESSION, tmp_path) == "passed"
+    line, log = run(REGRESSION, tmp_path)
+    assert line == "passed"
+    assert log.startswith("starting cpu:2\n")
+    assert {"worker 0: after epoch 99", "worker 1: after epoch 99"} <= set(log.splitlines())
 
 
 def test_a_script_with_a_dataset_and_orbax_checkpoints_continues_in_a_second_process(tmp_path):
-    first = run(DATASET, tmp_path, tmp_path, 2)
+    first, _ = run(DATASET, tmp_path, tmp_path, 2)
     assert first.startswith("passed, started from 0 loss ")
-    second = run(DATASET, tmp_path, tmp_path, 4)
+    second, _ = run(DATASET, tmp_path, tmp_path, 4)
     assert second.startswith("passed, started from 2 loss ")
     assert float(second.split()[-1]) < float(first.split()[-1])

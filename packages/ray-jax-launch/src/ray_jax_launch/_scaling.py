@@ -1,6 +1,8 @@
 """Ray Train's scaling config of a hardware preset, and the hardware of a scaling config."""
 
+import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ from ray.util.tpu import get_tpu_worker_resources
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, local
 from ray_jax_launch._numbers import check_number
+
+_logger = logging.getLogger("ray_jax_launch")
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
@@ -99,6 +103,26 @@ def hardware_of(scaling: ScalingConfig) -> Hardware:
         topology=scaling.topology,
         **given,
     )
+
+
+def share_cpus(scaling: ScalingConfig, num_cpus: float, data_cpus: int) -> ScalingConfig:
+    """Return the config with a part of a CPU for each worker, if one machine has too few for workers and Ray Data.
+
+    Ray's CPUs are numbers: workers and tasks share the real CPUs of the machine in any case. Ray makes a cluster of as
+    many CPUs as the machine has if a script uses Ray Data before it makes a trainer.
+
+    Args:
+        scaling: the config.
+        num_cpus: Ray's CPUs of the machine.
+        data_cpus: the CPUs for Ray Data.
+    """
+    num_workers = scaling.max_workers
+    spare = (num_cpus - data_cpus) / num_workers
+    if scaling.use_tpu or resources_of(scaling).get("CPU") != 1 or not 0 < spare < 1:
+        return scaling
+    share = math.floor(100 * spare) / 100
+    _logger.info("each worker takes %g of a CPU, which leaves %d for the tasks of Ray Data", share, data_cpus)
+    return dataclasses.replace(scaling, resources_per_worker={**_given_resources(scaling), "CPU": share})
 
 
 def resources_of(scaling: ScalingConfig) -> dict[str, float]:

@@ -133,6 +133,7 @@ def launch(
         on_metrics=on_metrics,
         data_cpus=data_cpus,
         wait_for_resources_s=wait_for_resources_s,
+        prints=False,
     )
     trainer.shape = shape
     result = trainer.fit()

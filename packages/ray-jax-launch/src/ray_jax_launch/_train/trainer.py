@@ -34,7 +34,7 @@ from ray_jax_launch._hardware import Hardware, parse_hardware
 from ray_jax_launch._numbers import check_number
 from ray_jax_launch._ray_internals import AtomicSnapshots, Trainer, WaitingPolicy
 from ray_jax_launch._run_folder import RunFolder, making_run_folder
-from ray_jax_launch._scaling import hardware_of, resources_of
+from ray_jax_launch._scaling import hardware_of, resources_of, share_cpus
 from ray_jax_launch._scaling import scaling_config as scaling_of
 from ray_jax_launch._storage import as_storage_path, check_run_name, open_uri
 from ray_jax_launch._train.backend import backend_config, worker_environment
@@ -50,6 +50,7 @@ from ray_jax_launch._train.worker_context import Session, run_loop
 # An elastic group starts on the nodes that it saw. If one of them has just been lost, the start fails, and the next
 # start sees the remaining nodes. A short timeout makes this fast.
 _ELASTIC_START_TIMEOUT_S = 15
+_REPORTS_EVERY_S = 0.5
 
 TrainLoop = Callable[[], Any] | Callable[[dict[str, Any]], Any]
 AnyDataset = ray.data.Dataset | Callable[[], ray.data.Dataset] | RankedDataset
@@ -84,6 +85,8 @@ class JaxTrainer(RayJaxTrainer):
         data_cpus: CPUs for the tasks of Ray Data, in addition to the workers' CPUs. By default 1 with `datasets`,
             else 0.
         wait_for_resources_s: seconds to wait for an autoscaler, or a person, to add missing nodes.
+        prints: log what the loop prints, at level INFO. If the program has not configured logging, show what this
+            package logs at this level. `launch` does neither.
 
     Attributes:
         shape: arguments of `ray_jax_launch.scaling_config` beside the hardware.
@@ -108,6 +111,7 @@ class JaxTrainer(RayJaxTrainer):
         on_metrics: OnMetrics | None = None,
         data_cpus: int | None = None,
         wait_for_resources_s: float = 0.0,
+        prints: bool = True,
     ) -> None:
         if resume_from_checkpoint is not None:
             raise LaunchError(
@@ -145,7 +149,7 @@ class JaxTrainer(RayJaxTrainer):
         if self._hardware is not None:
             scaling_config = scaling_of(self._hardware)
         self._is_auto = isinstance(hardware, str) and hardware == "auto"
-        self._on_metrics, self._wait_s = on_metrics, wait_for_resources_s
+        self._on_metrics, self._wait_s, self._prints = on_metrics, wait_for_resources_s, prints
         self._given_jax_config = None if type(jax_config) is JaxConfig else jax_config
         self.shape: dict[str, Any] = {}
         super().__init__(
@@ -185,8 +189,10 @@ class JaxTrainer(RayJaxTrainer):
                 Ctrl-C does not wait for it. All workers have stopped.
             Exception: in local mode, what the loop raised, as it is.
         """
-        with self._folder() as folder:
+        with self._folder() as folder, _showing_info(self._prints):
             hardware, scaling = self._connect()
+            if hardware.kind != "local" and is_started_here():
+                scaling = share_cpus(scaling, ray.cluster_resources().get("CPU", 0), self._data_cpus)
             run_config = self._run_config(folder, hardware)
             if hardware.kind != "local":
                 check_resources(
@@ -214,6 +220,7 @@ class JaxTrainer(RayJaxTrainer):
 
     def _connect(self) -> tuple[Hardware, ScalingConfig]:
         """Start Ray if it is needed, and return the hardware."""
+        self._is_connected_before = ray.is_initialized()
         if self._is_auto:
             connect()
             hardware = auto()
@@ -224,6 +231,7 @@ class JaxTrainer(RayJaxTrainer):
         else:
             scaling = scaling_of(hardware, **self.shape)
         if hardware.kind != "local":
+            _logger.info("starting %s", hardware)
             connect(hardware)
         elif self.datasets or self._data_cpus:
             connect()
@@ -259,7 +267,9 @@ class JaxTrainer(RayJaxTrainer):
         control = start_control_actor()
         interrupt = Interrupt(control)
         path, marker = folder or (None, None)
-        session = Session(control, path, run_config.name or "", marker)
+        # Ray itself prints the output of workers, and much more, if the program has started or connected it.
+        prints = self._prints and not self._is_connected_before
+        session = Session(control, path, run_config.name or "", marker, prints=prints)
         trainer = Trainer(
             functools.partial(run_loop, self._get_train_func(), session),
             jax_config=self._given_jax_config or backend_config(hardware),
@@ -354,9 +364,27 @@ def _fit(trainer: Trainer, control: ControlHandle) -> Any:
 
 
 @contextlib.contextmanager
+def _showing_info(is_wanted: bool) -> Iterator[None]:
+    """Print what this package logs at level INFO, unless the program has configured logging."""
+    if not is_wanted or _logger.hasHandlers():
+        yield
+        return
+    handler, level = logging.StreamHandler(), _logger.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    _logger.addHandler(handler)
+    _logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _logger.removeHandler(handler)
+        _logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def _train_settings(hardware: Hardware) -> Iterator[None]:
     """Set environment variables of Ray Train that have no argument. The user's own values win."""
-    settings: dict[str, str] = {}
+    # Ray Train takes a report of each worker at most once per interval, by default every 2 s.
+    settings: dict[str, str] = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(_REPORTS_EVERY_S)}
     if hardware.is_elastic:
         settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ELASTIC_START_TIMEOUT_S)
     if is_started_here():

@@ -1,6 +1,7 @@
 """Functions that a training loop calls in a worker: log metrics, ask for a stop request, mark the end."""
 
 import contextlib
+import io
 import logging
 import re
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import ray
 import ray.train
@@ -41,6 +42,9 @@ class Session:
     marker: Path | None
     """A file in the run's folder, which every worker must find there. None in object storage."""
 
+    prints: bool = False
+    """True if the driver logs what the loop prints."""
+
     gauges: dict[str, Gauge] = field(default_factory=dict)
     poller: StopPoller | LocalStop | None = None
 
@@ -66,9 +70,30 @@ def run_loop(train_loop: Callable[[], Any], session: Session) -> Any:
     with contextlib.ExitStack() as stack:
         stack.push(note_traceback)
         stack.push(_note_step)
+        if session.prints:
+            stack.enter_context(contextlib.redirect_stdout(_Tee(sys.stdout, session.control)))
         returned = _with_notices(train_loop, session)
     _acknowledge_stop()
     return returned
+
+
+class _Tee(io.TextIOBase):
+    """A stream that also sends its complete lines to the driver, which logs them at level INFO."""
+
+    def __init__(self, stream: TextIO, control: ControlHandle) -> None:
+        self._stream, self._control, self._held = stream, control, ""
+        self._rank = ray.train.get_context().get_world_rank()
+
+    def write(self, text: str, /) -> int:
+        """Write the text, and send the lines that it completes."""
+        *lines, self._held = (self._held + text).split("\n")
+        for line in lines:
+            self._control.log.remote(f"worker {self._rank}: {line}", logging.INFO)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
 
 
 def run_local_loop(train_loop: Callable[[], Any], session: Session) -> Any:
