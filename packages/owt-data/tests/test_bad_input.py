@@ -112,7 +112,7 @@ def rejected(capsys, folder, *arguments):
         (("prepare", "twice.parquet", "out"), "must be exactly one of the columns ['text', 'text'] of twice.parquet"),
         (("prepare", "book.txt", "out", "--split-seed", "-1"), "split_seed must be an integer of at least 0, got -1. "),
         (("prepare", "book.txt", "out", "--val-fraction", "nan"), "val_fraction must be between 0 and 1, got nan."),
-        (("prepare", "", "out"), "must be files on this machine or a dataset of the Hugging Face hub, got ''. Copy"),
+        (("prepare", "", "out"), "The source must have a name, got an empty text."),
         # Token files.
         (("verify", LONG), f"{LONG} must be readable, got "),
         (("verify", "pipe.bin"), "pipe.bin must be a folder that owt-data prepared, got a pipe, a device"),

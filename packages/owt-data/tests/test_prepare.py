@@ -256,12 +256,8 @@ def test_an_interruption_before_the_first_shard_allows_any_restart(articles, tmp
 
 def test_invalid_names_are_rejected(articles, tmp_path):
     for sources, out, message in (
-        ("", "out", "The source must be files on this machine or a dataset of the Hugging Face hub, got ''"),
-        (
-            ["train=", f"val={articles}"],
-            "out",
-            "The source must be files on this machine or a dataset of the Hugging Face hub, got ''",
-        ),
+        ("", "out", "The source must have a name, got an empty text."),
+        (["train=", f"val={articles}"], "out", "The source must have a name, got an empty text."),
         (str(articles), "", "The output must be a local or mounted folder, got ''"),
         (str(articles), articles, r"The output must be a local or mounted folder, got .*articles.jsonl"),
         (f"{tmp_path}/nowhere/", "out", r"nowhere must be a file or a folder of files, got a name that does not exist"),

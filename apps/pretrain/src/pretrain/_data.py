@@ -121,7 +121,11 @@ def stream_tokens(
         DataError: the text cannot be read, or the validation tokens are fewer than one window.
     """
     names = " ".join(stream.sources)
-    console.print(f"tokenizing {names} into {stream.folder} during the training", markup=False, soft_wrap=True)
+    console.print(
+        f"tokenizing {names} into {stream.folder} during the training, whose first epoch has the order of the text",
+        markup=False,
+        soft_wrap=True,
+    )
     with prepare_in_background(
         *stream,
         num_processes=num_tasks or config.prepare.num_processes,

@@ -21,7 +21,9 @@ _HUB_ALIASES = {"openwebtext": "Skylion007/openwebtext"}
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _BLOCK_BYTES = 4 << 20
 
-# By path, size and time of the last change: a program often needs the digest of a large file more than once.
+# By path, size and time of the last change, of large files: a program often needs a digest more than once. The clock
+# of a file system has steps of milliseconds, in which a small file can be written again.
+_LARGE_BYTES = 64 << 20
 _DIGESTS: dict[tuple[str, int, int], bytes] = {}
 
 
@@ -53,15 +55,20 @@ class Source:
             with file_errors("readable", path), path.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 key = (os.fspath(path.absolute()), stat.st_size, stat.st_mtime_ns)
-                if key not in _DIGESTS:
-                    contents = hashlib.sha256()
-                    while block := file.read(_BLOCK_BYTES):
-                        contents.update(block)
-                        if report is not None:
-                            report((done + file.tell()) / total)
-                    _DIGESTS[key] = contents.digest()
-            done += stat.st_size
-            digest.update(_DIGESTS[key])
+                known = _DIGESTS.get(key)
+                contents = hashlib.sha256()
+                while known is None and (block := file.read(_BLOCK_BYTES)):
+                    contents.update(block)
+                    done += len(block)
+                    if report is not None:
+                        report(done / total)
+            if known is None:
+                known = contents.digest()
+                if stat.st_size >= _LARGE_BYTES:
+                    _DIGESTS[key] = known
+            else:
+                done += stat.st_size
+            digest.update(known)
         return digest.hexdigest()
 
     @property
