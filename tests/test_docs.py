@@ -77,12 +77,14 @@ def results(environment, tmp_path_factory):
     return processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", RUN)
 def test_a_command_of_the_page_runs(results, command):
     assert results[command].returncode == 0, results[command].stderr
     assert results[command].stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.splitlines()[0])
 def test_a_python_block_of_the_page_runs(results, script):
     assert results[script].returncode == 0, results[script].stderr

@@ -72,6 +72,7 @@ def test_the_model_trains_without_ray_and_without_data_packages(run):
     assert float(printed.split("validation loss ")[1].split(",")[0]) < 3.0  # ln 256 is 5.5
 
 
+@pytest.mark.slow
 def test_the_ray_tutorial_trains(run, corpus):
     arguments = ("--source", corpus, "--tokenizer", "bytes", "--hardware", "local")
     model = json.dumps(json.loads(MODEL) | {"seq_len": 256})
@@ -81,6 +82,7 @@ def test_the_ray_tutorial_trains(run, corpus):
     assert f"runs{os.sep}ray-tutorial" in printed
 
 
+@pytest.mark.slow
 def test_the_wikitext_tutorial_trains_in_epochs(run, wikitext):
     files = ("--train", wikitext / "train.txt", "--validation", wikitext / "validation.txt")
     arguments = ("--tokenizer", "bytes", "--hardware", "local", "--epochs", 2, "--batch-size", 4, "--model", MODEL)
