@@ -146,7 +146,7 @@ def test_a_failure_that_would_happen_again_ends_the_launch(
         assert again.endswith("the workers do not start again, because they failed in the same way before")
 
 
-REMEDY = "Use a smaller batch or model, more gradient accumulation steps, or more devices to shard it"
+REMEDY = "Use a smaller batch or model, more gradient accumulation steps, or more devices to shard it."
 # As Ray 2.60 writes it.
 KILLED = "1 worker(s) were killed due to the node running low on memory. Memory on the node was 23GB used / 23GB limit"
 

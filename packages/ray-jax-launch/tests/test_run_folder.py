@@ -46,9 +46,12 @@ def test_a_marker_older_than_a_day_is_deleted(tmp_path):
 
 
 WAITS = """
+import signal
 import sys
 from ray_jax_launch import launch
 
+# Background processes of a shell inherit that Ctrl-C is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     launch(lambda: None, hardware="gpu:8", storage_path=sys.argv[1], name="run", wait_for_resources_s=600)
 except KeyboardInterrupt:

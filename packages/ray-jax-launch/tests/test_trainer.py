@@ -99,6 +99,7 @@ def test_a_script_of_rays_trainer_gets_joined_workers_metrics_and_mixed_datasets
     assert (tmp_path / "reports").read_text() == "a run 2 ray_jax_launch._ray_internals\n"
     lines = sorted(record.message for record in caplog.records if record.name == "ray_jax_launch")
     address = ray.util.get_node_ip_address()
+    assert lines.pop(0) == "starting cpu:2"
     for rank, line in enumerate(lines):
         assert line.startswith(f"worker {rank} of 2: node {address}, 3 devices (")
     assert len(lines) == 2
