@@ -103,7 +103,7 @@ def test_each_split_has_a_token_file_of_its_own(books):
 
 
 def test_options_of_the_split_are_rejected_if_the_splits_are_given(books):
-    with pytest.raises(DataError, match="--split and --val-fraction must be absent with train"):
+    with pytest.raises(DataError, match="split and val_fraction must be absent with train"):
         load("train=a.txt,val=b.txt", val_fraction=0.5)
 
 
