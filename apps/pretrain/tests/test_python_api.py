@@ -24,7 +24,7 @@ quickstart = PRESETS["quickstart"]()
 config = dataclasses.replace(
     quickstart,
     data="train=book.txt,val=end.txt",
-    hardware="cpu:1",
+    hardware="local",
     model=dataclasses.replace(quickstart.model, num_layers=1, num_heads=2, embed_dim=16),
     train=dataclasses.replace(quickstart.train, max_epochs=1.5, log_every=3, checkpoint_every=5),
 )
