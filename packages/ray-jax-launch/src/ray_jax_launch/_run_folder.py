@@ -55,7 +55,7 @@ def making_run_folder(storage_path: StoragePath, name: str) -> Iterator[RunFolde
                 f"storage_path must be a folder that can be written, got {run_path} ({error.strerror}). Choose another."
             ) from error
         yield RunFolder(run_path, marker)
-    except BaseException:
+    except BaseException:  # of any kind, also Ctrl-C: a launch that has not begun leaves nothing
         _delete_markers(marker)
         for path in reversed(made):
             with contextlib.suppress(OSError):  # it does not exist, or there is something in it
