@@ -39,7 +39,7 @@ def main() -> None:
         data="tokens",
         name="own-text",
         hardware=arguments.hardware,
-        train=dataclasses.replace(preset.train, max_steps=arguments.max_steps, eval_batches=20),
+        train=dataclasses.replace(preset.train, max_steps=arguments.max_steps, eval_tokens=20_480),
     )
     result = train(config)
     if result.error is not None:

@@ -42,7 +42,7 @@ CHANGED = {
     "train.max_tokens": 7,
     "train.log_every": 7,
     "train.eval_every": 7,
-    "train.eval_batches": 7,
+    "train.eval_tokens": 7,
     "train.checkpoint_every": 7,
     "train.checkpoints_to_keep": 7,
     "train.grad_accum_steps": 4,

@@ -10,7 +10,7 @@ from pretrain._run.folder import (
     RunFolder,
     lock_run,
 )
-from pretrain._run.report import RunResult, read_result, write_report
+from pretrain._run.result import RunResult, read_result, write_report
 
 
 def test_a_folder_is_held_against_a_second_command(tmp_path):

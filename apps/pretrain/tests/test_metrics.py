@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pretrain._run.files import append_line, read_lines, write_durably
-from pretrain._run.metrics import cut_metrics
+from pretrain._run.metrics import cut_lines
 
 
 def test_records_come_back_in_order(tmp_path):
@@ -25,7 +25,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
 def test_what_a_resumed_run_repeats_is_cut(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 10}\n{"step": 20}\n{"step": 30')
-    cut_metrics(path, 10)
+    cut_lines(path, 10)
     assert path.read_text() == '{"step": 0}\n{"step": 10}\n'
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -40,9 +40,9 @@ def test_lines_that_a_power_cut_damaged_do_not_stop_a_run(tmp_path, caplog, reco
         b'{"step": "6"}\n{"step": 7, "loss": []}\n'
     )
     assert [record["step"] for record in read_lines(path)] == [0, 5]
-    assert caplog.messages == [f"{path}: dropped 7 lines that are not JSON objects of numbers"]
+    assert caplog.messages == [f"{path}: dropped 7 lines that are not JSON objects with a step"]
     path.write_bytes(b"")
-    assert cut_metrics(path, 10) == []
+    assert cut_lines(path, 10) == []
 
 
 def test_a_record_after_a_line_that_was_cut_off_has_a_line_of_its_own(tmp_path):

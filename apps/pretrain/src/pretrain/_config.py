@@ -18,6 +18,8 @@ MAX_STEPS = 2**31 - 1
 NUM_SEEDS = 2**63
 """The number of seeds: a seed is a signed number of 64 bits."""
 
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
 PresetName = Literal["quickstart", "baby", "tutorial", "wikitext", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 
 
@@ -115,8 +117,12 @@ class TrainConfig:
     eval_every: int = 100
     """Steps between two validations."""
 
-    eval_batches: int = 20
-    """Global batches of one validation. Each validation takes the first windows of the validation tokens."""
+    eval_tokens: int | None = 655_360
+    """Validation tokens of one validation, as windows spread evenly over all of them; None takes all. After the last
+    step, all validation tokens are evaluated once."""
+
+    sample_tokens: int = 64
+    """Tokens of the sample that each validation takes from each prompt; 0 for no samples."""
 
     checkpoint_every: int = 100
     """Steps between two checkpoints."""
@@ -145,7 +151,8 @@ class TrainConfig:
             ("max_steps", 1, MAX_STEPS + 1),
             ("log_every", 1, math.inf),
             ("eval_every", 1, math.inf),
-            ("eval_batches", 1, math.inf),
+            ("eval_tokens", 1, math.inf),
+            ("sample_tokens", 0, math.inf),
             ("checkpoint_every", 1, math.inf),
             ("checkpoints_to_keep", 1, math.inf),
             ("grad_accum_steps", 1, math.inf),
@@ -220,8 +227,19 @@ class PretrainConfig:
     seed: int = 2357
     """Seed of the initial parameters, of dropout and of the window order."""
 
-    prompt: str = "\n"
-    """Prompt of the sample at the end."""
+    prompts: tuple[str, ...] = ("\n",)
+    """Prompts of the samples. The first is also that of the text at the end."""
+
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Programs that get the metrics, the samples and the configuration: tensorboard, wandb, trackio. The last two need
+    the extra of the same name."""
+
+    profile: str | None = None
+    """Steps to profile, such as 100:105, on the first device. TensorBoard opens the trace, and `profile RUN` prints
+    its costliest operations."""
+
+    peak_tflops: float | None = None
+    """Peak of one device in TFLOP/s, for the MFU; None takes the known peak of the device, or no MFU."""
 
     dashboard: bool = False
     """Start Ray's dashboard, and print its URL."""
@@ -249,8 +267,34 @@ class PretrainConfig:
             check_run_name(self.name)
         if self.model.vocab_size is not None:
             self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)
-        if not self.prompt:
-            raise ValueError("prompt must be a text of at least one character, got ''. Leave it out for a line break.")
+        if not self.prompts or not all(self.prompts):
+            raise ValueError(
+                f"prompts must be texts of at least one character, got {list(self.prompts)}. Leave them out for a line "
+                "break."
+            )
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise ValueError(f"peak_tflops must be above 0 and finite, got {self.peak_tflops}. Change it.")
+        if self.profile is not None:
+            profiled_steps(self.profile)
+
+
+def profiled_steps(text: str) -> range:
+    """Parse the steps of `profile`.
+
+    >>> profiled_steps("100:105")
+    range(100, 105)
+
+    Args:
+        text: the first step and the end, which is not profiled.
+
+    Raises:
+        ValueError: the text is not two numbers with a colon, or the steps are none.
+    """
+    first, colon, end = text.partition(":")
+    steps = range(int(first), int(end)) if colon and first.isdecimal() and end.isdecimal() else range(0)
+    if not steps or steps.start < 1:
+        raise ValueError(f"profile must be FIRST:END with 1 <= FIRST < END, such as 100:105, got {text}. Change it.")
+    return steps
 
 
 def with_vocab_size(config: PretrainConfig, vocab_size: int) -> PretrainConfig:

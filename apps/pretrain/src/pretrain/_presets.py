@@ -15,7 +15,7 @@ def quickstart() -> PretrainConfig:
     return PretrainConfig(
         preset="quickstart",
         data="builtin",
-        prompt="def ",
+        prompts=("def ", "import "),
         prepare=PrepareConfig(tokenizer="bytes"),
         model=ModelConfig(seq_len=64, num_layers=4, num_heads=4, embed_dim=128),
         train=TrainConfig(
@@ -23,7 +23,7 @@ def quickstart() -> PretrainConfig:
             max_steps=1500,
             log_every=25,
             eval_every=250,
-            eval_batches=20,
+            eval_tokens=20_480,
             checkpoint_every=250,
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=50, beta2=0.99),
@@ -34,7 +34,7 @@ def baby() -> PretrainConfig:
     """NanoGPT's setting for a CPU. NanoGPT reports a validation loss of 1.88 on tiny Shakespeare.
 
     12 windows * 64 tokens = 768 tokens a step; 2 000 steps are 1.5 epochs of a million bytes. A validation reads all
-    1 742 validation windows: 146 batches.
+    of the validation text: 111 540 tokens.
     """
     return PretrainConfig(
         preset="baby",
@@ -45,7 +45,7 @@ def baby() -> PretrainConfig:
             max_steps=2000,
             log_every=20,
             eval_every=500,
-            eval_batches=150,
+            eval_tokens=115_200,
             checkpoint_every=250,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=100, beta2=0.99),
@@ -73,7 +73,7 @@ def tutorial() -> PretrainConfig:
             max_steps=10_000,
             log_every=10,
             eval_every=100,
-            eval_batches=20,
+            eval_tokens=655_360,
             checkpoint_every=100,
             order="random",
         ),
@@ -85,7 +85,7 @@ def wikitext() -> PretrainConfig:
     """Pretrain GPT-2 124M on wikitext-103, as Ray's PyTorch tutorial does.
 
     4 workers * 16 windows * 256 tokens = 16 384 tokens a step. An epoch is about 118 million tokens, 7 200 steps; a run
-    is 5 epochs. The validation text has about 1 000 windows: 16 batches. The model has 123 849 984 parameters.
+    is 5 epochs. The validation text has about 1 000 windows. The model has 123 849 984 parameters.
 
     The tutorial trains in float32, which its GPUs are made for. `--model.dtype bfloat16` is faster on newer GPUs.
     The norms, the dropout and the initialization are those of transformers, as in the tutorial. Three things differ.
@@ -103,7 +103,7 @@ def wikitext() -> PretrainConfig:
             max_epochs=5,
             log_every=10,
             eval_every=1000,
-            eval_batches=20,
+            eval_tokens=327_680,
             checkpoint_every=1000,
         ),
         optimizer=OptimizerConfig(schedule="constant", learning_rate=3e-4, beta2=0.999),
@@ -131,7 +131,7 @@ def _openwebtext(preset: PresetName, model: GPT2Config, learning_rate: float, gr
             max_steps=600_000,
             log_every=10,
             eval_every=1000,
-            eval_batches=4,
+            eval_tokens=1_966_080,
             checkpoint_every=1000,
             grad_accum_steps=grad_accum_steps,
         ),

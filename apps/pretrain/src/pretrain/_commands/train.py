@@ -18,6 +18,7 @@ from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError
 from pretrain._output import log_lines
+from pretrain._report.loss_picture import draw_losses
 from pretrain._run.description import (
     check_same_data,
     check_same_settings,
@@ -28,8 +29,9 @@ from pretrain._run.description import (
 )
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder, lock_run
+from pretrain._run.history import read_history, summarize
 from pretrain._run.metrics import last_values
-from pretrain._run.report import RunResult, read_result, write_report
+from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._training.entry import train_worker
 from ray_jax_launch import (
     Hardware,
@@ -155,7 +157,11 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
             folder.pull()
             return _result(folder, TrainingFailed(str(error), 0, traceback.format_exc(), ""))
         folder.pull()
-        report = write_report(folder, name, wall_s=time.monotonic() - began, num_params=num_params(config.model))
+        history = read_history(folder)
+        report = summarize(history, wall_s=time.monotonic() - began, num_params=num_params(config.model))
+        write_result(folder, report)
+        with best_effort(f"the picture {folder.loss_picture}"):
+            draw_losses(history, name)
         sample = str(result.return_value)
         with best_effort(f"the sample {folder.sample}"):
             folder.sample.write_text(sample)

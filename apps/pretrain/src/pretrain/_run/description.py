@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import json
 import platform
+import subprocess
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 from owt_data import WINDOW_ORDER_VERSION, TokenData
@@ -26,8 +28,9 @@ _PACKAGES = (
 
 # A continued run may change these settings: they do not change the result.
 _FREE_FIELDS = (
-    "preset", "data", "hardware", "storage_path", "name", "prepare", "prompt", "train.max_failures", "mesh",
-    "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s", "dashboard",
+    "preset", "data", "hardware", "storage_path", "name", "prepare", "prompts", "train.max_failures", "mesh",
+    "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s", "dashboard", "trackers",
+    "profile", "peak_tflops", "train.sample_tokens",
 )  # fmt: skip
 
 
@@ -64,6 +67,10 @@ class RunDescription:
     versions: dict[str, str]
     """Versions of Python and of the packages at the first start."""
 
+    commit: str | None = None
+    """Commit of the source code at the first start, with `-dirty` if files differed; None without git. (Runs of
+    pretrain 0.8 and earlier lack this field.)"""
+
     def to_json(self) -> dict[str, Any]:
         """Return the description as JSON."""
         return dataclasses.asdict(self)
@@ -72,7 +79,19 @@ class RunDescription:
 def describe(config: PretrainConfig, data: DataDescription, hardware: str) -> RunDescription:
     """Describe a new run."""
     versions = {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
-    return RunDescription(config=config, data=data, hardware=hardware, versions=versions)
+    return RunDescription(config=config, data=data, hardware=hardware, versions=versions, commit=_commit())
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that this file is in."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or no checkout
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        folder = Path(__file__).parent
+        tracked = ["git", "ls-files", "--error-unmatch", __file__]  # not a package in another project's checkout
+        subprocess.run(tracked, cwd=folder, capture_output=True, check=True, timeout=10)
+        found = subprocess.run(command, cwd=folder, capture_output=True, check=True, timeout=10, text=True)
+        return found.stdout.strip()
+    return None
 
 
 def describe_data(data: TokenData, data_mode: Literal["prepared", "stream"] = "prepared") -> DataDescription:
@@ -99,10 +118,10 @@ def read_description(folder: RunFolder) -> RunDescription | None:
     metadata = newest_metadata(folder.checkpoints)
     if metadata is not None and RUN in metadata:
         place = f"the description in the newest checkpoint of {folder}"
-        description = parse_json(RunDescription, json.dumps(metadata[RUN]), place, _REMEDY)
+        description = parse_description(json.dumps(metadata[RUN]), place)
     elif metadata is not None or folder.config.exists():
         text = folder.config.read_bytes() if folder.config.exists() else b""
-        description = parse_json(RunDescription, text, folder.config, _REMEDY)
+        description = parse_description(text, folder.config)
     else:
         return None
     if description.versions.get("nnx-gpt2", "").startswith("0.1."):
@@ -113,10 +132,30 @@ def read_description(folder: RunFolder) -> RunDescription | None:
     return description
 
 
+def parse_description(text: str | bytes, place: object) -> RunDescription:
+    """Parse the JSON of a description, of this version or an earlier one.
+
+    Args:
+        text: the JSON.
+        place: the JSON's file or place, for the error.
+
+    Raises:
+        UsageError: the text is no such JSON.
+    """
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # the next line rejects the text
+        content = json.loads(text)
+        config, train = content["config"], content["config"]["train"]
+        if "prompt" in config:  # pretrain 0.8 and earlier
+            config["prompts"] = [config.pop("prompt")]
+            train["eval_tokens"] = train.pop("eval_batches") * train["global_batch_size"] * config["model"]["seq_len"]
+            text = json.dumps(content)
+    return parse_json(RunDescription, text, place, _REMEDY)
+
+
 def write_description(folder: RunFolder, description: RunDescription) -> None:
     """Write `config.json`, unless it already holds this description."""
     with contextlib.suppress(FileNotFoundError, UsageError):
-        if parse_json(RunDescription, folder.config.read_bytes(), folder.config, _REMEDY) == description:
+        if parse_description(folder.config.read_bytes(), folder.config) == description:
             return
     write_json(folder.config, description.to_json())
 

@@ -74,7 +74,7 @@ def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON objects, one per line, each with a step.
+    """Read a file of JSON objects of numbers and texts, one per line, each with a step.
 
     A last line without its end, which a kill leaves, is dropped. Other damaged lines, which a power cut leaves, are
     dropped with a warning.
@@ -91,11 +91,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if (
             isinstance(value, dict)
             and type(value.get("step")) is int
-            and set(map(type, value.values())) <= {int, float}
+            and set(map(type, value.values())) <= {int, float, str}
         ):
             values.append(value)
     if len(values) < len(lines):
-        _logger.warning("%s: dropped %d lines that are not JSON objects of numbers", path, len(lines) - len(values))
+        _logger.warning("%s: dropped %d lines that are not JSON objects with a step", path, len(lines) - len(values))
     return values
 
 

@@ -46,8 +46,23 @@ class RunFolder:
 
     @property
     def starts(self) -> Path:
-        """One JSON object per start of the workers: its step, time and number of workers."""
+        """One JSON object per start of the workers: `step`, `time_s`, `workers`, `devices`, `device`."""
         return self.path / "starts.jsonl"
+
+    @property
+    def phases(self) -> Path:
+        """One JSON object per phase: see `pretrain._run.history.Phase`."""
+        return self.path / "phases.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """One JSON object per sample of a validation: see `pretrain._run.history.Sample`."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def profiles(self) -> Path:
+        """The folder of traces, in the layout of TensorBoard's profiler."""
+        return self.tensorboard
 
     @property
     def checkpoints(self) -> StoragePath:

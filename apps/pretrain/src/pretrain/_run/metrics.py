@@ -2,15 +2,45 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pretrain._run.files import read_lines, write_durably
 
 Record = dict[str, Any]
-"""Metrics of a step: step, epoch, tokens, loss, val_loss, learning_rate, grad_norm, num_skipped, tokens_per_s, step_s,
-data_wait_s, mfu. A record lacks the metrics that are unknown. (Records of pretrain 0.7 and earlier lack the epoch, the
-training windows seen per windows of the data, and the tokens, the training tokens seen.)"""
+"""Metrics of a step. A record lacks the metrics that are unknown.
+
+- `step`, `tokens`, `epoch`: the updates, the training tokens, and the passes over the training windows up to here.
+- `time_s`: Unix time.
+- `loss`: mean training loss of the steps since the last record, nats per token. Skipped steps do not count.
+- `grad_norm_max`: largest norm of the gradient, before clipping, of these steps.
+- `num_skipped`: steps of the run that made no update, if there are any.
+- `learning_rate`: of the last update.
+- `val_loss`: mean loss in nats per token on `train.eval_tokens` of the validation tokens.
+- `val_bits_per_byte`: the same in bits per byte of the text. The losses of end-of-text tokens count, their bytes do not.
+- `full_val_loss`, `full_val_bits_per_byte`: the same on all validation tokens; in the record of the last step.
+- `step_s`, `tokens_per_s`, `data_wait_s`: mean seconds of a step, tokens per second, and mean seconds that a step waits
+  for data, since the last record. Compiling, evaluations and saves do not count.
+- `mfu`: share of the peak of all devices.
+- `memory_bytes`: the most memory that the first device has used.
+
+Records of pretrain 0.8 and earlier have the loss and the gradient norm (`grad_norm`) of one step, and no time.
+"""
+
+_DIGITS = 6
+
+
+def rounded(record: Record) -> Record:
+    """Return the record with 6 significant digits, except the time.
+
+    >>> rounded({"step": 10, "loss": 1.23456789, "time_s": 1700000000.123})
+    {'step': 10, 'loss': 1.23457, 'time_s': 1700000000.123}
+    """
+    return {
+        name: float(f"{value:.{_DIGITS}g}") if isinstance(value, float) and name != "time_s" else value
+        for name, value in record.items()
+    }
 
 
 def finite(record: Record) -> Record:
@@ -18,7 +48,7 @@ def finite(record: Record) -> Record:
     return {name: value for name, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
-def last_values(records: list[Record]) -> Record:
+def last_values(records: Iterable[Record]) -> Record:
     """Return the last value of each metric."""
     final: Record = {}
     for record in records:
@@ -26,8 +56,13 @@ def last_values(records: list[Record]) -> Record:
     return final
 
 
-def cut_metrics(path: Path, last_step: int) -> list[Record]:
-    """Drop the records after `last_step`, which a resumed run writes again. Return the remaining records."""
-    kept = [record for record in read_lines(path) if record["step"] <= last_step]
-    write_durably(path, "".join(json.dumps(record) + "\n" for record in kept))
+def cut_lines(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Drop the lines after `last_step`, which a resumed run writes again. Return the remaining lines.
+
+    Args:
+        path: a file of JSON objects, one per line, each with a step.
+        last_step: the last step to keep.
+    """
+    kept = [line for line in read_lines(path) if line["step"] <= last_step]
+    write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept

@@ -76,7 +76,7 @@ def run(
     validation = Validation(
         config.model,
         data.val,
-        num_windows=train.eval_batches * train.global_batch_size,
+        num_windows=max(1, train.eval_tokens // config.model.seq_len) if train.eval_tokens else 10**9,
         batch_size=train.global_batch_size,
         mesh=mesh,
         end_of_text=end_of_text,

@@ -9,7 +9,7 @@ import jax
 from pretrain._best_effort import best_effort
 from pretrain._run.files import append_line, sync_file, sync_folder
 from pretrain._run.folder import RunFolder
-from pretrain._run.metrics import Record, cut_metrics, finite
+from pretrain._run.metrics import Record, cut_lines, finite
 from pretrain._training.tensorboard import TensorBoard
 
 
@@ -44,7 +44,7 @@ class RunLog:
         """Start at a step. Earlier records of this step and later ones are dropped: the run writes them again."""
         if not self._writes:
             return
-        cut_metrics(self._folder.metrics, start - 1)
+        cut_lines(self._folder.metrics, start - 1)
         append_line(self._folder.starts, {"step": start, "time_s": time.time(), "workers": jax.process_count()})
         with best_effort("TensorBoard's events"):
             self._tensorboard = TensorBoard(self._folder.tensorboard, start)

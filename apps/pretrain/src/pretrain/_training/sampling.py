@@ -27,7 +27,7 @@ def sample_text(config: PretrainConfig, tokenizer: "tiktoken.Encoding", params: 
     (text,) = continue_prompt(
         model,
         tokenizer,
-        config.prompt,
+        config.prompts[0],
         num_samples=1,
         max_new_tokens=_END_TOKENS,
         key=jax.random.key(config.seed),

@@ -193,28 +193,30 @@ def log_to_driver(logger: str) -> None:
         logging.getLogger(logger).addHandler(_DriverHandler(logging.WARNING))
 
 
-def log_metrics(metrics: Mapping[str, float]) -> None:
+def log_metrics(metrics: Mapping[str, float | str]) -> None:
     """Send metrics to the driver without waiting, for `launch(on_metrics=)` and `Result.metrics`.
 
-    They also become Ray gauges, `ray_jax_<name>` with the tags `run` and `rank`, which its dashboard and Prometheus
-    show. Unlike `ray.train.report` this is not a barrier: each rank may call it at any time.
+    The numbers also become Ray gauges, `ray_jax_<name>` with the tags `run` and `rank`, which Ray's dashboard and
+    Prometheus show. Unlike `ray.train.report` this is not a barrier: each rank may call it at any time.
 
     Args:
-        metrics: numbers by name, such as step, loss, tokens_per_s. Reading a number from a jax array waits for the
-            device.
+        metrics: numbers by name, such as step, loss, tokens_per_s, and texts, such as the phase of the loop. Reading a
+            number from a jax array waits for the device.
     """
     session = current_session()
     rank = ray.train.get_context().get_world_rank()
     tags = {"run": session.run_name, "rank": str(rank)}
     # float() reads arrays; an int stays exact.
-    numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
-    for name, value in numbers.items() if ray.is_initialized() else ():
+    values = {name: value if isinstance(value, int | str) else float(value) for name, value in metrics.items()}
+    for name, value in values.items() if ray.is_initialized() else ():
+        if isinstance(value, str):
+            continue
         if name not in session.gauges:
             session.gauges[name] = Gauge(
                 f"jax_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", f"{name} of a training loop", tag_keys=("run", "rank")
             )
         session.gauges[name].set(value, tags)
-    session.control.record.remote(rank, numbers)
+    session.control.record.remote(rank, values)
 
 
 def mark_finished(return_value: Any = None) -> None:

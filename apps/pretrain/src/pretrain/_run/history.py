@@ -1,0 +1,170 @@
+"""The history of a run, read from its folder alone."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from pretrain._errors import UsageError
+from pretrain._run.description import RunDescription, read_description
+from pretrain._run.files import read_lines
+from pretrain._run.folder import RunFolder
+from pretrain._run.metrics import Record, last_values
+from pretrain._run.result import RunResult, as_utc, read_result
+
+PhaseName = Literal[
+    "starting",  # of the command: data, Ray, workers, imports
+    "loading",  # of the checkpoint, or the initialization of the model
+    "compiling",  # of the train step, until the end of the first step
+    "training",
+    "evaluating",
+    "saving",  # the part of a save that the training waits for
+    "sampling",
+    "restarting",  # from the last sign of life of the former workers to the start of new ones
+    "stopped",  # by Ctrl-C, a failure or a kill, until the command is given again
+    "finished",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A phase of a run. It lasts until the next one. Rank 0 writes the phases."""
+
+    step: int
+    """The step at its beginning."""
+
+    time_s: float
+    """Unix time of its beginning."""
+
+    phase: PhaseName
+    """Name of the phase."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A text that the model wrote at a validation, from the same prompt and key each time."""
+
+    step: int
+    """The step."""
+
+    prompt: str
+    """The beginning of the text."""
+
+    text: str
+    """The text, with its prompt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHistory:
+    """What the files of a run tell. Runs of pretrain 0.8 and earlier have neither phases nor samples."""
+
+    folder: RunFolder
+    """The run's folder."""
+
+    description: RunDescription
+    """Configuration, data, hardware and versions."""
+
+    records: Sequence[Record]
+    """Metrics, in the order of steps: see `pretrain._run.metrics.Record`."""
+
+    starts: Sequence[dict[str, Any]]
+    """Starts of the workers, in the order of time: `step`, `time_s`, `workers`, `devices`, `device`."""
+
+    phases: Sequence[Phase]
+    """Phases, in the order of time. After a restart, the step may be an earlier one."""
+
+    samples: Sequence[Sample]
+    """Samples, in the order of steps."""
+
+    result: RunResult | None
+    """The result of a finished run; None before its end."""
+
+
+def read_history(folder: RunFolder) -> RunHistory:
+    """Read the files of a run. For a run in object storage, call `RunFolder.pull` before.
+
+    Raises:
+        UsageError: the folder holds no run, or `config.json` is damaged.
+    """
+    description = read_description(folder)
+    if description is None:
+        raise UsageError(f"{folder} must be the folder of a run, got none. Give another folder.")
+    return RunHistory(
+        folder=folder,
+        description=description,
+        records=read_lines(folder.metrics),
+        starts=read_lines(folder.starts),
+        phases=read_phases(folder),
+        samples=[Sample(**line) for line in read_lines(folder.samples) if line.keys() == _SAMPLE_KEYS],
+        result=read_result(folder),
+    )
+
+
+def read_phases(folder: RunFolder) -> list[Phase]:
+    """Read the phases of a run."""
+    return [Phase(**line) for line in read_lines(folder.phases) if line.keys() == _PHASE_KEYS]
+
+
+def seconds_by_phase(phases: Sequence[Phase], end_s: float) -> dict[PhaseName, float]:
+    """Return the seconds of each phase, without the time in which no command ran.
+
+    >>> phases = [Phase(step=0, time_s=10.0, phase="training"), Phase(step=5, time_s=12.5, phase="saving")]
+    >>> seconds_by_phase(phases, 13.0)
+    {'training': 2.5, 'saving': 0.5}
+
+    Args:
+        phases: phases, in the order of time.
+        end_s: Unix time at which the last phase ends.
+    """
+    seconds: dict[PhaseName, float] = {}
+    ends = [*(phase.time_s for phase in phases), end_s][1:]
+    for phase, next_s in zip(phases, ends, strict=False):
+        if phase.phase not in ("stopped", "finished"):
+            seconds[phase.phase] = seconds.get(phase.phase, 0.0) + max(0.0, next_s - phase.time_s)
+    return seconds
+
+
+def last_sign_of_life(phases: Sequence[Phase], records: Iterable[Record]) -> float | None:
+    """Return the Unix time of the last phase or record, or None if there is neither."""
+    times = [phase.time_s for phase in phases] + [cast(float, record.get("time_s", 0.0)) for record in records]
+    return max(times, default=None)
+
+
+_PHASE_KEYS, _SAMPLE_KEYS = Phase.__annotations__.keys(), Sample.__annotations__.keys()
+
+
+def summarize(history: RunHistory, *, wall_s: float, num_params: int) -> RunResult:
+    """Return the result of a run that has just finished.
+
+    Args:
+        history: the run's history.
+        wall_s: seconds from the start of the last command.
+        num_params: parameters of the model.
+    """
+    records, starts, phases = history.records, history.starts, history.phases
+    final = last_values(records)
+    validations = [(record["val_loss"], record["step"]) for record in records if "val_loss" in record]
+    best, last = min(validations, default=(None, None)), (validations or [(None, None)])[-1]
+    last_start = starts[-1] if starts else {}
+    ended_s = last_sign_of_life(phases, records)
+    return RunResult(
+        steps=final.pop("step", None),
+        tokens=final.pop("tokens", None),
+        epochs=final.pop("epoch", None),
+        num_params=num_params,
+        full_val_loss=final.get("full_val_loss"),
+        full_val_bits_per_byte=final.get("full_val_bits_per_byte"),
+        best_val_loss=best[0],
+        best_val_step=best[1],
+        last_val_loss=last[0],
+        last_val_step=last[1],
+        began_at=as_utc(phases[0].time_s) if phases else None,
+        ended_at=None if ended_s is None else as_utc(ended_s),
+        device=last_start.get("device"),
+        devices=last_start.get("devices"),
+        commit=history.description.commit,
+        metrics={name: value for name, value in final.items() if name != "time_s"},
+        seconds={name: round(seconds, 3) for name, seconds in seconds_by_phase(phases, ended_s or 0.0).items()},
+        wall_s=round(wall_s, 1),
+        restarts=len(starts) - 1 if starts else None,
+        workers=last_start.get("workers"),
+    )

@@ -1,0 +1,110 @@
+"""`result.json`: the result of a finished run."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from pretrain._errors import UsageError
+from pretrain._run.files import parse_json, write_json
+from pretrain._run.folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """The content of `result.json`. A field is None if the run's files do not have its value."""
+
+    steps: int | None
+    """Steps of the run."""
+
+    metrics: dict[str, float]
+    """The last value of each metric."""
+
+    wall_s: float
+    """Seconds from the start of the last command."""
+
+    restarts: int | None
+    """Starts of the workers after the first."""
+
+    workers: int | None
+    """Workers of the last start."""
+
+    num_params: int | None = None
+    """Parameters of the model. (Runs of pretrain 0.7 and earlier lack this field and the next two.)"""
+
+    tokens: int | None = None
+    """Training tokens seen."""
+
+    epochs: float | None = None
+    """Passes over the training windows."""
+
+    full_val_loss: float | None = None
+    """Mean loss on all validation tokens after the last step, in nats per token: that of the command `eval`. (Runs of
+    pretrain 0.8 and earlier lack this field and the following.)"""
+
+    full_val_bits_per_byte: float | None = None
+    """The same in bits per byte of text."""
+
+    best_val_loss: float | None = None
+    """Lowest validation loss, on `train.eval_tokens` validation tokens."""
+
+    best_val_step: int | None = None
+    """Step of the lowest validation loss."""
+
+    last_val_loss: float | None = None
+    """Last validation loss, on `train.eval_tokens` validation tokens."""
+
+    last_val_step: int | None = None
+    """Step of the last validation loss."""
+
+    began_at: str | None = None
+    """Time of the first start, ISO 8601, UTC."""
+
+    ended_at: str | None = None
+    """Time of the end, ISO 8601, UTC."""
+
+    device: str | None = None
+    """Name of a device in JAX, at the last start."""
+
+    devices: int | None = None
+    """Number of devices, at the last start."""
+
+    commit: str | None = None
+    """Commit of the source code at the first start, if it is a git checkout; with `-dirty` if files differed."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the run, over all its starts: see `pretrain._run.history.PhaseName`."""
+
+    def summary(self) -> str:
+        """Return the steps and the validation loss as text."""
+        words = [] if self.steps is None else [f"{self.steps} steps"]
+        loss = self.metrics.get("val_loss") if self.full_val_loss is None else self.full_val_loss
+        if loss is not None:
+            words.append(f"validation loss {loss:.4f}")
+        return ", ".join(words) or "metrics unknown"
+
+
+def write_result(folder: RunFolder, result: RunResult) -> None:
+    """Write `result.json`, which marks the run as finished."""
+    write_json(folder.result, dataclasses.asdict(result))
+
+
+def read_result(folder: RunFolder) -> RunResult | None:
+    """Read `result.json`. Return None if the run is not finished.
+
+    A damaged file counts as missing: the run then continues from its last checkpoint, and writes the file again.
+    """
+    if not folder.result.exists():
+        return None
+    try:
+        return parse_json(RunResult, folder.result.read_bytes(), folder.result, "The run writes it again.")
+    except UsageError:
+        return None
+
+
+def as_utc(time_s: float) -> str:
+    """Return a Unix time as ISO 8601.
+
+    >>> as_utc(0.0)
+    '1970-01-01T00:00:00+00:00'
+    """
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds")
