@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription, read_description
@@ -117,7 +117,7 @@ def seconds_by_phase(phases: Sequence[Phase], end_s: float) -> dict[PhaseName, f
     """
     seconds: dict[PhaseName, float] = {}
     ends = [*(phase.time_s for phase in phases), end_s][1:]
-    for phase, next_s in zip(phases, ends, strict=False):
+    for phase, next_s in zip(phases, ends, strict=True):
         if phase.phase not in ("stopped", "finished"):
             seconds[phase.phase] = seconds.get(phase.phase, 0.0) + max(0.0, next_s - phase.time_s)
     return seconds
@@ -125,7 +125,7 @@ def seconds_by_phase(phases: Sequence[Phase], end_s: float) -> dict[PhaseName, f
 
 def last_sign_of_life(phases: Sequence[Phase], records: Iterable[Record]) -> float | None:
     """Return the Unix time of the last phase or record, or None if there is neither."""
-    times = [phase.time_s for phase in phases] + [cast(float, record.get("time_s", 0.0)) for record in records]
+    times = [phase.time_s for phase in phases] + [record["time_s"] for record in records if "time_s" in record]
     return max(times, default=None)
 
 

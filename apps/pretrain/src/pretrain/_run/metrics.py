@@ -18,7 +18,7 @@ Record = dict[str, Any]
 - `num_skipped`: steps of the run that made no update, if there are any.
 - `learning_rate`: of the last update.
 - `val_loss`: mean loss in nats per token on `train.eval_tokens` of the validation tokens.
-- `val_bits_per_byte`: the same in bits per byte of the text. The losses of end-of-text tokens count, their bytes do not.
+- `val_bits_per_byte`: the same in bits per byte of the text. End-of-text tokens count in the loss, and have no bytes.
 - `full_val_loss`, `full_val_bits_per_byte`: the same on all validation tokens; in the record of the last step.
 - `step_s`, `tokens_per_s`, `data_wait_s`: mean seconds of a step, tokens per second, and mean seconds that a step waits
   for data, since the last record. Compiling, evaluations and saves do not count.
