@@ -41,7 +41,7 @@ def test_the_log_starts_where_the_run_does(tmp_path):
         log.write({"step": 10, "loss": 2.0})
     assert read_lines(folder.metrics) == [{"step": 0}, {"step": 10, "loss": 2.0}]
     assert [line for line in sent if "phase" not in line] == [{"step": 10, "loss": 2.0}]
-    (start,) = read_lines(folder.starts)
+    (start,) = read_lines(folder.starts, texts=("device",))
     assert {name: start[name] for name in ("step", "workers", "devices", "device")} == {
         "step": 10, "workers": 1, "devices": 2, "device": "cpu",
     }  # fmt: skip
@@ -153,7 +153,7 @@ def test_a_sample_of_a_step_is_written_once(tmp_path):
             begin(log, start)
             for step in range(start, 30, 10):
                 log.write_sample(Sample(step=step, prompt="a", text=f"a{step}"))
-    assert [(sample["step"], sample["text"]) for sample in read_lines(folder.samples)] == [
+    assert [(sample["step"], sample["text"]) for sample in read_lines(folder.samples, texts=("prompt", "text"))] == [
         (0, "a0"), (10, "a10"), (20, "a20"),
     ]  # fmt: skip
 

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,8 +74,12 @@ def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T
         raise UsageError(f"{name} must be JSON as a run writes it, got an error in it ({reason}). {remedy}") from error
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON objects of numbers and texts, one per line, each with a step.
+def read_lines(path: Path, texts: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Read a file of JSON objects, one per line, each with a step.
+
+    Args:
+        path: the file.
+        texts: names whose values are texts. All other values are numbers.
 
     A last line without its end, which a kill leaves, is dropped. Other damaged lines, which a power cut leaves, are
     dropped with a warning.
@@ -91,7 +96,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if (
             isinstance(value, dict)
             and type(value.get("step")) is int
-            and set(map(type, value.values())) <= {int, float, str}
+            and all(type(of) in ((str,) if name in texts else (int, float)) for name, of in value.items())
         ):
             values.append(value)
     if len(values) < len(lines):

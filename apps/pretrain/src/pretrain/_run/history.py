@@ -55,7 +55,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """What the files of a run tell. Runs of pretrain 0.8 and earlier have neither phases nor samples."""
+    """The contents of the files of a run. Runs of pretrain 0.8 and earlier have neither phases nor samples."""
 
     folder: RunFolder
     """The run's folder."""
@@ -92,16 +92,20 @@ def read_history(folder: RunFolder) -> RunHistory:
         folder=folder,
         description=description,
         records=read_lines(folder.metrics),
-        starts=read_lines(folder.starts),
+        starts=read_lines(folder.starts, texts=("device",)),
         phases=read_phases(folder),
-        samples=[Sample(**line) for line in read_lines(folder.samples) if line.keys() == _SAMPLE_KEYS],
+        samples=[
+            Sample(**line)
+            for line in read_lines(folder.samples, texts=("prompt", "text"))
+            if line.keys() == _SAMPLE_KEYS
+        ],
         result=read_result(folder),
     )
 
 
 def read_phases(folder: RunFolder) -> list[Phase]:
     """Read the phases of a run."""
-    return [Phase(**line) for line in read_lines(folder.phases) if line.keys() == _PHASE_KEYS]
+    return [Phase(**line) for line in read_lines(folder.phases, texts=("phase",)) if line.keys() == _PHASE_KEYS]
 
 
 def seconds_by_phase(phases: Sequence[Phase], end_s: float) -> dict[PhaseName, float]:

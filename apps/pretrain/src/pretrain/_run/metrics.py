@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,14 @@ def last_values(records: Iterable[Record]) -> Record:
     return final
 
 
-def cut_lines(path: Path, last_step: int) -> list[dict[str, Any]]:
+def cut_lines(path: Path, last_step: int, texts: Collection[str] = ()) -> list[dict[str, Any]]:
     """Drop the lines after `last_step`, which a resumed run writes again. Return the remaining lines.
 
     Args:
         path: a file of JSON objects, one per line, each with a step.
         last_step: the last step to keep.
+        texts: names whose values are texts.
     """
-    kept = [line for line in read_lines(path) if line["step"] <= last_step]
+    kept = [line for line in read_lines(path, texts) if line["step"] <= last_step]
     write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept

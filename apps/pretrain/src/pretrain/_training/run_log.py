@@ -76,8 +76,8 @@ class RunLog:
                 self.phase(phases[-1].step, "stopped", alive_s)
             self.phase(start, "starting", began_s)
         self.phase(start, "loading", now)
-        for path in (self._folder.metrics, self._folder.samples):
-            cut_lines(path, start - 1)
+        cut_lines(self._folder.metrics, start - 1)
+        cut_lines(self._folder.samples, start - 1, texts=("prompt", "text"))
         append_line(
             self._folder.starts,
             {"step": start, "time_s": now, "workers": jax.process_count(), "devices": num_devices, "device": device},
