@@ -174,13 +174,14 @@ def _vertical_range(lines: Sequence[Line], *, is_log: bool, is_robust: bool, fro
 def _ticks(low: float, high: float, count: int, is_log: bool = False) -> list[tuple[float, str]]:
     """Return round values between two values, with their texts.
 
-    On a logarithmic axis that is long enough, the values are 1, 2 and 5 times each power of ten, or only the powers.
+    On a logarithmic axis that is long enough, the values are powers of ten, with round multiples where there is room.
     """
-    if is_log and high / low > 4:
+    if is_log and high / low > 3:
         exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        values = [factor * 10.0**exponent for exponent in exponents for factor in (1, 2, 5)]
-        step = 3 if len(exponents) > 4 else 1
-        return [(value, short(value)) for value in values[::step] if low <= value <= high]
+        decades = math.log10(high / low)
+        factors = (1, 2, 3, 4, 6, 8) if decades < 1 else (1, 2, 5) if decades < 3 else (1,)
+        values = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+        return [(value, short(value)) for value in values if low <= value <= high]
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

@@ -15,7 +15,7 @@ def thin(x: NDArray[np.float64], y: NDArray[np.float64], max_points: int) -> Poi
 
     >>> x, y = thin(np.arange(8.0), np.array([0.0, 1.0, 9.0, 1.0, 1.0, -9.0, 1.0, 0.0]), 6)
     >>> x.tolist(), y.tolist()
-    ([0.0, 1.0, 2.0, 5.0, 6.0, 7.0], [0.0, 1.0, 9.0, -9.0, 1.0, 0.0])
+    ([0.0, 1.0, 2.0, 4.0, 5.0, 7.0], [0.0, 1.0, 9.0, 1.0, -9.0, 0.0])
 
     Args:
         x: positions, in any order.

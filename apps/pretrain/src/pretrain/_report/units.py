@@ -17,7 +17,7 @@ def duration(seconds: float) -> str:
     """Return a time in the unit that suits it.
 
     >>> [duration(s) for s in (0.25, 39.2, 332, 9000, 200_000)]
-    ['0.25 s', '39.2 s', '5 min 32 s', '2 h 30 min', '2 d 8 h']
+    ['0.25 s', '39.2 s', '5 min 32 s', '2 h 30 min', '2 d 7 h']
     """
     if seconds < 60:
         return f"{seconds:.3g} s"
