@@ -121,7 +121,9 @@ def shared_data(session: nox.Session, part: str) -> None:
 def browser(session: nox.Session) -> None:
     """Open the page of the command `report` in Chromium, if it is installed."""
     sync_part(session, "pretrain")
-    session.run("pytest", test_folder("pretrain"), "-m", "browser", *session.posargs, env=TEST_ENV | ONE_PROCESS)
+    session.run(
+        "pytest", f"{test_folder('pretrain')}/report", "-m", "browser", *session.posargs, env=TEST_ENV | ONE_PROCESS
+    )
 
 
 @nox.session

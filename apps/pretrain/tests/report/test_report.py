@@ -49,6 +49,13 @@ def test_text_of_a_run_cannot_become_a_script(write_run, make_page, records, pla
     assert page.count("<script>") == 1
 
 
+@pytest.mark.parametrize("option", ["storage_path", "data"])
+def test_keys_in_a_uri_do_not_reach_the_page(write_run, make_page, option):
+    page = make_page(write_run(**{option: "train=s3://key:secret@bucket/a?token=secret,val=s3://key:secret@bucket/b"}))
+    assert cells(page, option) == ["train=s3://bucket/a,val=s3://bucket/b"]
+    assert "secret" not in page
+
+
 def test_the_page_has_no_character_that_html_forbids(write_run, make_page):
     folder = write_run(samples=[{"step": 0, "prompt": "a", "text": "a\x00\x1b[31m\ud800\x85b\tc"}])
     assert "\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}[31m?\N{REPLACEMENT CHARACTER}b\tc" in make_page(folder)

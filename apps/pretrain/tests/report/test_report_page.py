@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import select
 import shutil
 import subprocess
 
@@ -75,6 +76,7 @@ class Browser:
     def _wait(self, is_it):
         while True:
             while b"\0" not in self._rest:
+                assert select.select([self._events], [], [], 30)[0], "Chromium does not answer"
                 read = os.read(self._events, 1 << 20)
                 assert read, "Chromium has ended"
                 self._rest += read

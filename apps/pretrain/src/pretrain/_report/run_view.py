@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pretrain._report.units import duration, show_utc
 from pretrain._run.history import RunHistory, Sample, last_sign_of_life, summarize
 from pretrain._run.result import RunResult
 
+_CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/@]*@)?([^\s?,]*)(?:\?[^\s,]*)?")
 _NUM_COLORS = 7
 _MOST_SAMPLES = 10
 
@@ -103,12 +105,12 @@ class RunView:
         tokens = data.tokens if isinstance(data.tokens, str) else json.dumps(data.tokens)
         device = " x ".join(str(part) for part in (result.devices, result.device) if part is not None)
         return {
-            "folder": str(self.history.folder),
+            "folder": without_credentials(str(self.history.folder)),
             "hardware": description.hardware,
             "devices": device,
             "workers": _count(result.workers),
             "commit": description.commit or "",
-            "tokens": tokens,
+            "tokens": without_credentials(tokens),
             "tokenizer": data.tokenizer,
             **{f"fingerprint: {name}": value for name, value in flatten(data.fingerprint).items()},
             "window order": f"version {data.window_order_version}",
@@ -148,8 +150,17 @@ def view_runs(histories: Sequence[RunHistory]) -> list[RunView]:
     return views
 
 
+def without_credentials(text: str) -> str:
+    """Return a text without the user, the password and the query of a URI in it, which may hold keys.
+
+    >>> without_credentials("s3://key:secret@bucket/runs?endpoint_override=localhost")
+    's3://bucket/runs'
+    """
+    return _CREDENTIALS.sub(r"\1", text)
+
+
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested fields as texts by their full names.
+    """Return nested fields as texts by their full names, without credentials.
 
     >>> flatten({"seed": 1, "train": {"order": "shuffle", "max_epochs": None}})
     {'seed': '1', 'train.order': 'shuffle', 'train.max_epochs': 'None'}
@@ -163,7 +174,8 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = value if isinstance(value, str) and value.isprintable() and value else repr(value)
+            text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
+            flat[prefix + name] = without_credentials(text)
     return flat
 
 
