@@ -76,6 +76,7 @@ def render_page(histories: Sequence[RunHistory], *, made_at: str) -> str:
         made_at=show_utc(made_at),
         numbers=[row for row in _rows(run.numbers() for run in runs) if any(row.values)],
         charts=[(chart, variants) for chart in _CHARTS if (variants := list(_variants(chart, runs)))],
+        untimed=[run.label for run in runs if run.history.records and not _has_times(run)],
         timelines=_timelines(runs),
         phases=list(_phase_rows(runs)),
         config=config,
@@ -86,6 +87,10 @@ def render_page(histories: Sequence[RunHistory], *, made_at: str) -> str:
     )
     # Half of a surrogate pair, which JSON can hold, has no UTF-8.
     return html.encode("utf-8", "replace").decode().translate(_CONTROLS)
+
+
+def _has_times(run: RunView) -> bool:
+    return any("time_s" in record for record in run.history.records)
 
 
 def _rows(columns: Iterable[dict[str, str]]) -> Iterable[_Row]:

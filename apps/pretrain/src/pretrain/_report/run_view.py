@@ -30,7 +30,7 @@ class RunView:
     """Name, unlike those of the other runs."""
 
     color: str
-    """CSS class of the color."""
+    """CSS class of the color, and another if an earlier run has this color."""
 
     history: RunHistory
     """The run."""
@@ -142,7 +142,7 @@ def view_runs(histories: Sequence[RunHistory]) -> list[RunView]:
         views.append(
             RunView(
                 label=f"{name} ({seen[name]})" if seen[name] > 1 else name,
-                color=f"color{number % _NUM_COLORS}",
+                color=f"color{number % _NUM_COLORS}" + (" dashed" if number >= _NUM_COLORS else ""),
                 history=history,
                 result=_result_so_far(history),
             )

@@ -17,6 +17,7 @@ _LABEL_GAP = 0.08  # of two labels at the lines' ends, as a share of the height
 _MARGIN = 0.04  # above and below the values, as a share of the height
 _X_TICKS, _Y_TICKS = 6, 8  # about so many; more would not fit a phone
 _MOST_DOTS = 50
+_MOST_LABELS = 12  # at the lines' ends; more would not fit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +118,7 @@ def line_chart(
             at = _percent(across(x))
             parts.append(Markup('<line class="mark {1}" x1="{0}" x2="{0}" y1="94%" y2="100%"/>').format(at, color))
     ended = [line for line in lines if line.last is not None]
+    ended = ended if len(ended) <= _MOST_LABELS else []
     for line, at in zip(
         ended, spread([min(max(down(line.y[-1]), 0.0), 1.0) for line in ended], _LABEL_GAP), strict=True
     ):
