@@ -12,8 +12,8 @@ Array = NDArray[np.float64]
 
 _FEW = 20  # so many points need no smoothing
 _SMOOTHED_SHARE = 0.01  # of the points: what an average reaches to either side
-_EARLY_SHARE = 0.04  # values in this share of the steps may be cut off
-_FEWEST = 6  # of fewer values, all are shown
+_EARLY_SHARE = 0.04  # values in this share of the steps, and the first two, may be cut off
+_FEWEST = 12  # of fewer values, all are shown
 _HEADROOM = 1.2  # the axis ends this much above the later values
 
 
@@ -32,13 +32,13 @@ def points(records: Iterable[Record], name: str) -> tuple[Array, Array]:
 def smooth(values: Array) -> Array:
     """Return the values smoothed by three centered moving averages, about a Gaussian. A few values stay as they are.
 
-    At both ends, the averages have fewer values. At the beginning, where a loss falls steeply, they have as many before
-    a value as after it.
+    The averages are short at the beginning, where a loss falls steeply, and at the end, so that the line ends near the
+    last value.
     """
     if len(values) <= _FEW:
         return values
-    places = np.arange(len(values))
-    reach = np.minimum(places, max(2, round(_SMOOTHED_SHARE * len(values))))
+    places, longest = np.arange(len(values)), max(2, round(_SMOOTHED_SHARE * len(values)))
+    reach = np.minimum(np.minimum(places // 4, longest), np.maximum(places[::-1], longest // 3))
     first, end = places - reach, np.minimum(places + reach + 1, len(values))
     for _ in range(3):
         sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -61,7 +61,7 @@ def robust_range(curves: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
     """
     everything = np.concatenate([y for _, y in curves])
     end = max(x[-1] for x, _ in curves if len(x))
-    later = [y[x > _EARLY_SHARE * end] for x, y in curves]
+    later = [y[2:][x[2:] > _EARLY_SHARE * end] for x, y in curves]
     low, highest = float(everything.min()), float(everything.max())
     high = max((float(np.quantile(y, 0.995)) for y in later if len(y)), default=highest)
     high = low + _HEADROOM * (high - low)
