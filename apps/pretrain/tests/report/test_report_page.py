@@ -136,12 +136,9 @@ def browser(tmp_path_factory):
 def page(write_run, records, tmp_path):
     """The page of two runs; the first was killed and stopped."""
     phases = [
-        ("starting", 0, 0),
-        ("training", 0, 5),
-        ("restarting", 500, 25),
-        ("stopped", 750, 60),
-        ("training", 750, 9e3),
-    ]
+        ("starting", 0, 0), ("training", 0, 5), ("restarting", 500, 25), ("stopped", 750, 60), ("training", 750, 100),
+        ("finished", 1500, 120),
+    ]  # fmt: skip
     began_s = 1_700_000_000.0
     folders = [
         write_run(
@@ -149,7 +146,7 @@ def page(write_run, records, tmp_path):
             phases=[{"step": step, "time_s": began_s + s, "phase": phase} for phase, step, s in phases],
             samples=[{"step": 0, "prompt": "def ", "text": "def <script>document.title = 'attacked'</script>"}],
         ),
-        write_run("second-" + "long-name" * 8, records=records(40, floor=2.0), seed=1),
+        write_run("second_" + "x" * 60, records=records(40, floor=2.0), seed=1),
     ]  # fmt: skip
     return report([str(folder) for folder in folders], out=str(tmp_path / "page.html"), console=Console(quiet=True))
 
@@ -157,7 +154,7 @@ def page(write_run, records, tmp_path):
 def test_the_page_opens_without_an_error_or_a_request(browser, page):
     browser.open(page)
     assert browser.complaints() == []
-    assert browser.value("document.title").startswith("first, second-")
+    assert browser.value("document.title").startswith("first, second_")
     assert browser.value("document.querySelectorAll('script').length") == 1
 
 
@@ -215,12 +212,17 @@ def test_the_pointer_reads_the_value_of_a_line(browser, page):
 
 def test_bars_of_the_time_line_have_the_lengths_of_their_phases(browser, page):
     browser.open(page)
-    bars = browser.value(
-        "[...document.querySelectorAll('.timeline rect')].map(bar => [bar.getAttribute('class'), "
-        "bar.getBoundingClientRect().width / bar.parentNode.getBoundingClientRect().width])"
+    bars = browser.value("""
+      [...document.querySelectorAll(".timeline rect")].map(bar => {
+        const {left, right} = bar.getBoundingClientRect(), line = bar.parentNode.getBoundingClientRect();
+        return [bar.getAttribute("class"), (left - line.left) / line.width, (right - line.left) / line.width];
+      }).sort((a, b) => a[1] - b[1] || a[2] - b[2])
+    """)
+    assert [name for name, _, _ in bars] == ["starting", "training", "restarting", "stopped", "training"]
+    ends = [(0, 5), (5, 25), (25, 60), (60, 60.12), (60, 80)]  # the 40 s without a command have no length
+    assert [end for _, *pair in bars for end in pair] == pytest.approx(
+        [s / 80 for pair in ends for s in pair], abs=1e-3
     )
-    widths = {name: width for name, width in bars if name != "training"}
-    assert widths == pytest.approx({"starting": 5 / 60, "restarting": 35 / 60, "stopped": 0.0015}, abs=1e-3)
 
 
 @pytest.mark.parametrize(("dark", "least"), [(False, 200), (True, 0)])
