@@ -5,7 +5,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,9 @@ class RunView:
     result: RunResult
     """Its result up to now."""
 
+    curves: dict[str, tuple[Array, Array]] = field(default_factory=dict)
+    """Steps and values of the metrics that were read."""
+
     @property
     def end_s(self) -> float | None:
         """Unix time of the last phase or record."""
@@ -56,16 +59,21 @@ class RunView:
             name: the metric.
             axis: `step`, `tokens`, or `time`: the seconds of work. Records without a time have no position there.
         """
-        steps, values = points(self.history.records, name)
+        steps, values = self._read(name)
         if axis == "tokens":
             return steps * self.tokens_per_step, values
         if axis == "time":
-            times = {record["step"]: record["time_s"] for record in self.history.records if "time_s" in record}
+            timed, times = self._read("time_s")
             phases = self.history.phases
-            work_time = WorkTime(phases, phases[0].time_s if phases else min(times.values(), default=0.0))
-            is_known = np.array([step in times for step in steps], bool)
-            return np.array([work_time(times[step]) for step in steps[is_known]], np.float64), values[is_known]
+            work_time = WorkTime(phases, phases[0].time_s if phases else min(times, default=0.0))
+            is_known = np.isin(steps, timed)
+            return work_time(times[np.searchsorted(timed, steps[is_known])]), values[is_known]
         return steps, values
+
+    def _read(self, name: str) -> tuple[Array, Array]:
+        if name not in self.curves:
+            self.curves[name] = points(self.history.records, name)
+        return self.curves[name]
 
     def samples(self) -> dict[str, list[Sample]]:
         """Return some of the samples of each prompt, evenly spread over the steps, with the first and the last."""
@@ -185,7 +193,7 @@ def _result_so_far(history: RunHistory) -> RunResult:
     size = num_params(history.description.config.model)  # pyright: ignore[reportArgumentType]
     found = summarize(history, wall_s=0.0, num_params=size)
     if history.result is not None:
-        known = {field.name: getattr(history.result, field.name) for field in dataclasses.fields(RunResult)}
+        known = {entry.name: getattr(history.result, entry.name) for entry in dataclasses.fields(RunResult)}
         found = dataclasses.replace(found, **{name: value for name, value in known.items() if value not in (None, {})})
     return dataclasses.replace(found, wall_s=sum(found.seconds.values()) or found.wall_s)
 

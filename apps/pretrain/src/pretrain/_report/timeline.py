@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 from markupsafe import Markup
 
+from pretrain._report.curves import Array
 from pretrain._report.units import duration
 from pretrain._run.history import Phase
 
@@ -17,7 +19,7 @@ class WorkTime:
 
     >>> phases = [(0.0, "training"), (10.0, "stopped"), (100.0, "training")]
     >>> work_time = WorkTime([Phase(step=0, time_s=time_s, phase=name) for time_s, name in phases], 0.0)
-    >>> [work_time(time_s) for time_s in (4.0, 10.0, 55.0, 102.0)]
+    >>> work_time(np.array([4.0, 10.0, 55.0, 102.0])).tolist()
     [4.0, 10.0, 10.0, 12.0]
 
     Args:
@@ -31,10 +33,12 @@ class WorkTime:
             (phase.time_s, following.time_s) for phase, following in pairwise(phases) if phase.phase == "stopped"
         ]
 
-    def __call__(self, time_s: float) -> float:
-        """Return the seconds of work until a Unix time."""
-        idle_s = sum(min(end, time_s) - start for start, end in self._stops if start < time_s)
-        return time_s - self._began_s - idle_s
+    def __call__(self, times_s: Array) -> Array:
+        """Return the seconds of work until Unix times."""
+        idle_s = np.zeros_like(times_s)
+        for start, end in self._stops:
+            idle_s += np.clip(times_s, start, end) - start
+        return times_s - self._began_s - idle_s
 
 
 def draw_timeline(phases: Sequence[Phase], *, label: str, end_s: float, scale_s: float) -> Markup:
@@ -48,9 +52,10 @@ def draw_timeline(phases: Sequence[Phase], *, label: str, end_s: float, scale_s:
     """
     work_time = WorkTime(phases, phases[0].time_s)
     end = Phase(step=phases[-1].step, time_s=max(end_s, phases[-1].time_s), phase="finished")
+    starts = work_time(np.array([phase.time_s for phase in phases]))
     bars = []
-    for phase, following in pairwise([*phases, end]):
-        start, seconds = work_time(phase.time_s), following.time_s - phase.time_s
+    for (phase, following), start in zip(pairwise([*phases, end]), starts, strict=True):
+        seconds = following.time_s - phase.time_s
         words = f"{phase.phase} from step {phase.step:,}, {duration(max(0.0, seconds))}"
         if phase.phase == "stopped":
             bars.append((seconds, start, 0.0, phase.phase, words))
