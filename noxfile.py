@@ -118,6 +118,15 @@ def shared_data(session: nox.Session, part: str) -> None:
 
 
 @nox.session
+def browser(session: nox.Session) -> None:
+    """Open the page of the command `report` in Chromium, if it is installed."""
+    sync_part(session, "pretrain")
+    session.run(
+        "pytest", f"{test_folder('pretrain')}/report", "-m", "browser", *session.posargs, env=TEST_ENV | ONE_PROCESS
+    )
+
+
+@nox.session
 def gauges(session: nox.Session) -> None:
     """Test that Ray's metrics show what a training loop logs."""
     sync(session, "--package", "ray-jax-launch", "--group", "gauges")

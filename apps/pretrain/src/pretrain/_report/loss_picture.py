@@ -1,6 +1,22 @@
 """`loss.png`: the loss curves of a run."""
 
+import os
+import textwrap
+from typing import TYPE_CHECKING
+
+from nnx_gpt2 import num_params
+from pretrain._report.curves import points, robust_range, smooth, spread
+from pretrain._report.units import short
 from pretrain._run.history import RunHistory
+from pretrain._run.metrics import last_values
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+# Colors of Okabe and Ito, which color-blind people can tell apart: https://jfly.uni-koeln.de/color/
+_TRAINING, _VALIDATION, _RATE, _NOTE = "#0072B2", "#D55E00", "#009E73", "#444444"
+_LABEL_HEIGHT = 0.06  # of a line's last value, as a share of the axis
 
 
 def draw_losses(history: RunHistory, name: str) -> None:
@@ -10,19 +26,101 @@ def draw_losses(history: RunHistory, name: str) -> None:
         history: the run's history.
         name: the title.
     """
+    picture = history.folder.loss_picture
+    partial = picture.with_name(f".{picture.name}.partial")
+    loss_figure(history, name).savefig(partial, dpi=150, format="png")
+    os.replace(partial, picture)  # a viewer sees the old picture or the new one
+
+
+def loss_figure(history: RunHistory, name: str) -> "matplotlib.figure.Figure":
+    """Return the loss curves, with the learning rate below.
+
+    Args:
+        history: the run's history.
+        name: the title.
+    """
     # matplotlib's import writes to its configuration folder, and may fail.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for key, label in (("loss", "training"), ("val_loss", "validation")):
-        points = [(record["step"], record[key]) for record in history.records if key in record]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, marker="o" if key == "val_loss" else None, markersize=4)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_title(name)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.savefig(history.folder.loss_picture, dpi=120)
+    figure = Figure(figsize=(8, 5))
+    # Fixed margins: matplotlib's layouts shrink the axes to nothing beside long labels.
+    margins = {"left": 0.095, "right": 0.82, "top": 0.81, "bottom": 0.1, "hspace": 0.12}
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=(5, 1), gridspec_kw=margins)
+    _draw_curves(upper, history)
+    upper.set_ylabel("loss (nats per token)")
+    upper.tick_params(axis="x", length=0)
+    config = history.description.config
+    tokens_per_step = config.train.global_batch_size * config.model.seq_len
+    top = upper.secondary_xaxis("top", functions=(lambda step: step * tokens_per_step, lambda n: n / tokens_per_step))
+    top.set_xlabel("training tokens", fontsize="small")
+    rates = points(history.records, "learning_rate")
+    lower.plot(*rates, color=_RATE, marker="." if len(rates[0]) == 1 else None)
+    lower.set_ylim(0, 1.15 * max(rates[1], default=1.0) or 1.0)
+    lower.set_ylabel("learning\nrate", fontsize="small")
+    lower.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
+    lower.yaxis.get_offset_text().set_fontsize("small")
+    lower.yaxis.set_major_locator(MaxNLocator(2))
+    lower.set_xlabel("step")
+    lower.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    lower.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    top.xaxis.set_major_locator(MaxNLocator(7))
+    top.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: short(tokens)))
+    top.tick_params(labelsize="small")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines["right"].set_visible(False)
+    # A name is text: a dollar sign in it starts no formula.
+    left, text = margins["left"], {"parse_math": False, "va": "top"}
+    figure.text(left, 0.97, textwrap.shorten(name, 70), fontsize="large", fontweight="bold", **text)
+    figure.text(left, 0.925, _subtitle(history), fontsize="small", color=_NOTE, **text)
+    return figure
+
+
+def _draw_curves(axes: "matplotlib.axes.Axes", history: RunHistory) -> None:
+    curves = {name: points(history.records, name) for name in ("loss", "val_loss")}
+    curves = {name: curve for name, curve in curves.items() if len(curve[0])}
+    if not curves:
+        return
+    low, high = robust_range(list(curves.values()))
+    axes.set_ylim(low, high)
+    ends = []
+    if "loss" in curves:
+        steps, losses = curves["loss"]
+        size, alpha = (16, 0.3) if len(steps) < 200 else (5, max(0.02, min(0.2, 1500 / len(steps))))
+        axes.scatter(steps, losses, s=size, color=_TRAINING, alpha=alpha, linewidths=0)
+        smoothed = smooth(losses)
+        axes.plot(steps, smoothed, color=_TRAINING, linewidth=1.8, marker="o" if len(steps) == 1 else None)
+        ends.append(("training", losses[-1], smoothed[-1], _TRAINING))
+    if "val_loss" in curves:
+        steps, losses = curves["val_loss"]
+        axes.plot(steps, losses, color=_VALIDATION, linewidth=1.8, marker="o", markersize=4 if len(steps) < 60 else 2)
+        ends.append(("validation", losses[-1], losses[-1], _VALIDATION))
+    heights = spread([(y - low) / (high - low) for _, _, y, _ in ends], _LABEL_HEIGHT)
+    for (label, value, _, color), height in zip(ends, heights, strict=True):
+        place = {"xycoords": ("axes fraction", "axes fraction"), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{label} {value:.4f}", (1, height), (6, 0), color=color, fontsize="medium", **place)
+    notes = []
+    above = max(((losses.max(), steps[losses.argmax()]) for steps, losses in curves.values()), key=lambda at: at[0])
+    if above[0] > high:
+        notes.append(f"\N{BLACK UP-POINTING TRIANGLE} above the axis: up to {above[0]:.2f}, at step {above[1]:,.0f}")
+    restarts = [start["step"] for start in history.starts[1:]]
+    if restarts:
+        axes.vlines(restarts, 0, 0.05, transform=axes.get_xaxis_transform(), color=_NOTE, linewidth=1.5)
+        notes.append(f"| {len(restarts)} restart{'s' * (len(restarts) > 1)}")
+    place = {"transform": axes.transAxes, "ha": "right", "va": "top", "multialignment": "right"}
+    axes.text(0.985, 0.965, "\n".join(notes), fontsize="small", color=_NOTE, **place)
+
+
+def _subtitle(history: RunHistory) -> str:
+    config, final = history.description.config, last_values(history.records)
+    # The vocabulary is resolved in a run's description.
+    words = [f"{short(num_params(config.model))} parameters"]  # pyright: ignore[reportArgumentType]
+    if "tokens" in final:
+        epochs = f" ({final['epoch']:.2f} epochs)" if final.get("epoch", 0) >= 0.01 else ""
+        words.append(f"{short(final['tokens'])} tokens{epochs} of {textwrap.shorten(config.data, 40)}")
+    else:
+        words.append(f"data {textwrap.shorten(config.data, 40)}")
+    if "full_val_loss" in final:
+        words.append(f"loss on all validation tokens {final['full_val_loss']:.4f}")
+    return "  ·  ".join(words)

@@ -1,0 +1,58 @@
+"""The command `report`: one page about runs, to look at and to send."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from pretrain._commands.load import _find_run
+from pretrain._errors import UsageError
+from pretrain._report.page import render_page
+from pretrain._run.files import write_durably
+from pretrain._run.history import read_history
+from pretrain._run.result import as_utc
+from ray_jax_launch import as_storage_path
+
+_NAME = "report.html"
+
+
+def report(runs: Sequence[str], *, out: str | None, console: Console) -> Path:
+    """Write a page about runs: one HTML file, which loads nothing.
+
+    Args:
+        runs: folders, URIs or names of runs, finished or not.
+        out: the file; None takes `report.html` in the folder of a single run, otherwise in the working folder.
+        console: prints the file's path.
+
+    Returns:
+        The file.
+
+    Raises:
+        UsageError: a run does not exist or is damaged, or `out` cannot be written.
+    """
+    if not runs:
+        raise UsageError("RUN must be one or more runs, got none. Give a run.")
+    target = None if out is None else _parse_out(out)
+    folders = [_find_run(name)[0] for name in runs]
+    is_in_folder = len(folders) == 1 and folders[0].uri is None
+    path = target or (folders[0].path if is_in_folder else Path()) / _NAME
+    page = render_page([read_history(folder) for folder in folders], made_at=as_utc(time.time()))
+    try:
+        write_durably(path, page)
+    except OSError as error:
+        raise UsageError(
+            f"--out must be a file that can be written, got {path} ({error.strerror}). Give another --out."
+        ) from error
+    console.print(f"wrote {path} ({path.stat().st_size / 1e6:.2f} MB)", markup=False, highlight=False, soft_wrap=True)
+    return path
+
+
+def _parse_out(out: str) -> Path:
+    """Return the file, after a check that must not wait until the runs are read."""
+    path = as_storage_path(out)
+    if not isinstance(path, Path):
+        raise UsageError(f"--out must be a file on this machine, got {out}. Write a file, and copy it.")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"--out must be a file in a folder that exists, got {out}. Give another --out.")
+    return path

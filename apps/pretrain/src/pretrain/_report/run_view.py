@@ -1,0 +1,215 @@
+"""A run as the report shows it."""
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nnx_gpt2 import num_params
+from pretrain._report.curves import Array, points
+from pretrain._report.timeline import WorkTime
+from pretrain._report.units import duration, show_utc
+from pretrain._run.history import RunHistory, Sample, last_sign_of_life, summarize
+from pretrain._run.result import RunResult
+
+_CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/@]*@)?([^\s?,]*)(?:\?[^\s,]*)?")
+_NUM_COLORS = 7
+_MOST_SAMPLES = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """A run, its name and its color."""
+
+    label: str
+    """Name, unlike those of the other runs."""
+
+    color: str
+    """CSS class of the color, and another if an earlier run has this color."""
+
+    history: RunHistory
+    """The run."""
+
+    result: RunResult
+    """Its result up to now."""
+
+    curves: dict[str, tuple[Array, Array]] = field(default_factory=dict)
+    """Steps and values of the metrics that were read."""
+
+    @property
+    def end_s(self) -> float | None:
+        """Unix time of the last phase or record."""
+        return last_sign_of_life(self.history.phases, self.history.records)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Training tokens of a step."""
+        config = self.history.description.config
+        return config.train.global_batch_size * config.model.seq_len
+
+    def points(self, name: str, axis: str) -> tuple[Array, Array]:
+        """Return positions and values of a metric.
+
+        Args:
+            name: the metric.
+            axis: `step`, `tokens`, or `time`: the seconds of work. Records without a time have no position there.
+        """
+        steps, values = self._read(name)
+        if axis == "tokens":
+            return steps * self.tokens_per_step, values
+        if axis == "time":
+            timed, times = self._read("time_s")
+            phases = self.history.phases
+            work_time = WorkTime(phases, phases[0].time_s if phases else min(times, default=0.0))
+            is_known = np.isin(steps, timed)
+            return work_time(times[np.searchsorted(timed, steps[is_known])]), values[is_known]
+        return steps, values
+
+    def _read(self, name: str) -> tuple[Array, Array]:
+        if name not in self.curves:
+            self.curves[name] = points(self.history.records, name)
+        return self.curves[name]
+
+    def samples(self) -> dict[str, list[Sample]]:
+        """Return some of the samples of each prompt, evenly spread over the steps, with the first and the last."""
+        of_prompts: dict[str, list[Sample]] = {}
+        for sample in self.history.samples:
+            of_prompts.setdefault(sample.prompt, []).append(sample)
+        return {prompt: _some(samples) for prompt, samples in of_prompts.items()}
+
+    def numbers(self) -> dict[str, str]:
+        """Return the results, formatted."""
+        result, last = self.result, self.result.metrics
+        return {
+            "state": self._state(),
+            "validation loss, all tokens (nats per token)": _number(result.full_val_loss),
+            "bits per byte, all validation tokens": _number(result.full_val_bits_per_byte),
+            "best validation loss": _at_step(result.best_val_loss, result.best_val_step),
+            "last validation loss": _at_step(result.last_val_loss, result.last_val_step),
+            "last bits per byte": _number(last.get("val_bits_per_byte")),
+            "last training loss": _number(last.get("loss")),
+            "parameters": _count(result.num_params),
+            "training tokens": _count(result.tokens),
+            "epochs": _number(result.epochs),
+            "steps": _count(result.steps),
+            "time of work": duration(result.wall_s) if result.wall_s else "",
+            "tokens per second, at the end": _count(last.get("tokens_per_s")),
+            "MFU, at the end": "" if "mfu" not in last else f"{last['mfu']:.1%}",
+            "device memory": f"{last['memory_bytes'] / 1e9:.1f} GB" if "memory_bytes" in last else "",
+            "restarts": _count(result.restarts),
+            "began": show_utc(result.began_at or ""),
+            "ended" if self.history.result else "last sign of life": show_utc(result.ended_at or ""),
+        }
+
+    def origin(self) -> dict[str, str]:
+        """Return hardware, data, versions and commit."""
+        description, result = self.history.description, self.result
+        data = description.data
+        tokens = data.tokens if isinstance(data.tokens, str) else json.dumps(data.tokens)
+        device = " x ".join(str(part) for part in (result.devices, result.device) if part is not None)
+        return {
+            "folder": without_credentials(str(self.history.folder)),
+            "hardware": description.hardware,
+            "devices": device,
+            "workers": _count(result.workers),
+            "commit": description.commit or "",
+            "tokens": without_credentials(tokens),
+            "tokenizer": data.tokenizer,
+            **{f"fingerprint: {name}": value for name, value in flatten(data.fingerprint).items()},
+            "window order": f"version {data.window_order_version}",
+            **description.versions,
+        }
+
+    def config(self) -> dict[str, str]:
+        """Return every option by its name."""
+        return flatten(dataclasses.asdict(self.history.description.config))
+
+    def _state(self) -> str:
+        if self.history.result:
+            return "finished"
+        step = f"step {self.result.steps or 0:,} of {self.history.description.config.train.max_steps:,}"
+        return f"{self.history.phases[-1].phase if self.history.phases else 'not finished'}, {step}"
+
+
+def view_runs(histories: Sequence[RunHistory]) -> list[RunView]:
+    """Give each run a name and a color.
+
+    Args:
+        histories: the runs. A run may occur twice.
+    """
+    seen: Counter[str] = Counter()
+    views = []
+    for number, history in enumerate(histories):
+        name = str(history.folder).rstrip("/").rpartition("/")[2].partition("?")[0]
+        seen[name] += 1
+        views.append(
+            RunView(
+                label=f"{name} ({seen[name]})" if seen[name] > 1 else name,
+                color=f"color{number % _NUM_COLORS}" + (" dashed" if number >= _NUM_COLORS else ""),
+                history=history,
+                result=_result_so_far(history),
+            )
+        )
+    return views
+
+
+def without_credentials(text: str) -> str:
+    """Return a text without the user, the password and the query of a URI in it, which may hold keys.
+
+    >>> without_credentials("s3://key:secret@bucket/runs?endpoint_override=localhost")
+    's3://bucket/runs'
+    """
+    return _CREDENTIALS.sub(r"\1", text)
+
+
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested fields as texts by their full names, without credentials.
+
+    >>> flatten({"seed": 1, "train": {"order": "shuffle", "max_epochs": None}})
+    {'seed': '1', 'train.order': 'shuffle', 'train.max_epochs': 'None'}
+
+    Args:
+        fields: values and dictionaries of them.
+        prefix: beginning of each name.
+    """
+    flat: dict[str, str] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
+            flat[prefix + name] = without_credentials(text)
+    return flat
+
+
+def _result_so_far(history: RunHistory) -> RunResult:
+    """Return the result, with the fields that older versions and running trainings lack, as far as the files tell."""
+    # The vocabulary is resolved in a run's description.
+    size = num_params(history.description.config.model)  # pyright: ignore[reportArgumentType]
+    found = summarize(history, wall_s=0.0, num_params=size)
+    if history.result is not None:
+        known = {entry.name: getattr(history.result, entry.name) for entry in dataclasses.fields(RunResult)}
+        found = dataclasses.replace(found, **{name: value for name, value in known.items() if value not in (None, {})})
+    return dataclasses.replace(found, wall_s=sum(found.seconds.values()) or found.wall_s)
+
+
+def _some(samples: list[Sample]) -> list[Sample]:
+    chosen = np.linspace(0, len(samples) - 1, min(len(samples), _MOST_SAMPLES)).round().astype(int)
+    return [samples[index] for index in chosen]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _count(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _at_step(value: float | None, step: int | None) -> str:
+    return "" if value is None else f"{value:.6g} at step {step or 0:,}"

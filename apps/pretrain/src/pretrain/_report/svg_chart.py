@@ -1,0 +1,197 @@
+"""Line charts as inline SVG that fit any width: the lines stretch, and the texts keep their size."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from markupsafe import Markup
+
+from pretrain._report.curves import Array, robust_range, spread
+from pretrain._report.thinning import thin
+from pretrain._report.units import short
+
+_SIZE = 1000  # of the plot, in its own coordinates, in both directions
+_LABEL_GAP = 0.08  # of two labels at the lines' ends, as a share of the height
+_MARGIN = 0.04  # above and below the values, as a share of the height
+_X_TICKS, _Y_TICKS = 6, 8  # about so many; more would not fit a phone
+_MOST_DOTS = 50
+_MOST_LABELS = 12  # at the lines' ends; more would not fit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A line of a chart."""
+
+    label: str
+    """Name in the read-out."""
+
+    x: Array
+    """Positions."""
+
+    y: Array
+    """Values, as many as positions."""
+
+    color: str
+    """CSS class that sets the property `color`."""
+
+    look: Literal["pale", "line", "dotted"] = "line"
+    """`pale` is a background for another line, and has no read-out; `dotted` has a dot at each point."""
+
+    last: float | None = None
+    """The value to write at the line's end; None writes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """An axis of a chart."""
+
+    label: str
+    """Name and unit."""
+
+    is_log: bool = False
+    """Logarithmic; values of 0 and below are left out."""
+
+
+def line_chart(
+    lines: Sequence[Line], *, title: str, x_axis: Axis, y_axis: Axis, marks: Sequence[tuple[float, str]] = (),
+    max_points: int = 600, is_robust: bool = False, from_zero: bool = False,
+) -> Markup:  # fmt: skip
+    """Draw a chart.
+
+    Args:
+        lines: the lines, at least one with a point.
+        title: accessible name.
+        x_axis: the horizontal axis.
+        y_axis: the vertical axis.
+        marks: positions of ticks at the lower edge, each with the CSS class of its color.
+        max_points: points of a line, at least 4; `thin` removes the others.
+        is_robust: cut off the first values and outliers that are far above the others: see `robust_range`.
+        from_zero: begin a linear vertical axis at 0.
+    """
+    if y_axis.is_log:
+        lines = [_positive(line) for line in lines]
+    lines = [line for line in lines if len(line.x)]
+    if not lines:
+        return Markup("<p>Nothing to draw on this axis.</p>")
+    x_low, x_high = _limits(np.concatenate([[0.0], *(line.x for line in lines)]), False)
+    y_low, y_high = _vertical_range(lines, is_log=y_axis.is_log, is_robust=is_robust, from_zero=from_zero)
+
+    def across(x: float) -> float:
+        return (x - x_low) / (x_high - x_low)
+
+    def down(y: float) -> float:
+        if y_axis.is_log:
+            return math.log(y_high / y) / math.log(y_high / y_low)
+        return (y_high - y) / (y_high - y_low)
+
+    opening = (
+        '<svg class="chart" role="img" aria-label="{}" data-unit="{}" data-x="{},{}" data-y="{},{}" data-log="{}">'
+    )
+    summary = _summary(title, lines, y_axis)
+    parts = [Markup(opening).format(summary, x_axis.label, x_low, x_high, y_low, y_high, int(y_axis.is_log))]
+    for tick, text in _ticks(y_low, y_high, _Y_TICKS, y_axis.is_log):
+        at = _percent(down(tick))
+        parts.append(Markup('<line class="grid" x2="100%" y1="{0}" y2="{0}"/>').format(at))
+        parts.append(Markup('<text x="-6" y="{}" dy="4" class="y">{}</text>').format(at, text))
+    for tick, text in _ticks(x_low, x_high, _X_TICKS):
+        at = _percent(across(tick))
+        parts.append(Markup('<line class="grid" x1="{0}" x2="{0}" y2="100%"/>').format(at))
+        parts.append(Markup('<text x="{}" y="100%" dy="17" class="x">{}</text>').format(at, text))
+    parts.append(Markup('<text x="50%" y="100%" dy="35" class="x">{}</text>').format(x_axis.label))
+    parts.append(
+        Markup('<svg viewBox="0 0 {0} {0}" width="100%" height="100%" preserveAspectRatio="none">').format(_SIZE)
+    )
+    for line in sorted(lines, key=lambda line: line.look != "pale"):  # the background first
+        x, y = thin(line.x, line.y, max_points)
+        corners = [f"{_SIZE * across(a):.1f} {_SIZE * down(b):.2f}" for a, b in zip(x, y, strict=True)]
+        path = "M" + "L".join(corners) + ("h0" if len(corners) == 1 else "")
+        name = "" if line.look == "pale" else Markup(' data-label="{}"').format(line.label)
+        parts.append(Markup('<path class="{} {}" d="{}"{}/>').format(line.look, line.color, path, name))
+        if line.look == "dotted":
+            dots = "".join(f"M{corner}h0" for corner in corners[:: math.ceil(len(corners) / _MOST_DOTS)])
+            parts.append(Markup('<path class="dots {}" d="{}"/>').format(line.color, dots))
+    parts.append(Markup("</svg>"))
+    for x, color in marks:
+        if x_low <= x <= x_high:
+            at = _percent(across(x))
+            parts.append(Markup('<line class="mark {1}" x1="{0}" x2="{0}" y1="94%" y2="100%"/>').format(at, color))
+    ended = [line for line in lines if line.last is not None]
+    ended = ended if len(ended) <= _MOST_LABELS else []
+    for line, at in zip(
+        ended, spread([min(max(down(line.y[-1]), 0.0), 1.0) for line in ended], _LABEL_GAP), strict=True
+    ):
+        parts.append(
+            Markup('<text x="100%" dx="6" y="{}" dy="4" class="end {}">{}</text>').format(
+                _percent(at), line.color, four_digits(line.last or 0.0)
+            )
+        )
+    highest = max(float(line.y.max()) for line in lines)
+    if highest > y_high:
+        note = f"\N{BLACK UP-POINTING TRIANGLE} above the axis: up to {four_digits(highest)}"
+        parts.append(Markup('<text x="100%" dx="-8" y="14" class="note">{}</text>').format(note))
+    return Markup("").join([*parts, Markup("</svg>")])
+
+
+def four_digits(value: float) -> str:
+    """Return a value with 4 significant digits, or 3 of a small one.
+
+    >>> [four_digits(value) for value in (2.85, 0.00059999, 0.0, 123456.0)]
+    ['2.850', '0.0006', '0', '123.5k']
+    """
+    if not 0.01 <= abs(value) < 1e4:
+        return short(value) if abs(value) > 1 else f"{value:.3g}"
+    return f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _summary(title: str, lines: Sequence[Line], y_axis: Axis) -> str:
+    ends = [f"{line.label} ends at {four_digits(float(line.y[-1]))}" for line in lines if line.look != "pale"]
+    return f"{title}, {y_axis.label}. {'; '.join(ends)}."
+
+
+def _positive(line: Line) -> Line:
+    return replace(line, x=line.x[line.y > 0], y=line.y[line.y > 0])
+
+
+def _limits(values: Array, is_log: bool) -> tuple[float, float]:
+    low, high = float(values.min()), float(values.max())
+    if low < high:
+        return low, high
+    return (low / 2, high * 2) if is_log else (low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1))
+
+
+def _vertical_range(lines: Sequence[Line], *, is_log: bool, is_robust: bool, from_zero: bool) -> tuple[float, float]:
+    values = np.concatenate([line.y for line in lines])
+    low, high = _limits(values, is_log)
+    if is_log:
+        factor = (high / low) ** _MARGIN
+        return low / factor, high * factor
+    if is_robust:
+        return robust_range([(line.x, line.y) for line in lines])
+    margin = _MARGIN * (high - low)
+    return (min(0.0, float(values.min())) if from_zero else low - margin), high + margin
+
+
+def _ticks(low: float, high: float, count: int, is_log: bool = False) -> list[tuple[float, str]]:
+    """Return round values between two values, with their texts.
+
+    On a logarithmic axis that is long enough, the values are powers of ten, with round multiples where there is room.
+    """
+    if is_log and high / low > 3:
+        exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        decades = math.log10(high / low)
+        factors = (1, 2, 3, 4, 6, 8) if decades < 1 else (1, 2, 5) if decades < 3 else (1,)
+        values = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+        return [(value, short(value)) for value in values if low <= value <= high]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    decimals = max(0, -math.floor(math.log10(step * 1.001)))
+    values = [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    is_long = max(abs(low), abs(high)) >= 10_000 or decimals > 6
+    return [(value, short(value) if is_long else f"{value:,.{decimals}f}") for value in values]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"

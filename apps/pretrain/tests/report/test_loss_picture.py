@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from pretrain._report.curves import robust_range, smooth, spread
+from pretrain._report.loss_picture import draw_losses, loss_figure
+from pretrain._run.history import read_history
+
+POINT = {"step": 25, "loss": 3.0}
+
+
+def words(figure):
+    """All texts of a figure."""
+    upper, *_ = figure.axes
+    return [text.get_text() for text in (*upper.texts, *figure.texts)]
+
+
+@pytest.mark.parametrize(
+    ("records", "starts"),
+    [
+        pytest.param([], [], id="nothing yet"),
+        pytest.param([POINT], [], id="one point"),
+        pytest.param([{"step": 0, "val_loss": 5.6}], [], id="validation only"),
+        pytest.param([POINT, {"step": 50}, {"step": 75, "loss": 2.5}], [], id="a gap"),
+        pytest.param([POINT, {"step": 50, "loss": 3.0}], [{"step": 0}, {"step": 30}], id="a restart, equal losses"),
+        pytest.param(
+            [{"step": 1, "loss": 4.0, "grad_norm": 1.0, "learning_rate": 0.0}], [{"step": 0}], id="pretrain 0.8"
+        ),
+    ],
+)
+def test_a_picture_of_any_run_is_drawn(write_run, records, starts):
+    folder = write_run(records=records, starts=starts)
+    draw_losses(read_history(folder), "run")
+    picture = imread(folder.loss_picture)
+    assert picture.shape == (750, 1200, 4)
+    assert (picture[..., :3] < 0.5).any()
+    assert [path.name for path in folder.path.glob("*.p*")] == ["loss.png"]
+
+
+def test_the_picture_says_last_values_restarts_sizes_and_the_value_that_it_cuts_off(write_run, records):
+    lines = records(40)
+    lines[0]["val_loss"] = 10.9
+    lines[-1] |= {"loss": 1.5111, "val_loss": 1.6222, "full_val_loss": 1.6333}
+    folder = write_run(records=lines, starts=[{"step": 0}, {"step": 301}, {"step": 501}])
+    figure = loss_figure(read_history(folder), "a run, $x_1$")
+    assert words(figure) == [
+        "training 1.5111",
+        "validation 1.6222",
+        "\N{BLACK UP-POINTING TRIANGLE} above the axis: up to 10.90, at step 0\n| 2 restarts",
+        "a run, $x_1$",
+        "834.4k parameters  ·  1.024M tokens (0.40 epochs) of builtin  ·  loss on all validation tokens 1.6333",
+    ]
+
+
+def test_labels_at_the_ends_of_two_equal_lines_do_not_overlap(write_run, records):
+    lines = records(40)
+    lines[-1] |= {"val_loss": lines[-1]["loss"]}
+    figure = loss_figure(read_history(write_run(records=lines)), "run")
+    figure.draw_without_rendering()
+    labels = [text.get_window_extent() for text in figure.axes[0].texts[:2]]
+    assert not labels[0].overlaps(labels[1])
+    assert max(label.x1 for label in labels) < figure.bbox.width
+
+
+def test_the_upper_axis_counts_tokens(write_run, records):
+    figure = loss_figure(read_history(write_run(records=records(40))), "run")
+    figure.draw_without_rendering()
+    upper = figure.axes[0]
+    (top,) = upper.child_axes
+    assert top.get_xlim() == tuple(1024 * step for step in upper.get_xlim())
+    assert "400k" in [label.get_text() for label in top.get_xticklabels()]
+
+
+@pytest.mark.parametrize("step", [0, 50])
+def test_a_loss_far_above_the_others_does_not_squeeze_them(step):
+    steps = np.arange(1000.0)
+    losses = np.where(steps == step, 11.0, 3.0 - steps / 2000)
+    low, high = robust_range([(steps, losses)])
+    assert low < 2.501
+    assert 3.0 < high < 3.2
+
+
+def test_an_axis_shows_the_rise_of_a_diverging_loss():
+    steps = np.arange(1000.0)
+    _, high = robust_range([(steps, np.where(steps < 900, 3.0, steps / 100))])
+    assert high > 9.9
+
+
+def test_smoothing_keeps_a_line_and_lowers_noise():
+    line = np.linspace(5, 1, 1000)
+    noise = np.random.default_rng(0).normal(size=1000)
+    assert np.abs(smooth(line) - line)[:-40].max() < 1e-9
+    assert np.std(smooth(line + noise) - line) < 0.3
+
+
+def test_labels_that_are_moved_apart_keep_their_order():
+    moved = spread([0.5, 0.1, 0.52, 0.51], 0.1)
+    assert np.argsort(moved).tolist() == [1, 0, 3, 2]
+    assert np.diff(sorted(moved)).min() == pytest.approx(0.1)

@@ -1,0 +1,184 @@
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from pretrain._commands.report import report
+from pretrain._errors import UsageError
+from pretrain._report.thinning import thin
+
+BEGAN_S = 1_700_000_000.0
+ATTACK = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def make_page(tmp_path):
+    """Reports runs, and returns the page."""
+
+    def make(*folders):
+        path = report([str(folder) for folder in folders], out=str(tmp_path / "page.html"), console=Console(quiet=True))
+        return path.read_text()
+
+    return make
+
+
+def cells(page, row):
+    """The cells of the first table row with this heading."""
+    found = re.search(rf'<th scope="row">(?:<[^>]*>)*{re.escape(row)}(?:</[^>]*>)*</th>(.*?)</tr>', page)
+    return re.findall("<td>(.*?)</td>", found[1]) if found else None
+
+
+@pytest.mark.parametrize("place", ["name", "prompt", "text", "data", "device"])
+def test_text_of_a_run_cannot_become_a_script(write_run, make_page, records, place):
+    texts = dict.fromkeys(("prompt", "text", "device"), "def ") | {place: f'"{ATTACK}'}
+    name = f'"{ATTACK}'.replace("/", "\\") if place == "name" else "run"
+    folder = write_run(
+        name,
+        records=records(3),
+        starts=[{"step": 0, "time_s": BEGAN_S, "workers": 1, "devices": 1, "device": texts["device"]}],
+        phases=[{"step": 0, "time_s": BEGAN_S, "phase": "training"}],
+        samples=[{"step": 0, "prompt": texts["prompt"], "text": texts["text"]}],
+        data=f'"{ATTACK}' if place == "data" else "builtin",
+    )
+    page = make_page(folder)
+    assert "&lt;script&gt;alert" in page
+    assert "<script>alert" not in page
+    assert page.count("<script>") == 1
+
+
+@pytest.mark.parametrize("option", ["storage_path", "data"])
+def test_keys_in_a_uri_do_not_reach_the_page(write_run, make_page, option):
+    page = make_page(write_run(**{option: "train=s3://key:secret@bucket/a?token=secret,val=s3://key:secret@bucket/b"}))
+    assert cells(page, option) == ["train=s3://bucket/a,val=s3://bucket/b"]
+    assert "secret" not in page
+
+
+def test_the_page_has_no_character_that_html_forbids(write_run, make_page):
+    folder = write_run(samples=[{"step": 0, "prompt": "a", "text": "a\x00\x1b[31m\ud800\x85b\tc"}])
+    assert "\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}[31m?\N{REPLACEMENT CHARACTER}b\tc" in make_page(folder)
+
+
+def test_a_run_that_has_just_begun_has_a_page(write_run, make_page):
+    page = make_page(write_run())
+    assert cells(page, "state") == ["not finished, step 0 of 1,500"]
+    assert 'class="chart"' not in page
+
+
+def test_a_run_of_pretrain_0_8_has_its_curves(write_run, make_page):
+    lines = [{"step": step, "loss": 3.0 - step / 100, "grad_norm": 1.5, "tokens_per_s": 9e3} for step in range(40)]
+    page = make_page(write_run(records=lines))
+    titles = re.findall(r"<figcaption>([\w ]+?) <span", page)
+    assert titles == ["Loss", "Gradient norm", "Throughput"]
+    assert "tell no phases" in page
+    assert "have no time" in page
+
+
+def test_the_numbers_of_a_running_training_are_those_of_its_files(write_run, make_page, records):
+    lines = records(20)
+    lines[10] |= {"val_loss": 1.25}
+    lines[20] |= {"val_loss": 1.75}
+    phases = [("starting", 0.0), ("training", 3.0), ("stopped", 4.0), ("starting", 1000.0), ("training", 1005.5)]
+    folder = write_run(
+        records=[line | {"time_s": BEGAN_S + 1000 + index} for index, line in enumerate(lines)],
+        starts=[{"step": 0, "time_s": BEGAN_S}, {"step": 1, "time_s": BEGAN_S + 1000}],
+        phases=[{"step": 0, "time_s": BEGAN_S + s, "phase": phase} for phase, s in phases],
+    )
+    page = make_page(folder)
+    assert cells(page, "state") == ["training, step 500 of 1,500"]
+    assert cells(page, "best validation loss") == ["1.25 at step 250"]
+    assert cells(page, "last validation loss") == ["1.75 at step 500"]
+    assert cells(page, "parameters") == ["834,432"]
+    assert cells(page, "restarts") == ["1"]
+    assert cells(page, "starting") == ["8.5 s (35.4%)"]
+    assert cells(page, "time of work") == ["24 s"]
+    assert cells(page, "fingerprint: train.bin") == ["ab12"]
+    assert 'class="stopped"' in page
+
+
+def test_runs_of_one_name_and_one_run_twice_are_told_apart(write_run, make_page, records, tmp_path):
+    folder = write_run(records=records(3))
+    other = shutil.copytree(folder.path, tmp_path / "copies" / "run")
+    page = make_page(folder, other, folder)
+    assert "<h1>run, run (2), run (3)</h1>" in page
+    assert cells(page, "state") == ["not finished, step 75 of 1,500"] * 3
+    assert "All options are equal." in page
+
+
+def test_only_options_that_differ_stand_before_the_whole_configuration(write_run, make_page):
+    page = make_page(write_run("a", seed=1), write_run("b", seed=2))
+    differing, whole = page.split("Options that differ:")[1].split("<summary>All")
+    assert re.findall("<code>(.*?)</code>", differing) == ["seed"]
+    assert cells(differing, "seed") == ["1", "2"]
+    assert {"seed", "train.max_steps", "model.vocab_size"} <= set(re.findall("<code>(.*?)</code>", whole))
+
+
+def test_samples_show_the_first_and_the_last_step(write_run, make_page):
+    samples = [{"step": 10 * n, "prompt": "def ", "text": f"def text{n}"} for n in range(101)]
+    page = make_page(write_run(samples=samples))
+    shown = [int(number) for number in re.findall(r"<pre><b>def </b>text(\d+)</pre>", page)]
+    assert len(shown) == 10
+    assert (shown[0], shown[-1]) == (0, 100)
+    assert shown == sorted(shown)
+
+
+def test_a_page_of_100_000_records_stays_small(write_run, make_page):
+    losses = 3 + np.random.default_rng(0).normal(size=100_000) / 50
+    lines = [
+        {"step": step, "loss": loss, "grad_norm_max": loss, "tokens_per_s": 1e6 * loss, "time_s": BEGAN_S + step}
+        for step, loss in enumerate(losses.round(5).tolist())
+    ]
+    phases = [
+        {"step": step, "time_s": BEGAN_S + step, "phase": phase}
+        for step in range(0, 100_000, 10)
+        for phase in ("training", "saving")
+    ]
+    assert len(make_page(write_run(records=lines, phases=phases))) < 1_000_000
+
+
+def test_thinning_keeps_peaks_and_ends():
+    values = np.zeros(100_001)
+    values[[7_777, 50_000]] = 9, -9
+    x, y = thin(np.arange(100_001.0), values, 100)
+    assert len(x) <= 100
+    assert {0.0, 7_777.0, 50_000.0, 100_000.0} <= set(x)
+    assert (np.diff(x) > 0).all()
+    assert (y == values[x.astype(int)]).all()
+
+
+def test_the_page_of_one_run_is_in_its_folder(write_run, tmp_path, monkeypatch, capsys):
+    folder = write_run()
+    monkeypatch.chdir(tmp_path)
+    assert report([str(folder)], out=None, console=Console()) == folder.path / "report.html"
+    assert capsys.readouterr().out.startswith(f"wrote {folder.path / 'report.html'} (0.0")
+
+
+def test_the_page_of_two_runs_is_in_the_working_folder(write_run, tmp_path, monkeypatch):
+    folders = [str(write_run("a")), str(write_run("b"))]
+    monkeypatch.chdir(tmp_path)
+    report(folders, out=None, console=Console(quiet=True))
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "constraint"),
+    [
+        ("missing/page.html", "--out must be a file in a folder that exists, got missing/page.html"),
+        (".", "--out must be a file in a folder that exists, got ."),
+        ("s3://bucket/page.html", "--out must be a file on this machine, got s3://bucket/page.html"),
+        ("x" * 250, "--out must be a file that can be written, got x{250} .File name too long"),
+    ],
+)
+def test_an_out_that_cannot_be_written_is_rejected(write_run, tmp_path, monkeypatch, out, constraint):
+    folder = str(write_run())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=constraint):
+        report([folder], out=out, console=Console(quiet=True))
+    assert [path.name for path in Path().iterdir()] == ["runs"]
+
+
+def test_a_run_that_does_not_exist_is_rejected(tmp_path):
+    with pytest.raises(UsageError, match="must be the folder or URI of a run"):
+        report([str(tmp_path / "nothing")], out=None, console=Console(quiet=True))
