@@ -77,12 +77,12 @@ def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T
 def read_lines(path: Path, texts: Collection[str] = ()) -> list[dict[str, Any]]:
     """Read a file of JSON objects, one per line, each with a step.
 
+    A last line without its end, which a kill leaves, is dropped. Other damaged lines, which a power cut leaves, are
+    dropped with a warning.
+
     Args:
         path: the file.
         texts: names whose values are texts. All other values are numbers.
-
-    A last line without its end, which a kill leaves, is dropped. Other damaged lines, which a power cut leaves, are
-    dropped with a warning.
     """
     if not path.exists():
         return []
