@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from owt_data import DataError, TokenData, iter_steps, load_tokenizer, read_step
 from pretrain._config import PretrainConfig
 from pretrain._run.description import RUN, RunDescription
 from pretrain._run.folder import RunFolder
+from pretrain._trackers.tracker import open_trackers
 from pretrain._training.device_memory import check_memory
 from pretrain._training.run_log import RunLog
 from pretrain._training.sampling import sample_text
@@ -85,7 +87,7 @@ def run(
 
     with (
         Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep) as checkpoints,
-        RunLog(folder, send=log_metrics) as log,
+        RunLog(folder, log_metrics, partial(open_trackers, config, description)) as log,
         ThreadPoolExecutor(1) as threads,
     ):
 

@@ -1,4 +1,4 @@
-"""The log of a run, written by rank 0: metrics, TensorBoard's events, and the starts of the workers."""
+"""The log of a run, written by rank 0: metrics, the starts of the workers, and trackers such as TensorBoard."""
 
 import time
 from collections.abc import Callable
@@ -6,11 +6,10 @@ from types import TracebackType
 
 import jax
 
-from pretrain._best_effort import best_effort
 from pretrain._run.files import append_line, sync_file, sync_folder
 from pretrain._run.folder import RunFolder
 from pretrain._run.metrics import Record, cut_lines, finite
-from pretrain._training.tensorboard import TensorBoard
+from pretrain._trackers.tracker import Trackers
 
 
 class RunLog:
@@ -19,13 +18,24 @@ class RunLog:
     Args:
         folder: the run's folder.
         send: called with each record.
+        open_trackers: called with the folder and the first step, to open the trackers.
     """
 
-    def __init__(self, folder: RunFolder, send: Callable[[Record], None]) -> None:
-        self._send = send
+    def __init__(
+        self,
+        folder: RunFolder,
+        send: Callable[[Record], None],
+        open_trackers: Callable[[RunFolder, int], Trackers],
+    ) -> None:
+        self._send, self._open_trackers = send, open_trackers
         self._writes = jax.process_index() == 0
         self._folder = folder.for_worker() if self._writes else folder
-        self._tensorboard: TensorBoard | None = None
+        self._trackers: Trackers | None = None
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder that rank 0 writes, on this machine."""
+        return self._folder
 
     def __enter__(self) -> "RunLog":
         return self
@@ -34,7 +44,8 @@ class RunLog:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._writes:
-            self._to_tensorboard(TensorBoard.close)
+            if self._trackers is not None:
+                self._trackers.close()
             try:
                 self._folder.push()
             finally:
@@ -46,8 +57,7 @@ class RunLog:
             return
         cut_lines(self._folder.metrics, start - 1)
         append_line(self._folder.starts, {"step": start, "time_s": time.time(), "workers": jax.process_count()})
-        with best_effort("TensorBoard's events"):
-            self._tensorboard = TensorBoard(self._folder.tensorboard, start)
+        self._trackers = self._open_trackers(self._folder, start)
 
     def write(self, record: Record) -> None:
         """Write a record."""
@@ -56,7 +66,8 @@ class RunLog:
         record = finite(record)
         append_line(self._folder.metrics, record)
         self._send(record)
-        self._to_tensorboard(lambda tensorboard: tensorboard.write(record))
+        if self._trackers is not None:
+            self._trackers.write(record)
 
     def push(self) -> None:
         """Make the records durable. Call this before a checkpoint is saved.
@@ -68,13 +79,6 @@ class RunLog:
         for path in (self._folder.metrics, self._folder.starts):
             sync_file(path)
         sync_folder(self._folder.path)
-        self._to_tensorboard(TensorBoard.flush)
+        if self._trackers is not None:
+            self._trackers.flush()
         self._folder.push()
-
-    def _to_tensorboard(self, action: Callable[[TensorBoard], None]) -> None:
-        """Call a method of the event file. If it fails, the run goes on without TensorBoard's events."""
-        tensorboard, self._tensorboard = self._tensorboard, None
-        if tensorboard is not None:
-            with best_effort("TensorBoard's events"):
-                action(tensorboard)
-                self._tensorboard = tensorboard
