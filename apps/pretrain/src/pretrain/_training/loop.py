@@ -36,6 +36,7 @@ from pretrain._run.description import RUN, RunDescription
 from pretrain._run.folder import RunFolder
 from pretrain._trackers.tracker import open_trackers
 from pretrain._training.device_memory import check_memory
+from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
 from pretrain._training.sampling import sample_text
 from pretrain._training.step_timer import StepTimer
@@ -88,6 +89,7 @@ def run(
     with (
         Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep) as checkpoints,
         RunLog(folder, log_metrics, partial(open_trackers, config, description)) as log,
+        Profiling(config.profile, log.folder.profiles) as profiling,
         ThreadPoolExecutor(1) as threads,
     ):
 
@@ -124,6 +126,7 @@ def run(
             record = {}
         record = timer.progress(start) | record  # checkpoints of version 0.7 lack the epoch and the tokens
         log.begin(start)
+        profiling.begin(start, max_steps)
         evaluate = start == 0 or is_due(start, train.eval_every, max_steps)
         if evaluate or is_due(start, train.checkpoint_every, max_steps) or is_due(start, train.log_every, max_steps):
             finish(state, record, save=False, evaluate=evaluate)
@@ -134,7 +137,9 @@ def run(
             with timer.waiting_for_data():
                 batch = first_batch.result() if step == start + 1 else next(batches, None)
             windows = put_batch(_checked(batch, step - 1), mesh)
+            profiling.before_step(step)
             state, metrics = train_step(state, windows, key)
+            profiling.after_step(step, metrics)
             if step == start + 1:
                 jax.block_until_ready(metrics)  # the time of a step excludes compilation
                 timer.restart(step)
