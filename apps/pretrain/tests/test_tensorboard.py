@@ -1,4 +1,4 @@
-"""What TensorBoard reads from a run's event files, by its own server where it is installed."""
+"""TensorBoard's view of a run: its event files, and the answers of its server."""
 
 import contextlib
 import dataclasses
@@ -243,7 +243,7 @@ def test_a_run_that_was_killed_twice_is_served_without_a_hole_or_a_double(killed
         configs = served(ask, "text", "train", "config/text_summary")
     assert train == [(record["step"], pytest.approx(record["loss"])) for record in records if "loss" in record]
     assert val == [(record["step"], pytest.approx(record["val_loss"])) for record in records if "val_loss" in record]
-    assert [step for step, _ in train] == [*range(2, 401, 2)] or len(train) > 200
+    assert [step for step, _ in train] == [*range(2, 401, 2)]
     assert [step for step, _ in val] == [*range(0, 401, 50)]
     assert [step for step, _ in texts] == [sample["step"] for sample in samples]
     assert [step for step, _ in configs] == [0]

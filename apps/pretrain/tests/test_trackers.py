@@ -1,14 +1,13 @@
 """Trackers get each step once, whatever kills the run. The tests of wandb and trackio use the real packages offline."""
 
 import dataclasses
+import importlib
 import json
-import os
 import signal
 import sqlite3
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -81,8 +80,7 @@ def run_with_two_kills(folder, tracker):
 
 def wandb_rows(path):
     """The rows of a file that `wandb sync` uploads: blocks of 32 KiB with parts of records."""
-    from wandb.proto import wandb_internal_pb2
-
+    proto = importlib.import_module("wandb.proto.wandb_internal_pb2")  # type checkers do not see its classes
     data, position, record, rows = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
         if (left := 32_768 - position % 32_768) < 7:
@@ -93,7 +91,7 @@ def wandb_rows(path):
         position += 7 + size
         record = part if kind in (1, 2) else record + part  # 1: all of a record; 2, 3, 4: its begin, middle, end
         if kind in (1, 4):
-            items = wandb_internal_pb2.Record.FromString(record).history.item
+            items = proto.Record.FromString(record).history.item
             rows += [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}]
     return [row for row in rows if row]
 
@@ -171,6 +169,4 @@ def test_a_run_without_trackers_writes_nothing(tmp_path):
     trackers = open_trackers(dataclasses.replace(CONFIG, trackers=()), DESCRIPTION, RunFolder(tmp_path), 0)
     trackers.write({"step": 0, "loss": 1.0})
     trackers.close()
-    assert os.listdir(tmp_path) == []
-
-
+    assert [*tmp_path.iterdir()] == []

@@ -53,7 +53,7 @@ def show_profile(run: str, *, console: Console, num_ops: int = 10) -> None:
     console.print(
         f"{len(trace.operations):,} operations on {trace.device}: {total_s * 1e3:,.3f} ms{idle}\n"
         f"trace: {path}\n"
-        f"all of it: tensorboard --logdir {folder.profiles}, with the package xprof",
+        f"timeline: tensorboard --logdir {folder.profiles}, with the package xprof",
         highlight=False,
         soft_wrap=True,
         markup=False,

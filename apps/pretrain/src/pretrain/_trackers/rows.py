@@ -39,7 +39,7 @@ class RowTracker(ABC):
         self._begin(sample.step)
         self._samples.append(sample)
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - it is not abstract: no service has more to do
         """Do nothing: a later start sends what a kill has lost."""
 
     def close(self) -> None:

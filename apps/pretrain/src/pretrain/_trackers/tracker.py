@@ -15,6 +15,8 @@ from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample
 from pretrain._run.metrics import Record
 from pretrain._trackers.content import settings
+from pretrain._trackers.trackio_tracker import TrackioTracker
+from pretrain._trackers.wandb_tracker import WandbTracker
 
 _LABELS: dict[TrackerName, str] = {"tensorboard": "TensorBoard's events", "wandb": "wandb", "trackio": "trackio"}
 _EXTRAS = ("wandb", "trackio")
@@ -126,18 +128,13 @@ def open_trackers(config: PretrainConfig, description: RunDescription, folder: R
 def _open(
     name: TrackerName, config: PretrainConfig, description: RunDescription, folder: RunFolder, start: int
 ) -> Tracker:
-    """Open a tracker. Its module is imported here: the driver has no use for it, and an extra may be missing."""
     if name == "tensorboard":
-        from pretrain._trackers.tensorboard import TensorBoard
+        from pretrain._trackers.tensorboard import TensorBoard  # takes half a second, which the driver does not need
 
         return TensorBoard(folder.tensorboard, start, settings(description), config.prompts)
     run_name = str(folder).partition("?")[0].rstrip("/").rpartition("/")[2]
     if name == "wandb":
-        from pretrain._trackers.wandb_tracker import WandbTracker
-
         return WandbTracker(folder.path, run_name, _run_id(folder), settings(description))
-    from pretrain._trackers.trackio_tracker import TrackioTracker
-
     return TrackioTracker(run_name, _run_id(folder), settings(description))
 
 

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import trackio
-
 from pretrain._run.history import Sample
 from pretrain._trackers.rows import RowTracker
 
@@ -22,7 +20,10 @@ class TrackioTracker(RowTracker):
     """
 
     def __init__(self, name: str, run_id: str, settings: dict[str, Any]) -> None:
+        import trackio  # an extra
+
         super().__init__()
+        self._trackio = trackio
         with contextlib.redirect_stdout(io.StringIO()):  # trackio has no option to print nothing
             self._run = trackio.init(
                 project=os.environ.get("TRACKIO_PROJECT", "pretrain"),
@@ -36,10 +37,10 @@ class TrackioTracker(RowTracker):
 
     def send(self, step: int, values: Mapping[str, float], samples: list[Sample]) -> None:
         """Send a row, with each sample as text."""
-        texts = {f"samples/{number}": trackio.Markdown(sample.text) for number, sample in enumerate(samples, 1)}
+        texts = {f"samples/{number}": self._trackio.Markdown(sample.text) for number, sample in enumerate(samples, 1)}
         self._run.log({**values, **texts}, step=step)
 
     def finish(self) -> None:
         """Wait until the rows are written, at most 30 s, and end the run of trackio."""
         with contextlib.redirect_stdout(io.StringIO()):
-            self._run.finish()
+            self._trackio.finish()  # `self._run.finish` alone would be repeated when the process ends

@@ -1,12 +1,11 @@
 """Weights & Biases. The environment variables of wandb, such as `WANDB_MODE` and `WANDB_PROJECT`, have their effect."""
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import wandb
 
 from pretrain._run.history import Sample
 from pretrain._trackers.rows import RowTracker
@@ -15,6 +14,8 @@ from pretrain._trackers.rows import RowTracker
 _FINISH_TIMEOUT_S = 60.0
 # A terminal without a stored key asks for one. Without an answer, the run continues without wandb.
 _LOGIN_TIMEOUT_S = 60.0
+
+_logger = logging.getLogger("pretrain")
 
 
 class WandbTracker(RowTracker):
@@ -31,7 +32,10 @@ class WandbTracker(RowTracker):
     """
 
     def __init__(self, folder: Path, name: str, run_id: str, settings: dict[str, Any]) -> None:
+        import wandb  # an extra
+
         super().__init__()
+        self._table = wandb.Table
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "pretrain"),
             id=run_id,
@@ -43,6 +47,8 @@ class WandbTracker(RowTracker):
                 silent=True, console="off", finish_timeout=_FINISH_TIMEOUT_S, login_timeout=_LOGIN_TIMEOUT_S
             ),
         )
+        if self._run.url:
+            _logger.info("wandb: %s", self._run.url)
         self.first_step = 0 if self._run.offline else self._run.starting_step
         if self._run.offline:
             current = Path(self._run.settings.sync_dir).resolve()
@@ -52,7 +58,7 @@ class WandbTracker(RowTracker):
 
     def send(self, step: int, values: Mapping[str, float], samples: list[Sample]) -> None:
         """Send a row, with the samples as a table."""
-        table = wandb.Table(columns=["prompt", "text"], data=[[sample.prompt, sample.text] for sample in samples])
+        table = self._table(columns=["prompt", "text"], data=[[sample.prompt, sample.text] for sample in samples])
         self._run.log({**values, **({"samples": table} if samples else {})}, step=step, commit=True)
 
     def finish(self) -> None:

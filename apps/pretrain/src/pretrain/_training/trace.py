@@ -115,9 +115,7 @@ def _summarize(
         )
         for key, group in groups.items()
     ]
-    return Trace(
-        device=device, operations=sorted(operations, key=lambda operation: -operation.total_s), idle=idle
-    )
+    return Trace(device=device, operations=sorted(operations, key=lambda operation: -operation.total_s), idle=idle)
 
 
 def _idle(calls: list[_Call]) -> float:
