@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain._run.history import Sample
-from pretrain._trackers.rows import RowTracker
+from pretrain._trackers.row_tracker import RowTracker
 
 
 class TrackioTracker(RowTracker):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain._run.history import Sample
-from pretrain._trackers.rows import RowTracker
+from pretrain._trackers.row_tracker import RowTracker
 
 # At the end, a run waits at most this long for the upload. `wandb sync` uploads the rest.
 _FINISH_TIMEOUT_S = 60.0
