@@ -81,19 +81,18 @@ def test_a_continued_run_without_event_files_gets_the_whole_curve(tmp_path):
 
 # A run's log from a step on. Once it is told that step 20 is saved, it goes on until it is killed.
 LOGGING = """
-import dataclasses, functools, sys, time
+import dataclasses, sys, time
 from pathlib import Path
 from pretrain import PRESETS
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.folder import RunFolder
-from pretrain._trackers.tracker import open_trackers
 from pretrain._training.run_log import RunLog
 
 folder, start, stop = RunFolder(Path(sys.argv[1])), *map(int, sys.argv[2:])
 config = dataclasses.replace(PRESETS["quickstart"](), trackers=("tensorboard",))
 description = describe(config, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
-with RunLog(folder, lambda record: None, functools.partial(open_trackers, config, description)) as log:
-    log.begin(start)
+with RunLog(folder, config, description, send=lambda record: None) as log:
+    log.begin(start, 0.0, "cpu", 1)
     for step in range(start, stop):
         if step == 20:
             log.push()  # then the checkpoint of step 20 is saved
