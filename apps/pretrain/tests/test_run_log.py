@@ -1,35 +1,99 @@
 import dataclasses
-import json
+import time
+
+import pytest
 
 from pretrain import PRESETS
-from pretrain._run.description import DataDescription, describe
+from pretrain._config import with_vocab_size
+from pretrain._run.description import DataDescription, RunDescription
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
+from pretrain._run.history import Sample, read_phases, seconds_by_phase
 from pretrain._training.run_log import RunLog
 
-CONFIG = dataclasses.replace(PRESETS["quickstart"](), trackers=())
-DESCRIPTION = describe(CONFIG, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
+CONFIG = dataclasses.replace(with_vocab_size(PRESETS["quickstart"](), 257), trackers=())
+DATA = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={})
+DESCRIPTION = RunDescription(config=CONFIG, data=DATA, hardware="cpu:1", versions={})
+
+
+def start_log(folder, send=lambda record: None, clock=time.time):
+    return RunLog(folder, CONFIG, DESCRIPTION, send=send, clock=clock)
+
+
+def begin(log, start, began_s=0.0):
+    log.begin(start, began_s, "cpu", 2)
 
 
 def test_the_log_starts_where_the_run_does(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 0}\n{"step": 10}\n{"step": 20}\n')
     sent = []
-    with RunLog(folder, CONFIG, DESCRIPTION, sent.append) as log:
-        log.begin(10, 0.0, "cpu", 1)
+    with start_log(folder, sent.append) as log:
+        begin(log, 10)
         log.write({"step": 10, "loss": 2.0})
-    assert [json.loads(line) for line in folder.metrics.read_text().splitlines()] == [
-        {"step": 0},
-        {"step": 10, "loss": 2.0},
-    ]
-    assert {"step": 10, "loss": 2.0} in sent
-    assert json.loads(folder.starts.read_text())["step"] == 10
+    assert read_lines(folder.metrics) == [{"step": 0}, {"step": 10, "loss": 2.0}]
+    assert [line for line in sent if "phase" not in line] == [{"step": 10, "loss": 2.0}]
+    (start,) = read_lines(folder.starts)
+    assert {name: start[name] for name in ("step", "workers", "devices", "device")} == {
+        "step": 10, "workers": 1, "devices": 2, "device": "cpu",
+    }  # fmt: skip
 
 
 def test_what_is_not_finite_is_left_out(tmp_path):
     folder, sent = RunFolder(tmp_path), []
-    with RunLog(folder, CONFIG, DESCRIPTION, sent.append) as log:
-        log.begin(0, 0.0, "cpu", 1)
+    with start_log(folder, sent.append) as log:
+        begin(log, 0)
         log.write({"step": 0, "val_loss": float("nan"), "learning_rate": 0.5})
     assert read_lines(folder.metrics) == [{"step": 0, "learning_rate": 0.5}]
     assert {"step": 0, "learning_rate": 0.5} in sent
+
+
+def test_a_sample_of_a_step_is_written_once(tmp_path):
+    folder = RunFolder(tmp_path)
+    for start in (0, 10):
+        with start_log(folder) as log:
+            begin(log, start)
+            for step in range(start, 30, 10):
+                log.write_sample(Sample(step=step, prompt="a", text=f"a{step}"))
+    assert [(sample["step"], sample["text"]) for sample in read_lines(folder.samples)] == [
+        (0, "a0"), (10, "a10"), (20, "a20"),
+    ]  # fmt: skip
+
+
+def phases(folder):
+    return [(phase.phase, phase.step, phase.time_s) for phase in read_phases(folder)]
+
+
+@pytest.fixture
+def interrupted_at_20(tmp_path):
+    """A run whose workers have logged up to second 20, at step 5, and then been killed."""
+    folder, now = RunFolder(tmp_path), iter((3.0, 4.0, 9.0))
+    log = start_log(folder, clock=lambda: next(now))
+    begin(log, 0, 1.0)
+    log.phase(0, "compiling")
+    log.phase(1, "training")
+    log.phase(2, "training")  # it goes on
+    log.write({"step": 5, "time_s": 20.0})
+    return folder
+
+
+BEFORE = [("starting", 0, 1.0), ("loading", 0, 3.0), ("compiling", 0, 4.0), ("training", 1, 9.0)]
+
+
+def test_workers_that_start_again_were_restarting_since_the_last_sign_of_life(interrupted_at_20):
+    with start_log(interrupted_at_20, clock=lambda: 30.0) as log:
+        begin(log, 5, 1.0)
+        log.phase(5, "finished")
+    assert phases(interrupted_at_20) == [
+        *BEFORE, ("restarting", 5, 20.0), ("loading", 5, 30.0), ("finished", 5, 30.0),
+    ]  # fmt: skip
+
+
+def test_a_run_is_stopped_from_a_kill_to_the_next_command(interrupted_at_20):
+    with start_log(interrupted_at_20, clock=lambda: 30.0) as log:
+        begin(log, 5, 25.0)
+    assert phases(interrupted_at_20) == [
+        *BEFORE, ("stopped", 1, 20.0), ("starting", 5, 25.0), ("loading", 5, 30.0), ("stopped", 5, 30.0),
+    ]  # fmt: skip
+    found = seconds_by_phase(read_phases(interrupted_at_20), 30.0)
+    assert found == {"starting": 7.0, "loading": 1.0, "compiling": 5.0, "training": 11.0}
