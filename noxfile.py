@@ -56,9 +56,9 @@ def sync(session: nox.Session, *options: str) -> None:
     )  # fmt: skip
 
 
-def sync_part(session: nox.Session, part: str) -> None:
+def sync_part(session: nox.Session, part: str, *options: str) -> None:
     """Install one package with only its own dependencies, or everything for the integration tests."""
-    sync(session, *(["--group", "test"] if part == INTEGRATION else ["--package", part]))
+    sync(session, *(["--group", "test"] if part == INTEGRATION else ["--package", part]), *options)
 
 
 def test_folder(part: str) -> str:
@@ -95,7 +95,7 @@ def faults(session: nox.Session) -> None:
     # session.create_tmp would set TMPDIR, and Ray's workers do not start with their sockets in that folder.
     reports = Path(tempfile.mkdtemp(prefix="faults-"))
     for part in PARTS:
-        sync_part(session, part)
+        sync_part(session, part, *(["--group", "trackers"] if part == "pretrain" else []))
         session.run(
             "pytest", test_folder(part), "-m", "fault",
             "-o", "junit_family=xunit1", f"--junitxml={reports / part}.xml", *session.posargs,
@@ -131,6 +131,13 @@ def gauges(session: nox.Session) -> None:
     """Test that Ray's metrics show what a training loop logs."""
     sync(session, "--package", "ray-jax-launch", "--group", "gauges")
     session.run("pytest", test_folder("ray-jax-launch"), "-m", "gauges", *session.posargs, env=TEST_ENV | ONE_PROCESS)
+
+
+@nox.session
+def trackers(session: nox.Session) -> None:
+    """Test wandb, trackio and the server of TensorBoard, without a network."""
+    sync_part(session, "pretrain", "--group", "trackers")
+    session.run("pytest", test_folder("pretrain"), "-m", "trackers", *session.posargs, env=TEST_ENV)
 
 
 @nox.session(python="3.11")
@@ -170,7 +177,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types, on Linux and on macOS."""
-    sync(session, "--group", "types", "--group", "test", "--all-packages")
+    sync(session, "--group", "types", "--group", "test", "--group", "trackers", "--all-packages")
     session.run("pyright", "--pythonplatform", "Linux")
     # Python's types name the functions that macOS lacks. Benchmarks run on Linux alone.
     session.run("pyright", "--pythonplatform", "Darwin", "packages", "apps", "tests", "noxfile.py")

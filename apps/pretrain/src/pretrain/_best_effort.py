@@ -1,4 +1,4 @@
-"""Work that cannot fail a run: pictures, samples, event files."""
+"""Work that cannot fail a run: pictures, samples, trackers, profiles."""
 
 import contextlib
 import logging
@@ -16,7 +16,7 @@ def best_effort(what: str) -> Iterator[None]:
     """
     try:
         yield
-    # The block calls matplotlib, tensorboardX, a tokenizer or a sampler, which may raise anything. Days of training
-    # must not be lost for a picture. No other place catches every exception.
+    # The block calls matplotlib, a tracker, the profiler, a tokenizer or a sampler, which may raise anything. Days of
+    # training must not be lost for a picture. No other place catches every exception.
     except Exception as error:
         _logger.warning("the run goes on without %s: %s: %s", what, type(error).__name__, error)

@@ -32,6 +32,7 @@ from pretrain._run.folder import RunFolder, lock_run
 from pretrain._run.history import read_history, summarize
 from pretrain._run.metrics import last_values
 from pretrain._run.result import RunResult, read_result, write_result
+from pretrain._trackers.tracker import check_trackers
 from pretrain._training.entry import train_worker
 from ray_jax_launch import (
     Hardware,
@@ -89,6 +90,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
     if hardware is not None:
         check_batch(config, hardware)
+    check_trackers(config)
     if config.data_mode == "stream":
         config = with_stream_order(config)
     name = config.name or f"{config.preset}-{label_of(parse_data(config.data))}"

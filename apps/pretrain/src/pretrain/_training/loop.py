@@ -34,6 +34,7 @@ from pretrain._run.description import RUN, RunDescription
 from pretrain._run.folder import RunFolder
 from pretrain._run.metrics import Record, rounded
 from pretrain._training.device_memory import check_memory
+from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
 from pretrain._training.sampling import Sampler
 from pretrain._training.step_meter import NOTHING_UNRECORDED, StepMeter
@@ -98,8 +99,9 @@ def run(
     is_first = jax.process_index() == 0
 
     with (
+        RunLog(folder, config, description, send=log_metrics) as log,
         Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep) as checkpoints,
-        RunLog(folder, description, send=log_metrics) as log,
+        Profiling(config.profile, log.folder.profiles) as profiling,
         ThreadPoolExecutor(1) as threads,
     ):
 
@@ -146,6 +148,7 @@ def run(
         meter = StepMeter(config, data.train, device, mesh.size)
         start = checkpoints.latest_step() or 0  # verified, and the same on every process
         log.begin(start, began_s, device.device_kind, mesh.size)
+        profiling.begin(start, max_steps)
         # Ray Data needs seconds for its first batch: it starts before the step is compiled.
         batches = _train_batches(config, data, start, reads_itself=reads_itself)
         first_batch = threads.submit(next, batches, None)
@@ -171,7 +174,9 @@ def run(
             with meter.waiting_for_data():
                 batch = first_batch.result() if step == start + 1 else next(batches, None)
             windows = put_batch(_checked(batch, step - 1), mesh)
+            profiling.before_step(step)
             state, metrics = train_step(state, windows, key)
+            profiling.after_step(step, metrics)
             # The metrics of a step are read after the next step has started: the device never waits.
             if is_pending:
                 log.write(meter.record(step - 1))

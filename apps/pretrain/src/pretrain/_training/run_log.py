@@ -1,4 +1,4 @@
-"""The log of a run, written by rank 0: metrics, phases, samples, starts of the workers, TensorBoard's events."""
+"""The log of a run, written by rank 0: metrics, phases, samples, starts of the workers, and trackers."""
 
 import dataclasses
 import time
@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-from pretrain._best_effort import best_effort
+from pretrain._config import PretrainConfig
 from pretrain._run.description import RunDescription
 from pretrain._run.files import append_line, read_lines, sync_file, sync_folder
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Phase, PhaseName, Sample, last_sign_of_life, read_phases
 from pretrain._run.metrics import Record, cut_lines, finite
-from pretrain._training.tensorboard import TensorBoard
+from pretrain._trackers.tracker import Trackers, open_trackers
 
 
 class RunLog:
@@ -22,6 +22,7 @@ class RunLog:
 
     Args:
         folder: the run's folder.
+        config: the configuration of this start.
         description: the run's description.
         send: called with each record, and with each phase as a dictionary.
         clock: returns Unix time in seconds.
@@ -30,15 +31,21 @@ class RunLog:
     def __init__(
         self,
         folder: RunFolder,
+        config: PretrainConfig,
         description: RunDescription,
         send: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._send, self._clock, self._description = send, clock, description
+        self._send, self._clock, self._config, self._description = send, clock, config, description
         self._writes = jax.process_index() == 0
         self._folder = folder.for_worker() if self._writes else folder
-        self._tensorboard: TensorBoard | None = None
+        self._trackers: Trackers | None = None
         self._last: Phase | None = None
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder that rank 0 writes, on this machine."""
+        return self._folder
 
     def __enter__(self) -> "RunLog":
         return self
@@ -49,7 +56,8 @@ class RunLog:
         if self._writes:
             if self._last is not None and self._last.phase != "finished":
                 self.phase(self._last.step, "stopped")
-            self._to_tensorboard(TensorBoard.close)
+            if self._trackers is not None:
+                self._trackers.close()
             try:
                 self._folder.push()
             finally:
@@ -82,8 +90,7 @@ class RunLog:
             self._folder.starts,
             {"step": start, "time_s": now, "workers": jax.process_count(), "devices": num_devices, "device": device},
         )
-        with best_effort("TensorBoard's events"):
-            self._tensorboard = TensorBoard(self._folder.tensorboard, start)
+        self._trackers = open_trackers(self._config, self._description, self._folder, start)
 
     def phase(self, step: int, name: PhaseName, time_s: float | None = None) -> None:
         """Begin a phase.
@@ -106,12 +113,15 @@ class RunLog:
         record = finite(record)
         append_line(self._folder.metrics, record)
         self._send(record)
-        self._to_tensorboard(lambda tensorboard: tensorboard.write(record))
+        if self._trackers is not None:
+            self._trackers.write(record)
 
     def write_sample(self, sample: Sample) -> None:
         """Write a sample."""
         if self._writes:
             append_line(self._folder.samples, dataclasses.asdict(sample))
+            if self._trackers is not None:
+                self._trackers.write_sample(sample)
 
     def push(self) -> None:
         """Make the log durable. Call this before a checkpoint is saved.
@@ -123,13 +133,6 @@ class RunLog:
         for path in (self._folder.metrics, self._folder.samples, self._folder.starts, self._folder.phases):
             sync_file(path)
         sync_folder(self._folder.path)
-        self._to_tensorboard(TensorBoard.flush)
+        if self._trackers is not None:
+            self._trackers.flush()
         self._folder.push()
-
-    def _to_tensorboard(self, action: Callable[[TensorBoard], None]) -> None:
-        """Call a method of the event file. If it fails, the run goes on without TensorBoard's events."""
-        tensorboard, self._tensorboard = self._tensorboard, None
-        if tensorboard is not None:
-            with best_effort("TensorBoard's events"):
-                action(tensorboard)
-                self._tensorboard = tensorboard

@@ -1,0 +1,1 @@
+"""Programs that show a run: TensorBoard, wandb, trackio."""

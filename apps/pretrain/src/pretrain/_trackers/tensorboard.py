@@ -1,0 +1,107 @@
+"""TensorBoard's event files, written without delay.
+
+tensorboardX's `SummaryWriter` passes events to a thread through a queue, and its `flush` does not wait for the queue: a
+kill loses the events in the queue. This module calls tensorboardX's `EventsWriter` directly.
+
+A chart of TensorBoard shows one tag, with a line for each folder of event files. The training and the validation
+therefore have a folder each, with the tag `loss` in both: TensorBoard's first page, Time Series, then shows the two on
+one chart. Its plugin for charts of several tags has another page, which opens only by hand.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+from tensorboardX.summary import scalar, text
+
+from pretrain._run.files import sync_file, sync_folder
+from pretrain._run.history import Sample
+from pretrain._run.metrics import Record
+from pretrain._trackers.content import flatten, tagged
+
+_proto: Any = event_pb2  # its import makes the classes; type checkers do not see them
+
+
+class TensorBoard:
+    """The event files of one start of a run.
+
+    Args:
+        folder: the folder of all event files of the run.
+        start: the first step that the run records. TensorBoard hides the later steps of earlier starts.
+        settings: the configuration.
+        prompts: the prompts of the samples.
+    """
+
+    def __init__(self, folder: Path, start: int, settings: dict[str, Any], prompts: Sequence[str]) -> None:
+        is_new = not (folder / "train").exists()
+        self.first_step = 0 if is_new else start
+        self._train, self._val = (_EventFile(folder / name, self.first_step) for name in ("train", "val"))
+        self._numbers = {prompt: number for number, prompt in enumerate(prompts, 1)}
+        if self.first_step == 0:
+            self._train.add(0, time.time(), text("config", _as_table(settings)))
+            self.flush()  # a later start does not write the configuration again
+
+    def write(self, record: Record) -> None:
+        """Record the values of a step."""
+        for tag, value in tagged(record).items():
+            name, _, group = tag.rpartition("/")
+            file, tag = (self._val, name) if group == "val" else (self._train, tag.removesuffix("/train"))
+            file.add(record["step"], record.get("time_s", time.time()), scalar(tag, value))
+
+    def write_sample(self, sample: Sample) -> None:
+        """Record a sample as text. Its tag has the number of its prompt."""
+        number = self._numbers.setdefault(sample.prompt, len(self._numbers) + 1)
+        # TensorBoard reads Markdown. An indented block shows the text as it is.
+        block = "".join(f"    {line}\n" for line in sample.text.splitlines())
+        self._val.add(sample.step, time.time(), text(f"samples/{number}", block))
+
+    def flush(self) -> None:
+        """Make the recorded events durable."""
+        for file in (self._train, self._val):
+            file.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._train, self._val):
+            file.close()
+
+
+class _EventFile:
+    """An event file. TensorBoard hides the events of the folder's earlier files from the step `first_step` on."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        before = {*folder.iterdir()}
+        # TensorBoard reads the files in the order of their names, which begin with the time in seconds.
+        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{time.time_ns()}")
+        (self._path,) = {*folder.iterdir()} - before
+        self._write(first_step, time.time(), session_log=_proto.SessionLog(status=_proto.SessionLog.START))
+
+    def add(self, step: int, time_s: float, summary: Any) -> None:
+        """Append an event."""
+        self._write(step, time_s, summary=summary)
+
+    def flush(self) -> None:
+        """Make the events durable."""
+        self._writer.flush()
+        sync_file(self._path)
+        sync_folder(self._folder)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _write(self, step: int, time_s: float, **what: Any) -> None:
+        self._writer.write_event(_proto.Event(wall_time=time_s, step=step, **what))
+
+
+def _as_table(settings: dict[str, Any]) -> str:
+    rows = "".join(
+        "| {} | {} |\n".format(name, json.dumps(value).replace("|", "\\|")) for name, value in flatten(settings).items()
+    )
+    return f"| option | value |\n|---|---|\n{rows}"

@@ -1,0 +1,197 @@
+"""A profile of real train steps, and the table of its operations."""
+
+import io
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+from rich.console import Console
+
+from nnx_gpt2 import GPT2Config, OptimizerConfig, create_optimizer, create_train_state, make_mesh, make_train_step
+from pretrain import PRESETS
+from pretrain._commands.profile import show_profile
+from pretrain._errors import UsageError
+from pretrain._run.description import DataDescription, describe, write_description
+from pretrain._run.folder import RunFolder
+from pretrain._training.profiling import Profiling
+from pretrain._training.trace import newest_trace, read_trace
+
+MODEL = GPT2Config(vocab_size=65, seq_len=32, num_layers=2, num_heads=2, embed_dim=64)
+
+
+@pytest.fixture(scope="module")
+def train():
+    """A function that runs steps under a profiler, and returns the steps that it has run."""
+    optimizer, mesh, key = create_optimizer(OptimizerConfig(), 100), make_mesh(), jax.random.key(0)
+    train_step = make_train_step(MODEL, optimizer, mesh)
+    windows = jax.device_put(np.zeros((4, MODEL.seq_len + 1), np.uint16))
+    state, metrics = train_step(create_train_state(MODEL, optimizer, key, mesh), windows, key)
+    jax.block_until_ready(metrics)
+
+    def run(profile, folder, *, start=0, max_steps=10, stop=10):
+        nonlocal state
+        with Profiling(profile, folder) as profiling:
+            profiling.begin(start, max_steps)
+            for step in range(start + 1, stop + 1):
+                profiling.before_step(step)
+                state, metrics = train_step(state, windows, key)
+                profiling.after_step(step, metrics)
+
+    return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    data = DataDescription(tokens="a", tokenizer="bytes", fingerprint={})
+    write_description(folder, describe(PRESETS["quickstart"](), data, "cpu:1"))
+    return folder
+
+
+def printed(folder, *, width=200, **options):
+    output = io.StringIO()
+    show_profile(str(folder.path), console=Console(file=output, width=width), **options)
+    return output.getvalue()
+
+
+def calls_of_products(path):
+    return {operation.calls for operation in read_trace(path).operations if operation.name.startswith("dot")}
+
+
+def test_matrix_products_are_among_the_costliest_operations(train, run):
+    train("3:6", run.profiles)
+    lines = printed(run).splitlines()
+    rows = [line.split(maxsplit=5) for line in lines if re.match(r" *\d+ ", line)][:10]
+    assert [row[0] for row in rows] == [str(rank) for rank in range(1, 11)]
+    shares = [float(row[1].removesuffix("%")) for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    products = [row for row in rows if "dot_general in " in row[-1]]
+    assert products
+    assert all(re.search(r" in [\w.]+, _\w+\.py:\d+$", row[-1].strip()) for row in products)
+    assert any(line.startswith(f"trace: {run.profiles}/plugins/profile/") for line in lines)
+
+
+def test_only_the_named_steps_are_profiled(train, tmp_path):
+    train("3:6", tmp_path)
+    path = newest_trace(tmp_path)
+    assert path is not None
+    assert path.relative_to(tmp_path).match("plugins/profile/*/*.xplane.pb")
+    steps = [
+        dict(event.stats)["step_num"]
+        for plane in ProfileData.from_file(str(path)).planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    ]
+    assert steps == [3, 4, 5]
+    assert calls_of_products(path) == {3}
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [({"stop": 4}, 2), ({"max_steps": 4, "stop": 4}, 2), ({"start": 4}, 1)],
+    ids=["stopped", "shorter run", "continued run"],
+)
+def test_the_part_of_the_steps_that_runs_is_profiled(options, calls, train, tmp_path, caplog):
+    train("3:6", tmp_path, **options)
+    path = newest_trace(tmp_path)
+    assert path is not None
+    assert calls_of_products(path) == {calls}
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("start", "max_steps"), [(0, 2), (5, 10)], ids=["after the end", "before the start"])
+def test_steps_that_do_not_run_are_a_warning(start, max_steps, train, tmp_path, caplog):
+    train("3:6", tmp_path, start=start, max_steps=max_steps, stop=max_steps)
+    assert caplog.messages == [f"nothing is profiled: --profile 3:6 must name steps from {start + 1} to {max_steps}"]
+    assert newest_trace(tmp_path) is None
+
+
+def test_a_run_that_continues_after_its_profile_has_no_warning(train, tmp_path, caplog):
+    train("1:2", tmp_path, stop=2)
+    train("1:2", tmp_path, start=2)
+    assert caplog.messages == []
+    assert len([*tmp_path.glob("plugins/profile/*")]) == 1
+
+
+@pytest.mark.fault
+def test_a_profile_that_cannot_be_written_does_not_stop_the_run(train, tmp_path, caplog, record_property):
+    record_property("fault", "the folder of the profile is a file")
+    record_property("lost", "the profile")
+    (tmp_path / "plugins").write_text("a file in its place")
+    train("1:3", tmp_path)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("the run goes on without the profile: ")
+
+
+def test_without_a_profile_nothing_is_written(train, tmp_path):
+    train(None, tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+# Parts of a trace of a GPU with two streams, one of a TPU, and a line that repeats the operations.
+GPU = """
+name: "/device:GPU:0"
+event_metadata { key: 1 value { id: 1 name: "gemm_kernel" } }
+event_metadata { key: 2 value { id: 2 name: "MemcpyD2D" } }
+stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+stat_metadata { key: 2 value { id: 2 name: "hlo_module" } }
+lines { id: 1 name: "Stream #13(Compute)"
+  events { metadata_id: 1 offset_ps: 0 duration_ps: 3000000
+           stats { metadata_id: 1 str_value: "dot.1" } stats { metadata_id: 2 str_value: "jit_step" } }
+  events { metadata_id: 1 offset_ps: 8000000 duration_ps: 2000000
+           stats { metadata_id: 1 str_value: "dot.1" } stats { metadata_id: 2 str_value: "jit_step" } } }
+lines { id: 2 name: "Stream #14(MemcpyD2D)" events { metadata_id: 2 offset_ps: 2000000 duration_ps: 2000000 } }
+lines { id: 3 name: "Steps" events { metadata_id: 1 offset_ps: 0 duration_ps: 10000000 } }
+"""
+TPU = """
+name: "/device:TPU:0"
+event_metadata { key: 1 value { id: 1 name: "%while.1 = (s32[]) while(...)" } }
+event_metadata { key: 2 value { id: 2 name: "%fusion.3 = f32[8] fusion(...)" } }
+lines { id: 1 name: "XLA Modules" events { metadata_id: 1 offset_ps: 0 duration_ps: 8000000 } }
+lines { id: 2 name: "XLA Ops"
+  events { metadata_id: 1 offset_ps: 0 duration_ps: 8000000 }
+  events { metadata_id: 2 offset_ps: 0 duration_ps: 4000000 } }
+"""
+
+
+@pytest.mark.parametrize(
+    ("plane", "operations", "idle"),
+    [
+        (GPU, [("dot.1", 5e-6, 2), ("MemcpyD2D", 2e-6, 1)], 0.4),
+        (TPU, [("fusion.3", 4e-6, 1)], 0.0),
+    ],
+    ids=["GPU", "TPU"],
+)
+def test_the_operations_of_a_device_are_those_of_its_kernels(plane, operations, idle, tmp_path):
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(f"planes {{ {plane} }}"))
+    trace = read_trace(path)
+    assert trace.device == re.findall('name: "(/device:.*)"', plane)[0]
+    assert [(found.name, pytest.approx(found.total_s), found.calls) for found in trace.operations] == operations
+    assert trace.idle == pytest.approx(idle)
+
+
+def test_a_run_without_a_profile_is_rejected(run):
+    with pytest.raises(UsageError, match=r"must have a profile, got none\. Train with --profile 100:105\.$"):
+        printed(run)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage"])
+def test_a_damaged_profile_is_rejected(content, run):
+    path = run.profiles / "plugins" / "profile" / "2026_01_01_00_00_00" / "host.xplane.pb"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"must (be a trace as JAX writes it|contain operations), got .*\."):
+        printed(run)
+
+
+def test_the_table_fits_a_narrow_terminal(train, run):
+    train("1:2", run.profiles)
+    lines = printed(run, width=60, num_ops=2).splitlines()
+    table = lines[: next(number for number, line in enumerate(lines) if " operations on CPU: " in line)]
+    assert max(map(len, table)) <= 60
+    assert [line.split()[0] for line in table if re.match(r" *\d+ +\d", line)] == ["1", "2"]

@@ -1,0 +1,251 @@
+"""TensorBoard's view of a run: its event files, and the answers of its server."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from pretrain import PRESETS
+from pretrain._run.description import DataDescription, describe
+from pretrain._run.files import append_line, read_lines
+from pretrain._run.folder import RunFolder
+from pretrain._run.history import Sample
+from pretrain._trackers.tracker import open_trackers
+
+events: Any = event_pb2  # its import makes the classes; type checkers do not see them
+CONFIG = dataclasses.replace(PRESETS["quickstart"](), trackers=("tensorboard",), prompts=("a|b\n",))
+DESCRIPTION = describe(CONFIG, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
+COMMAND = [sys.executable, str(Path(__file__).parents[1])]
+
+
+def opened(folder, start):
+    return open_trackers(CONFIG, DESCRIPTION, folder, start)
+
+
+def shown(folder, run):
+    """By step, what TensorBoard shows: of the files in order, less what a later start hides."""
+    found: dict[int, dict[str, float]] = {}
+    for path in sorted((folder.tensorboard / run).iterdir()):
+        data, position = path.read_bytes(), 0
+        while position + 12 <= len(data):
+            (size,) = struct.unpack_from("<Q", data, position)
+            if position + 16 + size > len(data):
+                break  # cut off by a kill
+            event = events.Event.FromString(data[position + 12 : position + 12 + size])
+            position += 16 + size
+            if event.session_log.status == events.SessionLog.START:
+                found = {step: values for step, values in found.items() if step < event.step}
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name != "text":
+                    assert value.tag not in found.setdefault(event.step, {})
+                    found[event.step][value.tag] = value.simple_value
+    return found
+
+
+def test_a_later_start_hides_what_it_records_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    for start, loss in ((0, 3.0), (2, 2.0)):
+        trackers = opened(folder, start)
+        for step in range(start, 4):
+            trackers.write({"step": step, "loss": loss, "val_loss": loss + 1})
+        trackers.close()
+    assert shown(folder, "train") == {0: {"loss": 3.0}, 1: {"loss": 3.0}, 2: {"loss": 2.0}, 3: {"loss": 2.0}}
+    assert shown(folder, "val") == {0: {"loss": 4.0}, 1: {"loss": 4.0}, 2: {"loss": 3.0}, 3: {"loss": 3.0}}
+
+
+def test_a_continued_run_without_event_files_gets_the_whole_curve(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step in range(3):
+        append_line(folder.metrics, {"step": step, "loss": float(step), "grad_norm": 1.0})
+    trackers = opened(folder, 3)
+    trackers.write({"step": 3, "loss": 3.0, "grad_norm_max": 2.0})
+    trackers.close()
+    assert shown(folder, "train") == {
+        **{step: {"loss": float(step), "optimizer/grad_norm": 1.0} for step in range(3)},
+        3: {"loss": 3.0, "optimizer/grad_norm_max": 2.0},
+    }
+
+
+# A run's log from a step on. Once it is told that step 20 is saved, it goes on until it is killed.
+LOGGING = """
+import dataclasses, sys, time
+from pathlib import Path
+from pretrain import PRESETS
+from pretrain._run.description import DataDescription, describe
+from pretrain._run.folder import RunFolder
+from pretrain._training.run_log import RunLog
+
+folder, start, stop = RunFolder(Path(sys.argv[1])), *map(int, sys.argv[2:])
+config = dataclasses.replace(PRESETS["quickstart"](), trackers=("tensorboard",))
+description = describe(config, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
+with RunLog(folder, config, description, send=lambda record: None) as log:
+    log.begin(start, 0.0, "cpu", 1)
+    for step in range(start, stop):
+        if step == 20:
+            log.push()  # then the checkpoint of step 20 is saved
+            print("saved", flush=True)
+        log.write({"step": step, "loss": float(step)})
+    while start == 0:
+        time.sleep(1)
+"""
+
+
+@pytest.mark.fault
+def test_a_kill_after_a_save_loses_no_metric_before_it(tmp_path, record_property):
+    record_property("fault", "SIGKILL between a save and the next flush of TensorBoard's events")
+    record_property("lost", "steps since the last checkpoint")
+    folder = RunFolder(tmp_path)
+    for start, stop in ((0, 30), (20, 40)):
+        command = [sys.executable, "-c", LOGGING, str(tmp_path), str(start), str(stop)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"saved\n"
+            if start == 0:
+                process.send_signal(signal.SIGKILL)
+        assert process.returncode == (-signal.SIGKILL if start == 0 else 0)
+        # Whatever of the steps after the save is there: all those before it are.
+        assert {step: {"loss": float(step)} for step in range(20)}.items() <= shown(folder, "train").items()
+    assert [*shown(folder, "train")] == [*range(40)]
+    assert [record["step"] for record in read_lines(folder.metrics)] == [*range(40)]
+
+
+@pytest.mark.fault
+def test_event_files_that_cannot_be_written_do_not_stop_the_run(tmp_path, caplog, record_property):
+    record_property("fault", "TensorBoard's folder cannot be made")
+    record_property("lost", "TensorBoard's curves")
+    folder = RunFolder(tmp_path)
+    folder.tensorboard.write_text("a file in its place")
+    trackers = opened(folder, 0)
+    trackers.write({"step": 0, "val_loss": 5.0})
+    trackers.close()
+    (warning,) = caplog.messages
+    assert re.match(r"the run goes on without TensorBoard's events: (FileExists|NotADirectory)Error: ", warning)
+
+
+@contextlib.contextmanager
+def server(folder: Path, *, load_fast: str) -> Iterator[Callable[..., Any]]:
+    """Start TensorBoard on a folder, and wait until it has read the event files. Yield a function that asks it.
+
+    Args:
+        folder: the folder of the event files.
+        load_fast: `true` for TensorBoard's data server, its default, `false` for its reader in Python.
+    """
+    command = [
+        sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1", "--port", "0",
+        "--load_fast", load_fast, "--reload_interval", "1",
+    ]  # fmt: skip
+    log = folder.parent / f"tensorboard-{load_fast}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        deadline, url = time.monotonic() + 60, None
+        while url is None:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            url = re.search(r"http://127.0.0.1:\d+/", log.read_text())
+            time.sleep(0.1)
+
+        def ask(path: str, **arguments: str) -> Any:
+            query = urllib.parse.urlencode(arguments)
+            with urllib.request.urlopen(f"{url.group()}data/plugin/{path}?{query}", timeout=30) as answer:
+                return json.load(answer)
+
+        before, now = None, {}
+        while not now or now != before:  # the folders are read one after the other
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(2)
+            before, now = now, ask("scalars/tags") | {"text": ask("text/tags")}
+        yield ask
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def served(ask, kind, run, tag):
+    """Step and value of each scalar, or step and HTML of each text."""
+    points = ask(f"{kind}/{kind}", run=run, tag=tag)
+    return [(point["step"], point["text"]) if kind == "text" else (point[1], point[2]) for point in points]
+
+
+@pytest.mark.trackers
+@pytest.mark.parametrize("load_fast", ["true", "false"])
+def test_the_training_and_the_validation_loss_are_on_one_chart(load_fast, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    trackers = opened(folder, 0)
+    for step in (0, 10, 20):
+        trackers.write({"step": step, "time_s": 1e9 + step, "loss": 3.0, "val_loss": 4.0, "mfu": 0.5})
+        trackers.write_sample(Sample(step=step, prompt="a|b\n", text=f"a|b\n<b>{step}</b> *x*"))
+    trackers.close()
+    with server(folder.tensorboard, load_fast=load_fast) as ask:
+        charts = ask("timeseries/tags")["scalars"]["runTagInfo"]  # Time Series has a chart for each tag
+        assert charts == {"train": ["loss", "speed/mfu"], "val": ["loss"]}
+        assert ask("scalars/scalars", run="train", tag="loss") == [[1e9 + step, step, 3.0] for step in (0, 10, 20)]
+        samples = served(ask, "text", "val", "samples/1/text_summary")
+        ((step, config),) = served(ask, "text", "train", "config/text_summary")
+    assert [step for step, _ in samples] == [0, 10, 20]
+    assert "<pre><code>a|b\n&lt;b&gt;20&lt;/b&gt; *x*\n</code></pre>" in samples[-1][1]
+    assert step == 0
+    assert re.search(r"<td>model\.num_layers</td>\s*<td>\d+</td>", config)
+    assert re.search(r'<td>prompts</td>\s*<td>\["a|b\\n"\]</td>', config)
+
+
+@pytest.fixture(scope="module")
+def killed_twice(tmp_path_factory):
+    """The folder of a real run that was killed twice and then finished."""
+    storage = tmp_path_factory.mktemp("runs")
+    folder = RunFolder(storage / "run")
+    corpus = storage / "corpus.txt"
+    corpus.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(5_000)))
+    command = [
+        *COMMAND, "--preset=baby", f"--data={corpus}", "--hardware=local", f"--storage-path={storage}", "--name=run",
+        "--tokenizer=bytes", "--model.num-layers=1", "--model.num-heads=1", "--model.embed-dim=16",
+        "--model.seq-len=16", "--train.global-batch-size=4", "--train.max-steps=400", "--train.log-every=2",
+        "--train.eval-every=50", "--train.eval-tokens=256", "--train.checkpoint-every=30",
+        "--train.sample-tokens=8",
+    ]  # fmt: skip
+    caches = {"XDG_CACHE_HOME": str(storage / "cache"), "JAX_COMPILATION_CACHE_DIR": str(storage / "compiled")}
+    for last_step in (100, 250, None):
+        with (storage / "log").open("wb") as log:
+            process = subprocess.Popen(command, env=os.environ | caches, stdout=log, stderr=subprocess.STDOUT)
+        while last_step is not None and process.poll() is None:
+            if any(record["step"] >= last_step for record in read_lines(folder.metrics)):
+                process.kill()
+                break
+            time.sleep(0.02)
+        code = process.wait(120)
+        assert code == (0 if last_step is None else -signal.SIGKILL), (storage / "log").read_text()
+    assert len(read_lines(folder.starts)) == 3
+    return folder
+
+
+@pytest.mark.trackers
+@pytest.mark.fault
+@pytest.mark.parametrize("load_fast", ["true", "false"])
+def test_a_run_that_was_killed_twice_is_served_without_a_hole_or_a_double(killed_twice, load_fast, record_property):
+    record_property("fault", "SIGKILL of a run, twice")
+    record_property("lost", "nothing that TensorBoard serves")
+    records, samples = read_lines(killed_twice.metrics), read_lines(killed_twice.samples)
+    with server(killed_twice.tensorboard, load_fast=load_fast) as ask:
+        train, val = (served(ask, "scalars", run, "loss") for run in ("train", "val"))
+        texts = served(ask, "text", "val", "samples/1/text_summary")
+        configs = served(ask, "text", "train", "config/text_summary")
+    assert train == [(record["step"], pytest.approx(record["loss"])) for record in records if "loss" in record]
+    assert val == [(record["step"], pytest.approx(record["val_loss"])) for record in records if "val_loss" in record]
+    assert [step for step, _ in train] == [*range(2, 401, 2)]
+    assert [step for step, _ in val] == [*range(0, 401, 50)]
+    assert [step for step, _ in texts] == [sample["step"] for sample in samples] == [*range(0, 401, 50)]
+    assert [step for step, _ in configs] == [0]

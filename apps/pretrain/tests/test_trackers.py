@@ -1,0 +1,172 @@
+"""Trackers get each step once, whatever kills the run. The tests of wandb and trackio use the real packages offline."""
+
+import dataclasses
+import importlib
+import json
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from pretrain import PRESETS
+from pretrain._errors import UsageError
+from pretrain._run.description import DataDescription, describe
+from pretrain._run.folder import RunFolder
+from pretrain._trackers.tracker import check_trackers, open_trackers
+
+CONFIG = PRESETS["quickstart"]()
+DESCRIPTION = describe(CONFIG, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
+
+# A start of a run: it writes the steps from its first one, and a sample at each tenth step, and may then be killed. The
+# wait gives trackio's thread time to write some of the rows.
+START = """
+import dataclasses, os, signal, sys, time
+from pathlib import Path
+from pretrain import PRESETS
+from pretrain._run.description import DataDescription, describe
+from pretrain._run.files import append_line
+from pretrain._run.folder import RunFolder
+from pretrain._run.history import Sample
+from pretrain._run.metrics import cut_lines
+from pretrain._trackers.tracker import open_trackers
+
+folder, tracker, start, stop, killed = RunFolder(Path(sys.argv[1])), sys.argv[2], *map(int, sys.argv[3:])
+config = dataclasses.replace(PRESETS["quickstart"](), trackers=(tracker,))
+description = describe(config, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
+for path in (folder.metrics, folder.samples):
+    cut_lines(path, start - 1)
+trackers = open_trackers(config, description, folder, start)
+for step in range(start, stop):
+    if step % 10 == 0:
+        sample = Sample(step=step, prompt="a", text=f"a {step}")
+        append_line(folder.samples, dataclasses.asdict(sample))
+        trackers.write_sample(sample)
+    if step % 10 == 5:
+        trackers.flush()
+        time.sleep(1.5)
+    record = {"step": step, "time_s": 1e9 + step, "loss": step / 2}
+    append_line(folder.metrics, record)
+    trackers.write(record)
+if killed:
+    os.kill(os.getpid(), signal.SIGKILL)
+trackers.close()
+"""
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """No account, no network, and no file outside of the test's folder."""
+    for name, value in {
+        "HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "WANDB_MODE": "offline",
+        "WANDB_ERROR_REPORTING": "false",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+def run_with_two_kills(folder, tracker):
+    """Run 40 steps. Kills after steps 26 and 33 lose the steps from 20 and from 30 on."""
+    for start, stop, killed in ((0, 27, 1), (20, 34, 1), (30, 40, 0)):
+        args = [str(folder), tracker, str(start), str(stop), str(killed)]
+        done = subprocess.run([sys.executable, "-c", START, *args], capture_output=True, text=True, check=False)
+        assert done.returncode == (-signal.SIGKILL if killed else 0), done.stderr
+        assert "the run goes on without" not in done.stderr
+
+
+def wandb_rows(path):
+    """The rows of a file that `wandb sync` uploads: blocks of 32 KiB with parts of records."""
+    proto = importlib.import_module("wandb.proto.wandb_internal_pb2")  # type checkers do not see its classes
+    data, position, record, rows = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        if (left := 32_768 - position % 32_768) < 7:
+            position += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, position)
+        part = data[position + 7 : position + 7 + size]
+        position += 7 + size
+        record = part if kind in (1, 2) else record + part  # 1: all of a record; 2, 3, 4: its begin, middle, end
+        if kind in (1, 4):
+            items = proto.Record.FromString(record).history.item
+            rows += [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}]
+    return [row for row in rows if row]
+
+
+@pytest.mark.trackers
+@pytest.mark.fault
+def test_wandb_has_each_step_once_after_two_kills(tmp_path, offline, record_property):
+    record_property("fault", "SIGKILL of a run with wandb offline, twice")
+    record_property("lost", "nothing: the curve is written again")
+    run_with_two_kills(tmp_path, "wandb")
+    run_id = (tmp_path / "tracker_id").read_text()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    rows = wandb_rows(file)
+    assert file.name == f"run-{run_id}.wandb"
+    assert [(row["_step"], row["loss/train"]) for row in rows] == [(step, step / 2) for step in range(40)]
+    tables = [json.loads((file.parent / "files" / row["samples.path"]).read_text()) for row in rows[::10]]
+    assert [table["data"] for table in tables] == [[["a", f"a {step}"]] for step in range(0, 40, 10)]
+
+
+@pytest.mark.trackers
+@pytest.mark.fault
+def test_trackio_has_each_step_once_after_two_kills(tmp_path, offline, record_property):
+    record_property("fault", "SIGKILL of a run with trackio, twice")
+    record_property("lost", "nothing: the next start writes what is missing")
+    run_with_two_kills(tmp_path, "trackio")
+    with sqlite3.connect(tmp_path / "trackio" / "pretrain.db") as database:
+        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+        ((config,),) = database.execute("SELECT config FROM configs").fetchall()
+    database.close()
+    assert {name for name, _, _ in rows} == {f"{tmp_path.name}-{(tmp_path / 'tracker_id').read_text()}"}
+    metrics = [(step, json.loads(values)) for _, step, values in rows]
+    assert [(step, values["loss/train"]) for step, values in metrics] == [(step, step / 2) for step in range(40)]
+    samples = {step: values["samples/1"]["_value"] for step, values in metrics if "samples/1" in values}
+    assert samples == {step: f"a {step}" for step in range(0, 40, 10)}
+    assert json.loads(config)["optimizer"]["learning_rate"] == CONFIG.optimizer.learning_rate
+
+
+@pytest.mark.trackers
+def test_wandb_without_an_account_does_not_stop_the_run(tmp_path, offline, monkeypatch, caplog):
+    monkeypatch.delenv("WANDB_MODE")
+    config = dataclasses.replace(CONFIG, trackers=("wandb",))
+    trackers = open_trackers(config, DESCRIPTION, RunFolder(tmp_path), 0)
+    trackers.write({"step": 0, "loss": 1.0})
+    trackers.close()
+    (warning,) = caplog.messages
+    assert warning.startswith("the run goes on without wandb: UsageError: No API key configured.")
+
+
+@pytest.mark.trackers
+def test_the_check_does_not_import_the_packages(tmp_path):
+    code = (
+        "import dataclasses, sys; from pretrain import PRESETS; from pretrain._trackers.tracker import check_trackers\n"
+        "check_trackers(dataclasses.replace(PRESETS['quickstart'](), trackers=('tensorboard', 'wandb', 'trackio')))\n"
+        "assert not {'wandb', 'trackio', 'tensorboardX'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize("has_folder", [False, True], ids=["nothing", "a folder of that name"])
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_without_its_package_is_rejected(name, has_folder, tmp_path, monkeypatch):
+    if has_folder:
+        (tmp_path / name).mkdir()
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    message = (
+        f"trackers must have their packages, got {name}, which is not installed. Install it with `--extra {name}`."
+    )
+    with pytest.raises(UsageError) as caught:
+        check_trackers(dataclasses.replace(CONFIG, trackers=("tensorboard", name)))
+    assert str(caught.value) == message
+
+
+def test_a_run_without_trackers_writes_nothing(tmp_path):
+    trackers = open_trackers(dataclasses.replace(CONFIG, trackers=()), DESCRIPTION, RunFolder(tmp_path), 0)
+    trackers.write({"step": 0, "loss": 1.0})
+    trackers.close()
+    assert [*tmp_path.iterdir()] == []
