@@ -64,7 +64,7 @@ def test_records_are_lines_whose_numbers_stand_below_each_other():
         "starting the workers",
         "compiling",
         "step    0/1500  epoch 0.00               val loss 5.5521",
-        "step   25/1500  epoch 0.03  loss 3.4321                   18,432 tokens/s  MFU 31.2%  left 2:27",
+        "step   25/1500  epoch 0.03  loss 3.4321                    18,432 tokens/s  MFU 31.2%  left 2:27",
         "about 2:27 for the other 1,475 steps, 100 ms each",
         "step  250/1500  epoch 0.25  loss 1.9321  val loss 1.8992   18,432 tokens/s  MFU 31.2%  left 2:05",
     ]

@@ -42,6 +42,8 @@ class Display:
         self._live = Live(Group(), console=console, auto_refresh=False, transient=True)
         # Guards the view. No line is printed under this lock, because the console has locks of its own.
         self._lock = threading.Lock()
+        # rich computes the height of the live view, and then writes: two threads must not do that at once.
+        self._writing = threading.RLock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._refresh_until_stop, name="display", daemon=True)
         self._announced: tuple[str, float | None] | None = None
@@ -89,8 +91,9 @@ class Display:
 
     def print(self, *lines: str) -> None:
         """Print lines above the live view."""
+        wraps = self._console.is_terminal  # between words; elsewhere a line stays whole
         for line in lines:
-            self._write(lambda line=line: self._console.print(line, markup=False, highlight=False, soft_wrap=True))
+            self._write(lambda line=line: self._console.print(line, markup=False, highlight=False, soft_wrap=not wraps))
 
     def refresh(self) -> None:
         """Draw the live view again. Without a terminal, print the phase if it is new and takes long."""
@@ -145,7 +148,8 @@ class Display:
         if self._console.quiet:
             return
         try:
-            action()
+            with self._writing:
+                action()
         except OSError as error:
             _logger.warning("standard output cannot be written (%s); the run goes on without it", error.strerror)
             self._console.quiet = True
