@@ -131,7 +131,10 @@ def test_a_stream_shows_how_much_text_is_tokenized():
         tokenizing(Progress(stage="tokenizing", num_documents=1, num_tokens=10, num_bytes=10, fraction=0.45))
         display.add(record(25, 1, loss=2.0))
 
-    assert printed(feed, tokenizing=tokenizing)[-1] == "step   25/1500  epoch 0.03  loss 2.0000" + " " * 19 + "45% tokenized"
+    assert (
+        printed(feed, tokenizing=tokenizing)[-1]
+        == "step   25/1500  epoch 0.03  loss 2.0000" + " " * 19 + "45% tokenized"
+    )
 
 
 def full():

@@ -25,6 +25,21 @@ from ray_jax_launch import as_storage_path, join_path, latest_step, open_uri
 PART = "*"
 """The mark of a validation loss that is not of all validation tokens."""
 
+_COLUMNS = {
+    "run": "name",
+    "state": "state",
+    "step": "step",
+    "loss": "loss",
+    "val": "val_loss",
+    "tokens": "tokens",
+    "device": "device",
+    "time": "time",
+    "age": "age",
+}
+# The least width of columns whose texts may be wrapped.
+_WRAPPED = {"run": 16, "state": 8, "device": 8}
+_LEAST_IMPORTANT = ("device", "tokens", "time", "loss", "age", "val")
+_GAP = 1
 _NUM_THREADS = 8  # requests to object storage take long, and wait for each other otherwise
 
 
@@ -75,9 +90,9 @@ def show_runs(storage_path: str, *, console: Console, clock: Callable[[], float]
             f"the storage path must hold the folder of a run, got {storage_path} without any. Give the folder or URI "
             "of --storage-path, or train a run."
         )
-    print_table(console, _table(sorted(rows, key=lambda row: row.seen_s)))
+    print_table(console, _table(sorted(rows, key=lambda row: row.seen_s), console))
     if any(row.val_loss.endswith(PART) for row in rows):
-        print_line(console, f"{PART} on train.eval_tokens of the validation tokens, not on all")
+        print_line(console, f"{PART} validation loss on a part of the validation tokens (train.eval_tokens)")
     for row in rows:
         if row.problem:
             print_line(console, f"{row.name}: {row.problem}")
@@ -116,7 +131,7 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
         step=f"{last.get('step', 0)}/{history.description.config.train.max_steps}",
         loss=loss(last["loss"]) if "loss" in last else "",
         val_loss="" if val_loss is None else loss(val_loss) + ("" if is_full else PART),
-        tokens=count(last["tokens"]) if "tokens" in last else "",
+        tokens=count(last["tokens"], exact_below=1e3) if "tokens" in last else "",
         device=f"{num_devices} x {device}" if num_devices > 1 else device,
         time=duration(seconds) if seconds else "",
         age=age(now_s - seen_s),
@@ -142,16 +157,20 @@ def _state(history: RunHistory, silent_s: float) -> str:
     return "training" if silent_s < SILENT_AFTER_S else "no sign of life"
 
 
-def _table(rows: list[_Row]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("run", overflow="fold", min_width=8)
-    table.add_column("state", min_width=8)
-    for name in ("step", "loss", "val loss", "tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("device", overflow="fold", min_width=5)
-    for name in ("time", "age"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _table(rows: list[_Row], console: Console) -> Table:
+    """Return the table. On a terminal that is too narrow, texts wrap and the least important columns are left out."""
+    full = {name: max(len(name), *(len(getattr(row, field)) for row in rows)) for name, field in _COLUMNS.items()}
+    least = {name: min(width, _WRAPPED.get(name, width)) for name, width in full.items()}
+    spare = console.width + _GAP - sum(width + _GAP for width in least.values())
+    for name in _LEAST_IMPORTANT if console.is_terminal else ():
+        if spare < 0:
+            spare += least.pop(name) + _GAP
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
+    for name, width in least.items():
+        wanted = full[name] - width
+        extra = max(0, min(wanted, spare)) if console.is_terminal else wanted
+        spare -= extra
+        table.add_column(name, width=width + extra, overflow="fold", justify="left" if name in _WRAPPED else "right")
     for row in rows:
-        cells = (row.name, row.state, row.step, row.loss, row.val_loss, row.tokens, row.device, row.time, row.age)
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(getattr(row, _COLUMNS[name])) for name in least))
     return table

@@ -54,14 +54,16 @@ def watch(
     with _reading(run) as (folder, has_changed):
         history = read_history(folder)
         view = RunView.of(history, is_local=history.description.hardware == "local", clock=clock)
+        is_stale = False
         with Display(view, console) as display:
             display.print(f"watching {folder}, started on {history.description.hardware}")
             display.show_newest()
             while not _is_over(history, clock()):
                 sleep(max(interval_s, _MIN_URI_INTERVAL_S) if folder.uri else interval_s)
                 try:
-                    if has_changed():
-                        history, before = read_history(folder), history
+                    is_stale |= has_changed()
+                    if is_stale:
+                        history, before, is_stale = read_history(folder), history, False
                         for news in _news(before, history):
                             display.add(news)
                 except (LaunchError, OSError) as error:  # the network may fail for a while

@@ -31,7 +31,7 @@ def show_result(history: RunHistory, result: RunResult, console: Console, *, sam
     print_facts(console, _numbers(history, result))
     if lines := sample_lines(history.samples, console.width if console.is_terminal else None):
         prompt = _visible(next(found.prompt for found in history.samples))
-        print_line(console, f"\nsamples of the prompt {prompt}")
+        print_line(console, f'\nsamples of the prompt "{prompt}"')
         for line in lines:
             print_line(console, line)
     elif sample:

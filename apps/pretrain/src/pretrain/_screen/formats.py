@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 _LEVELS = "▁▂▃▄▅▆▇█"
-_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
-_MAX_EXACT = 1_000_000
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def duration(seconds: float) -> str:
@@ -42,14 +41,18 @@ def age(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
-def count(number: float) -> str:
-    """Return a number with 3 or more significant digits.
+def count(number: float, *, exact_below: float = 1e6) -> str:
+    """Return a number with 3 or more digits.
 
-    >>> count(18_432.4), count(1_536_000), count(9_035_582_198)
-    ('18,432', '1.54M', '9.04B')
+    >>> count(18_432.4), count(1_536_000), count(9_035_582_198), count(18_432.4, exact_below=1e3)
+    ('18,432', '1.54M', '9.04B', '18.4k')
+
+    Args:
+        number: the number.
+        exact_below: the least number that is not written in full.
     """
     for unit, name in _UNITS:
-        if number >= max(unit, _MAX_EXACT):
+        if number >= max(unit, exact_below):
             return f"{number / unit:.3g}{name}" if number < 999.5 * unit else f"{number / unit:,.0f}{name}"
     return f"{number:,.0f}"
 
