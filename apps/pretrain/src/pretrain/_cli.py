@@ -210,8 +210,7 @@ def _evaluate(command: EvalCommand) -> int:
     from pretrain._commands.evaluate import evaluate
 
     found = evaluate(command.run, data=command.data, batch_size=command.batch_size, console=Console(stderr=True))
-    found_json = json.dumps({"step": found.step, "val_loss": found.val_loss, "num_tokens": found.num_tokens})
-    sys.stdout.write(found_json + "\n")
+    sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
     return 0
 
 

@@ -90,7 +90,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         KeyboardInterrupt: Ctrl-C. The run is saved, and the same configuration continues it.
         Exception: with `hardware="local"`, an exception of the loop of any other kind.
     """
-    began, console = time.monotonic(), console or Console(quiet=True)
+    began, began_s, console = time.monotonic(), time.time(), console or Console(quiet=True)
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
     if hardware is not None:
         check_batch(config, hardware)
@@ -147,6 +147,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
                         "description": description,
                         # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
                         "reads_itself": hardware.kind == "local" or config.data_mode == "stream",
+                        "began_s": began_s,
                     },
                     hardware=hardware,
                     storage_path=storage_path,
@@ -250,6 +251,7 @@ def _view(history: RunHistory, hardware: Hardware, tokenizing: Tokenizing | None
     view = RunView.of(history, is_local=hardware.kind == "local", tokenizing=tokenizing)
     if (stopped_s := last_sign_of_life(history.phases, history.records)) is not None:
         view.enter("stopped", stopped_s)
+    view.num_restarts = len(history.starts)
     view.enter("starting")
     return view
 

@@ -12,8 +12,7 @@ Clock = Callable[[], float]
 """Function that returns the Unix time in seconds."""
 
 _LABELS: dict[PhaseName, str] = {"loading": "loading the model"}
-# Worker 0 has begun to work on the step of the phase.
-_AT_WORK: tuple[PhaseName, ...] = ("compiling", "training", "evaluating", "saving", "sampling")
+_AT_WORK: tuple[PhaseName, ...] = ("loading", "compiling", "training", "evaluating", "saving", "sampling")
 
 
 class RunView:
