@@ -93,7 +93,7 @@ def test_a_restart_tells_the_step_from_which_the_run_continues():
         display.add(record(40, 2, loss=2.0))
         display.add(phase("restarting", 3, 40))
         display.add(phase("starting", 8, 40))
-        display.add(phase("loading", 9))
+        display.add(phase("loading", 9, 20))
         display.add(phase("compiling", 10, 20))
         display.add(record(30, 11, loss=2.5))
 

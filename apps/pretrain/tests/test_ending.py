@@ -61,7 +61,7 @@ def test_the_end_tells_which_validation_loss_is_of_what(folder):
         shown(folder)
         == f"""\
 done in 3:24
-steps            1,500, 1,536,000 tokens, 0.13 epochs
+steps            1,500: 1,536,000 tokens, 0.13 epochs
 training loss    1.6123
 validation loss  1.5117 on all validation tokens, as `eval` prints
                  1.6197 at step 1,500, best 1.6000 at step 1,250, on up to 20,480 validation tokens

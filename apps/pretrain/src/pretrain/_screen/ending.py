@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, Sample
@@ -78,8 +79,9 @@ def sample_lines(samples: Sequence[Sample], width: int | None) -> list[str]:
     width_of_step = max(map(len, steps), default=0)
     lines = []
     for step, sample in zip(steps, chosen, strict=True):
-        line = f"step {step:>{width_of_step}}  {_visible(sample.text)}"
-        lines.append(line[: (width or 80) - 1])
+        line = Text(f"step {step:>{width_of_step}}  {_visible(sample.text)}")
+        line.truncate((width or 80) - 1)
+        lines.append(line.plain)
     return lines
 
 
@@ -89,12 +91,14 @@ def _numbers(history: RunHistory, result: RunResult) -> list[tuple[str, str]]:
     part = "all validation tokens" if eval_tokens is None else f"up to {eval_tokens:,} validation tokens"
     facts = []
     if result.steps is not None:
-        length = [f"{result.steps:,}"]
+        length = []
         if result.tokens is not None:
             length.append(f"{result.tokens:,} tokens")
         if result.epochs is not None:
             length.append(f"{result.epochs:,.2f} epochs")
-        facts.append(("steps", ", ".join(length)))
+        facts.append(("steps", f"{result.steps:,}" + (f": {', '.join(length)}" if length else "")))
+    if result.restarts:
+        facts.append(("restarts", str(result.restarts)))
     if "loss" in result.metrics:
         facts.append(("training loss", loss(result.metrics["loss"])))
     if result.full_val_loss is not None:
