@@ -72,6 +72,7 @@ def test_records_are_lines_whose_numbers_stand_below_each_other():
 
 def test_a_phase_has_a_line_if_it_takes_long():
     def feed(display, clock):
+        display.add(phase("starting", -9))  # worker 0 tells the start of the command
         display.add(phase("training", 10))
         display.add(phase("evaluating", 20, 250))
         clock.time_s = BEGAN_S + 21

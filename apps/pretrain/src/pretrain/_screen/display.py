@@ -126,12 +126,14 @@ class Display:
         return lines
 
     def _phase_lines(self) -> list[str]:
-        phase = self.view.label(), self.view.phase_began_s
-        is_notable = self.view.phase in _LINES_AT_ONCE or self.view.phase_s() >= _LINE_AFTER_S
+        label, is_at_once = self.view.label(), self.view.phase in _LINES_AT_ONCE
+        # The workers tell the start of the command once more, with an earlier time.
+        phase = (label, None if is_at_once else self.view.phase_began_s)
+        is_notable = is_at_once or self.view.phase_s() >= _LINE_AFTER_S
         if phase == self._announced or not is_notable or self.view.phase in _NO_LINES:
             return []
         self._announced = phase
-        return [self.view.label()]
+        return [label]
 
     def _refresh_until_stop(self) -> None:
         with best_effort("its live view"):

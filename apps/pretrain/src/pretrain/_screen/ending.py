@@ -81,7 +81,7 @@ def sample_lines(samples: Sequence[Sample], width: int | None) -> list[str]:
     for step, sample in zip(steps, chosen, strict=True):
         line = Text(f"step {step:>{width_of_step}}  {_visible(sample.text)}")
         line.truncate((width or 80) - 1)
-        lines.append(line.plain)
+        lines.append(line.plain.rstrip())
     return lines
 
 
