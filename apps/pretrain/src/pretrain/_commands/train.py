@@ -30,7 +30,7 @@ from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder, lock_run
 from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize
 from pretrain._run.metrics import last_values
-from pretrain._run.result import read_result, write_result
+from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_finished, show_result, show_stopped
 from pretrain._screen.facts import print_line
@@ -172,7 +172,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         with best_effort(f"the sample {folder.sample}"):
             folder.sample.write_text(sample)
         folder.push()
-        show_result(history, report, console, sample=sample)
+        show_result(read_history(folder), report, console, sample=sample)
         return _result(folder)
 
 
