@@ -10,9 +10,8 @@ from rich.console import Console
 
 import ray_jax_launch
 from nnx_gpt2 import check_mesh, num_params
-from owt_data import DataError, GrowingTokens, TokenData, load_tokenizer
+from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._best_effort import best_effort
-from pretrain._commands.progress_display import ProgressDisplay, Tokenizing
 from pretrain._config import PretrainConfig, with_length, with_max_steps, with_stream_order, with_vocab_size
 from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._data_names import label_of, parse_data
@@ -29,9 +28,16 @@ from pretrain._run.description import (
 )
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder, lock_run
-from pretrain._run.history import read_history, summarize
+from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize
 from pretrain._run.metrics import last_values
 from pretrain._run.result import RunResult, read_result, write_result
+from pretrain._screen.display import Display
+from pretrain._screen.ending import show_finished, show_result, show_stopped
+from pretrain._screen.facts import print_line
+from pretrain._screen.introduction import introduce
+from pretrain._screen.run_view import RunView
+from pretrain._screen.tokenizing import Tokenizing
+from pretrain._screen.waiting import waiting
 from pretrain._trackers.tracker import check_trackers
 from pretrain._training.entry import train_worker
 from ray_jax_launch import (
@@ -43,7 +49,6 @@ from ray_jax_launch import (
     as_storage_path,
     join_path,
     latest_step,
-    newest_metadata,
     parse_hardware,
 )
 
@@ -106,7 +111,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         if config.data_mode == "prepared":
             data = load_tokens(config, console)
         elif result is not None:  # to compare its tokens, all text would be read again
-            _show_finished(folder, result, console)
+            show_finished(read_history(folder), result, console)
             return _result(folder)
         else:
             stream, tokenizing = find_stream(config), Tokenizing()
@@ -123,7 +128,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
             config = with_length(config, num_windows=data.train.num_windows(config.model.seq_len))
         if result is not None and stored is not None:
             write_description(folder, stored)
-            _show_finished(folder, result, console)
+            show_finished(read_history(folder), result, console)
             return _result(folder)
         if tokenizing is None:
             hardware = _start_ray(config, hardware, console)
@@ -131,9 +136,10 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         description = stored or describe(config, tokens, str(hardware))
         write_description(folder, description)
         folder.push()
-        _introduce(config, data, hardware, folder, console)
+        introduce(config, data, hardware, folder, console)
+        view = _view(read_history(folder), hardware, tokenizing)
         try:
-            with ProgressDisplay(config.train.max_steps, console, tokenizing) as progress, log_lines(console):
+            with Display(view, console) as display, log_lines(console):
                 result = ray_jax_launch.launch(
                     train_worker,
                     {
@@ -148,11 +154,14 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
                     hardware=hardware,
                     storage_path=storage_path,
                     name=name,
-                    on_metrics=lambda rank, record: None if "phase" in record else progress.show(record),
+                    on_metrics=lambda rank, metrics: display.add(metrics),
                     data_cpus=0 if hardware.kind == "local" else DATA_CPUS,
                     max_failures=config.train.max_failures,
                     wait_for_resources_s=config.wait_for_resources_s,
                 )
+        except KeyboardInterrupt:
+            show_stopped(folder.checkpoints, console)
+            raise
         except TrainingFailed as error:
             folder.pull()
             return _result(folder, error)
@@ -165,7 +174,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         with best_effort(f"the sample {folder.sample}"):
             folder.sample.write_text(sample)
         folder.push()
-        _show_result(folder, report, sample, console)
+        show_result(read_history(folder), report, console, sample=sample)
         return _result(folder)
 
 
@@ -240,15 +249,25 @@ def _start_ray(config: PretrainConfig, hardware: Hardware | None, console: Conso
     """Connect to the cluster or start one, unless this process trains. Return the checked hardware."""
     if hardware is not None and hardware.kind == "local":
         return hardware
-    console.print("starting Ray", highlight=False)
-    ray_jax_launch.connect(hardware, dashboard=config.dashboard)
+    with waiting(console, "starting Ray"):
+        ray_jax_launch.connect(hardware, dashboard=config.dashboard)
     if config.dashboard:
-        console.print(f"dashboard: {ray_jax_launch.dashboard_url()}", highlight=False, soft_wrap=True, markup=False)
+        print_line(console, f"dashboard: {ray_jax_launch.dashboard_url()}")
     if hardware is None:
         hardware = ray_jax_launch.auto()
         check_batch(config, hardware)
     ray_jax_launch.check_resources(hardware, data_cpus=DATA_CPUS, wait_for_resources_s=config.wait_for_resources_s)
     return hardware
+
+
+def _view(history: RunHistory, hardware: Hardware, tokenizing: Tokenizing | None) -> RunView:
+    """Return the state of a run that starts, or that continues after its last sign of life."""
+    view = RunView.of(history, is_local=hardware.kind == "local", tokenizing=tokenizing)
+    if (stopped_s := last_sign_of_life(history.phases, history.records)) is not None:
+        view.enter("stopped", stopped_s)
+    view.num_restarts = len(history.starts)
+    view.enter("starting")
+    return view
 
 
 def _num_tokenizing_tasks(config: PretrainConfig, hardware: Hardware) -> int | None:
@@ -270,7 +289,7 @@ def _check_tokenizer(config: PretrainConfig, data: TokenData, console: Console) 
     except DataError as error:
         if config.train.mask_documents:
             raise
-        console.print(f"the run will end without a sample: {error}", highlight=False, soft_wrap=True, markup=False)
+        print_line(console, f"the run will end without a sample: {error}")
 
 
 def _check_vocabulary(config: PretrainConfig, data: TokenData) -> None:
@@ -280,57 +299,6 @@ def _check_vocabulary(config: PretrainConfig, data: TokenData) -> None:
             f"--model.vocab-size must be at least {data.vocab_size}, the vocabulary of the tokenizer {data.tokenizer}, "
             f"got {vocab_size}. Leave it out to take the tokenizer's."
         )
-
-
-def _introduce(
-    config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console
-) -> None:
-    model, num_windows, max_steps = config.model, config.train.global_batch_size, config.train.max_steps
-    metadata = newest_metadata(folder.checkpoints)  # the workers verify the arrays too, and log an earlier start
-    action = "training" if metadata is None else f"continuing from step {metadata['record']['step']}:"
-    worker_counts = sorted({hardware.min_workers, hardware.num_workers}, reverse=True)
-    per_worker = "-".join(str(num_windows // count) for count in worker_counts)
-    step_tokens = num_windows * model.seq_len
-    if isinstance(data.train, GrowingTokens):
-        tokens, epochs = "a growing number of", ""
-    else:
-        tokens = f"{len(data.train):,}"
-        epochs = f", {max_steps * num_windows / data.train.num_windows(model.seq_len):,.2f} epochs"
-    console.print(
-        f"{action} {model.num_layers} layers of width {model.embed_dim}, context {model.seq_len}, on {hardware}\n"
-        f"{num_params(model):,} parameters\n"
-        f"{tokens} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})\n"
-        f"{step_tokens:,} tokens a step: {num_windows} windows, {per_worker} per worker\n"
-        f"{max_steps:,} steps: {max_steps * step_tokens:,} tokens{epochs}\n"
-        f"run folder: {folder}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
-
-
-def _show_result(folder: RunFolder, result: RunResult, sample: str, console: Console) -> None:
-    if sample:
-        console.rule("sample")
-        console.print(sample, markup=False, highlight=False, soft_wrap=True)
-        console.rule()
-    console.print(
-        f"done in {result.wall_s:.0f} s: {result.summary()}\n"
-        f"run folder: {folder}\n"
-        f"more text: uv run apps/pretrain sample {folder}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
-
-
-def _show_finished(folder: RunFolder, result: RunResult, console: Console) -> None:
-    console.print(
-        f"the run in {folder} is finished: {result.summary()}; choose another --name for a new one",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
 
 
 def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResult:

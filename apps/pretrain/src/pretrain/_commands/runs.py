@@ -1,0 +1,176 @@
+"""The command `runs`: a table of all runs of a storage path."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyarrow.fs import FileSelector, FileType
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pretrain._commands.watch import SILENT_AFTER_S
+from pretrain._errors import UsageError
+from pretrain._run.folder import RunFolder
+from pretrain._run.history import RunHistory, last_sign_of_life, read_history, seconds_by_phase
+from pretrain._run.metrics import last_values
+from pretrain._screen.facts import print_line, print_table
+from pretrain._screen.formats import age, count, duration, loss
+from pretrain._screen.remote_copy import pull_changed, watched_files
+from ray_jax_launch import as_storage_path, join_path, latest_step, open_uri
+
+PART = "*"
+"""The mark of a validation loss that is not of all validation tokens."""
+
+_COLUMNS = {
+    "run": "name",
+    "state": "state",
+    "step": "step",
+    "loss": "loss",
+    "val": "val_loss",
+    "tokens": "tokens",
+    "device": "device",
+    "time": "time",
+    "age": "age",
+}
+# The least width of columns whose texts may be wrapped.
+_WRAPPED = {"run": 16, "state": 8, "device": 8}
+_LEAST_IMPORTANT = ("device", "tokens", "time", "loss", "age", "val")
+_GAP = 1
+_NUM_THREADS = 8  # requests to object storage take long, and wait for each other otherwise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """A run in the table. An unknown value is an empty text."""
+
+    name: str
+    state: str
+    step: str = ""
+    loss: str = ""
+    val_loss: str = ""
+    tokens: str = ""
+    device: str = ""
+    time: str = ""
+    age: str = ""
+    seen_s: float = 0.0
+    problem: str = ""
+
+
+def show_runs(storage_path: str, *, console: Console, clock: Callable[[], float] = time.time) -> None:
+    """Print a table of all runs of a storage path, the newest last.
+
+    Args:
+        storage_path: a folder or URI.
+        console: the output.
+        clock: returns the Unix time.
+
+    Raises:
+        UsageError: the storage path holds no run.
+        LaunchError: the object storage cannot be reached.
+    """
+    place = as_storage_path(storage_path)
+    with tempfile.TemporaryDirectory() as copies:
+        if isinstance(place, Path):
+            found = sorted(place.iterdir()) if place.is_dir() else []
+            folders = [RunFolder(folder.absolute()) for folder in found if _is_run(folder)]
+        else:
+            filesystem, root = open_uri(place)
+            infos = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
+            names = sorted(info.base_name for info in infos if info.type == FileType.Directory)
+            folders = [RunFolder(Path(copies, name), str(join_path(place, name))) for name in names]
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            rows = list(threads.map(lambda folder: _row(folder, clock()), folders))
+    rows = [row for row in rows if row is not None]
+    if not rows:
+        raise UsageError(
+            f"the storage path must hold the folder of a run, got {storage_path} without any. Give the folder or URI "
+            "of --storage-path, or train a run."
+        )
+    print_table(console, _table(sorted(rows, key=lambda row: row.seen_s), console))
+    if any(row.val_loss.endswith(PART) for row in rows):
+        print_line(console, f"{PART} validation loss on a part of the validation tokens (train.eval_tokens)")
+    for row in rows:
+        if row.problem:
+            print_line(console, f"{row.name}: {row.problem}")
+
+
+def _is_run(folder: Path) -> bool:
+    return folder.is_dir() and ((folder / "config.json").exists() or (folder / "checkpoints").is_dir())
+
+
+def _row(folder: RunFolder, now_s: float) -> _Row | None:
+    """Return the row of a run; None for a folder of object storage that holds none."""
+    try:
+        if folder.uri is not None:
+            pull_changed(folder)
+            if not _is_run(folder.path) and latest_step(folder.checkpoints) is None:
+                return None
+        return _read_row(folder, now_s)
+    # A file that another program has written or cut may hold anything.
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        return _Row(name=folder.path.name, state="damaged", problem=str(error))
+
+
+def _read_row(folder: RunFolder, now_s: float) -> _Row:
+    history = read_history(folder)
+    last, result = last_values(history.records), history.result
+    start = history.starts[-1] if history.starts else {}
+    seen_s, num_devices = _seen_s(history), start.get("devices", 1)
+    device = start.get("device", history.description.hardware)
+    val_loss, is_full = last.get("full_val_loss", last.get("val_loss")), "full_val_loss" in last
+    seconds = sum(seconds_by_phase(history.phases, seen_s).values())
+    if not history.phases and result is not None:
+        seconds = result.wall_s
+    return _Row(
+        name=folder.path.name,
+        state=_state(history, now_s - seen_s),
+        step=f"{last.get('step', 0)}/{history.description.config.train.max_steps}",
+        loss=loss(last["loss"]) if "loss" in last else "",
+        val_loss="" if val_loss is None else loss(val_loss) + ("" if is_full else PART),
+        tokens=count(last["tokens"], exact_below=1e3) if "tokens" in last else "",
+        device=f"{num_devices} x {device}" if num_devices > 1 else device,
+        time=duration(seconds) if seconds else "",
+        age=age(now_s - seen_s),
+        seen_s=seen_s,
+    )
+
+
+def _seen_s(history: RunHistory) -> float:
+    """Return the Unix time of the last sign of life."""
+    seen_s = last_sign_of_life(history.phases, history.records)
+    if seen_s is not None:
+        return seen_s
+    paths = [path for path in watched_files(history.folder) if path.exists()]  # of pretrain 0.8 and earlier
+    return max((path.stat().st_mtime for path in paths), default=0.0)
+
+
+def _state(history: RunHistory, silent_s: float) -> str:
+    phase = history.phases[-1].phase if history.phases else None
+    if history.result is not None or phase == "finished":
+        return "finished"
+    if phase == "stopped":
+        return "stopped"
+    return "training" if silent_s < SILENT_AFTER_S else "no sign of life"
+
+
+def _table(rows: list[_Row], console: Console) -> Table:
+    """Return the table. On a terminal that is too narrow, texts wrap and the least important columns are left out."""
+    full = {name: max(len(name), *(len(getattr(row, field)) for row in rows)) for name, field in _COLUMNS.items()}
+    least = {name: min(width, _WRAPPED.get(name, width)) for name, width in full.items()}
+    spare = console.width + _GAP - sum(width + _GAP for width in least.values())
+    for name in _LEAST_IMPORTANT if console.is_terminal else ():
+        if spare < 0:
+            spare += least.pop(name) + _GAP
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
+    for name, width in least.items():
+        wanted = full[name] - width
+        extra = max(0, min(wanted, spare)) if console.is_terminal else wanted
+        spare -= extra
+        table.add_column(name, width=width + extra, overflow="fold", justify="left" if name in _WRAPPED else "right")
+    for row in rows:
+        table.add_row(*(Text(getattr(row, _COLUMNS[name])) for name in least))
+    return table

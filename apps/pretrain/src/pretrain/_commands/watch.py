@@ -1,0 +1,138 @@
+"""The command `watch`: the live view of a run, from its folder alone."""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pretrain._commands.load import _find_run
+from pretrain._run.folder import RunFolder
+from pretrain._run.history import RunHistory, last_sign_of_life, read_history
+from pretrain._screen.display import Display
+from pretrain._screen.ending import show_result
+from pretrain._screen.facts import print_line
+from pretrain._screen.formats import age
+from pretrain._screen.remote_copy import pull_changed, watched_files
+from pretrain._screen.run_view import RunView
+from ray_jax_launch import LaunchError, is_uri
+
+SILENT_AFTER_S = 300.0
+"""A run without a phase or a record for this time shows no sign of life."""
+
+# A request to object storage costs money and time.
+_MIN_URI_INTERVAL_S = 5.0
+# The command that trains writes the result, seconds after its workers have told the end.
+_RESULT_WITHIN_S = 30.0
+
+
+def watch(
+    run: str,
+    *,
+    console: Console,
+    interval_s: float = 1.0,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], Any] = time.sleep,
+) -> None:
+    """Show a run until it is finished or stopped, from its files alone.
+
+    Args:
+        run: the run's folder, URI or name.
+        console: the output.
+        interval_s: seconds between two looks at the files; in object storage at least 5.
+        clock: returns the Unix time.
+        sleep: waits for some seconds.
+
+    Raises:
+        UsageError: the run does not exist, or its description is damaged.
+        LaunchError: the object storage cannot be reached at the start.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    with _reading(run) as (folder, has_changed):
+        history = read_history(folder)
+        view = RunView.of(history, is_local=history.description.hardware == "local", clock=clock)
+        is_stale = False
+        with Display(view, console) as display:
+            display.print(f"watching {folder}, started on {history.description.hardware}")
+            display.show_newest()
+            while not _is_over(history, clock()):
+                sleep(max(interval_s, _MIN_URI_INTERVAL_S) if folder.uri else interval_s)
+                try:
+                    is_stale |= has_changed()
+                    if is_stale:
+                        history, before, is_stale = read_history(folder), history, False
+                        for news in _news(before, history):
+                            display.add(news)
+                except (LaunchError, OSError) as error:  # the network may fail for a while
+                    display.print(f"{folder} cannot be read, the next attempt follows: {error}")
+                display.notice(_notice(history, clock()))
+        if history.result is not None:
+            show_result(history, history.result, console)
+        else:
+            step = history.records[-1]["step"] if history.records else 0
+            is_finished = bool(history.phases) and history.phases[-1].phase == "finished"
+            print_line(console, f"the run is {'finished' if is_finished else 'stopped'} at step {step}")
+
+
+@contextlib.contextmanager
+def _reading(run: str) -> Iterator[tuple[RunFolder, Callable[[], bool]]]:
+    """Find the files of a run. Yield them, and a function that returns whether they have changed since its last call.
+
+    A run in object storage is copied into a temporary folder.
+    """
+    if is_uri(run):
+        with tempfile.TemporaryDirectory() as copy:
+            folder = RunFolder(Path(copy), run)
+            pull_changed(folder)
+            yield folder, lambda: pull_changed(folder)
+        return
+    folder, _ = _find_run(run)
+    before = _versions(folder)
+
+    def has_changed() -> bool:
+        nonlocal before
+        before, last = _versions(folder), before
+        return before != last
+
+    yield folder, has_changed
+
+
+def _versions(folder: RunFolder) -> list[tuple[int, int]]:
+    """Return the modification times and sizes of the files."""
+    versions = []
+    for path in watched_files(folder):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+            versions.append((found.st_mtime_ns, found.st_size))
+    return versions
+
+
+def _news(before: RunHistory, now: RunHistory) -> list[dict[str, Any]]:
+    """Return the phases and records that are new, in the order of time."""
+    same = 0
+    for old, new in zip(before.records, now.records, strict=False):
+        if old != new:  # a restarted run writes the records after its checkpoint again
+            break
+        same += 1
+    phases = [
+        {"step": phase.step, "time_s": phase.time_s, "phase": phase.phase} for phase in now.phases[len(before.phases) :]
+    ]
+    return sorted([*phases, *now.records[same:]], key=lambda line: line.get("time_s", 0.0))
+
+
+def _is_over(history: RunHistory, now_s: float) -> bool:
+    if history.result is not None or not history.phases:
+        return history.result is not None
+    last = history.phases[-1]
+    return last.phase == "stopped" or (last.phase == "finished" and now_s - last.time_s > _RESULT_WITHIN_S)
+
+
+def _notice(history: RunHistory, now_s: float) -> str:
+    """Return a text if the run has been silent for long."""
+    seen_s = last_sign_of_life(history.phases, history.records)
+    if seen_s is None or now_s - seen_s < SILENT_AFTER_S:
+        return ""
+    return f"no sign of life for {age(now_s - seen_s)}"

@@ -1,0 +1,38 @@
+"""Tables of labels and texts, and tables without styles where the output is no terminal."""
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+# Wider than any table.
+_UNLIMITED = 10_000
+
+
+def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
+    """Print labels, and a text beside each; an empty label continues the one before."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in facts:
+        table.add_row(label, Text(text))
+    print_table(console, table)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table: on a terminal in its width, elsewhere in the width of the content and without styles."""
+    if console.is_terminal:
+        console.print(table, highlight=False)
+        return
+    text = Console(file=io.StringIO(), width=_UNLIMITED, force_terminal=False, no_color=True)
+    text.print(table, highlight=False)
+    assert isinstance(text.file, io.StringIO)
+    for line in text.file.getvalue().splitlines():
+        console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print a text as it is. The terminal wraps it, so that a path in it can be copied."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

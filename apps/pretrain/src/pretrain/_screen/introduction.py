@@ -1,0 +1,44 @@
+"""The introduction of a run: model, data, length and hardware."""
+
+from rich.console import Console
+
+from nnx_gpt2 import num_params
+from owt_data import GrowingTokens, TokenData
+from pretrain._config import PretrainConfig
+from pretrain._run.folder import RunFolder
+from pretrain._screen.facts import print_facts, print_line
+from ray_jax_launch import Hardware, latest_step
+
+
+def introduce(config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console) -> None:
+    """Print the size of the model, the data, and the length of a run.
+
+    Args:
+        config: the resolved configuration.
+        data: the tokens.
+        hardware: the devices.
+        folder: the run's folder.
+        console: the output.
+    """
+    model, num_windows, max_steps = config.model, config.train.global_batch_size, config.train.max_steps
+    step_tokens = num_windows * model.seq_len
+    worker_counts = sorted({hardware.min_workers, hardware.num_workers}, reverse=True)
+    per_worker = "-".join(str(num_windows // count) for count in worker_counts)
+    if isinstance(data.train, GrowingTokens):
+        tokens, epochs = "a growing number of", ""
+    else:
+        tokens = f"{len(data.train):,}"
+        epochs = f", {max_steps * num_windows / data.train.num_windows(model.seq_len):,.2f} epochs"
+    print_facts(
+        console,
+        [
+            ("model", f"{num_params(model):,} parameters: {model.num_layers} layers of width {model.embed_dim}"),
+            ("data", f"{tokens} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})"),
+            ("step", f"{step_tokens:,} tokens: {num_windows} windows of {model.seq_len}, {per_worker} per worker"),
+            ("length", f"{max_steps:,} steps: {max_steps * step_tokens:,} tokens{epochs}"),
+            ("hardware", str(hardware)),
+        ],
+    )
+    print_line(console, f"run folder: {folder}")
+    if latest_step(folder.checkpoints) is not None:  # the workers verify it, and tell its step
+        print_line(console, "the run continues from its newest undamaged checkpoint")

@@ -1,0 +1,140 @@
+"""The state of a run that the screen shows. Records and phases feed it, during `train` or from the run's files."""
+
+import bisect
+import time
+from collections.abc import Callable
+
+from pretrain._run.history import Phase, PhaseName, RunHistory, seconds_by_phase
+from pretrain._run.metrics import Record
+from pretrain._screen.tokenizing import Tokenizing
+
+Clock = Callable[[], float]
+"""Function that returns the Unix time in seconds."""
+
+_LABELS: dict[PhaseName, str] = {"loading": "loading the model"}
+_AT_WORK: tuple[PhaseName, ...] = ("loading", "compiling", "training", "evaluating", "saving", "sampling")
+
+
+class RunView:
+    """The state of a run.
+
+    Args:
+        max_steps: the last step.
+        is_local: True if the process of the command trains, without workers.
+        tokenizing: the preparation of the tokens, if it goes on during the run.
+        clock: returns the Unix time.
+    """
+
+    def __init__(
+        self, max_steps: int, *, is_local: bool = False, tokenizing: Tokenizing | None = None, clock: Clock = time.time
+    ) -> None:
+        self.max_steps, self.clock, self.tokenizing = max_steps, clock, tokenizing
+        self.last: Record = {}
+        """The newest record."""
+        self.losses: list[tuple[int, float]] = []
+        """Step and training loss of each record."""
+        self.val_losses: list[tuple[int, float]] = []
+        """Step and validation loss of each validation."""
+        self.num_restarts = 0
+        """Starts of the workers after the first."""
+        self.start_step: int | None = None
+        """Step from which the workers of the last start have continued; None before they have."""
+        self.notice = ""
+        """Text that replaces the phase."""
+        self._starting = "starting" if is_local else "starting the workers"
+        self._phases: list[Phase] = []
+        self._timed: list[Record] = []  # the first and the newest record with a time since the last start
+
+    @classmethod
+    def of(
+        cls, history: RunHistory, *, is_local: bool, tokenizing: Tokenizing | None = None, clock: Clock = time.time
+    ) -> "RunView":
+        """Return the state of a run from its files. The other arguments are those of the class."""
+        max_steps = history.description.config.train.max_steps
+        view = cls(max_steps, is_local=is_local, tokenizing=tokenizing, clock=clock)
+        for phase in history.phases:
+            view.add_phase(phase)
+        for record in history.records:
+            view.add_record(record)
+        view.num_restarts = max(0, len(history.starts) - 1)
+        return view
+
+    def add_record(self, record: Record) -> None:
+        """Add a record. After a restart, its step may be an earlier one."""
+        step = record["step"]
+        if self.last and step < self.last["step"]:
+            self._timed = []
+        self.last = record
+        for name, values in (("loss", self.losses), ("val_loss", self.val_losses)):
+            while values and values[-1][0] >= step:
+                values.pop()
+            if name in record:
+                values.append((step, record[name]))
+        if "step_s" in record:
+            self._timed = [*self._timed[:1], record]
+
+    def add_phase(self, phase: Phase) -> None:
+        """Add a phase of worker 0."""
+        if phase.phase in ("starting", "restarting"):
+            self._start_again()
+        elif self.start_step is None and phase.phase in _AT_WORK:
+            self.start_step = phase.step
+        if phase.phase == "restarting":
+            self.num_restarts += 1
+        bisect.insort(self._phases, phase, key=lambda phase: phase.time_s)
+
+    def enter(self, phase: PhaseName, time_s: float | None = None) -> None:
+        """Begin a phase that the workers cannot tell, because they do not run: now, or at a time."""
+        self._start_again()
+        time_s = self.clock() if time_s is None else time_s
+        bisect.insort(self._phases, Phase(step=self.step, time_s=time_s, phase=phase), key=lambda phase: phase.time_s)
+
+    @property
+    def step(self) -> int:
+        """The step of the newest record."""
+        return self.last.get("step", 0)
+
+    @property
+    def phase(self) -> PhaseName:
+        """The phase of the run. Runs of pretrain 0.8 and earlier have records, but no phases."""
+        if self._phases:
+            return self._phases[-1].phase
+        return "training" if self.last else "starting"
+
+    @property
+    def phase_began_s(self) -> float | None:
+        """Unix time of the beginning of the phase; None without phases."""
+        began_s = None
+        for phase in reversed(self._phases):
+            if phase.phase != self.phase:
+                break
+            began_s = phase.time_s
+        return began_s
+
+    def phase_s(self) -> float:
+        """Return the seconds since the beginning of the phase; 0 without phases."""
+        return 0.0 if self.phase_began_s is None else max(0.0, self.clock() - self.phase_began_s)
+
+    def label(self) -> str:
+        """Return the phase as text, without its time."""
+        if self.notice:
+            return self.notice
+        return self._starting if self.phase == "starting" else _LABELS.get(self.phase, self.phase)
+
+    def elapsed_s(self) -> float | None:
+        """Return the seconds of all phases of the run, or None without phases."""
+        return sum(seconds_by_phase(self._phases, self.clock()).values()) if self._phases else None
+
+    def left_s(self) -> float | None:
+        """Return the estimated seconds until the last step; None before the first time of a step."""
+        if not self._timed:
+            return None
+        first, newest = self._timed[0], self._timed[-1]
+        num_steps, step_s = newest["step"] - first["step"], newest["step_s"]
+        if num_steps and "time_s" in newest and "time_s" in first:
+            step_s = (newest["time_s"] - first["time_s"]) / num_steps  # evaluations and saves count too
+        since_s = max(0.0, self.clock() - newest["time_s"]) if "time_s" in newest else 0.0
+        return max(0.0, (self.max_steps - newest["step"]) * step_s - since_s)
+
+    def _start_again(self) -> None:
+        self.start_step, self._timed = None, []

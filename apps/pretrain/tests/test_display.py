@@ -1,0 +1,165 @@
+"""The lines of a run where the output is no terminal, and outputs that cannot be written."""
+
+import contextlib
+import io
+import os
+import sys
+
+import pytest
+from rich.console import Console
+
+from owt_data import Progress
+from pretrain._output import Output
+from pretrain._screen.display import Display
+from pretrain._screen.run_view import RunView
+from pretrain._screen.tokenizing import Tokenizing
+
+BEGAN_S = 1_700_000_000.0
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self):
+        self.time_s = BEGAN_S
+
+    def __call__(self):
+        return self.time_s
+
+
+def printed(feed, **arguments):
+    """The lines that a display prints, while the function feeds it."""
+    out, clock = io.StringIO(), Clock()
+    view = RunView(1500, clock=clock, **arguments)
+    view.enter("starting")
+    with Display(view, Console(file=out, width=80)) as display:
+        feed(display, clock)
+    assert "\r" not in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+    return out.getvalue().splitlines()
+
+
+def phase(name, after_s, step=0):
+    return {"step": step, "time_s": BEGAN_S + after_s, "phase": name}
+
+
+def record(step, after_s, **metrics):
+    return {"step": step, "time_s": BEGAN_S + after_s, "epoch": step / 1000} | metrics
+
+
+RATES = {"tokens_per_s": 18432.4, "step_s": 0.1, "mfu": 0.3124}
+
+
+def test_records_are_lines_whose_numbers_stand_below_each_other():
+    def feed(display, clock):
+        display.add(phase("compiling", 20))
+        display.add(record(0, 22, val_loss=5.5521))
+        display.add(phase("training", 22, 1))
+        for step, loss in ((25, 3.4321), (250, 1.9321)):
+            clock.time_s = BEGAN_S + 20 + step / 10
+            val = {"val_loss": 1.8992} if step == 250 else {}
+            display.add(record(step, 20 + step / 10, loss=loss, **RATES, **val))
+
+    assert printed(feed) == [
+        "starting the workers",
+        "compiling",
+        "step    0/1500  epoch 0.00               val loss 5.5521",
+        "step   25/1500  epoch 0.03  loss 3.4321                    18,432 tokens/s  MFU 31.2%  left 2:27",
+        "about 2:27 for the other 1,475 steps, 100 ms each",
+        "step  250/1500  epoch 0.25  loss 1.9321  val loss 1.8992   18,432 tokens/s  MFU 31.2%  left 2:05",
+    ]
+
+
+def test_a_phase_has_a_line_if_it_takes_long():
+    def feed(display, clock):
+        display.add(phase("starting", -9))  # worker 0 tells the start of the command
+        display.add(phase("training", 10))
+        display.add(phase("evaluating", 20, 250))
+        clock.time_s = BEGAN_S + 21
+        display.refresh()  # a second is no news
+        display.add(phase("saving", 21, 250))
+        clock.time_s = BEGAN_S + 30
+        display.refresh()
+        display.refresh()
+        display.add(phase("training", 30, 250))
+        clock.time_s = BEGAN_S + 60
+        display.refresh()
+
+    assert printed(feed, is_local=True) == ["starting", "saving"]
+
+
+def test_a_restart_tells_the_step_from_which_the_run_continues():
+    def feed(display, clock):
+        display.add(phase("compiling", 1))
+        display.add(record(40, 2, loss=2.0))
+        display.add(phase("restarting", 3, 40))
+        display.add(phase("starting", 8, 40))
+        display.add(phase("loading", 9, 20))
+        display.add(phase("compiling", 10, 20))
+        display.add(record(30, 11, loss=2.5))
+
+    assert printed(feed) == [
+        "starting the workers",
+        "compiling",
+        "step   40/1500  epoch 0.04  loss 2.0000",
+        "restarting",
+        "starting the workers",
+        "continuing from step 20",
+        "compiling",
+        "step   30/1500  epoch 0.03  loss 2.5000",
+    ]
+
+
+def test_the_time_left_is_that_of_the_steps_since_the_start():
+    """A run that continues at step 1000 does not know how long the steps before it took."""
+    clock = Clock()
+    view = RunView(1500, clock=clock)
+    view.add_record(record(990, -5000, loss=2.0, **RATES))
+    view.enter("starting")
+    assert view.left_s() is None
+    view.add_record(record(1000, 10, loss=2.0, **RATES))
+    clock.time_s = BEGAN_S + 10
+    assert view.left_s() == pytest.approx(50.0)  # 500 steps of 0.1 s
+    view.add_record(record(1100, 30, loss=2.0, **RATES))  # with an evaluation
+    clock.time_s = BEGAN_S + 32
+    assert view.left_s() == pytest.approx(78.0)  # 400 steps of 0.2 s, less 2 s
+
+
+def test_a_stream_shows_how_much_text_is_tokenized():
+    tokenizing = Tokenizing()
+
+    def feed(display, clock):
+        tokenizing(Progress(stage="tokenizing", num_documents=1, num_tokens=10, num_bytes=10, fraction=0.45))
+        display.add(record(25, 1, loss=2.0))
+
+    assert (
+        printed(feed, tokenizing=tokenizing)[-1]
+        == "step   25/1500  epoch 0.03  loss 2.0000" + " " * 19 + "45% tokenized"
+    )
+
+
+def full():
+    return open("/dev/full", "w")  # noqa: PTH123
+
+
+def without_reader():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    return os.fdopen(write_end, "w")
+
+
+@pytest.mark.fault
+@pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full")
+@pytest.mark.parametrize("output", [full, without_reader])
+def test_a_run_goes_on_without_standard_output(output, caplog, record_property):
+    record_property("fault", f"standard output is {output.__name__.replace('_', ' a ')} while a run trains")
+    record_property("lost", "the lines that the command prints")
+    file = output()
+    with Display(RunView(10), Output(file=file)) as display:
+        display.add({"step": 1, "loss": 2.0})
+        display.add({"step": 2, "loss": 2.0})
+    (warning,) = caplog.messages
+    assert warning.startswith("standard output cannot be written (")
+    assert warning.endswith("); the run goes on without it")
+    with contextlib.suppress(OSError):  # the file tries once more to write
+        file.close()

@@ -1,0 +1,108 @@
+"""The texts at the end of a run."""
+
+import dataclasses
+import io
+
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from pretrain import PRESETS
+from pretrain._run.description import DataDescription, describe, write_description
+from pretrain._run.files import append_line
+from pretrain._run.folder import RunFolder
+from pretrain._run.history import Sample, read_history
+from pretrain._run.result import RunResult
+from pretrain._screen.ending import sample_lines, show_result, show_stopped
+from ray_jax_launch import Checkpoints
+
+RESULT = RunResult(
+    steps=1500,
+    tokens=1_536_000,
+    epochs=0.1343,
+    metrics={"loss": 1.61234},
+    full_val_loss=1.51173,
+    full_val_bits_per_byte=2.18094,
+    best_val_loss=1.6,
+    best_val_step=1250,
+    last_val_loss=1.61965,
+    last_val_step=1500,
+    seconds={"starting": 20.0, "training": 175.0, "evaluating": 5.0, "saving": 0.5},
+    wall_s=204.0,
+    restarts=0,
+    workers=1,
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A run in the folder `runs` of the working folder."""
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(tmp_path / "runs" / "a run")
+    run.path.mkdir(parents=True)
+    config = PRESETS["quickstart"]()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=257))
+    data = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={"sha256": "1"})
+    write_description(run, describe(config, data, "local"))
+    return run
+
+
+def shown(folder, result=RESULT, width=80):
+    out = io.StringIO()
+    show_result(read_history(folder), result, Console(file=out, width=width), sample="a text")
+    return out.getvalue()
+
+
+def test_the_end_tells_which_validation_loss_is_of_what(folder):
+    for prompt in ("def ", "import "):
+        for step, text in ((0, "\x1b[31m~q"), (250, "se\n\tlf"), (500, "self."), (1500, "self):\n    pass")):
+            append_line(folder.samples, {"step": step, "prompt": prompt, "text": prompt + text})
+    assert (
+        shown(folder)
+        == f"""\
+done in 3:24
+steps            1,500: 1,536,000 tokens, 0.13 epochs
+training loss    1.6123
+validation loss  1.5117 on all validation tokens, as `eval` prints
+                 1.6197 at step 1,500, best 1.6000 at step 1,250, on up to 20,480 validation tokens
+bits per byte    2.1809 on all validation tokens
+time             training 87%, starting 10%, evaluating 2%
+
+samples of the prompt "def "
+step     0  def ·[31m~q
+step   250  def se⏎→lf
+step 1,500  def self):⏎    pass
+
+run folder: {folder}
+  uv run apps/pretrain sample 'a run'
+  uv run apps/pretrain eval 'a run'
+  uv run apps/pretrain report 'a run'
+  uv run apps/pretrain export 'a run' OUT
+"""
+    )
+
+
+def test_a_run_without_samples_ends_with_the_text_of_the_model(folder):
+    lines = shown(folder).splitlines()
+    assert lines[lines.index("─" * 36 + " sample " + "─" * 36) + 1] == "a text"
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 9])
+def test_samples_are_the_first_the_middle_and_the_last(num_steps):
+    samples = [Sample(step=step, prompt="a", text="a" * 200) for step in range(num_steps)]
+    lines = sample_lines(samples, 40)
+    expected = sorted({0, (num_steps - 1) // 2, num_steps - 1})
+    assert [line.split()[1] for line in lines] == [str(step) for step in expected]
+    assert {len(line) for line in lines} == {39}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [((), "stopped before the first checkpoint"), ((7,), "stopped, saved at step 7")]
+)
+def test_a_stopped_run_tells_what_is_saved(tmp_path, steps, expected):
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        for step in steps:
+            checkpoints.save(step, {"params": {"bias": jnp.zeros(2)}}, metadata={})
+    out = io.StringIO()
+    show_stopped(tmp_path / "checkpoints", Console(file=out, width=200))
+    assert out.getvalue() == f"{expected}; run the same command again to continue\n"

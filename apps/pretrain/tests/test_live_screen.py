@@ -1,0 +1,270 @@
+"""The live view on a real terminal: a pseudo terminal, whose output an emulator draws."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import pty
+import struct
+import termios
+import threading
+
+import pyte
+import pytest
+from rich.console import Console
+
+from pretrain._output import log_lines
+from pretrain._run.history import Phase
+from pretrain._screen.display import Display
+from pretrain._screen.run_view import RunView
+from pretrain._screen.waiting import waiting
+
+BEGAN_S = 1_700_000_000.0
+WITHIN_S = 30.0
+
+
+class Terminal:
+    """A pseudo terminal. A thread reads it and feeds the emulator."""
+
+    def __init__(self, columns, lines):
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.file = os.fdopen(slave, "w", encoding="utf-8")
+        size = os.get_terminal_size(self.file.fileno())
+        self.console = Console(file=self.file, width=size.columns, height=size.lines)
+        self._screen = pyte.Screen(columns, lines)
+        self._changed = threading.Condition()
+        self._num_titles, self._is_open = 0, True
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        stream = pyte.ByteStream(self._screen)
+        while self._is_open:
+            try:
+                output = os.read(self.master, 65536)
+            except OSError:  # Linux's end of a pseudo terminal
+                output = b""
+            if not output:
+                return
+            with self._changed:
+                stream.feed(output)
+                self._changed.notify_all()
+
+    def lines(self):
+        """The lines of the screen, without the empty ones at its end."""
+        return "\n".join(line.rstrip() for line in self._screen.display).rstrip().split("\n")
+
+    def wait_for(self, text):
+        """Wait until a text is on the screen, and return its lines."""
+        with self._changed:
+            shown = self._changed.wait_for(lambda: any(text in line for line in self.lines()), WITHIN_S)
+            assert shown, "\n".join(self.lines())
+            return self.lines()
+
+    def settled(self):
+        """Return the lines after all output up to now. The title, which no line shows, marks the end of the output."""
+        self._num_titles += 1
+        title = f"{self._num_titles}"
+        self.file.write(f"\x1b]2;{title}\x07")
+        self.file.flush()
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._screen.title == title, WITHIN_S)
+            return self.lines()
+
+    def hang_up(self):
+        """Close the window. The thread must have left its system call before."""
+        self._is_open = False
+        self.file.write("\a")
+        self.file.flush()
+        self._reader.join()
+        os.close(self.master)
+
+    def end(self):
+        """Close the terminal as its programs do, and return its last lines."""
+        self.file.close()
+        self._reader.join()
+        return self.lines()
+
+
+@contextlib.contextmanager
+def terminal(columns, lines):
+    opened = Terminal(columns, lines)
+    try:
+        yield opened
+    finally:
+        opened.end()  # the thread must not read the next terminal, which may get the same number
+        os.close(opened.master)
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self):
+        self.time_s = BEGAN_S
+
+    def __call__(self):
+        return self.time_s
+
+
+def phase(name, after_s, step=0):
+    return {"step": step, "time_s": BEGAN_S + after_s, "phase": name}
+
+
+def record(step, after_s, **metrics):
+    return {"step": step, "time_s": BEGAN_S + after_s, "tokens": step * 1024, "epoch": step / 1000} | metrics
+
+
+def feed(display, clock):
+    """Metrics of a run of 1 500 steps up to step 625."""
+    display.add(phase("starting", 0))
+    display.add(phase("loading", 30))
+    display.add(phase("evaluating", 32))
+    display.add(record(0, 35, val_loss=5.5521))
+    display.add(phase("compiling", 35))
+    display.add(phase("training", 40, 1))
+    for step in range(25, 650, 25):
+        metrics = {"loss": 1.8 + 100 / step, "tokens_per_s": 18432.4, "step_s": 0.1, "data_wait_s": 0.0042}
+        metrics |= {"mfu": 0.3124, "memory_bytes": 3 * 2**29}
+        if step % 250 == 0:
+            metrics["val_loss"] = 1.7543 + 50 / step
+        display.add(record(step, 40 + 0.1 * step, **metrics))
+    display.add(phase("restarting", 105, 625))
+    display.add(phase("starting", 110, 625))
+    display.add(phase("training", 115, 625))
+    clock.time_s = BEGAN_S + 125
+
+
+SCREENS = {
+    (40, 20): """
+step 0  val loss 5.5521
+about 2:27 for the other 1,475 steps,
+100 ms each
+step 250  loss 2.2000  val loss 1.9543
+step 500  loss 2.0000  val loss 1.8543
+continuing from step 625
+training          step   625/1,500
+━━━━━━━━╺━━━━━━━━━━━   42%
+loss  1.9600 █▆▄▃▂▁  val  1.8543 █▁▁
+ 18,432 tokens/s  MFU 31.2%  epoch  0.62
+data wait   4%  memory  1.5 GiB""",
+    (80, 24): """
+step 0  val loss 5.5521
+about 2:27 for the other 1,475 steps, 100 ms each
+step 250  loss 2.2000  val loss 1.9543
+step 500  loss 2.0000  val loss 1.8543
+continuing from step 625
+training          step   625/1,500  elapsed    2:05  1 restart
+━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   42%
+loss  1.9600 █▇▆▅▅▄▄▃▃▂▂▂▂▁▁▁  validation loss  1.8543 █▁▁
+ 18,432 tokens/s  MFU 31.2%  data wait   4%  memory  1.5 GiB  epoch  0.62""",
+}
+
+
+@pytest.mark.parametrize("size", SCREENS)
+def test_a_terminal_of_any_width_shows_whole_numbers(size):
+    clock = Clock()
+    with terminal(*size) as opened:
+        with Display(RunView(1500, clock=clock), opened.console) as display:
+            feed(display, clock)
+            display.refresh()
+            shown = opened.settled()
+        assert shown == SCREENS[size].strip("\n").split("\n")
+
+
+def test_the_time_of_a_phase_runs_on_without_any_news():
+    clock = Clock()
+    view = RunView(1500, clock=clock)
+    view.enter("starting")
+    with terminal(80, 24) as opened, Display(view, opened.console):
+        clock.time_s += 12
+        opened.wait_for("starting the workers 12 s")
+        clock.time_s += 60
+        opened.wait_for("starting the workers 1:12")
+
+
+def test_the_live_view_leaves_no_trace():
+    clock = Clock()
+    with terminal(80, 24) as opened:
+        with Display(RunView(1500, clock=clock), opened.console) as display:
+            feed(display, clock)
+            assert "18,432 tokens/s" in opened.settled()[-1]
+        opened.console.print("the end")
+        assert opened.end() == [
+            "step 0  val loss 5.5521",
+            "about 2:27 for the other 1,475 steps, 100 ms each",
+            "step 250  loss 2.2000  val loss 1.9543",
+            "step 500  loss 2.0000  val loss 1.8543",
+            "continuing from step 625",
+            "the end",
+        ]
+
+
+def test_lines_of_the_launcher_stand_above_the_live_view():
+    with terminal(80, 24) as opened, Display(RunView(10), opened.console), log_lines(opened.console):
+        logging.getLogger("ray_jax_launch").info("worker 0 of 1: node 10.0.0.1")
+        first, second, *_ = opened.settled()
+    assert first == "worker 0 of 1: node 10.0.0.1"
+    assert second.startswith("starting the workers")
+
+
+def test_a_run_goes_on_when_its_terminal_is_closed():
+    opened = Terminal(80, 24)
+    with Display(RunView(10), opened.console) as display:
+        opened.wait_for("step  0/10")
+        opened.hang_up()
+        display.add({"step": 1, "loss": 2.0})
+        display.add({"step": 2, "loss": 2.0, "val_loss": 2.0})
+    assert display.view.step == 2
+    with contextlib.suppress(OSError):  # the file tries once more to write
+        opened.file.close()
+
+
+def test_a_failure_of_the_view_is_a_warning_and_the_run_goes_on(caplog):
+    def broken_clock():
+        raise RuntimeError("no time")
+
+    view = RunView(10)
+    with terminal(80, 24) as opened, Display(view, opened.console) as display:
+        view.enter("starting")
+        view.clock = broken_clock
+        display._thread.join(WITHIN_S)
+        view.clock = Clock()
+        display.add({"step": 1, "loss": 2.0})
+        opened.wait_for("loss  2.0000")
+    assert caplog.messages == ["the run goes on without its live view: RuntimeError: no time"]
+
+
+def test_a_terminal_without_the_characters_gets_no_sparkline():
+    clock = Clock()
+    with terminal(80, 24) as opened:
+        opened.file.reconfigure(encoding="ascii")
+        with Display(RunView(1500, clock=clock), opened.console) as display:
+            feed(display, clock)
+            display.refresh()
+            shown = opened.settled()
+    assert shown[-2] == "loss  1.9600                   validation loss  1.8543"
+    assert all(line.isascii() for line in shown)
+
+
+def test_a_wait_before_the_run_has_its_time():
+    with terminal(80, 24) as opened:
+        with waiting(opened.console, "starting Ray"):
+            opened.wait_for("starting Ray 0 s")
+        assert opened.end() == [""]
+
+
+def test_a_restart_is_shown_while_no_worker_can_tell_it():
+    clock = Clock()
+    with terminal(80, 24) as opened, Display(RunView(1500, clock=clock), opened.console) as display:
+        feed(display, clock)
+        logging.getLogger("ray_jax_launch").warning("worker 0 died; the workers start again (failure 1 of at most 3)")
+        clock.time_s += 7
+        opened.wait_for("restarting 7 s")
+
+
+def test_a_phase_of_another_clock_does_not_last_less_than_no_time():
+    clock = Clock()
+    view = RunView(10, clock=clock)
+    view.add_phase(Phase(step=0, time_s=BEGAN_S + 5, phase="compiling"))
+    assert view.phase_s() == 0.0

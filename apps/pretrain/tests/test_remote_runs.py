@@ -1,0 +1,88 @@
+"""The commands `watch` and `runs` on object storage: a local S3 server."""
+
+import dataclasses
+import io
+import logging
+
+import pytest
+from moto.server import ThreadedMotoServer
+from pyarrow.fs import S3FileSystem
+from rich.console import Console
+
+from pretrain import PRESETS
+from pretrain._commands.runs import show_runs
+from pretrain._commands.watch import watch
+from pretrain._errors import UsageError
+from pretrain._run.description import DataDescription, describe, write_description
+from pretrain._run.files import append_line
+from pretrain._run.folder import RunFolder
+
+BEGAN_S = 1_700_000_000.0
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """URI of an empty bucket on a local S3 server."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        storage = S3FileSystem(endpoint_override=f"127.0.0.1:{port}", scheme="http", allow_bucket_creation=True)
+        storage.create_dir("bucket")
+        yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture
+def run(s3, tmp_path):
+    """The copy of a run at its driver, from where `push` uploads it."""
+    folder = RunFolder(tmp_path / "driver", f"{s3}/{tmp_path.name}/run")
+    folder.path.mkdir()
+    config = PRESETS["quickstart"]()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=257))
+    data = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={"sha256": "1"})
+    write_description(folder, describe(config, data, "cpu:1"))
+    append_line(folder.phases, {"step": 0, "time_s": BEGAN_S, "phase": "training"})
+    folder.push()
+    return folder
+
+
+def test_a_run_in_object_storage_is_watched_by_its_uri(run):
+    out, waited = io.StringIO(), []
+
+    def sleep(interval_s):
+        waited.append(interval_s)
+        append_line(run.metrics, {"step": 25 * len(waited), "time_s": BEGAN_S + 1, "loss": 3.0})
+        if len(waited) == 2:
+            append_line(run.phases, {"step": 50, "time_s": BEGAN_S + 2, "phase": "stopped"})
+        run.push()
+
+    watch(run.uri, console=Console(file=out, width=200), clock=lambda: BEGAN_S + 3, sleep=sleep)
+    assert out.getvalue().splitlines() == [
+        f"watching {run.uri}, started on cpu:1",
+        "step   25/1500  loss 3.0000",
+        "step   50/1500  loss 3.0000",
+        "the run is stopped at step 50",
+    ]
+    assert waited == [5.0, 5.0]
+
+
+def test_runs_in_object_storage_are_listed(run):
+    out = io.StringIO()
+    show_runs(run.uri.rpartition("/")[0], console=Console(file=out, width=200), clock=lambda: BEGAN_S + 60)
+    assert [line.split() for line in out.getvalue().splitlines()] == [
+        ["run", "state", "step", "loss", "val", "tokens", "device", "time", "age"],
+        ["run", "training", "0/1500", "cpu:1", "1", "min"],
+    ]
+
+
+@pytest.mark.parametrize("place", ["absent", "run/checkpoints"])
+def test_a_uri_without_runs_is_rejected(run, place):
+    with pytest.raises(UsageError, match="the storage path must hold the folder of a run"):
+        show_runs(f"{run.uri.rpartition('/')[0]}/{place}", console=Console(quiet=True))

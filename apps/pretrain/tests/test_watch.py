@@ -1,0 +1,182 @@
+"""The command `watch`: what it shows of a run from the run's files alone, without a terminal."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from pretrain import PRESETS
+from pretrain._commands.watch import watch
+from pretrain._errors import UsageError
+from pretrain._run.description import DataDescription, describe, write_description
+from pretrain._run.files import append_line
+from pretrain._run.folder import RunFolder
+from pretrain._run.history import read_history, summarize
+from pretrain._run.metrics import cut_lines
+from pretrain._run.result import write_result
+
+BEGAN_S = 1_700_000_000.0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run of 1 500 steps, whose workers have just started."""
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    config = PRESETS["quickstart"]()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=257))
+    data = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={"sha256": "1"})
+    write_description(run, describe(config, data, "local"))
+    append_line(run.starts, {"step": 0, "time_s": BEGAN_S, "workers": 1, "devices": 2, "device": "TPU v4"})
+    phase(run, "starting", 0)
+    return run
+
+
+def phase(run, name, after_s, step=0):
+    append_line(run.phases, {"step": step, "time_s": BEGAN_S + after_s, "phase": name})
+
+
+def record(run, step, after_s, **metrics):
+    append_line(run.metrics, {"step": step, "time_s": BEGAN_S + after_s, **metrics})
+
+
+def watched(run, *events):
+    """The lines of `watch` without a terminal. Each event changes the files, and returns the time after it."""
+    out, events, now_s = io.StringIO(), list(events), BEGAN_S
+
+    def sleep(interval_s):
+        nonlocal now_s
+        if not events:
+            raise KeyboardInterrupt
+        now_s = BEGAN_S + events.pop(0)()
+
+    try:
+        watch(str(run), console=Console(file=out, width=200), clock=lambda: now_s, sleep=sleep)
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    assert "\x1b" not in out.getvalue()
+    return code, out.getvalue().splitlines()
+
+
+def test_a_run_is_shown_from_its_files_until_it_stops(folder):
+    def train():
+        phase(folder, "compiling", 10)
+        record(folder, 0, 11, val_loss=5.5)
+        phase(folder, "training", 12)
+        record(folder, 25, 14, loss=3.0, step_s=0.1, tokens_per_s=1024.0)
+        return 14
+
+    def stop():
+        record(folder, 50, 17, loss=2.0, step_s=0.1, tokens_per_s=1024.0)
+        phase(folder, "stopped", 17, 50)
+        return 17
+
+    assert watched(folder, train, stop) == (
+        0,
+        [
+            "starting",
+            f"watching {folder}, started on local",
+            "compiling",
+            "step    0/1500               val loss 5.5000",
+            "step   25/1500  loss 3.0000                     1,024 tokens/s  left 2:27",
+            "about 2:27 for the other 1,475 steps, 100 ms each",
+            "step   50/1500  loss 2.0000                     1,024 tokens/s  left 2:54",
+            "the run is stopped at step 50",
+        ],
+    )
+
+
+def test_a_finished_run_ends_with_its_numbers(folder):
+    def finish():
+        record(folder, 1500, 200, loss=1.6, val_loss=1.62, full_val_loss=1.5117, full_val_bits_per_byte=2.1809)
+        phase(folder, "finished", 200, 1500)
+        write_result(folder, summarize(read_history(folder), wall_s=210.0, num_params=100))
+        return 200
+
+    code, lines = watched(folder, lambda: 10, finish)
+    assert code == 0
+    assert "validation loss  1.5117 on all validation tokens, as `eval` prints" in lines
+    assert lines[-4].startswith("  uv run apps/pretrain sample ")
+
+
+def test_a_finished_run_is_not_waited_for_forever(folder):
+    """A driver that was killed writes no result."""
+    record(folder, 1500, 200, loss=1.6)
+    phase(folder, "finished", 200, 1500)
+    code, lines = watched(folder, lambda: 210, lambda: 231)
+    assert (code, lines[-1]) == (0, "the run is finished at step 1500")
+
+
+def test_a_silent_run_is_told_and_watched_until_it_lives_again(folder):
+    def live_again():
+        phase(folder, "restarting", 300)
+        phase(folder, "compiling", 420)
+        return 421
+
+    code, lines = watched(folder, lambda: 299, lambda: 301, live_again)
+    assert code == 130  # Ctrl-C
+    assert lines[-2:] == ["no sign of life for 5 min", "compiling"]
+
+
+def test_a_restarted_run_shows_the_repeated_steps(folder):
+    for step in (10, 20, 30):
+        record(folder, step, step, loss=3.0)
+
+    def restart():
+        phase(folder, "restarting", 30, 30)
+        phase(folder, "compiling", 40, 20)
+        cut_lines(folder.metrics, 19)
+        record(folder, 20, 41, loss=3.0)
+        record(folder, 30, 42, loss=3.0)
+        return 42
+
+    _, lines = watched(folder, restart)
+    assert lines[2:] == [
+        "step   30/1500  loss 3.0000",
+        "restarting",
+        "continuing from step 20",
+        "compiling",
+        "step   20/1500  loss 3.0000",
+        "step   30/1500  loss 3.0000",
+    ]
+
+
+def test_a_run_that_cannot_be_read_for_a_while_is_read_later(folder):
+    def fail():
+        folder.metrics.mkdir()
+        return 5
+
+    def recover():
+        folder.metrics.rmdir()
+        record(folder, 10, 8, loss=3.0)
+        return 10
+
+    _, lines = watched(folder, fail, recover)
+    assert lines[2].startswith(f"{folder} cannot be read, the next attempt follows: [Errno 21] Is a directory")
+    assert lines[3:] == ["step   10/1500  loss 3.0000"]
+
+
+def test_a_run_of_pretrain_0_8_has_neither_phases_nor_times(folder):
+    folder.phases.unlink()
+
+    def train():
+        append_line(folder.metrics, {"step": 10, "loss": 2.5, "grad_norm": 1.0, "tokens_per_s": 10.0, "step_s": 0.1})
+        return 10
+
+    def finish():
+        result = {"steps": 10, "metrics": {"loss": 2.5, "val_loss": 2.6}, "wall_s": 9.0, "restarts": 0, "workers": 1}
+        folder.result.write_text(json.dumps(result))
+        return 12
+
+    code, lines = watched(folder, train, finish)
+    assert code == 0
+    assert "step   10/1500  loss 2.5000                        10 tokens/s  left 2:29" in lines
+    assert "validation loss  2.6000 on up to 20,480 validation tokens" in lines
+
+
+def test_a_run_that_does_not_exist_is_rejected(tmp_path):
+    with pytest.raises(UsageError, match="run must be the folder or URI of a run"):
+        watch(str(tmp_path / "absent"), console=Console(quiet=True))
