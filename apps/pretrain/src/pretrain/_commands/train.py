@@ -18,6 +18,7 @@ from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError
 from pretrain._output import log_lines
+from pretrain._rejection import storage_failures
 from pretrain._report.loss_picture import draw_losses
 from pretrain._run.description import (
     check_same_data,
@@ -130,6 +131,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         write_description(folder, description)
         folder.push()
         _introduce(config, data, hardware, folder, console)
+        stack.enter_context(storage_failures())
         try:
             with ProgressDisplay(config.train.max_steps, console, tokenizing) as progress, log_lines(console):
                 result = ray_jax_launch.launch(
