@@ -1,7 +1,6 @@
 """The commands and their exit codes. Light to import: each command imports what takes seconds."""
 
 import json
-import logging
 import os
 import shutil
 import sys
@@ -27,7 +26,7 @@ from pretrain._command_line.help_page import help_page
 from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import raise_interrupts
 from pretrain._errors import RunFailedError
-from pretrain._output import Output, discard_unwritten, open_streams, print_error
+from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
 from pretrain._presets import PRESETS
 from pretrain._rejection import rejection
 
@@ -43,8 +42,8 @@ def main(args: Sequence[str] | None = None) -> int:
         of the output has closed it.
     """
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # the command prints the errors of `datasets` itself
-    logging.getLogger("absl").setLevel(logging.ERROR)
     open_streams()
+    show_warnings()
     arguments = list(sys.argv[1:] if args is None else args)
     hint = ""
     try:

@@ -91,6 +91,17 @@ def _problem(parts: Sequence[str], names: Mapping[str, str]) -> str | None:
     return None
 
 
+def token_files(data: Plain | Splits | Mixture) -> str | list[str] | dict[str, float]:
+    """Return the names of token files as `open_tokens` takes them."""
+    match data:
+        case Plain(name):
+            return name
+        case Splits(train, val):
+            return [f"train={train}", f"val={val}"]
+        case Mixture(_, weights):
+            return weights
+
+
 def label_of(data: Plain | Splits | Mixture) -> str:
     """Return a short name for data, usable as a folder's name."""
     match data:

@@ -11,8 +11,10 @@ from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT
 from pretrain._command_line.option_table import Option, with_defaults
 from pretrain._config import PretrainConfig
 
-_WIDEST = 100
+_NARROWEST, _WIDEST = 20, 100
+_UNBROKEN = "\N{NO-BREAK SPACE}"
 _CHOICES_WIDTH = 30
+_USAGE_INDENT = " " * 11
 _INTRODUCTION = (
     "Pretrain GPT-2. Without arguments: the quickstart, minutes on any machine. The same command again continues an "
     "interrupted run. A preset fills in every option."
@@ -51,50 +53,54 @@ def shown_default(option: Option) -> str | None:
     return " ".join(_typed(item) for item in value) if option.is_tuple else _typed(value)
 
 
-def _page(
-    command: str, options: Sequence[Option], *, width: int, is_overview: bool, shows_all: bool
-) -> Iterator[str]:
+def _page(command: str, options: Sequence[Option], *, width: int, is_overview: bool, shows_all: bool) -> Iterator[str]:
     if is_overview:
-        yield from _wrap("usage: pretrain [COMMAND] [OPTIONS]", width, hang="           ")
+        yield from _wrap("usage: pretrain [COMMAND] [OPTIONS]", width, _USAGE_INDENT)
         yield ""
         yield from _wrap(_INTRODUCTION, width)
         yield "\ncommands"
         for name, kind in COMMANDS.items():
-            summary = _summary(kind) + (" (without a command)" if name == "train" else "")
+            summary = _summary(kind) + (" The default." if name == "train" else "")
             yield from _wrap(f"  {name:9}{summary}", width, hang=" " * 11)
     else:
         words = f"usage: pretrain {command} {usage_names(options)}".rstrip()
-        yield from _wrap(f"{words} [OPTIONS]", width, hang="           ")
+        yield from _wrap(f"{words} [OPTIONS]", width, _USAGE_INDENT)
         yield ""
         yield from _wrap(_summary(COMMANDS[command]), width)
     names = [option for option in options if option.placeholder is not None]
     flags = [option for option in options if option.placeholder is None]
     if names:
-        yield "\nnames"
+        yield "\narguments"
         for option in names:
             yield from _entry(option, option.placeholder or "", width)
     if command == "train" and not shows_all:
         flags = sorted((one for one in flags if one.name in FREQUENT), key=lambda one: FREQUENT.index(one.name))
         yield "\noptions of train"
-        yield from _flags(flags, width)
+        yield from _flags(flags, width, shows_all=False)
     else:
         sections = dict.fromkeys(option.name.rpartition(".")[0] for option in flags)
         for section in sections:
             yield f"\n{_SECTION_TITLES[section] if command == 'train' else 'options'}"
             yield from _flags([option for option in flags if option.name.rpartition(".")[0] == section], width)
-    yield "\nhelp"
-    pages = "  --help shows this page" if shows_all or command != "train" else "  --help-all lists all options of train"
-    yield from _wrap(f"{pages}, COMMAND --help those of a command, and --version the versions.", width, hang="  ")
+    yield "\nmore"
+    if not is_overview:
+        yield "  pretrain --help lists the commands."
+    if command == "train" and not shows_all:
+        yield from _wrap(
+            "  --help-all shows all options, and --preset NAME --help the defaults of a preset.", width, "  "
+        )
+    if is_overview:
+        yield from _wrap("  COMMAND --help shows the options of a command, and --version the versions.", width, "  ")
     yield "\nexamples"
     for line in EXAMPLES[command]:
         yield from _wrap(f"  {line}", width, hang="      ")
 
 
-def _flags(options: Sequence[Option], width: int) -> Iterator[str]:
+def _flags(options: Sequence[Option], width: int, *, shows_all: bool = True) -> Iterator[str]:
     for option in options:
         values = ""
         if option.type is bool:
-            values = f", {option.off_flag}"
+            values = f", {option.off_flag}" if shows_all else ""
         elif option.choices and len("|".join(option.choices)) <= _CHOICES_WIDTH:
             values = f" {'|'.join(option.choices)}"
         else:
@@ -107,13 +113,14 @@ def _entry(option: Option, title: str, width: int) -> Iterator[str]:
     if option.choices and len("|".join(option.choices)) > _CHOICES_WIDTH and not option.is_tuple:
         doc += f" One of {', '.join(option.choices)}."
     if default is not None:
-        doc += f" (default: {default})"
+        doc += " " + f"(default: {default})".replace(" ", _UNBROKEN)
     yield from _wrap(f"  {title}", width, hang="    ")
     yield from _wrap(f"      {doc}", width, hang="      ")
 
 
 def _wrap(text: str, width: int, hang: str = "") -> list[str]:
-    return textwrap.wrap(text, max(width, 20), subsequent_indent=hang, break_on_hyphens=False)
+    lines = textwrap.wrap(text, max(width, _NARROWEST), subsequent_indent=hang, break_on_hyphens=False)
+    return [line.replace(_UNBROKEN, " ") for line in lines]
 
 
 def _summary(command: type) -> str:
