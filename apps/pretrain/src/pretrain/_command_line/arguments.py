@@ -55,7 +55,7 @@ def build_command(command: str, arguments: Sequence[str]) -> Command:
     for option in options:
         if option.default is MISSING and option.name not in values:
             raise UsageError(
-                f"{option.placeholder} must be given, got nothing. Write pretrain {command} {usage_names(options)}."
+                f"{option.placeholder} must be given, got nothing. Write: pretrain {command} {usage_names(options)}"
             )
     return COMMANDS[command](**values)
 
@@ -100,7 +100,7 @@ def _read_values(command: str, arguments: Sequence[str], options: Sequence[Optio
         elif equals or (words and not _FLAG.match(words[0])):
             values[option.name] = _convert(option, flag, [attached if equals else words.popleft()])
         else:
-            raise UsageError(f"{flag} must have a value, got none. Write {flag} VALUE, or {flag}=--VALUE.")
+            raise UsageError(f"{flag} must have a value, got none. Write {flag} VALUE, or {flag}=VALUE.")
     return values
 
 

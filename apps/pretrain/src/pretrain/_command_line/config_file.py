@@ -106,11 +106,10 @@ def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, value
+            yield (prefix + name).replace("-", "_"), value
 
 
 def _read_value(name: str, value: Any, path: str) -> Any:
-    name = name.replace("-", "_")
     option = _OPTIONS.get(name)
     if option is None:
         known = nearest_option(name.replace("_", "-"), [known.replace("_", "-") for known in _OPTIONS])

@@ -84,7 +84,7 @@ def _page(command: str, options: Sequence[Option], *, width: int, is_overview: b
             yield from _flags([option for option in flags if option.name.rpartition(".")[0] == section], width)
     yield "\nmore"
     if not is_overview:
-        yield "  pretrain --help lists the commands."
+        yield from _wrap("  pretrain --help lists the commands.", width, "  ")
     if command == "train" and not shows_all:
         yield from _wrap(
             "  --help-all shows all options, and --preset NAME --help the defaults of a preset.", width, "  "
