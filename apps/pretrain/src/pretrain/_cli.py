@@ -1,5 +1,6 @@
 """The commands and their exit codes. Light to import: each command imports what takes seconds."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -169,8 +170,7 @@ def _evaluate(command: EvalCommand) -> None:
 
     raise_interrupts()
     found = evaluate(command.run, data=command.data, batch_size=command.batch_size, console=Console(stderr=True))
-    found_json = json.dumps({"step": found.step, "val_loss": found.val_loss, "num_tokens": found.num_tokens})
-    sys.stdout.write(found_json + "\n")
+    sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
 
 
 def _export(command: ExportCommand) -> None:

@@ -1,15 +1,17 @@
 """The command `eval`: the loss of a trained model on all of the validation tokens."""
 
+import contextlib
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import track
 
 from nnx_gpt2 import split_params
-from owt_data import load_tokenizer, open_tokens
+from owt_data import DataError, load_tokenizer, open_tokens
 from pretrain._commands.load import load_trained
 from pretrain._data_names import parse_data, token_files
 from pretrain._errors import UsageError
+from pretrain._run.metrics import rounded
 from pretrain._training.validation import Validation
 
 
@@ -23,14 +25,18 @@ class Evaluation:
     val_loss: float
     """Mean loss in nats per token."""
 
+    val_bits_per_byte: float | None
+    """The same in bits per byte of text; None if the tokenizer's files are missing."""
+
     num_tokens: int
     """Number of predicted tokens."""
 
 
 def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -> Evaluation:
-    """Evaluate a run's newest checkpoint on every complete window of the validation tokens.
+    """Evaluate a run's newest checkpoint on all validation tokens. Each token except the first is predicted once.
 
-    Attention is restricted to documents if the run was trained with `mask_documents`.
+    The loss is that of the end of a finished run (`full_val_loss`), to its 6 significant digits. Attention is
+    restricted to documents if the run was trained with `mask_documents`.
 
     Args:
         run: the run's folder, URI or name.
@@ -55,8 +61,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
             "other data."
         )
     seq_len = trained.model.config.seq_len
-    count = tokens.val.num_windows(seq_len)
-    if count == 0:
+    if tokens.val.num_windows(seq_len) == 0:
         raise UsageError(
             f"{path} must hold at least {seq_len + 1} validation tokens, got {len(tokens.val)}. Give other --data."
         )
@@ -64,7 +69,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
     validation = Validation(
         trained.model.config,
         tokens.val,
-        num_windows=count,
+        num_tokens=None,
         batch_size=batch_size,
         end_of_text=load_tokenizer(stored.tokenizer).eot_token if is_masked else None,
     )
@@ -74,4 +79,8 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
         params,
         lambda steps: track(steps, description="evaluating", console=console, disable=not console.is_terminal),
     )
-    return Evaluation(step=trained.step, val_loss=loss, num_tokens=count * seq_len)
+    bits = None
+    with contextlib.suppress(DataError):  # the files of the tokenizer are missing
+        bits = validation.bits_per_byte(loss, trained.tokenizer)
+    found = rounded({"val_loss": loss, "val_bits_per_byte": bits})
+    return Evaluation(step=trained.step, num_tokens=validation.num_tokens, **found)

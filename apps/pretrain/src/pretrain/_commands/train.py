@@ -86,7 +86,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         KeyboardInterrupt: Ctrl-C. The run is saved, and the same configuration continues it.
         Exception: with `hardware="local"`, an exception of the loop of any other kind.
     """
-    began, console = time.monotonic(), console or Console(quiet=True)
+    began, began_s, console = time.monotonic(), time.time(), console or Console(quiet=True)
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
     if hardware is not None:
         check_batch(config, hardware)
@@ -143,11 +143,12 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
                         "description": description,
                         # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
                         "reads_itself": hardware.kind == "local" or config.data_mode == "stream",
+                        "began_s": began_s,
                     },
                     hardware=hardware,
                     storage_path=storage_path,
                     name=name,
-                    on_metrics=lambda rank, record: progress.show(record),
+                    on_metrics=lambda rank, record: None if "phase" in record else progress.show(record),
                     data_cpus=0 if hardware.kind == "local" else DATA_CPUS,
                     max_failures=config.train.max_failures,
                     wait_for_resources_s=config.wait_for_resources_s,

@@ -1,8 +1,8 @@
 """The training loop that every worker runs.
 
-The order at a step with a checkpoint or a validation: update, start the save, evaluate, write the metrics, report. The
-save continues in the background until the next one. A run that continues from a checkpoint writes the record of that
-step again, from the checkpoint. After a stop request, the loop saves and returns.
+The order at a step with a checkpoint or a validation: update, start the save, evaluate, sample, write the metrics,
+report. The save continues in the background until the next one. A run that continues from a checkpoint writes the
+record of that step again, from the checkpoint. After a stop request, the loop saves and returns.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from nnx_gpt2 import (
     make_mesh,
     make_train_step,
     put_batch,
-    replicated,
 )
 from owt_data import DataError, TokenData, iter_steps, load_tokenizer, read_steps, step_windows
 from pretrain._config import PretrainConfig
 from pretrain._run.description import RUN, RunDescription
 from pretrain._run.folder import RunFolder
+from pretrain._run.metrics import Record, rounded
 from pretrain._training.device_memory import check_memory
 from pretrain._training.run_log import RunLog
-from pretrain._training.sampling import sample_text
-from pretrain._training.step_timer import StepTimer
+from pretrain._training.sampling import Sampler
+from pretrain._training.step_meter import NOTHING_UNRECORDED, StepMeter
 from pretrain._training.validation import Validation
 from ray_jax_launch import Checkpoints, LaunchError, log_metrics, mark_finished, stop_requested
 
@@ -47,7 +47,13 @@ _logger = logging.getLogger("pretrain")
 
 
 def run(
-    config: PretrainConfig, data: TokenData, folder: RunFolder, description: RunDescription, *, reads_itself: bool
+    config: PretrainConfig,
+    data: TokenData,
+    folder: RunFolder,
+    description: RunDescription,
+    *,
+    reads_itself: bool,
+    began_s: float,
 ) -> str:
     """Train from the newest checkpoint, or from the start, to the last step.
 
@@ -57,6 +63,7 @@ def run(
         folder: the run's folder.
         description: the run's description. Each checkpoint gets a copy.
         reads_itself: True if a thread of each process reads the training tokens, False if tasks of Ray Data do.
+        began_s: Unix time at which the command began.
 
     Returns:
         On rank 0, a sample from the trained model; an empty text on other ranks, and after a stop request.
@@ -64,103 +71,148 @@ def run(
     train, max_steps = config.train, config.train.max_steps
     mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     check_memory(config, mesh)
-    warn_of_bfloat16(config, jax.local_devices()[0])
+    device = mesh.local_devices[0]
+    warn_of_bfloat16(config, device)
     optimizer = create_optimizer(config.optimizer, max_steps)
-    with contextlib.suppress(DataError):  # the sample at the end needs the tokenizer; a run without it has no sample
-        load_tokenizer(data.tokenizer)  # it stays in memory: the network and the cache may fail later
+    tokenizer = None
+    with contextlib.suppress(DataError):  # samples and bits per byte need the tokenizer; a run without it has neither
+        tokenizer = load_tokenizer(data.tokenizer)  # it stays in memory: the network and the cache may fail later
     end_of_text = load_tokenizer(data.tokenizer).eot_token if train.mask_documents else None
     train_step = make_train_step(
         config.model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text
     )
     _check_readable(data, config.model.seq_len)
-    validation = Validation(
-        config.model,
-        data.val,
-        num_windows=max(1, train.eval_tokens // config.model.seq_len) if train.eval_tokens else 10**9,
-        batch_size=train.global_batch_size,
-        mesh=mesh,
-        end_of_text=end_of_text,
+    part, full = (
+        Validation(
+            config.model,
+            data.val,
+            num_tokens=num_tokens,
+            batch_size=train.global_batch_size,
+            mesh=mesh,
+            end_of_text=end_of_text,
+        )
+        for num_tokens in (train.eval_tokens, None)
     )
+    sampler = Sampler(config, tokenizer, mesh)
     key = jax.random.key(config.seed)
+    is_first = jax.process_index() == 0
 
     with (
         Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep) as checkpoints,
-        RunLog(folder, send=log_metrics) as log,
+        RunLog(folder, description, send=log_metrics) as log,
         ThreadPoolExecutor(1) as threads,
     ):
 
-        def save_state(state: TrainState, record: dict[str, Any]) -> None:
+        def save_state(state: TrainState, record: Record, unrecorded: dict[str, Any]) -> None:
+            log.phase(record["step"], "saving")
             log.push()  # a continued run expects the records before its checkpoint in the log
             checkpoints.save(
                 record["step"],
                 {"params": state.params, "opt_state": state.opt_state},
                 metadata={
                     "record": record,
+                    "unrecorded": unrecorded,
                     RUN: description.to_json(),
                     **{name: int(getattr(state, name)) for name in _COUNTERS},
                 },
             )
 
-        def finish(state: TrainState, record: dict[str, Any], *, save: bool, evaluate: bool) -> None:
-            if save:
-                save_state(state, record)
-            if evaluate:
-                record = record | {"val_loss": validation.loss(state.params)}
+        def evaluate(params: Any, record: Record) -> Record:
+            """Return the record with the validation losses, and take the samples."""
+            step = record["step"]
+            log.phase(step, "evaluating")
+            losses = measure(part, params)
+            record |= losses
+            if step == max_steps:
+                losses = losses if part.is_full else measure(full, params)
+                record |= {f"full_{name}": loss for name, loss in losses.items()}
+            log.phase(step, "sampling")
+            for sample in sampler.samples(params, step):
+                log.write_sample(sample)
+            return record
+
+        def measure(validation: Validation, params: Any) -> Record:
+            loss = validation.loss(params)
+            bits = validation.bits_per_byte(loss, tokenizer) if is_first and tokenizer is not None else None
+            return rounded({"val_loss": loss} | ({} if bits is None else {"val_bits_per_byte": bits}))
+
+        def finish(state: TrainState, record: Record, *, is_evaluated: bool) -> None:
+            if is_evaluated:
+                record = evaluate(state.params, record)
             log.write(record)
-            if evaluate:
+            if is_evaluated:
                 ray.train.report(record)
 
-        timer = StepTimer(config, data.train, mesh.devices.flat[0].device_kind, mesh.size)
+        meter = StepMeter(config, data.train, device, mesh.size)
         start = checkpoints.latest_step() or 0  # verified, and the same on every process
+        log.begin(start, began_s, device.device_kind, mesh.size)
         # Ray Data needs seconds for its first batch: it starts before the step is compiled.
         batches = _train_batches(config, data, start, reads_itself=reads_itself)
         first_batch = threads.submit(next, batches, None)
         if start:
-            state, record = restore(checkpoints, start, abstract_train_state(config.model, optimizer, mesh))
+            state, record, unrecorded = restore(checkpoints, start, abstract_train_state(config.model, optimizer, mesh))
+            meter.restore(unrecorded)
         else:
             state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
             record = {}
-        record = timer.progress(start) | record  # checkpoints of version 0.7 lack the epoch and the tokens
-        log.begin(start)
-        evaluate = start == 0 or is_due(start, train.eval_every, max_steps)
-        if evaluate or is_due(start, train.checkpoint_every, max_steps) or is_due(start, train.log_every, max_steps):
-            finish(state, record, save=False, evaluate=evaluate)
+        record = meter.progress(start) | record  # checkpoints of version 0.7 lack the epoch and the tokens
+        is_evaluated = start == 0 or is_due(start, train.eval_every, max_steps)
+        if (
+            is_evaluated
+            or is_due(start, train.checkpoint_every, max_steps)
+            or is_due(start, train.log_every, max_steps)
+        ):
+            finish(state, record, is_evaluated=is_evaluated)
+        if start < max_steps:
+            log.phase(start, "compiling")
 
-        timer.restart(start)
-        pending: tuple[int, dict[str, jax.Array]] | None = None
+        is_pending = False
         for step in range(start + 1, max_steps + 1):
-            with timer.waiting_for_data():
+            with meter.waiting_for_data():
                 batch = first_batch.result() if step == start + 1 else next(batches, None)
             windows = put_batch(_checked(batch, step - 1), mesh)
             state, metrics = train_step(state, windows, key)
+            # The metrics of a step are read after the next step has started: the device never waits.
+            if is_pending:
+                log.write(meter.record(step - 1))
+            meter.add(metrics)
             if step == start + 1:
                 jax.block_until_ready(metrics)  # the time of a step excludes compilation
-                timer.restart(step)
-            # The metrics of a step are read after the next step has started: the devices never wait.
-            if pending is not None:
-                log.write(timer.record(*pending))
-            save = is_due(step, train.checkpoint_every, max_steps)
-            evaluate = is_due(step, train.eval_every, max_steps)
-            pending = (step, metrics) if is_due(step, train.log_every, max_steps) else None
+                log.phase(step, "training")
+                meter.start()
+            is_saved = is_due(step, train.checkpoint_every, max_steps)
+            is_evaluated = is_due(step, train.eval_every, max_steps)
+            is_pending = is_due(step, train.log_every, max_steps)
             if stop_requested(step):
                 # The continued run does everything else that is due at this step. The end of the `with` block waits for
                 # the save.
-                save_state(state, timer.record(step, metrics, is_due=save or evaluate or pending is not None))
+                is_recorded = is_saved or is_evaluated or is_pending
+                record = meter.record(step) if is_recorded else meter.progress(step)
+                save_state(state, record, meter.unrecorded())
                 return ""
-            if save or evaluate:
-                finish(state, timer.record(step, metrics), save=save, evaluate=evaluate)
-                timer.restart(step)
-                pending = None
+            if is_saved or is_evaluated:
+                record = meter.record(step)
+                meter.stop()
+                if is_saved:
+                    save_state(state, record, meter.unrecorded())
+                finish(state, record, is_evaluated=is_evaluated)
+                is_pending = False
+                if step < max_steps:
+                    log.phase(step, "training")
+                    meter.start()
 
-    is_first = jax.process_index() == 0
-    if is_first:
-        mark_finished("")
-    params = jax.jit(lambda params: params, out_shardings=replicated(mesh))(state.params)
-    return sample_text(config, load_tokenizer(data.tokenizer), params) if is_first else ""
+        checkpoints.wait()
+        log.push()
+        if is_first:
+            mark_finished("")
+        log.phase(max_steps, "sampling")
+        text = sampler.text(state.params)
+        log.phase(max_steps, "finished")
+    return text
 
 
-def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """Read the state of a checkpoint, and the record of its step.
+def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, Record, dict[str, Any]]:
+    """Read the state of a checkpoint, the record of its step, and what `StepMeter.unrecorded` returned.
 
     Args:
         checkpoints: the checkpoints of the run.
@@ -174,7 +226,8 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
         **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()},
         **checkpoints.restore(step, {"params": like.params, "opt_state": like.opt_state}),
     )
-    return state, metadata["record"]
+    # Checkpoints of version 0.8 lack what was not recorded.
+    return state, metadata["record"], metadata.get("unrecorded", NOTHING_UNRECORDED)
 
 
 def warn_of_bfloat16(config: PretrainConfig, device: Any) -> None:

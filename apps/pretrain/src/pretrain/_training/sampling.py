@@ -3,38 +3,86 @@
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
-from nnx_gpt2 import GPT2, generate, merge
+from nnx_gpt2 import GPT2, generate, merge, num_params, replicated
+from pretrain._best_effort import best_effort
 from pretrain._config import PretrainConfig
+from pretrain._run.history import Sample
+from pretrain._training.device_memory import device_memory_bytes
 
 if TYPE_CHECKING:
     import tiktoken
 
 _END_TOKENS = 400
-_END_TEMPERATURE = 0.8
-_END_TOP_K = 40
+_TEMPERATURE = 0.8
+_TOP_K = 40
+# The largest share of a device's memory that a copy of sharded parameters may take while the run goes on.
+_COPY_SHARE = 0.1
 
 
-def sample_text(config: PretrainConfig, tokenizer: "tiktoken.Encoding", params: Any) -> str:
-    """Generate the sample at the end of a run, on one device of this process.
+class Sampler:
+    """Samples of a run, from the same prompts and keys each time. Rank 0 takes them, on one device.
 
     Args:
-        config: the run's configuration, with the prompt.
-        tokenizer: the run's tokenizer.
-        params: the trained parameters, replicated on every device.
+        config: the run's configuration.
+        tokenizer: the run's tokenizer; None for no samples.
+        mesh: the devices of the parameters.
     """
-    model = merge(config.model, jax.tree.map(lambda x: x.addressable_data(0), params))
-    (text,) = continue_prompt(
-        model,
-        tokenizer,
-        config.prompts[0],
-        num_samples=1,
-        max_new_tokens=_END_TOKENS,
-        key=jax.random.key(config.seed),
-        temperature=_END_TEMPERATURE,
-        top_k=_END_TOP_K,
-    )
-    return text
+
+    def __init__(self, config: PretrainConfig, tokenizer: "tiktoken.Encoding | None", mesh: jax.sharding.Mesh) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._gather = jax.jit(lambda params: params, out_shardings=replicated(mesh))
+        self._is_sharded = config.mesh.fsdp * config.mesh.tensor > 1
+        copy_bytes = num_params(config.model) * jnp.dtype(config.model.param_dtype).itemsize
+        fits = not self._is_sharded or copy_bytes < _COPY_SHARE * device_memory_bytes()
+        self._takes_samples = tokenizer is not None and config.train.sample_tokens > 0 and fits
+
+    def samples(self, params: Any, step: int) -> list[Sample]:
+        """Return a sample from each prompt on rank 0, and none on other ranks. Every rank must call this.
+
+        Parameters that are sharded are gathered first, and no sample is taken if they are too large for this.
+
+        Args:
+            params: the parameters.
+            step: the step of the parameters.
+        """
+        if not self._takes_samples:
+            return []
+        return [
+            Sample(step=step, prompt=prompt, text=text)
+            for prompt, text in zip(
+                self._config.prompts,
+                self._texts(params, self._config.prompts, self._config.train.sample_tokens),
+                strict=False,  # without texts, after a failure and on other ranks
+            )
+        ]
+
+    def text(self, params: Any) -> str:
+        """Return the text at the end of a run on rank 0, and an empty one on other ranks. Every rank must call this."""
+        if self._tokenizer is None:
+            return ""
+        return next(iter(self._texts(params, self._config.prompts[:1], _END_TOKENS)), "")
+
+    def _texts(self, params: Any, prompts: tuple[str, ...], num_tokens: int) -> list[str]:
+        params = self._gather(params) if self._is_sharded else params
+        texts: list[str] = []
+        if jax.process_index() == 0 and self._tokenizer is not None:
+            with best_effort("a sample"):
+                key = jax.random.key(self._config.seed)
+                model = merge(self._config.model, jax.tree.map(lambda x: x.addressable_data(0), params))
+                for number, prompt in enumerate(prompts):
+                    texts += continue_prompt(
+                        model,
+                        self._tokenizer,
+                        prompt,
+                        num_samples=1,
+                        max_new_tokens=num_tokens,
+                        key=jax.random.fold_in(key, number) if number else key,
+                        temperature=_TEMPERATURE,
+                        top_k=_TOP_K,
+                    )
+        return texts
 
 
 def continue_prompt(

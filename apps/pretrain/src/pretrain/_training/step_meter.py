@@ -1,0 +1,168 @@
+"""The record of a step: the metrics and the times of the steps since the last record."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
+from owt_data import GrowingTokens, Tokens
+from pretrain._config import PretrainConfig
+from pretrain._errors import TrainingDivergedError
+from pretrain._run.metrics import Record, rounded
+
+# A run ends at the first recorded step at which this many steps in a row, or more, made no update.
+MAX_STEPS_SKIPPED = 50
+
+NOTHING_UNRECORDED: dict[str, Any] = {"loss_sum": 0.0, "num_losses": 0, "grad_norm_max": None}
+"""The result of `StepMeter.unrecorded` right after a record."""
+
+Metrics = dict[str, jax.Array]
+
+
+class StepMeter:
+    """A meter that collects the metrics of each step on the device, and turns them into a record when one is due.
+
+    Collecting does not wait for the device. Only the time between `start` and `record` counts, and only steps that
+    were added in it: not compilation, evaluations and saves.
+
+    Args:
+        config: the run's configuration.
+        train: the training tokens.
+        device: a device of this process.
+        num_devices: number of devices of all processes.
+        clock: returns seconds.
+        wall_clock: returns Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        train: Tokens,
+        device: Any,
+        num_devices: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
+        self._train, self._seq_len, self._batch_size = train, config.model.seq_len, config.train.global_batch_size
+        self._tokens_per_step = config.train.global_batch_size * config.model.seq_len
+        peak = peak_flops_per_s(device.device_kind) if config.peak_tflops is None else config.peak_tflops * 1e12
+        flops_per_step = flops_per_token(config.model) * self._tokens_per_step
+        # Seconds of a step at the devices' peak; None if the peak is unknown.
+        self._ideal_step_s = None if peak is None else flops_per_step / (peak * num_devices)
+        self._device, self._clock, self._wall_clock = device, clock, wall_clock
+        self._steps: list[Metrics] = []
+        self._loss_sum, self._num_losses, self._grad_norm_max = 0.0, 0, -math.inf
+        self._since: float | None = None
+        self._num_timed, self._wait_s, self._last_wait_s = 0, 0.0, 0.0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the time of the block as the wait for data of the next step that is added."""
+        before = self._clock()
+        yield
+        self._last_wait_s = self._clock() - before
+
+    def add(self, metrics: Metrics) -> None:
+        """Add the metrics of a step that has been started.
+
+        Args:
+            metrics: the metrics that `train_step` returned.
+        """
+        self._steps.append(metrics)
+        if self._since is not None:
+            self._num_timed += 1
+            self._wait_s += self._last_wait_s
+
+    def start(self) -> None:
+        """Start to count the time. Call this when the device has nothing to do."""
+        self._since, self._num_timed, self._wait_s = self._clock(), 0, 0.0
+
+    def stop(self) -> None:
+        """Count no time until the next `start`."""
+        self._since = None
+
+    def progress(self, step: int) -> Record:
+        """Return the step, and the epochs and training tokens up to it. A stream has no epochs before its second."""
+        num_seen, num_windows = step * self._batch_size, self._train.num_windows(self._seq_len)
+        record: Record = {"step": step, "tokens": step * self._tokens_per_step}
+        if not isinstance(self._train, GrowingTokens) or (self._train.is_complete and num_seen >= num_windows):
+            record["epoch"] = round(num_seen / num_windows, 4)
+        return record | {"time_s": round(self._wall_clock(), 3)}
+
+    def record(self, step: int) -> Record:
+        """Wait for the added steps, return the record of the last of them, and begin the next record.
+
+        A step whose loss or gradient is not finite made no update, and does not count in either. The record lacks the
+        two if no step counts.
+
+        Args:
+            step: the last step that was added.
+
+        Raises:
+            TrainingDivergedError: `MAX_STEPS_SKIPPED` steps in a row, or more, made no update.
+        """
+        last = self._steps[-1]
+        self._collect()
+        now = self._clock()
+        num_skipped, num_in_a_row = int(last["num_skipped"]), int(last["num_skipped_in_a_row"])
+        if num_in_a_row >= MAX_STEPS_SKIPPED:
+            raise TrainingDivergedError(
+                f"the loss and the gradient must be finite, got {num_in_a_row} steps without, up to step {step}. Lower "
+                "--optimizer.learning-rate, raise --optimizer.warmup-steps, or set --optimizer.clip-norm 1, with "
+                "another --name."
+            )
+        record = self.progress(step) | ({"num_skipped": num_skipped} if num_skipped else {})
+        if self._num_losses:
+            record |= {"loss": self._loss_sum / self._num_losses, "grad_norm_max": self._grad_norm_max}
+        # The optimizer counts updates. A skipped step is not an update.
+        record["learning_rate"] = float(self._schedule(max(0, step - 1 - num_skipped)))
+        if self._since is not None and self._num_timed:
+            step_s = (now - self._since) / self._num_timed
+            record |= {
+                "step_s": step_s,
+                "tokens_per_s": self._tokens_per_step / step_s,
+                "data_wait_s": self._wait_s / self._num_timed,
+            }
+            if self._ideal_step_s is not None:
+                record["mfu"] = self._ideal_step_s / step_s
+        if stats := self._device.memory_stats():
+            record["memory_bytes"] = stats["peak_bytes_in_use"]
+        self._loss_sum, self._num_losses, self._grad_norm_max = 0.0, 0, -math.inf
+        if self._since is not None:
+            self._since, self._num_timed, self._wait_s = now, 0, 0.0
+        return rounded(record)
+
+    def unrecorded(self) -> dict[str, Any]:
+        """Wait for the added steps, and return what a continued run needs to complete their record."""
+        self._collect()
+        return {
+            "loss_sum": self._loss_sum,
+            "num_losses": self._num_losses,
+            "grad_norm_max": self._grad_norm_max if self._num_losses else None,
+        }
+
+    def restore(self, unrecorded: dict[str, Any]) -> None:
+        """Continue an unfinished record.
+
+        Args:
+            unrecorded: the result of `unrecorded`.
+        """
+        self._loss_sum, self._num_losses = unrecorded["loss_sum"], unrecorded["num_losses"]
+        if self._num_losses:
+            self._grad_norm_max = unrecorded["grad_norm_max"]
+
+    def _collect(self) -> None:
+        """Wait for the added steps, and add their metrics up, in the order of steps."""
+        for metrics in jax.device_get(self._steps):
+            loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            if math.isfinite(loss) and math.isfinite(grad_norm):
+                self._loss_sum += loss
+                self._num_losses += 1
+                self._grad_norm_max = max(self._grad_norm_max, grad_norm)
+        self._steps.clear()
