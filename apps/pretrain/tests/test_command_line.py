@@ -133,6 +133,11 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("-x", "no option -x; pretrain train --help-all lists them."),
         ("--train.max-steps abc", "--train.max-steps must be an integer, got abc. Change it."),
         ("--train.max-epochs abc", "--train.max-epochs must be a number or none, got abc. Change it."),
+        (
+            "--preset gpt2-midium",
+            "--preset must be quickstart, baby, tutorial, wikitext, gpt2, gpt2-medium, gpt2-large or gpt2-xl, got "
+            "gpt2-midium. Did you mean gpt2-medium?",
+        ),
         ("--data-mode streams", "--data-mode must be prepared or stream, got streams. Did you mean stream?"),
         (
             "--trackers tensorboard wandbs",
@@ -149,6 +154,16 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("export run", "OUT must be given, got nothing. Write: pretrain export RUN OUT"),
         ("report", "RUN must be given, got nothing. Write: pretrain report RUN..."),
         ("--train.log-every 0", "train.log_every must be at least 1, got 0. Change it."),
+        (
+            f"--train.max-steps {2**31}",
+            f"train.max_steps must be at least 1 and below {2**31}, got {2**31}. Change it.",
+        ),
+        (
+            "--model.num-heads 5",
+            "model.embed_dim must be a multiple of model.num_heads, got 128 and 5.",
+        ),
+        ("--train.max-epochs 0", "train.max_epochs must be above 0 and finite, got 0.0. Change it."),
+        ("--train.max-tokens 0", "train.max_tokens must be at least 1, got 0. Change it."),
         ("--mesh.fsdp 0", "mesh.fsdp must be at least 1, got 0. Change it."),
         ("--prepare.val-fraction 2", "val_fraction must be between 0 and 1, got 2.0. Choose another share."),
         (
