@@ -185,8 +185,7 @@ def _report(command: ReportCommand) -> None:
     from pretrain._commands.report import report
 
     raise_interrupts()
-    path = report(command.runs, out=command.out, console=Output(stderr=True))
-    Output(soft_wrap=True, highlight=False).print(f"wrote {path}", markup=False)
+    report(command.runs, out=command.out, console=Output())
 
 
 def _show_runs(command: RunsCommand) -> None:

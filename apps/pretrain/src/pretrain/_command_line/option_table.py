@@ -26,7 +26,7 @@ class Option:
     """Type of the value, without None: int, float, str, bool, a Literal, or a tuple of strings or literals."""
 
     allows_none: bool
-    """Whether None is a value."""
+    """True if None is a value."""
 
     default: Any
     """The default; `MISSING` if the option must be given."""
@@ -58,7 +58,7 @@ class Option:
 
     @property
     def is_tuple(self) -> bool:
-        """Whether the option has any number of values."""
+        """True if the option has any number of values."""
         return get_origin(self.type) is tuple
 
     @property
