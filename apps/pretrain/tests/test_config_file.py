@@ -139,7 +139,7 @@ def test_the_configuration_of_an_earlier_version_is_an_input(in_folder, descript
     ("name", "content", "sentence"),
     [
         ("x.toml", "[train]\nlearning_rate = 1", "no option train.learning_rate, in x.toml; did you mean optimizer."),
-        ("x.toml", "[models]\nnum_layers = 1", "no option models.num_layers, in x.toml; did you mean model.num_layers?"),
+        ("x.toml", "[models]\nnum_layers = 1", "no option models.num_layers, in x.toml; did you mean model.num_"),
         ("x.toml", "sed = 1", "no option sed, in x.toml; did you mean seed?"),
         ("x.toml", "model = 1", "no option model, in x.toml; "),
         ("x.toml", "[seed]\nx = 1", "no option seed.x, in x.toml; "),
