@@ -12,6 +12,7 @@ from nnx_gpt2 import GPT2Config, create_optimizer, create_train_state, make_mesh
 from pretrain import PretrainConfig
 from pretrain._cli import parse_command
 from pretrain._data import load_tokens
+from pretrain._run.metrics import rounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +26,7 @@ class PlainRun:
     params: Any
     """The parameters after the last step."""
     records: list[dict[str, Any]]
-    """`step`, `loss` and `grad_norm` of every step."""
+    """`step`, `loss` and `grad_norm_max` of every step, as a run that records each step writes them."""
 
 
 def run_plain_loop(arguments: list[str]) -> PlainRun:
@@ -47,5 +48,6 @@ def run_plain_loop(arguments: list[str]) -> PlainRun:
         ids = np.arange(batch_size) + step * batch_size
         windows = data.train.windows(ids, seq_len=model.seq_len, order=config.train.order, seed=config.seed)
         state, metrics = train_step(state, put_batch(windows, mesh), key)
-        records.append({"step": step + 1, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"])})
+        found = {"step": step + 1, "loss": float(metrics["loss"]), "grad_norm_max": float(metrics["grad_norm"])}
+        records.append(rounded(found))
     return PlainRun(config=config, model=model, data=data, params=state.params, records=records)

@@ -32,12 +32,12 @@ OPTIONS = [
     f"--train.max-steps={MAX_STEPS}",
     "--train.log-every=1",
     "--train.eval-every=50",
-    "--train.eval-batches=40",
+    "--train.eval-tokens=30000",
     "--train.checkpoint-every=10",
     "--optimizer.warmup-steps=20",
     "--name=run",
 ]
-EXACT = ("step", "loss", "grad_norm")
+EXACT = ("step", "loss", "grad_norm_max")
 
 
 def metrics(storage):
@@ -99,7 +99,7 @@ def test_a_finished_run_has_the_documented_files(finished):
     names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     assert names == {
         "config.json", "metrics.jsonl", "tensorboard", "checkpoints", "result.json", "loss.png", "sample.txt",
-        "starts.jsonl",
+        "starts.jsonl", "phases.jsonl", "samples.jsonl",
     }  # fmt: skip
     assert any((run / "tensorboard").iterdir())
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -145,10 +145,11 @@ def test_timed_metrics_have_the_documented_keys(finished):
     timed = [record for record in records if "step_s" in record]
     assert len(timed) == MAX_STEPS - 2
     for record in timed:
-        assert set(record) - {"val_loss"} == {
-            "step", "epoch", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "data_wait_s",
+        assert {name for name in record if "val_" not in name} == {
+            "step", "epoch", "tokens", "time_s", "loss", "learning_rate", "grad_norm_max", "tokens_per_s", "step_s",
+            "data_wait_s",
         }  # fmt: skip
-        assert record["tokens_per_s"] == pytest.approx(12 * 64 / record["step_s"])
+        assert record["tokens_per_s"] == pytest.approx(12 * 64 / record["step_s"], rel=1e-5)
 
 
 def test_the_command_prints_progress_sample_and_folder(finished):
@@ -183,9 +184,10 @@ def test_the_evaluation_of_a_finished_run_has_its_validation_loss(finished, pret
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["step"] == MAX_STEPS
-    # The last tenth of 300 000 bytes, rounded down to full windows.
-    assert found["num_tokens"] == (30_000 - 1) // 64 * 64
-    assert found["val_loss"] == pytest.approx(metrics(storage)[-1]["val_loss"], abs=1e-5)
+    assert found["num_tokens"] == 30_000 - 1  # the last tenth of 300 000 bytes, less the first
+    last = metrics(storage)[-1]
+    assert found["val_loss"] == last["full_val_loss"] == last["val_loss"]
+    assert found["val_bits_per_byte"] == last["full_val_bits_per_byte"]
 
 
 def test_an_evaluation_skips_a_damaged_checkpoint_with_a_warning(finished, pretrain, tmp_path):

@@ -36,7 +36,7 @@ OPTIONS = [
     f"--train.max-steps={MAX_STEPS}",
     "--train.log-every=1",
     "--train.eval-every=12",
-    "--train.eval-batches=3",
+    "--train.eval-tokens=3000",
     "--train.checkpoint-every=6",
     "--train.mask-documents",
     "--val-fraction=0.1",
@@ -103,14 +103,14 @@ def documents(corpus, tmp_path):
 
 @pytest.fixture
 def plain(documents, environment, monkeypatch):
-    """Losses of a plain loop over the same windows, and the validation loss after the last step."""
+    """Losses of a plain loop over the same windows, and the validation losses after the last step."""
     monkeypatch.setenv("XDG_CACHE_HOME", environment["XDG_CACHE_HOME"])
     run = run_plain_loop(["--data", str(documents), *OPTIONS])
-    num_windows = run.config.train.eval_batches * run.config.train.global_batch_size
-    validation = Validation(
-        run.model, run.data.val, num_windows=num_windows, batch_size=5, end_of_text=run.data.vocab_size - 1
+    part, full = (
+        Validation(run.model, run.data.val, num_tokens=count, batch_size=5, end_of_text=run.data.vocab_size - 1)
+        for count in (run.config.train.eval_tokens, None)
     )
-    return [record["loss"] for record in run.records], validation.loss(run.params)
+    return [record["loss"] for record in run.records], part.loss(run.params), full.loss(run.params)
 
 
 @pytest.mark.fault
@@ -130,3 +130,4 @@ def test_two_machines_have_the_losses_of_one_device(machines, plain, documents, 
     losses = [record["loss"] for record in records if "loss" in record]
     np.testing.assert_allclose(losses, plain[0], rtol=0, atol=1e-5)
     assert records[-1]["val_loss"] == pytest.approx(plain[1], abs=1e-5)
+    assert records[-1]["full_val_loss"] == pytest.approx(plain[2], abs=1e-5)

@@ -39,7 +39,7 @@ def test_bad_train_fields_are_named(fields, message):
         ({"name": ""}, "name must be a printable text"),
         ({"name": "a\nb"}, "name must be a printable text"),
         ({"name": "\udcff"}, "name must be a printable text"),
-        ({"prompt": ""}, "prompt must be a text of at least one character"),
+        ({"prompts": ("a", "")}, "prompts must be texts of at least one character"),
     ],
 )
 def test_bad_run_fields_are_named(fields, message):

@@ -11,14 +11,13 @@ from pretrain import PRESETS
 from pretrain._errors import UsageError
 from pretrain._run.description import (
     DataDescription,
-    RunDescription,
     check_same_data,
     check_same_settings,
     describe,
+    parse_description,
     read_description,
     write_description,
 )
-from pretrain._run.files import parse_json
 from pretrain._run.folder import RunFolder
 
 # Another value for each setting, as far as the settings allow one that differs in this field alone.
@@ -66,7 +65,11 @@ FREE = {
     "storage_path": "elsewhere",
     "name": "other",
     "wait_for_resources_s": 5.0,
-    "prompt": "class ",
+    "prompts": ("class ",),
+    "trackers": (),
+    "profile": "5:7",
+    "peak_tflops": 1.5,
+    "train.sample_tokens": 7,
     "prepare.tokenizer": "gpt2",
     "prepare.split": "position",
     "prepare.val_fraction": 0.5,
@@ -158,8 +161,23 @@ def test_a_description_of_an_older_version_has_the_defaults_of_what_it_lacks(sto
     del description["data"]["window_order_version"], description["config"]["mesh"]
     del description["config"]["model"]["scan_layers"], description["config"]["dashboard"]
     del description["config"]["data_mode"]
-    for name in ("max_epochs", "max_tokens"):
+    for name in ("max_epochs", "max_tokens", "sample_tokens", "eval_tokens"):
         del description["config"]["train"][name]
+    for name in ("prompts", "trackers", "profile", "peak_tflops"):
+        del description["config"][name]
+    description["config"]["prompt"] = "def "
+    description["config"]["train"]["eval_batches"] = 20  # of 16 windows of 64 tokens
+    del description["commit"]
     for name in ("documents", "row_end", "limit_rows", "num_processes", "on_cluster", "cache_path"):
         del description["config"]["prepare"][name]
-    assert parse_json(RunDescription, json.dumps(description), "config.json", "") == stored
+    found = parse_description(json.dumps(description), "config.json")
+    assert found == dataclasses.replace(
+        stored, config=dataclasses.replace(stored.config, prompts=("def ",)), commit=None
+    )
+
+
+def test_a_new_run_knows_the_commit_of_a_checkout(stored):
+    """The packages of this repository are installed from its checkout, except from a wheel or an archive."""
+    if stored.commit is None:
+        pytest.skip("the source is no git checkout")
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", stored.commit)

@@ -4,13 +4,14 @@ import json
 
 import pytest
 
+from pretrain import PRESETS
+from pretrain._commands.train import write_report
+from pretrain._config import with_vocab_size
 from pretrain._errors import UsageError
-from pretrain._run.files import write_json
-from pretrain._run.folder import (
-    RunFolder,
-    lock_run,
-)
-from pretrain._run.result import RunResult, read_result, write_report
+from pretrain._run.description import DataDescription, RunDescription, write_description
+from pretrain._run.files import append_line, write_json
+from pretrain._run.folder import RunFolder, lock_run
+from pretrain._run.result import RunResult, read_result
 
 
 def test_a_folder_is_held_against_a_second_command(tmp_path):
@@ -62,22 +63,46 @@ def test_a_rejection_deletes_no_checkpoint(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "5").exists()
 
 
-def test_the_report_sums_up_the_run(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.metrics.write_text(
-        '{"step": 0, "val_loss": 5.0}\n{"step": 9, "loss": 2.0}\n'
-        '{"step": 10, "epoch": 0.5, "tokens": 640, "loss": 1.5, "val_loss": 1.7}\n'
+def described(path):
+    """The folder of a run of the quickstart."""
+    config = with_vocab_size(PRESETS["quickstart"](), 257)
+    data = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={})
+    folder = RunFolder(path)
+    write_description(
+        folder, RunDescription(config=config, data=data, hardware="cpu:1", versions={"nnx-gpt2": "0.7.0"}, commit="abc")
     )
-    folder.starts.write_text('{"step": 0, "workers": 1}\n{"step": 5, "workers": 2}\n')
-    result = write_report(folder, "mine", wall_s=12.34, num_params=1000)
+    return folder
+
+
+def test_the_report_sums_up_the_run(tmp_path):
+    folder = described(tmp_path)
+    folder.metrics.write_text(
+        '{"step": 0, "val_loss": 5.0}\n{"step": 5, "loss": 2.0, "val_loss": 1.6}\n'
+        '{"step": 10, "epoch": 0.5, "tokens": 640, "loss": 1.5, "val_loss": 1.7, "full_val_loss": 1.8,'
+        ' "full_val_bits_per_byte": 2.6, "time_s": 1020.0}\n'
+    )
+    folder.starts.write_text(
+        '{"step": 0, "workers": 1}\n{"step": 5, "workers": 2, "devices": 4, "device": "NVIDIA H200"}\n'
+    )
+    phases = [(0, 1000.0, "starting"), (0, 1004.0, "training"), (5, 1010.0, "stopped"), (5, 1015.5, "starting")]
+    phases += [(5, 1016.0, "training"), (10, 1020.0, "evaluating"), (10, 1021.0, "finished")]
+    for step, time_s, phase in phases:
+        append_line(folder.phases, {"step": step, "time_s": time_s, "phase": phase})
+    result = write_report(folder, "mine", wall_s=12.34)
     assert result == RunResult(
-        steps=10, metrics={"val_loss": 1.7, "loss": 1.5}, wall_s=12.3, restarts=1, workers=2,
-        num_params=1000, tokens=640, epochs=0.5,
+        steps=10,
+        metrics={"val_loss": 1.7, "loss": 1.5, "full_val_loss": 1.8, "full_val_bits_per_byte": 2.6},
+        wall_s=12.3, restarts=1, workers=2, num_params=834432, tokens=640, epochs=0.5,
+        full_val_loss=1.8, full_val_bits_per_byte=2.6,
+        best_val_loss=1.6, best_val_step=5, last_val_loss=1.7, last_val_step=10,
+        began_at="1970-01-01T00:16:40+00:00", ended_at="1970-01-01T00:17:01+00:00",
+        device="NVIDIA H200", devices=4, commit="abc",
+        seconds={"starting": 4.5, "training": 10.0, "evaluating": 1.0},
     )  # fmt: skip
     assert json.loads(folder.result.read_text()) == dataclasses.asdict(result)
     assert folder.loss_picture.read_bytes().startswith(b"\x89PNG")
     assert read_result(folder) == result
-    assert result.summary() == "10 steps, validation loss 1.7000"
+    assert result.summary() == "10 steps, validation loss 1.8000"
 
 
 def test_the_result_of_an_older_version_has_no_parameters_and_tokens(tmp_path):
@@ -92,11 +117,11 @@ def test_the_result_of_an_older_version_has_no_parameters_and_tokens(tmp_path):
 def test_a_picture_that_cannot_be_drawn_does_not_keep_a_run_from_being_finished(tmp_path, caplog, record_property):
     record_property("fault", "loss.png cannot be written")
     record_property("lost", "the picture")
-    folder = RunFolder(tmp_path)
+    folder = described(tmp_path)
     folder.metrics.write_text('{"step": 0, "val_loss": NaN}\n{"step": 10, "loss": 1.5}\n')
     folder.starts.write_text('{"step": 0, "workers": 1}\n')
     folder.loss_picture.mkdir()
-    assert write_report(folder, "mine", wall_s=1.0, num_params=1000) == read_result(folder)
+    assert write_report(folder, "mine", wall_s=1.0) == read_result(folder)
     (warning,) = caplog.messages
     assert warning.startswith(f"the run goes on without the picture {folder.loss_picture}: IsADirectoryError: ")
 
@@ -106,11 +131,13 @@ def test_a_picture_that_cannot_be_drawn_does_not_keep_a_run_from_being_finished(
 def test_a_run_whose_metrics_are_lost_can_be_finished(tmp_path, caplog, contents, record_property):
     record_property("fault", f"metrics.jsonl and starts.jsonl hold {contents!r} at the end of a run")
     record_property("lost", "the damaged lines")
-    folder = RunFolder(tmp_path)
-    for path in (folder.metrics, folder.starts):
+    folder = described(tmp_path)
+    for path in (folder.metrics, folder.starts, folder.phases, folder.samples):
         path.write_bytes(contents)
-    result = write_report(folder, "mine", wall_s=1.0, num_params=1000)
-    assert result == RunResult(steps=None, metrics={}, wall_s=1.0, restarts=None, workers=None, num_params=1000)
+    result = write_report(folder, "mine", wall_s=1.0)
+    assert result == RunResult(
+        steps=None, metrics={}, wall_s=1.0, restarts=None, workers=None, num_params=834432, commit="abc"
+    )
     assert result.summary() == "metrics unknown"
     assert folder.loss_picture.read_bytes().startswith(b"\x89PNG")
     assert caplog.messages == []

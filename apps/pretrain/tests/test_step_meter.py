@@ -1,4 +1,6 @@
-import time
+import dataclasses
+import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +19,24 @@ from nnx_gpt2 import (
 from owt_data import TokenSequence, TokenSpan
 from pretrain import PRESETS
 from pretrain._config import with_vocab_size
-from pretrain._training.step_timer import StepTimer
+from pretrain._training.step_meter import NOTHING_UNRECORDED, StepMeter
 
 CONFIG = with_vocab_size(PRESETS["quickstart"](), 257)
 TRAIN = TokenSequence((TokenSpan(path="not read", start=0, stop=3000 * 64 + 1),))
 
 
-@pytest.fixture
-def timer():
-    return StepTimer(CONFIG, TRAIN, "cpu", 1)
+class Clock:
+    """A clock that the test moves."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def make_meter(config=CONFIG, *, device_kind="cpu", stats=None, num_devices=1, clock=None):
+    device = SimpleNamespace(device_kind=device_kind, memory_stats=lambda: stats)
+    return StepMeter(config, TRAIN, device, num_devices, clock=clock or Clock(), wall_clock=lambda: 1234.56789)
 
 
 def metrics(loss, *, grad_norm=1.0, num_skipped=0, in_a_row=0):
@@ -37,51 +48,125 @@ def metrics(loss, *, grad_norm=1.0, num_skipped=0, in_a_row=0):
     }
 
 
-def test_a_record_says_what_the_steps_since_the_last_one_took(timer):
-    timer.restart(10)
-    with timer.waiting_for_data():
-        time.sleep(0.02)
-    record = timer.record(14, metrics(1.5, grad_norm=0.25))
-    assert (record["step"], record["loss"], record["grad_norm"]) == (14, 1.5, 0.25)
-    assert record["learning_rate"] == pytest.approx(2e-3 * 14 / 51, rel=1e-5)
-    assert record["step_s"] >= 0.005
-    assert record["data_wait_s"] >= 0.005
-    assert record["tokens_per_s"] == pytest.approx(16 * 64 / record["step_s"])
-    assert "mfu" not in record  # this device's peak is not known
+def test_a_record_has_the_mean_loss_and_the_largest_gradient_of_the_steps_since_the_last_one():
+    meter = make_meter()
+    for loss, grad_norm in ((2.0, 0.5), (1.0, 3.25), (1.5, 0.25)):
+        meter.add(metrics(loss, grad_norm=grad_norm))
+    record = meter.record(13)
+    assert (record["step"], record["loss"], record["grad_norm_max"]) == (13, 1.5, 3.25)
+    assert record["learning_rate"] == pytest.approx(2e-3 * 13 / 51, rel=1e-5)
+    meter.add(metrics(9.0, grad_norm=0.125))
+    record = meter.record(14)
+    assert (record["loss"], record["grad_norm_max"]) == (9.0, 0.125)
 
 
-def test_a_record_has_the_epochs_and_the_tokens_up_to_its_step(timer):
-    assert timer.progress(0) == {"step": 0, "epoch": 0.0, "tokens": 0}
-    record = timer.record(250, metrics(1.5))
+def test_a_record_has_six_significant_digits():
+    meter = make_meter()
+    meter.add(metrics(1.23456789, grad_norm=123456.789))
+    record = meter.record(1)
+    assert (record["loss"], record["grad_norm_max"], record["time_s"]) == (1.23457, 123457.0, 1234.568)
+
+
+def test_the_time_of_a_step_is_that_of_the_steps_alone():
+    """Neither compilation nor an evaluation, a save or an earlier record counts."""
+    clock = Clock()
+    meter = make_meter(clock=clock)
+
+    def step(seconds, wait_s):
+        with meter.waiting_for_data():
+            clock.now += wait_s
+        meter.add(metrics(1.5))
+        clock.now += seconds
+
+    step(30.0, 1.0)  # compiles
+    meter.start()
+    step(0.5, 0.25)
+    step(0.5, 0.75)
+    first = meter.record(3)
+    assert (first["step_s"], first["data_wait_s"], first["tokens_per_s"]) == (1.0, 0.5, 1024.0)
+    step(2.0, 0.0)
+    second = meter.record(4)
+    assert (second["step_s"], second["data_wait_s"]) == (2.0, 0.0)
+    meter.stop()
+    clock.now += 60.0  # an evaluation
+    meter.start()
+    step(4.0, 0.0)
+    assert meter.record(5)["step_s"] == 4.0
+
+
+def test_a_record_of_untimed_steps_has_no_times():
+    meter = make_meter()
+    meter.add(metrics(1.5))
+    assert set(meter.record(1)) == {"step", "epoch", "tokens", "time_s", "loss", "grad_norm_max", "learning_rate"}
+
+
+def test_a_record_has_the_epochs_and_the_tokens_up_to_its_step():
+    meter = make_meter()
+    assert meter.progress(0) == {"step": 0, "epoch": 0.0, "tokens": 0, "time_s": 1234.568}
+    meter.add(metrics(1.5))
+    record = meter.record(250)
     assert (record["epoch"], record["tokens"]) == (1.3333, 250 * 16 * 64)  # 250 * 16 of 3000 windows
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
-def test_mfu_is_the_share_of_the_peak_of_all_devices(num_devices):
-    timer = StepTimer(CONFIG, TRAIN, "NVIDIA H200", num_devices)
-    time.sleep(0.02)
-    record = timer.record(1, metrics(1.5))
-    flops_per_s = flops_per_token(CONFIG.model) * record["tokens_per_s"]
-    assert record["mfu"] == pytest.approx(flops_per_s / (989e12 * num_devices))
+@pytest.mark.parametrize(
+    ("device_kind", "peak_tflops", "peak"), [("NVIDIA H200", None, 989e12), ("cpu", 2.5, 2.5e12), ("TPU v4", 1, 1e12)]
+)
+def test_mfu_is_the_share_of_the_peak_of_all_devices(device_kind, peak_tflops, peak, num_devices):
+    clock = Clock()
+    config = dataclasses.replace(CONFIG, peak_tflops=peak_tflops)
+    meter = make_meter(config, device_kind=device_kind, num_devices=num_devices, clock=clock)
+    meter.start()
+    meter.add(metrics(1.5))
+    clock.now += 1e-3
+    flops_per_s = flops_per_token(CONFIG.model) * 16 * 64 / 1e-3
+    assert meter.record(1)["mfu"] == pytest.approx(flops_per_s / (peak * num_devices), rel=1e-5)
+
+
+def test_an_unknown_peak_and_an_unknown_memory_are_absent():
+    clock = Clock()
+    meter = make_meter(clock=clock)
+    meter.start()
+    meter.add(metrics(1.5))
+    clock.now += 1
+    assert {"mfu", "memory_bytes"}.isdisjoint(meter.record(1))
+    meter = make_meter(stats={"peak_bytes_in_use": 123456789})
+    meter.add(metrics(1.5))
+    assert meter.record(1)["memory_bytes"] == 123456789
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf"])
-def test_a_step_that_was_skipped_is_counted_and_has_no_loss(timer, loss):
-    timer.record(10, metrics(2.0))
-    record = timer.record(20, metrics(loss, num_skipped=3))
-    assert (record["num_skipped"], "loss" in record) == (3, False)
-    assert record["learning_rate"] == pytest.approx(2e-3 * 17 / 51, rel=1e-5)  # of the seventeenth update
-    assert "num_skipped" in timer.record(21, metrics(1.9, num_skipped=3))
+def test_a_step_that_was_skipped_is_counted_and_is_not_in_the_mean(loss):
+    meter = make_meter()
+    meter.add(metrics(2.0))
+    meter.add(metrics(loss, grad_norm=50.0, num_skipped=1, in_a_row=1))
+    meter.add(metrics(4.0, num_skipped=1))
+    record = meter.record(20)
+    assert (record["num_skipped"], record["loss"], record["grad_norm_max"]) == (1, 3.0, 1.0)
+    assert record["learning_rate"] == pytest.approx(2e-3 * 19 / 51, rel=1e-5)  # of the nineteenth update
+    meter.add(metrics(loss, num_skipped=2, in_a_row=1))
+    assert {"loss", "grad_norm_max"}.isdisjoint(meter.record(21))
 
 
-def test_a_run_that_only_skips_ends(timer):
-    timer.record(40, metrics("nan", num_skipped=49, in_a_row=49))
+def test_a_run_that_only_skips_ends():
+    meter = make_meter()
+    meter.add(metrics("nan", num_skipped=49, in_a_row=49))
+    meter.record(40)
+    meter.add(metrics("nan", num_skipped=50, in_a_row=50))
     with pytest.raises(FloatingPointError, match=r"got 50 steps without, up to step 60\. Lower --optim"):
-        timer.record(60, metrics("nan", num_skipped=50, in_a_row=50))
+        meter.record(60)
 
 
-def test_to_be_stopped_does_not_end_a_run_that_only_skips(timer):
-    assert timer.record(55, metrics("nan", num_skipped=55, in_a_row=55), is_due=False)["num_skipped"] == 55
+def test_a_stop_between_two_records_does_not_change_the_next_one():
+    losses = [0.1, 0.2, 0.3, 0.7, 0.6]
+    whole, before, after = make_meter(), make_meter(), make_meter()
+    for number, loss in enumerate(losses):
+        for meter in (whole, before if number < 3 else after):
+            meter.add(metrics(loss, grad_norm=1 / (1 + number)))
+        if number == 2:
+            after.restore(json.loads(json.dumps(before.unrecorded())))
+    assert after.record(5) == whole.record(5)
+    assert after.unrecorded() == NOTHING_UNRECORDED
 
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)
@@ -90,15 +175,16 @@ SAVE_EVERY, RECORD_EVERY = 20, 10
 
 def last_step(optimizer, train_step, kill_after=None):
     """The step at which a run ends that has no finite loss from step 23 on, killed and resumed once or not at all."""
-    state, timer = create_train_state(MODEL, optimizer, jax.random.key(0)), StepTimer(CONFIG, TRAIN, "cpu", 1)
+    state, meter = create_train_state(MODEL, optimizer, jax.random.key(0)), make_meter()
     saved, step = jax.tree.map(np.asarray, state), 0
     while step < 200:
         step += 1
         windows = np.full((2, 9), 65 if step >= 23 else 3, np.uint16)  # 65 is no token
         state, found = train_step(state, windows, jax.random.key(1))
+        meter.add(found)
         if step % RECORD_EVERY == 0:
             try:
-                timer.record(step, found)
+                meter.record(step)
             except FloatingPointError:
                 return step
         if step % SAVE_EVERY == 0:
@@ -107,7 +193,7 @@ def last_step(optimizer, train_step, kill_after=None):
             counters = {name: getattr(saved, name) for name in ("step", "num_skipped", "num_skipped_in_a_row")}
             arrays = {"params": saved.params, "opt_state": saved.opt_state}
             state = TrainState(**jax.tree.map(jnp.asarray, counters | arrays))
-            timer, step, kill_after = StepTimer(CONFIG, TRAIN, "cpu", 1), int(saved.step), None
+            meter, step, kill_after = make_meter(), int(saved.step), None
     return None
 
 

@@ -42,14 +42,26 @@ def test_flops_per_token():
 @pytest.mark.parametrize(
     ("device_kind", "peak"),
     [
+        ("Tesla T4", 65),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA A100-SXM4-40GB", 312),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H200", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
         ("TPU v4", 275),
         ("TPU v5 lite", 197),
         ("TPU v5", 459),
         ("TPU v6 lite", 918),
+        ("TPU7x", 1153.5),  # half a chip
     ],
 )
 def test_peaks_are_those_of_the_datasheets(device_kind, peak):

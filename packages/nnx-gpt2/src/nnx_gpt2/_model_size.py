@@ -2,17 +2,35 @@
 
 from nnx_gpt2._model_config import GPT2Config
 
-# Dense bfloat16 peak of one device by its name in JAX, in FLOP/s, from the vendors' datasheets
-# (NVIDIA: without sparsity; Google Cloud TPU: per chip, system architecture pages).
+# Dense peak of one device by its name in JAX, in FLOP/s: bfloat16 with float32 sums, from the vendors' datasheets
+# (NVIDIA: without sparsity; Google Cloud TPU: system architecture pages). T4 has no bfloat16: its peak is that of
+# float16. A chip of TPU v2, v3 and 7x is two devices, each with half of the chip's peak.
 _PEAK_FLOPS_PER_S = {
+    "Tesla T4": 65e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "TPU v2": 45e12 / 2,
+    "TPU v3": 123e12 / 2,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
     "TPU v5": 459e12,
+    "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 2307e12 / 2,
 }
 
 
@@ -36,7 +54,7 @@ def flops_per_token(config: GPT2Config, *, attention: bool = True) -> int:
 
 
 def peak_flops_per_s(device_kind: str) -> float | None:
-    """Return the dense bfloat16 peak of a device in FLOP/s, or None if it is not known.
+    """Return the dense bfloat16 peak of a device in FLOP/s, or None if it is not known. For T4, that of float16.
 
     Args:
         device_kind: its name in jax, as in `jax.devices()[0].device_kind`.

@@ -160,11 +160,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
             folder.pull()
             return _result(folder, TrainingFailed(str(error), 0, traceback.format_exc(), ""))
         folder.pull()
-        history = read_history(folder)
-        report = summarize(history, wall_s=time.monotonic() - began, num_params=num_params(config.model))
-        write_result(folder, report)
-        with best_effort(f"the picture {folder.loss_picture}"):
-            draw_losses(history, name)
+        report = write_report(folder, name, wall_s=time.monotonic() - began)
         sample = str(result.return_value)
         with best_effort(f"the sample {folder.sample}"):
             folder.sample.write_text(sample)
@@ -222,6 +218,22 @@ def resolve_length(config: PretrainConfig, stored: PretrainConfig) -> PretrainCo
     """Return the configuration with the steps of the continued run, if its epochs or its tokens give the steps."""
     given = (config.train.max_epochs, config.train.max_tokens)
     return config if given == (None, None) else with_max_steps(config, stored.train.max_steps)
+
+
+def write_report(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
+    """Write `result.json`, which marks the run as finished, then `loss.png`.
+
+    Args:
+        folder: the run's folder.
+        name: the title of the picture.
+        wall_s: seconds from the start of the last command.
+    """
+    history = read_history(folder)
+    result = summarize(history, wall_s=wall_s, num_params=num_params(history.description.config.model))
+    write_result(folder, result)
+    with best_effort(f"the picture {folder.loss_picture}"):
+        draw_losses(history, name)
+    return result
 
 
 def _start_ray(config: PretrainConfig, hardware: Hardware | None, console: Console) -> Hardware:

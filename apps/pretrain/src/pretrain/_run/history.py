@@ -8,7 +8,7 @@ from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
-from pretrain._run.metrics import Record, last_values
+from pretrain._run.metrics import Record, finite, last_values
 from pretrain._run.result import RunResult, as_utc, read_result
 
 PhaseName = Literal[
@@ -142,7 +142,7 @@ def summarize(history: RunHistory, *, wall_s: float, num_params: int) -> RunResu
     """
     records, starts, phases = history.records, history.starts, history.phases
     final = last_values(records)
-    validations = [(record["val_loss"], record["step"]) for record in records if "val_loss" in record]
+    validations = [(record["val_loss"], record["step"]) for record in map(finite, records) if "val_loss" in record]
     best, last = min(validations, default=(None, None)), (validations or [(None, None)])[-1]
     last_start = starts[-1] if starts else {}
     ended_s = last_sign_of_life(phases, records)

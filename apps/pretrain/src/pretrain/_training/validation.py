@@ -130,7 +130,7 @@ def last_tokens(tokens: Tokens, count: int) -> NDArray[np.uint16]:
 
 
 @jax.jit
-def _sum_last(losses: jax.Array, counts: jax.Array) -> jax.Array:
+def _sum_last(losses: jax.Array, counts: jax.Array | NDArray[np.int64]) -> jax.Array:
     """Sum the last `counts[i]` losses of each row, `float32[B, T]` to `float32[B]`."""
     is_counted = jnp.arange(losses.shape[1]) >= losses.shape[1] - counts[:, None]
     return jnp.where(is_counted, losses, 0).sum(axis=1)
