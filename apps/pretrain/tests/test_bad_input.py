@@ -74,9 +74,9 @@ def place(finished, tmp_path, monkeypatch):
 
 
 def contents(place):
-    """Every folder, and every file with its size, but for caches, and what Ray keeps in a run that was there before."""
+    """Every folder, and every file with its size, but for caches, and what a start adds to a run that was there."""
     sizes = {str(path.relative_to(place)): path.stat().st_size if path.is_file() else None for path in place.rglob("*")}
-    apart = ("cache/", "runs/run/.ray", "runs/run/.lock")
+    apart = ("cache/", *(f"runs/run/{name}" for name in (".ray", ".lock", "phases.jsonl", "samples.jsonl")))
     return {name: size for name, size in sizes.items() if not name.startswith(apart)}
 
 
