@@ -2,6 +2,6 @@
 
 import sys
 
-from pretrain import main
+from pretrain.__main__ import main
 
 sys.exit(main())

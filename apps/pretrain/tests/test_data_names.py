@@ -12,7 +12,6 @@ WIKITEXT = "Salesforce/wikitext:wikitext-103-raw-v1"
     ("text", "expected"),
     [
         ("builtin", Plain("builtin")),
-        ("a,b", Plain("a,b")),
         ("./a=b.txt", Plain("./a=b.txt")),
         ("s3://bucket/x?region=a,b=c", Plain("s3://bucket/x?region=a,b=c")),
         ("train=a.txt,val=b.txt", Splits("a.txt", "b.txt")),
@@ -28,27 +27,29 @@ def test_forms(text, expected):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "problem"),
     [
-        "train=a.txt",
-        "train=,val=b.txt",
-        "train=a.txt,val=b.txt,test=c.txt",
-        "web=a.txt,code=b.txt",
-        "web=0:a.txt,code=1:b.txt",
-        "web=-1:a.txt",
-        "web=nan:a.txt",
-        "web=inf:a.txt",
-        "web=0.5:",
-        "web=0.5:a.txt",
-        "web=0.5:a.txt,code=0.5:a.txt",
-        "web=0.5:a.txt,web=0.5:b.txt",
+        (",", "',' has no label"),
+        ("a.txt,b.txt", "'a.txt,b.txt' has no label"),
+        ("train=a.txt", "val has no name"),
+        ("train=,val=b.txt", "train has no name"),
+        ("train=a.txt,val=b.txt,test=c.txt", "train must be WEIGHT:NAME, with a number and a colon"),
+        ("train=a.txt,train=b.txt", "a label occurs twice"),
+        ("web=a.txt,code=b.txt", "web must be WEIGHT:NAME, with a number and a colon"),
+        ("web=0:a.txt,code=1:b.txt", "the weight of web must be a number above 0"),
+        ("web=1:a.txt,code=-1:b.txt", "the weight of code must be a number above 0"),
+        ("web=nan:a.txt,code=1:b.txt", "the weight of web must be a number above 0"),
+        ("web=inf:a.txt,code=1:b.txt", "the weight of web must be a number above 0"),
+        ("web=x:a.txt,code=1:b.txt", "the weight of web must be a number above 0"),
+        ("web=0.5:,code=1:b.txt", "web must be WEIGHT:NAME, with a number and a colon"),
+        ("web=0.5:a.txt", "a mixture has several names"),
+        ("web=0.5:a.txt,code=0.5:a.txt", "a name occurs twice"),
+        ("web=0.5:a.txt,web=0.5:b.txt", "a label occurs twice"),
     ],
 )
-def test_another_form_is_rejected(text):
-    message = re.escape(
-        "data must be one name, train=NAME,val=NAME, or different names with labels and positive weights"
-    )
-    with pytest.raises(UsageError, match=message + f".*got {re.escape(repr(text))}. Choose one of these forms."):
+def test_the_error_in_another_form_is_named(text, problem):
+    message = f"web=0.7:NAME,code=0.3:NAME, got {text!r}: {problem}. Correct it."
+    with pytest.raises(UsageError, match=re.escape(message)):
         parse_data(text)
 
 

@@ -1,5 +1,7 @@
 import io
 import logging
+import subprocess
+import sys
 
 from rich.console import Console
 
@@ -16,3 +18,18 @@ def test_information_of_the_launcher_is_a_plain_line_of_its_own(caplog):
     logger.info("after the run")
     assert file.getvalue() == "worker 0 of 2: node 10.0.0.1, 1 device ([cpu])\n"
     assert "a warning goes to standard error" in caplog.messages
+
+
+def test_warnings_keep_their_form_after_a_library_has_chosen_another():
+    code = """
+import logging
+from pretrain._output import show_warnings
+
+show_warnings()
+logging.basicConfig(format="%(levelname)s:%(name)s:%(message)s", level=logging.INFO)
+logging.getLogger("ray_jax_launch").warning("checkpoint %d is damaged", 3)
+logging.getLogger("ray_jax_launch").info("a detail")
+logging.getLogger("absl").warning("Couldn't find sharding info under RestoreArgs.")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "checkpoint 3 is damaged\n")

@@ -213,6 +213,7 @@ def test_a_signal_lets_the_loop_save_and_a_second_one_stops_it_at_once(tmp_path,
         assert "to continue" in output
     else:
         assert saved is None
+        assert "interrupted: the workers stop at once; saved checkpoints stay" in errors
 
 
 @pytest.mark.parametrize(

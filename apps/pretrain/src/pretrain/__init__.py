@@ -1,18 +1,16 @@
 """GPT-2 pretraining: the application that composes owt-data, nnx-gpt2 and ray-jax-launch."""
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from pretrain._cli import main
-from pretrain._config import MeshConfig, ModelConfig, PrepareConfig, PretrainConfig, TrainConfig
-from pretrain._presets import PRESETS
-
 if TYPE_CHECKING:
+    from pretrain._cli import main
     from pretrain._commands.load import TrainedModel, load_trained
     from pretrain._commands.train import TrainResult, train
+    from pretrain._config import MeshConfig, ModelConfig, PrepareConfig, PretrainConfig, TrainConfig
+    from pretrain._presets import PRESETS
 
-__version__ = version("pretrain")
+    __version__: str
 
 __all__ = [
     "PRESETS",
@@ -28,11 +26,27 @@ __all__ = [
     "train",
 ]
 
-# These modules import Ray or jax, which take seconds. They are imported at the first use of a name.
-_MODULES = {"TrainResult": "train", "TrainedModel": "load", "load_trained": "load", "train": "train"}
+# Each name is imported at its first use: Ray and jax take seconds, and Ctrl-C must end the command during all imports.
+_MODULES = {
+    "PRESETS": "_presets",
+    "MeshConfig": "_config",
+    "ModelConfig": "_config",
+    "PrepareConfig": "_config",
+    "PretrainConfig": "_config",
+    "TrainConfig": "_config",
+    "TrainResult": "_commands.train",
+    "TrainedModel": "_commands.load",
+    "load_trained": "_commands.load",
+    "main": "_cli",
+    "train": "_commands.train",
+}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("pretrain")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"pretrain._commands.{_MODULES[name]}"), name)
+    return getattr(import_module(f"pretrain.{_MODULES[name]}"), name)

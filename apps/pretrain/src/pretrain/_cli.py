@@ -1,106 +1,38 @@
-"""The command line. Light to import: each command imports what takes seconds."""
+"""The commands and their exit codes. Light to import: each command imports what takes seconds."""
 
 import dataclasses
 import json
-import logging
 import os
+import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from importlib.metadata import version
 
-import tyro
 from rich.console import Console
 
-from pretrain._config import PresetName, PretrainConfig
-from pretrain._output import Output, discard_unwritten, open_streams, print_error
+from pretrain._command_line.arguments import build_command, split_command
+from pretrain._command_line.command_classes import (
+    Command,
+    EvalCommand,
+    ExportCommand,
+    ProfileCommand,
+    ReportCommand,
+    RunsCommand,
+    SampleCommand,
+    ShowConfig,
+    WatchCommand,
+)
+from pretrain._command_line.config_file import build_config, to_toml
+from pretrain._command_line.help_page import help_page
+from pretrain._config import PretrainConfig
+from pretrain._early_interrupt import raise_interrupts
+from pretrain._errors import RunFailedError
+from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
 from pretrain._presets import PRESETS
 from pretrain._rejection import rejection
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
-
-_DESCRIPTION = """Pretrain GPT-2. Without arguments: the quickstart, minutes on any machine.
-
-The same command again continues an interrupted run. A preset fills in every option. Each option can be changed by its
-name: --preset baby --data book.txt --train.max-steps 500. `sample --help` shows the options of the command `sample`."""
-
-
-RunName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-_LINE_BREAK = tyro.conf.arg(help_behavior_hint="(default: a line break)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleCommand:
-    """Continue a prompt with a trained model."""
-
-    run: RunName
-    """The run's folder or URI, or its name in ./runs."""
-
-    prompt: Annotated[str, _LINE_BREAK] = "\n"
-    """The beginning of the text."""
-
-    max_new_tokens: int = 400
-    """Number of tokens to add."""
-
-    temperature: float = 0.8
-    """Randomness of the draw; 0 takes the most likely token each time."""
-
-    top_k: int | None = 40
-    """Draw from the top_k most likely tokens, at least 1; None draws from all tokens."""
-
-    top_p: float | None = None
-    """Draw from the most likely tokens whose probabilities sum to top_p; None draws from all tokens."""
-
-    seed: int = 0
-    """Seed of the draw. The same seed gives the same text."""
-
-    num_samples: int = 1
-    """Number of texts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalCommand:
-    """Evaluate a trained model on all of its validation tokens, and print the loss as JSON."""
-
-    run: RunName
-    """The run's folder or URI, or its name in ./runs."""
-
-    data: str | None = None
-    """Token files to evaluate on; None takes those of the run."""
-
-    batch_size: int = 32
-    """Windows per step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportCommand:
-    """Write a trained model in Hugging Face's format, for transformers, vLLM and others."""
-
-    run: RunName
-    """The run's folder or URI, or its name in ./runs."""
-
-    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
-    """A folder for config.json and model.safetensors, new or empty."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Preset:
-    preset: PresetName = "quickstart"
-
-
-Command = PretrainConfig | SampleCommand | EvalCommand | ExportCommand
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Line:
-    options: Annotated[
-        Annotated[PretrainConfig, tyro.conf.subcommand("train")]
-        | Annotated[SampleCommand, tyro.conf.subcommand("sample")]
-        | Annotated[EvalCommand, tyro.conf.subcommand("eval")]
-        | Annotated[ExportCommand, tyro.conf.subcommand("export")],
-        tyro.conf.arg(name=""),
-    ]
-    """The command, with its options. Its name is part of tyro's errors."""
+_HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -111,13 +43,18 @@ def main(args: Sequence[str] | None = None) -> int:
         of the output has closed it.
     """
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # the command prints the errors of `datasets` itself
-    logging.getLogger("absl").setLevel(logging.ERROR)
     open_streams()
+    show_warnings()
+    arguments = list(sys.argv[1:] if args is None else args)
     hint = ""
     try:
-        command = parse_command(sys.argv[1:] if args is None else args)
-        hint = ": run the same command again to continue" if isinstance(command, PretrainConfig) else ""
-        code = _run(command)
+        if text := _information(arguments):
+            sys.stdout.write(text)
+            code = 0
+        else:
+            command = parse_command(arguments)
+            hint = ": run the same command again to continue" if isinstance(command, PretrainConfig) else ""
+            code = _run(command)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -125,6 +62,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except BrokenPipeError:
         return _NO_READER
+    except RunFailedError as error:
+        print_error(f"error: {error}: the same command continues from the newest checkpoint")
+        return _FAILED
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         sentence = rejection(error)
         if sentence is None:
@@ -139,45 +79,64 @@ def parse_command(arguments: Sequence[str]) -> Command:
     """Parse the arguments of the command line. The command `train` is the default.
 
     Raises:
-        SystemExit: the arguments ask for help, or are wrong.
+        UsageError: the arguments are wrong.
+        OSError: the file of a configuration cannot be read.
     """
-    try:  # the preset is the source of all other defaults
-        chosen, _ = tyro.cli(_Preset, args=arguments, return_unknown_args=True, add_help=False, console_outputs=False)
-    except SystemExit:  # the next parser prints the error
-        chosen = _Preset()
-    preset = PRESETS[chosen.preset]()
-    if _has_length(arguments):  # a length that is given replaces the epochs of the preset
-        preset = dataclasses.replace(preset, train=dataclasses.replace(preset.train, max_epochs=None, max_tokens=None))
-    return tyro.cli(
-        _Line,
-        prog="pretrain",
-        description=_DESCRIPTION,
-        args=arguments,
-        default=_Line(options=preset),
-        config=(tyro.conf.CascadeSubcommandArgs,),
-    ).options
+    command, rest = split_command(arguments)
+    return build_command(command, rest)
 
 
-def _has_length(arguments: Sequence[str]) -> bool:
-    names = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
-    return not names.isdisjoint({"__train.max_steps", "__train.max_epochs", "__train.max_tokens"})
+def _information(arguments: Sequence[str]) -> str | None:
+    """Return the help or the versions, if the arguments ask for them."""
+    if "--version" in arguments:
+        names = ("pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "ray")
+        return "".join(f"{name} {version(name)}\n" for name in names)
+    asked = next((argument for argument in arguments if argument in _HELP), None)
+    if asked is None:
+        return None
+    command, rest = split_command([argument for argument in arguments if argument not in _HELP])
+    return help_page(
+        command,
+        build_config({}, {"preset": preset} if (preset := _preset(rest)) else {}),
+        width=shutil.get_terminal_size().columns,
+        is_overview=arguments[0].startswith("-"),
+        shows_all=asked.startswith("--help-") or asked == "--help_all",
+    )
+
+
+def _preset(arguments: Sequence[str]) -> str | None:
+    """Return the preset whose defaults the help shows, if the arguments name one."""
+    given = " ".join(arguments).replace("--preset=", "--preset ").partition("--preset ")[2].partition(" ")[0]
+    return given if given in PRESETS else None
 
 
 def _run(command: Command) -> int:
     match command:
         case PretrainConfig():
             return _train(command)
+        case ShowConfig(config=config):
+            sys.stdout.write(to_toml(config))
         case SampleCommand():
-            return _sample(command)
+            _sample(command)
         case EvalCommand():
-            return _evaluate(command)
+            _evaluate(command)
         case ExportCommand():
-            return _export(command)
+            _export(command)
+        case ReportCommand():
+            _report(command)
+        case RunsCommand():
+            _show_runs(command)
+        case WatchCommand():
+            _watch(command)
+        case ProfileCommand():
+            _show_profile(command)
+    return 0
 
 
 def _train(config: PretrainConfig) -> int:
     from pretrain._commands.train import train
 
+    raise_interrupts()
     error = train(config, console=Output()).error
     if error is not None:
         print_error(f"{error.details}\nerror: {error}: the same command continues from the newest checkpoint")
@@ -185,9 +144,10 @@ def _train(config: PretrainConfig) -> int:
     return 0
 
 
-def _sample(command: SampleCommand) -> int:
+def _sample(command: SampleCommand) -> None:
     from pretrain._commands.sample import sample
 
+    raise_interrupts()
     texts = sample(
         command.run,
         prompt=command.prompt,
@@ -203,20 +163,47 @@ def _sample(command: SampleCommand) -> int:
         if number:
             console.rule()
         console.print(text, markup=False)
-    return 0
 
 
-def _evaluate(command: EvalCommand) -> int:
+def _evaluate(command: EvalCommand) -> None:
     from pretrain._commands.evaluate import evaluate
 
+    raise_interrupts()
     found = evaluate(command.run, data=command.data, batch_size=command.batch_size, console=Console(stderr=True))
     sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
-    return 0
 
 
-def _export(command: ExportCommand) -> int:
+def _export(command: ExportCommand) -> None:
     from pretrain._commands.export import export
 
+    raise_interrupts()
     step = export(command.run, command.out)
     Output(soft_wrap=True, highlight=False).print(f"wrote the model of step {step} to {command.out}", markup=False)
-    return 0
+
+
+def _report(command: ReportCommand) -> None:
+    from pretrain._commands.report import report
+
+    raise_interrupts()
+    report(command.runs, out=command.out, console=Output())
+
+
+def _show_runs(command: RunsCommand) -> None:
+    from pretrain._commands.runs import show_runs
+
+    raise_interrupts()
+    show_runs(command.storage_path, console=Output())
+
+
+def _watch(command: WatchCommand) -> None:
+    from pretrain._commands.watch import watch
+
+    raise_interrupts()
+    watch(command.run, console=Output())
+
+
+def _show_profile(command: ProfileCommand) -> None:
+    from pretrain._commands.profile import show_profile
+
+    raise_interrupts()
+    show_profile(command.run, console=Output(), num_ops=command.num_ops)

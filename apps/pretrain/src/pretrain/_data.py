@@ -121,17 +121,18 @@ def stream_tokens(
         DataError: the text cannot be read, or the validation tokens are fewer than one window.
     """
     names = " ".join(stream.sources)
-    console.print(
-        f"tokenizing {names} into {stream.folder} during the training, whose first epoch has the order of the text",
-        markup=False,
-        soft_wrap=True,
-    )
+    if _is_on_hub(parse_data(config.data)):
+        _say(console, f"looking for {names} on the Hugging Face hub")
     with prepare_in_background(
         *stream,
         num_processes=num_tasks or config.prepare.num_processes,
         use_ray=num_tasks is not None,
         progress=report,
     ) as tokens:
+        _say(
+            console,
+            f"tokenizing {names} into {stream.folder} during the training, whose first epoch has the order of the text",
+        )
         yield _check_windows(config, tokens)
 
 
@@ -161,17 +162,43 @@ def _prepare(sources: Sequence[str], data: Plain | Splits, config: PrepareConfig
     options = config.options()
     folder = _cache_root(config) / _cache_key(data, options)
     if read_manifest(folder) is None:
-        console.print(f"preparing {' '.join(sources)} into {folder}", markup=False, soft_wrap=True)
-        with progress_bar(console) as progress:
+        announcement = f"preparing {' '.join(sources)} into {folder}"
+        shown: list[str] = []
+
+        def report(progress: Progress) -> None:
+            if not shown:  # the source has been found
+                _say(console, announcement)
+                shown.append(announcement)
+            show(progress)
+
+        if _is_on_hub(data):
+            _say(console, f"looking for {' '.join(sources)} on the Hugging Face hub")
+        with progress_bar(console) as show:
             prepare(
                 sources,
                 folder,
                 options,
                 num_processes=config.num_processes,
                 use_ray=config.on_cluster,
-                progress=progress,
+                progress=report,
             )
     return str(folder)
+
+
+def _is_on_hub(data: Plain | Splits | Mixture) -> bool:
+    """Return whether a name of text is that of a hub dataset. The hub may not have the dataset."""
+    match data:
+        case Plain(name):
+            names = [name]
+        case Splits(train, val):
+            names = [train, val]
+        case Mixture():
+            names = []
+    return any(find_source(name).kind == "hub" for name in names)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _cache_root(config: PrepareConfig) -> Path:

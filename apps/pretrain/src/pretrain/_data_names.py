@@ -1,11 +1,14 @@
 """The names that `--data` gives: one name, two splits, or a mixture."""
 
+import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain._errors import UsageError
+from ray_jax_launch import is_uri
 
 # A part of several names begins with a label and an equals sign. A path or a URI has another character before `=`.
 _LABEL = re.compile(r"[A-Za-z0-9_-]+=")
@@ -49,22 +52,54 @@ def parse_data(text: str) -> Plain | Splits | Mixture:
     Raises:
         UsageError: the text has several names, and another form.
     """
-    if not _LABEL.match(text) or os.path.exists(text):  # noqa: PTH110 - false for a name that is too long
+    if os.path.exists(text) or is_uri(text) or not (_LABEL.match(text) or "," in text):  # noqa: PTH110 - false if too long
         # `prepare` reads `train=` at the beginning of a name as a split, even if a file has this name.
         return Plain(f"./{text}" if text.startswith(("train=", "val=")) else text)
-    parts = [part.partition("=") for part in re.split(rf",(?={_LABEL.pattern})", text)]
-    labels = [label for label, _, _ in parts]
-    names = {label: name for label, _, name in parts}
-    if sorted(labels) == ["train", "val"] and all(names.values()):
+    parts = re.split(rf",(?={_LABEL.pattern})", text)
+    names = dict(part.split("=", 1) for part in parts if _LABEL.match(part))
+    if len(names) == len(parts) == 2 and names.keys() == {"train", "val"} and all(names.values()):
         return Splits(**names)
-    weighted = [name.partition(":") for name in names.values()]
-    weights = {name: _weight(number) for number, _, name in weighted if name}
-    if len(weights) < max(2, len(parts)) or min(weights.values()) <= 0:
+    if problem := _problem(parts, names):
         raise UsageError(
-            "data must be one name, train=NAME,val=NAME, or different names with labels and positive weights, such as "
-            f"web=0.7:NAME,code=0.3:NAME, got {text!r}. Choose one of these forms."
+            "data must be one name, train=NAME,val=NAME, or names with labels and positive weights, such as "
+            f"web=0.7:NAME,code=0.3:NAME, got {text!r}: {problem}. Correct it."
         )
-    return Mixture(tuple(labels), weights)
+    weighted = [value.partition(":") for value in names.values()]
+    return Mixture(tuple(names), {name: float(weight) for weight, _, name in weighted})
+
+
+def _problem(parts: Sequence[str], names: Mapping[str, str]) -> str | None:
+    """Return the first error in the parts of a text with labels."""
+    for part in parts:
+        if not _LABEL.match(part):
+            return f"{part!r} has no label"
+    if len(names) < len(parts):
+        return "a label occurs twice"
+    if names.keys() <= {"train", "val"}:
+        empty = next((split for split in ("train", "val") if not names.get(split)), None)
+        return f"{empty} has no name"
+    if len(names) == 1:
+        return "a mixture has several names"
+    for label, value in names.items():
+        weight, colon, name = value.partition(":")
+        if not colon or not name:
+            return f"{label} must be WEIGHT:NAME, with a number and a colon"
+        if not 0 < _number(weight) < math.inf:
+            return f"the weight of {label} must be a number above 0"
+    if len({value.partition(":")[2] for value in names.values()}) < len(names):
+        return "a name occurs twice"
+    return None
+
+
+def token_files(data: Plain | Splits | Mixture) -> str | list[str] | dict[str, float]:
+    """Return the names of token files as `open_tokens` takes them."""
+    match data:
+        case Plain(name):
+            return name
+        case Splits(train, val):
+            return [f"train={train}", f"val={val}"]
+        case Mixture(_, weights):
+            return weights
 
 
 def label_of(data: Plain | Splits | Mixture) -> str:
@@ -81,10 +116,9 @@ def label_of(data: Plain | Splits | Mixture) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-").lower() or "data"
 
 
-def _weight(number: str) -> float:
-    """Return a number, or 0 for text that is not a finite number."""
+def _number(text: str) -> float:
+    """Return a number, or 0 for other text."""
     try:
-        weight = float(number)
+        return float(text)
     except ValueError:
         return 0.0
-    return weight if weight < float("inf") else 0.0

@@ -27,6 +27,14 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def show_warnings() -> None:
+    """Write warnings to standard error as sentences, before a library chooses a format with names of loggers."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)  # `log_lines` shows the rest
+    logging.basicConfig(format="%(message)s", handlers=[handler])
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what users cannot change
+
+
 def print_error(text: str) -> None:
     """Write a line to standard error, if standard error can be written."""
     with contextlib.suppress(OSError):

@@ -1,6 +1,8 @@
 """One sentence for each error that the user can correct."""
 
+import contextlib
 import errno
+from collections.abc import Iterator
 
 # Errors of a write to an open file. They name no file.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -23,3 +25,18 @@ def rejection(error: Exception) -> str | None:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return f"the model and its batch must fit the memory, got {error or 'no memory'}. Lower the batch size."
     return None
+
+
+@contextlib.contextmanager
+def storage_failures() -> Iterator[None]:
+    """Make an OSError of the block a failure of the run: its input was right when the run began.
+
+    Raises:
+        RunFailedError: a file or the object storage has become unavailable.
+    """
+    from pretrain._errors import RunFailedError
+
+    try:
+        yield
+    except OSError as error:
+        raise RunFailedError(rejection(error) or str(error)) from error

@@ -1,5 +1,7 @@
 """Names of files: paths on disk, or URIs in object storage such as `s3://bucket/folder/train.bin`."""
 
+import contextlib
+import difflib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -113,8 +115,31 @@ def check_type(name: str, wanted: FileType, constraint: str) -> FileInfo:
     """
     found = file_info(name)
     if found.type is not wanted:
-        raise DataError(f"{name} must be {constraint}, got {_TYPES[found.type]}. Correct the name.")
+        remedy = "Correct the name." if found.type is not FileType.NotFound else suggest_name(name, "Correct the name.")
+        raise DataError(f"{name} must be {constraint}, got {_TYPES[found.type]}. {remedy}")
     return found
+
+
+def suggest_name(name: str, remedy: str) -> str:
+    """Return the remedy for a name that does not exist: a file or folder of a similar name, or else the given remedy.
+
+    Each missing component is compared with the files and folders in its place, with and without their suffix.
+    """
+    path = Path("." if is_uri(name) else local_path(name))
+    place = next((parent for parent in path.parents if parent.is_dir()), path)
+    with contextlib.suppress(OSError):  # the folder cannot be read
+        for part in path.relative_to(place).parts:
+            if not (place / part).exists():
+                entries = [entry for entry in sorted(place.iterdir()) if not entry.name.startswith(".")]
+                known = {entry.stem: entry for entry in entries} | {entry.name: entry for entry in entries}
+                (part,) = difflib.get_close_matches(part, known, n=1) or ("",)
+                if not part:
+                    return remedy
+                place = known[part]
+            else:
+                place /= part
+        return f"Did you mean {place}?" if place != path else remedy
+    return remedy
 
 
 def read_blocks(name: str) -> Iterator[bytes]:

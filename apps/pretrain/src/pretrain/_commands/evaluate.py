@@ -9,6 +9,7 @@ from rich.progress import track
 from nnx_gpt2 import split_params
 from owt_data import DataError, load_tokenizer, open_tokens
 from pretrain._commands.load import load_trained
+from pretrain._data_names import parse_data, token_files
 from pretrain._errors import UsageError
 from pretrain._run.metrics import rounded
 from pretrain._training.validation import Validation
@@ -39,7 +40,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
 
     Args:
         run: the run's folder, URI or name.
-        data: token files to evaluate on; None takes those of the run.
+        data: token files to evaluate on, in a form of `parse_data`; None takes those of the run.
         batch_size: windows per step. Fewer are used if a step does not fit the memory.
         console: shows the progress.
 
@@ -50,7 +51,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
         raise UsageError(f"--batch-size must be at least 1, got {batch_size}. Change it.")
     trained = load_trained(run)
     stored = trained.description.data
-    path = data or stored.tokens
+    path = stored.tokens if data is None else token_files(parse_data(data))
     tokens = open_tokens(path, tokenizer=stored.tokenizer)
     if data is None and stored.fingerprint not in (tokens.fingerprint, tokens.source_fingerprint):
         raise UsageError(f"{path} must hold the tokens of the run, got others. Restore the files, or give --data.")

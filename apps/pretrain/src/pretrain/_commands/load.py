@@ -2,21 +2,19 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_gpt2 import GPT2, abstract_train_state, create_optimizer, merge
 from owt_data import load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
-from pretrain._run.description import RunDescription, read_description
-from pretrain._run.folder import RunFolder, locate
-from ray_jax_launch import Checkpoints, is_uri
+from pretrain._run.description import RunDescription
+from pretrain._run.find import find_run
+from pretrain._run.folder import RunFolder
+from ray_jax_launch import Checkpoints
 
 if TYPE_CHECKING:
     import tiktoken
-
-DEFAULT_STORAGE = Path("runs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +58,7 @@ def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
         UsageError: the run does not exist, has no checkpoint, or has a damaged description.
         ValueError: the checkpoints are damaged; see `rejection` for the subclasses.
     """
-    folder, description = _find_run(os.fspath(run))
+    folder, description = find_run(os.fspath(run))
     config = description.config.model
     optimizer = create_optimizer(description.config.optimizer, description.config.train.max_steps)
     like = abstract_train_state(config, optimizer).params
@@ -70,14 +68,3 @@ def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
         raise UsageError(f"{folder} must have a checkpoint, got none. Continue its training.")
     model = merge(config, restored.items["params"])
     return TrainedModel(folder=folder, description=description, step=restored.step, model=model)
-
-
-def _find_run(name: str) -> tuple[RunFolder, RunDescription]:
-    places = [name] if is_uri(name) else [name, DEFAULT_STORAGE / name]
-    for folder in map(locate, places):
-        folder.pull()
-        if (description := read_description(folder)) is not None:
-            return folder, description
-    raise UsageError(
-        f"run must be the folder or URI of a run, or its name in {DEFAULT_STORAGE}, got {name}. Give another run."
-    )

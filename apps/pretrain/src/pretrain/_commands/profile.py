@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pretrain._commands.load import _find_run as find_run
+from pretrain._run.find import find_run as find_run
 from pretrain._errors import UsageError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pretrain._commands.load import _find_run
+from pretrain._run.find import find_run
 from pretrain._errors import UsageError
 from pretrain._report.page import render_page
 from pretrain._run.files import write_durably
@@ -34,7 +34,7 @@ def report(runs: Sequence[str], *, out: str | None, console: Console) -> Path:
     if not runs:
         raise UsageError("RUN must be one or more runs, got none. Give a run.")
     target = None if out is None else _parse_out(out)
-    folders = [_find_run(name)[0] for name in runs]
+    folders = [find_run(name)[0] for name in runs]
     is_in_folder = len(folders) == 1 and folders[0].uri is None
     path = target or (folders[0].path if is_in_folder else Path()) / _NAME
     page = render_page([read_history(folder) for folder in folders], made_at=as_utc(time.time()))

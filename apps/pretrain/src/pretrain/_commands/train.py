@@ -17,6 +17,7 @@ from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError
 from pretrain._output import log_lines
+from pretrain._rejection import storage_failures
 from pretrain._report.loss_picture import draw_losses
 from pretrain._run.description import (
     check_same_data,
@@ -138,6 +139,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         folder.push()
         introduce(config, data, hardware, folder, console)
         view = _view(read_history(folder), hardware, tokenizing)
+        stack.enter_context(storage_failures())
         try:
             with Display(view, console) as display, log_lines(console):
                 result = ray_jax_launch.launch(

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pretrain._commands.load import _find_run
+from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, last_sign_of_life, read_history
 from pretrain._screen.display import Display
@@ -89,7 +89,7 @@ def _reading(run: str) -> Iterator[tuple[RunFolder, Callable[[], bool]]]:
             pull_changed(folder)
             yield folder, lambda: pull_changed(folder)
         return
-    folder, _ = _find_run(run)
+    folder, _ = find_run(run)
     before = _versions(folder)
 
     def has_changed() -> bool:

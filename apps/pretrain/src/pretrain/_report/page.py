@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pretrain._report.curves import Array, smooth
-from pretrain._report.run_view import RunView, view_runs
+from pretrain._report.run_texts import RunView, view_runs
 from pretrain._report.svg_chart import Axis, Line, line_chart
 from pretrain._report.timeline import draw_timeline
 from pretrain._report.units import duration, show_utc

@@ -12,7 +12,7 @@ from pathlib import Path
 import platformdirs
 from pyarrow.fs import FileSelector, LocalFileSystem, copy_files
 
-from pretrain._errors import UsageError
+from pretrain._errors import RunFailedError, UsageError
 from ray_jax_launch import StoragePath, as_storage_path, join_path, latest_step, open_uri
 
 
@@ -206,7 +206,8 @@ def lock_run(place: StoragePath) -> Iterator[RunFolder]:
             run.check()
             yield run
         except BaseException as error:
-            is_rejected = isinstance(error, ValueError) or not run.config.exists()
+            has_begun = isinstance(error, RunFailedError)  # its files may be out of reach, and come back
+            is_rejected = not has_begun and (isinstance(error, ValueError) or not run.config.exists())
             if is_new and is_rejected and latest_step(run.checkpoints) is None:
                 run.delete()
                 with contextlib.suppress(OSError):  # another program has written to one

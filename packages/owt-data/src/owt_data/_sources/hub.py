@@ -15,6 +15,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.utils import httpx
 
 from owt_data._errors import DataError, one_line
+from owt_data._paths import suggest_name
 from owt_data._sources.names import Source
 
 _TIMEOUT_S = 10
@@ -71,7 +72,8 @@ class HubRows:
                 )
         # A dataset or a name that does not exist is an OSError or a ValueError.
         except (httpx.HTTPError, OSError, ValueError) as error:
-            got = f"neither ({_reason(error)}). Check the name and the network, or set HF_HUB_OFFLINE=1 for a copy."
+            remedy = "Check the name and the network, or set HF_HUB_OFFLINE=1 for a copy."
+            got = f"neither ({_reason(error)}). {suggest_name(self._name, remedy)}"
             raise DataError(f"{self._name!r} must be a file or a dataset of the Hugging Face hub, got {got}") from error
         self.layout = HubLayout(offline=offline, revision=revision, num_shards=self._rows.num_shards)
 

@@ -52,7 +52,7 @@ class Interrupt:
             if answer(self._control.interrupt.remote()):
                 _logger.warning("interrupted: the workers save what they have; press Ctrl-C again to stop at once")
                 return
-        _logger.warning("interrupted: stopping the workers, which do not save")
+        _logger.warning("interrupted: the workers stop at once; saved checkpoints stay")
         if self._controller is not None:
             with contextlib.suppress(RayActorError):  # the controller exits while it answers
                 ray.get(self._controller.abort.remote())

@@ -1,0 +1,17 @@
+"""The process of the command `pretrain`."""
+
+import sys
+
+from pretrain._early_interrupt import exit_at_interrupts
+
+
+def main() -> int:
+    """Run the application with the arguments of the process, and return the exit code."""
+    exit_at_interrupts()
+    from pretrain._cli import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The command line: its options, its help, its errors, and configurations in files."""

@@ -1,0 +1,132 @@
+"""Command lines, read into the command that they give."""
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import MISSING
+from typing import Any, NoReturn
+
+from pretrain._command_line.command_classes import COMMANDS, FREQUENT, Command, ConfigOptions, ShowConfig
+from pretrain._command_line.config_file import build_config, read_config
+from pretrain._command_line.option_table import Option, options_of
+from pretrain._command_line.suggestions import did_you_mean, nearest, nearest_option
+from pretrain._errors import UsageError
+
+# A word that is no value. A value of this form is written after an equals sign.
+_FLAG = re.compile(r"--[A-Za-z]")
+# Options of earlier versions, and the options that replace them.
+_REPLACED = {"train.eval-batches": "--train.eval-tokens"}
+
+
+def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the name of the command, by default `train`, and its arguments.
+
+    Raises:
+        UsageError: there is no such command.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        return "train", list(arguments)
+    if arguments[0] not in COMMANDS:
+        known = nearest(arguments[0], COMMANDS)
+        remedy = f"; did you mean {known}?" if known else "."
+        raise UsageError(f"no command {arguments[0]}; there are {', '.join(COMMANDS)}{remedy}")
+    return arguments[0], list(arguments[1:])
+
+
+def command_options(command: str) -> tuple[Option, ...]:
+    """Return the options of a command."""
+    more = options_of(ConfigOptions) if command == "train" else ()
+    return (*more, *options_of(COMMANDS[command]))
+
+
+def build_command(command: str, arguments: Sequence[str]) -> Command:
+    """Return the command that its arguments give.
+
+    Raises:
+        UsageError: an option does not exist, or its value has the wrong type or is out of its range.
+        OSError: the file of a configuration cannot be read.
+    """
+    options = command_options(command)
+    values = _read_values(command, arguments, options)
+    if command == "train":
+        file, shows = values.pop("config", None), values.pop("print_config", False)
+        config = build_config(read_config(file) if file is not None else {}, values)
+        return ShowConfig(config=config) if shows else config
+    for option in options:
+        if option.default is MISSING and option.name not in values:
+            raise UsageError(
+                f"{option.placeholder} must be given, got nothing. Write: pretrain {command} {usage_names(options)}"
+            )
+    return COMMANDS[command](**values)
+
+
+def usage_names(options: Sequence[Option]) -> str:
+    """Return the values without a flag, as in a usage line."""
+    words: list[str] = []
+    for option in options:
+        if option.placeholder is not None:
+            word = option.placeholder + ("..." if option.is_tuple else "")
+            words.append(word if option.default is MISSING else f"[{word}]")
+    return " ".join(words)
+
+
+def _read_values(command: str, arguments: Sequence[str], options: Sequence[Option]) -> dict[str, Any]:
+    by_flag = {flag: option for option in options for flag in option.flags}
+    off_flags = {option.off_flag: option for option in options if option.off_flag is not None}
+    unnamed = deque(option for option in options if option.placeholder is not None)
+    values: dict[str, Any] = {}
+    words = deque(arguments)
+    while words:
+        word = words.popleft()
+        flag, equals, attached = word.partition("=")
+        flag = flag.replace("_", "-")
+        if not word.startswith("-"):
+            if not unnamed:
+                raise UsageError(
+                    f"no option before {word}; write --NAME VALUE, and put quotes around a value with spaces."
+                )
+            option = unnamed.popleft()
+            values[option.name] = option.from_text([word, *_take_values(words)] if option.is_tuple else [word])
+        elif option := off_flags.get(flag):
+            values[option.name] = False
+        elif not (option := by_flag.get(flag)) or option.placeholder is not None:
+            _reject_flag(command, flag, options)
+        elif option.type is bool:
+            if equals:
+                raise UsageError(f"{flag} must have no value, got {attached}. Write {flag} or {option.off_flag}.")
+            values[option.name] = True
+        elif option.is_tuple:
+            values[option.name] = _convert(option, flag, [attached] if equals else _take_values(words))
+        elif equals or (words and not _FLAG.match(words[0])):
+            values[option.name] = _convert(option, flag, [attached if equals else words.popleft()])
+        else:
+            raise UsageError(f"{flag} must have a value, got none. Write {flag} VALUE, or {flag}=VALUE.")
+    return values
+
+
+def _take_values(words: deque[str]) -> list[str]:
+    taken: list[str] = []
+    while words and not _FLAG.match(words[0]):
+        taken.append(words.popleft())
+    return taken
+
+
+def _convert(option: Option, flag: str, texts: list[str]) -> Any:
+    try:
+        return option.from_text(texts)
+    except ValueError:
+        given = next((text for text in texts if option.choices and text not in option.choices), " ".join(texts))
+        remedy = did_you_mean(given, option.choices, "Change it.")
+        raise UsageError(f"{flag} must be {option.constraint}, got {given}. {remedy}") from None
+
+
+def _reject_flag(command: str, flag: str, options: Sequence[Option]) -> NoReturn:
+    known = _REPLACED.get(flag.lstrip("-")) if command == "train" else None
+    if known is None:
+        frequent_first = sorted(options, key=lambda option: option.name not in FREQUENT)
+        flags = [option.flags[-1][2:] for option in frequent_first if option.placeholder is None]
+        name = nearest_option(flag.lstrip("-"), flags)
+        known = name and f"--{name}"
+    place = "" if command == "train" else f" of {command}"
+    remedy = f"did you mean {known}?" if known else f"pretrain {command} --help-all lists them."
+    raise UsageError(f"no option {flag}{place}; {remedy}")

@@ -1,0 +1,177 @@
+"""The commands, each with its options and its examples."""
+
+from dataclasses import dataclass, field
+
+from pretrain._config import PretrainConfig
+
+_RUN = {"placeholder": "RUN"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleCommand:
+    """Continue a prompt with a trained model."""
+
+    run: str = field(metadata=_RUN)
+    """The run's folder or URI, or its name in ./runs."""
+
+    prompt: str = "\n"
+    """The beginning of the text."""
+
+    max_new_tokens: int = 400
+    """Number of tokens to add."""
+
+    temperature: float = 0.8
+    """Randomness of the draw; 0 takes the most likely token each time."""
+
+    top_k: int | None = 40
+    """Draw from the top_k most likely tokens, at least 1; none draws from all tokens."""
+
+    top_p: float | None = None
+    """Draw from the most likely tokens whose probabilities sum to top_p; none draws from all tokens."""
+
+    seed: int = 0
+    """Seed of the draw. The same seed gives the same text."""
+
+    num_samples: int = 1
+    """Number of texts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalCommand:
+    """Evaluate a trained model on all of its validation tokens, and print the loss as JSON."""
+
+    run: str = field(metadata=_RUN)
+    """The run's folder or URI, or its name in ./runs."""
+
+    data: str | None = None
+    """Token files to evaluate on, in the forms of the command train; none takes those of the run."""
+
+    batch_size: int = 32
+    """Windows per step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportCommand:
+    """Write a trained model in Hugging Face's format, for transformers, vLLM and others."""
+
+    run: str = field(metadata=_RUN)
+    """The run's folder or URI, or its name in ./runs."""
+
+    out: str = field(metadata={"placeholder": "OUT"})
+    """A folder for config.json and model.safetensors, new or empty."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportCommand:
+    """Write a page with the curves of one or more runs, to open in a browser."""
+
+    runs: tuple[str, ...] = field(metadata={"placeholder": "RUN"})
+    """The folders or URIs of the runs, or their names in ./runs."""
+
+    out: str | None = None
+    """File of the page; none is report.html in the run's folder, or in the working folder for several runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunsCommand:
+    """List all runs, with their losses."""
+
+    storage_path: str = field(default="runs", metadata={"placeholder": "STORAGE_PATH"})
+    """Folder of all runs, or s3://... or gs://..."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchCommand:
+    """Show a run live, from any machine that can read its folder."""
+
+    run: str = field(metadata=_RUN)
+    """The run's folder or URI, or its name in ./runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileCommand:
+    """Print the costliest operations of a run with a profile."""
+
+    run: str = field(metadata=_RUN)
+    """The run's folder or URI, or its name in ./runs."""
+
+    num_ops: int = 10
+    """Number of operations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigOptions:
+    """Options of the command `train` that are not part of a configuration."""
+
+    config: str | None = None
+    """A .toml file with options, or the config.json of a run. It replaces defaults of the preset, and the options of
+    the command line replace it."""
+
+    print_config: bool = False
+    """Print the configuration as TOML, for --config, and start nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowConfig:
+    """The request to print a configuration."""
+
+    config: PretrainConfig
+    """The configuration."""
+
+
+Command = (
+    PretrainConfig
+    | SampleCommand
+    | EvalCommand
+    | ExportCommand
+    | ReportCommand
+    | RunsCommand
+    | WatchCommand
+    | ProfileCommand
+    | ShowConfig
+)
+
+COMMANDS: dict[str, type] = {
+    "train": PretrainConfig,
+    "sample": SampleCommand,
+    "eval": EvalCommand,
+    "export": ExportCommand,
+    "report": ReportCommand,
+    "runs": RunsCommand,
+    "watch": WatchCommand,
+    "profile": ProfileCommand,
+}
+
+EXAMPLES = {
+    "train": (
+        "pretrain --preset baby --data book.txt --train.max-steps 500",
+        "pretrain --config run.toml --name second --optimizer.learning-rate 0.001",
+    ),
+    "sample": (
+        "pretrain sample quickstart-builtin --prompt 'def ' --num-samples 3",
+        "pretrain sample s3://bucket/runs/first --temperature 0 --max-new-tokens 50",
+    ),
+    "eval": (
+        "pretrain eval quickstart-builtin",
+        "pretrain eval runs/first --data data/openwebtext --batch-size 8",
+    ),
+    "export": (
+        "pretrain export quickstart-builtin exported",
+        "pretrain export s3://bucket/runs/first exported/first",
+    ),
+    "report": (
+        "pretrain report quickstart-builtin",
+        "pretrain report runs/first runs/second --out comparison.html",
+    ),
+    "runs": ("pretrain runs", "pretrain runs s3://bucket/runs"),
+    "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),
+    "profile": ("pretrain profile quickstart-builtin", "pretrain profile runs/first --num-ops 30"),
+}
+"""Two command lines of each command, for its help."""
+
+FREQUENT = (
+    "preset", "data", "name", "config", "hardware", "storage_path", "train.max_steps", "train.global_batch_size",
+    "optimizer.learning_rate", "model.num_layers", "model.num_heads", "model.embed_dim", "model.seq_len",
+    "prepare.tokenizer", "data_mode", "print_config",
+)  # fmt: skip
+"""The options of the command `train` that most users change."""

@@ -1,0 +1,122 @@
+"""Configurations in files: TOML with the names of the options, and the `config.json` of a run."""
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from pretrain._command_line.option_table import options_of, value_of
+from pretrain._command_line.suggestions import did_you_mean, nearest_option
+from pretrain._config import PretrainConfig
+from pretrain._errors import UsageError
+from pretrain._presets import PRESETS
+
+_OPTIONS = {option.name: option for option in options_of(PretrainConfig)}
+_LENGTHS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Read the options that a file gives.
+
+    Args:
+        path: a TOML file, a JSON file of the same structure, or the `config.json` of a run.
+
+    Returns:
+        Values by the names of the options, such as `train.max_steps`.
+
+    Raises:
+        UsageError: the file is not TOML or JSON, or has an unknown name or a value of a wrong type.
+        OSError: the file cannot be read.
+    """
+    text = Path(path).read_bytes()
+    try:
+        content = json.loads(text) if path.endswith(".json") else tomllib.loads(text.decode())
+    except ValueError as error:  # of both formats, and of text that is not UTF-8
+        kind = "JSON" if path.endswith(".json") else "TOML"
+        raise UsageError(f"{path} must be {kind}, got an error in it ({error}). Correct it.") from None
+    if isinstance(content, dict) and "data" in content and isinstance(content.get("config"), dict):
+        from pretrain._run.description import parse_description  # imports of a second, which `--help` does without
+
+        content = dataclasses.asdict(parse_description(text, path).config)
+        content["prompts"], content["trackers"] = list(content["prompts"]), list(content["trackers"])
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} must hold options by their names, got {type(content).__name__}. Correct it.")
+    return {name: _read_value(name, value, path) for name, value in _flatten(content)}
+
+
+def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainConfig:
+    """Build a configuration from options. Those of the command line replace those of the file, and both the preset's.
+
+    Args:
+        file: values of a file, by the names of the options.
+        line: values of a command line.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+    values = {**_with_length(file), **_with_length(line)}
+    preset = PRESETS[values.get("preset", "quickstart")]()
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, _, last = name.rpartition(".")
+        sections.setdefault(section, {})[last] = value
+    try:
+        top = sections.pop("", {})
+        for section, fields in sections.items():
+            top[section] = dataclasses.replace(getattr(preset, section), **fields)
+        return dataclasses.replace(preset, **top)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def to_toml(config: PretrainConfig) -> str:
+    """Return a configuration as TOML, with every option. `read_config` and `build_config` give it back.
+
+    TOML has no None. An option that is None is a comment, and the text `none` if the preset has another value.
+    """
+    preset = PRESETS[config.preset]()
+    lines: list[str] = []
+    section = ""
+    for name, option in _OPTIONS.items():
+        own, _, last = name.rpartition(".")
+        if own != section:
+            section = own
+            lines.append(f"\n[{section}]")
+        value = value_of(config, option)
+        if value is None and (value_of(preset, option) is None or name in _LENGTHS):  # `max_steps` is always given
+            lines.append(f"# {last} = none")
+        else:
+            toml = "none" if value is None else list(value) if isinstance(value, tuple) else value
+            lines.append(tomli_w.dumps({last: toml}).rstrip("\n"))
+    return "\n".join(lines) + "\n"
+
+
+def _with_length(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options whose length replaces that of the preset or of the file."""
+    unset = {"train.max_epochs": None, "train.max_tokens": None} if any(name in values for name in _LENGTHS) else {}
+    return {**unset, **values}
+
+
+def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield (prefix + name).replace("-", "_"), value
+
+
+def _read_value(name: str, value: Any, path: str) -> Any:
+    option = _OPTIONS.get(name)
+    if option is None:
+        known = nearest_option(name.replace("_", "-"), [known.replace("_", "-") for known in _OPTIONS])
+        remedy = f"did you mean {known.replace('-', '_')}?" if known else "--help-all lists them."
+        raise UsageError(f"no option {name}, in {path}; {remedy}")
+    try:
+        return option.from_file(value)
+    except ValueError:
+        remedy = did_you_mean(str(value), option.choices, "Change it.")
+        raise UsageError(f"{name} in {path} must be {option.constraint}, got {value!r}. {remedy}") from None

@@ -1,0 +1,48 @@
+"""Runs by their names."""
+
+from pathlib import Path
+
+from pretrain._command_line.suggestions import nearest
+from pretrain._errors import UsageError
+from pretrain._run.description import RunDescription, read_description
+from pretrain._run.folder import RunFolder, locate
+from ray_jax_launch import is_uri
+
+DEFAULT_STORAGE = Path("runs")
+_MOST_NAMES = 8
+
+
+def find_run(name: str) -> tuple[RunFolder, RunDescription]:
+    """Find a run, and copy its files from object storage if it is there.
+
+    Args:
+        name: the run's folder or URI, or its name in `runs`.
+
+    Returns:
+        The run's folder, and its description.
+
+    Raises:
+        UsageError: the run does not exist, or its description is damaged.
+        OSError: the folder cannot be read.
+    """
+    places = [name] if is_uri(name) else [name, DEFAULT_STORAGE / name]
+    for folder in map(locate, places):
+        folder.pull()
+        if (description := read_description(folder)) is not None:
+            return folder, description
+    raise UsageError(
+        f"run must be the folder or URI of a run, or its name in {DEFAULT_STORAGE}, got {name}. {_remedy(name)}"
+    )
+
+
+def _remedy(name: str) -> str:
+    """Return the names of the runs in the default storage, the most similar one first."""
+    files = sorted(DEFAULT_STORAGE.glob("*/config.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    names = [file.parent.name for file in files]
+    if not names:
+        return f"There are no runs in {DEFAULT_STORAGE.absolute()}: train one, or give a folder."
+    beginning = next((known for known in names if known.startswith(name)), None)
+    known = beginning or nearest(Path(name).name, names)
+    question = f"Did you mean {known}? " if known else ""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{question}{DEFAULT_STORAGE} has {', '.join(names[:_MOST_NAMES])}{more}."

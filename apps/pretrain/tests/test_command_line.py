@@ -1,0 +1,251 @@
+"""Command lines: the values of options, and one sentence with a suggestion for each wrong name or value."""
+
+import dataclasses
+
+import pytest
+
+from pretrain import PretrainConfig, main
+from pretrain._cli import parse_command
+from pretrain._command_line.command_classes import (
+    COMMANDS,
+    FREQUENT,
+    EvalCommand,
+    ExportCommand,
+    ProfileCommand,
+    ReportCommand,
+    RunsCommand,
+    SampleCommand,
+    WatchCommand,
+)
+from pretrain._command_line.option_table import options_of
+from pretrain._errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("sample run", SampleCommand(run="run")),
+        ("sample run --top-k none --top_p=0.5", SampleCommand(run="run", top_k=None, top_p=0.5)),
+        ("sample --temperature 1e-1 run", SampleCommand(run="run", temperature=0.1)),
+        ("sample run --seed -1 --prompt=--x", SampleCommand(run="run", seed=-1, prompt="--x")),
+        ("sample run --seed 1 --seed 2", SampleCommand(run="run", seed=2)),
+        ("eval run --data train=a,val=b", EvalCommand(run="run", data="train=a,val=b")),
+        ("export run out", ExportCommand(run="run", out="out")),
+        ("report a b --out x.html", ReportCommand(runs=("a", "b"), out="x.html")),
+        ("report --out x.html a", ReportCommand(runs=("a",), out="x.html")),
+        ("runs", RunsCommand(storage_path="runs")),
+        ("runs s3://bucket/runs", RunsCommand(storage_path="s3://bucket/runs")),
+        ("watch run", WatchCommand(run="run")),
+        ("profile run --num-ops 3", ProfileCommand(run="run", num_ops=3)),
+    ],
+)
+def test_a_command_has_the_values_of_its_line(line, expected):
+    assert parse_command(line.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "expected"),
+    [
+        (["--dashboard"], "dashboard", True),
+        (["--dashboard", "--no-dashboard"], "dashboard", False),
+        (["--prepare.on-cluster", "--prepare.no-on-cluster"], "prepare.on_cluster", False),
+        (["train", "--prompts", "a b", "c"], "prompts", ("a b", "c")),
+        (["--trackers"], "trackers", ()),
+        (["--train.eval_tokens", "None"], "train.eval_tokens", None),
+        (["--optimizer.learning-rate", "1"], "optimizer.learning_rate", 1.0),
+    ],
+)
+def test_an_option_of_train_has_its_value(line, name, expected):
+    value = parse_command(line)
+    for part in name.split("."):
+        value = getattr(value, part)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "known"),
+    [
+        # Each section.
+        ("--train.learning-rate 1", "--train.learning-rate", "--optimizer.learning-rate"),
+        ("--optimizer.learn-rate 1", "--optimizer.learn-rate", "--optimizer.learning-rate"),
+        ("--optimizer.weight_decy=1", "--optimizer.weight-decy", "--optimizer.weight-decay"),
+        ("--model.num-layer 1", "--model.num-layer", "--model.num-layers"),
+        ("--model.n-heads 1", "--model.n-heads", "--model.num-heads"),
+        ("--train.max-step 1", "--train.max-step", "--train.max-steps"),
+        ("--train.batch-size 1", "--train.batch-size", "--train.global-batch-size"),
+        ("--prepare.val-frac 1", "--prepare.val-frac", "--prepare.val-fraction"),
+        ("--prepare.text-col 1", "--prepare.text-col", "--prepare.text-column"),
+        ("--mesh.fdsp 1", "--mesh.fdsp", "--mesh.fsdp"),
+        ("--mesh.tensors 1", "--mesh.tensors", "--mesh.tensor"),
+        ("--model.tensor 1", "--model.tensor", "--mesh.tensor"),
+        ("--storage 1", "--storage", "--storage-path"),
+        ("--present baby", "--present", "--preset"),
+        ("--datas book.txt", "--datas", "--data"),
+        # Without a section.
+        ("--learning-rate 1", "--learning-rate", "--optimizer.learning-rate"),
+        ("--learning_rate=1", "--learning-rate", "--optimizer.learning-rate"),
+        ("--lr 1", "--lr", "--optimizer.learning-rate"),
+        ("--max-steps 1", "--max-steps", "--train.max-steps"),
+        ("--batch-size 1", "--batch-size", "--train.global-batch-size"),
+        ("--num-layers 1", "--num-layers", "--model.num-layers"),
+        ("--dropout 1", "--dropout", "--model.dropout-rate"),
+        ("--fsdp 1", "--fsdp", "--mesh.fsdp"),
+        # Of earlier versions.
+        ("--train.eval-batches 1", "--train.eval-batches", "--train.eval-tokens"),
+        ("--prompt x", "--prompt", "--prompts"),
+    ],
+)
+def test_a_wrong_name_gets_the_right_suggestion(line, flag, known):
+    with pytest.raises(UsageError) as caught:
+        parse_command(line.split())
+    assert str(caught.value) == f"no option {flag}; did you mean {known}?"
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "known"),
+    [
+        ("sample run --max-tokens 3", "--max-tokens", "--max-new-tokens"),
+        ("sample run --topk 3", "--topk", "--top-k"),
+        ("eval run --batch 3", "--batch", "--batch-size"),
+        ("report run --output 3", "--output", "--out"),
+        ("profile run --ops 3", "--ops", "--num-ops"),
+    ],
+)
+def test_a_wrong_name_of_a_command_gets_an_option_of_this_command(line, flag, known):
+    with pytest.raises(UsageError) as caught:
+        parse_command(line.split())
+    assert str(caught.value) == f"no option {flag} of {line.split()[0]}; did you mean {known}?"
+
+
+@pytest.mark.parametrize("option", options_of(PretrainConfig), ids=lambda option: option.name)
+def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
+    flag = option.flags[-1]
+    with pytest.raises(UsageError) as caught:
+        parse_command([flag + flag[-1], "1"])
+    assert str(caught.value).endswith(f"; did you mean {flag}?")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--xyzzyq 3", "no option --xyzzyq; pretrain train --help-all lists them."),
+        ("-x", "no option -x; pretrain train --help-all lists them."),
+        ("--train.max-steps abc", "--train.max-steps must be an integer, got abc. Change it."),
+        ("--train.max-epochs abc", "--train.max-epochs must be a number or none, got abc. Change it."),
+        (
+            "--preset gpt2-midium",
+            "--preset must be quickstart, baby, tutorial, wikitext, gpt2, gpt2-medium, gpt2-large or gpt2-xl, got "
+            "gpt2-midium. Did you mean gpt2-medium?",
+        ),
+        ("--data-mode streams", "--data-mode must be prepared or stream, got streams. Did you mean stream?"),
+        (
+            "--trackers tensorboard wandbs",
+            "--trackers must be any of tensorboard, wandb or trackio, got wandbs. Did you mean wandb?",
+        ),
+        ("--dashboard=1", "--dashboard must have no value, got 1. Write --dashboard or --no-dashboard."),
+        (
+            "--train.max-steps --seed 3",
+            "--train.max-steps must have a value, got none. Write --train.max-steps VALUE, or --train.max-steps=VALUE.",
+        ),
+        ("--seed", "--seed must have a value, got none. Write --seed VALUE, or --seed=VALUE."),
+        ("--name a b", "no option before b; write --NAME VALUE, and put quotes around a value with spaces."),
+        ("sample", "RUN must be given, got nothing. Write: pretrain sample RUN"),
+        ("export run", "OUT must be given, got nothing. Write: pretrain export RUN OUT"),
+        ("report", "RUN must be given, got nothing. Write: pretrain report RUN..."),
+        ("--train.log-every 0", "train.log_every must be at least 1, got 0. Change it."),
+        (
+            f"--train.max-steps {2**31}",
+            f"train.max_steps must be at least 1 and below {2**31}, got {2**31}. Change it.",
+        ),
+        (
+            "--model.num-heads 5",
+            "model.embed_dim must be a multiple of model.num_heads, got 128 and 5.",
+        ),
+        ("--train.max-epochs 0", "train.max_epochs must be above 0 and finite, got 0.0. Change it."),
+        ("--train.max-tokens 0", "train.max_tokens must be at least 1, got 0. Change it."),
+        ("--mesh.fsdp 0", "mesh.fsdp must be at least 1, got 0. Change it."),
+        ("--prepare.val-fraction 2", "val_fraction must be between 0 and 1, got 2.0. Choose another share."),
+        (
+            "report2",
+            "no command report2; there are train, sample, eval, export, report, runs, watch, profile; did you mean "
+            "report?",
+        ),
+    ],
+)
+def test_an_error_is_one_sentence_on_standard_error(line, sentence, capsys):
+    assert main(line.split()) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"error: {sentence}\n")
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A working folder with two runs, which have no checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart-builtin", "wiki"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("quickstart", "quickstart-builtin"), ("runs/wikki", "wiki"), ("xyz", None)]
+)
+@pytest.mark.parametrize("command", ["sample", "eval"])
+def test_a_wrong_run_names_the_runs_that_exist(command, name, known, runs, capsys):
+    assert main([command, name]) == 2
+    question = f"Did you mean {known}? " if known else ""
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"error: run must be the folder or URI of a run, or its name in runs, got {name}. {question}"
+    )
+    assert set(line.rpartition("runs has ")[2].rstrip(".").split(", ")) == {"quickstart-builtin", "wiki"}
+
+
+def test_without_runs_the_folder_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sample", "quickstart"]) == 2
+    assert f"There are no runs in {tmp_path}/runs: train one, or give a folder." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("shakespear", "shakespeare.txt"),
+        ("shakespear.txt", "shakespeare.txt"),
+        ("txts/books.jsonl", "texts/books.jsonl"),
+        ("texts/bokks.jsonl", "texts/books.jsonl"),
+        ("tokens.bn", "tokens.bin"),
+    ],
+)
+def test_a_wrong_file_gets_a_similar_one_before_anything_is_announced(name, known, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nothing listens there
+    (tmp_path / "texts").mkdir()
+    for file in ("shakespeare.txt", "tokens.bin", "texts/books.jsonl"):
+        (tmp_path / file).write_text("a text")
+    assert main(["--data", name]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.rstrip().endswith(f"Did you mean {known}?")
+    assert "preparing" not in captured.out
+
+
+def test_the_frequent_options_exist_and_are_about_a_dozen():
+    names = {option.name for option in options_of(PretrainConfig)} | {"config", "print_config"}
+    assert set(FREQUENT) <= names
+    assert 12 <= len(FREQUENT) <= 16
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_description(command):
+    fields = {field.name for field in dataclasses.fields(COMMANDS[command])}
+    options = options_of(COMMANDS[command])
+    assert {option.name.partition(".")[0] for option in options} == fields
+    assert [option.name for option in options if not option.doc.endswith((".", ".)"))] == []
+
+
+def test_versions_are_printed(capsys):
+    assert main(["--version"]) == 0
+    lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert list(lines) == ["pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "ray"]
+    assert all(number[0].isdigit() for number in lines.values())

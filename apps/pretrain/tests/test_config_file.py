@@ -1,0 +1,168 @@
+"""Configurations in files: TOML, and the `config.json` of a run."""
+
+import dataclasses
+import json
+
+import pytest
+
+from pretrain import PRESETS, PretrainConfig, main
+from pretrain._cli import parse_command
+from pretrain._command_line.command_classes import ShowConfig
+from pretrain._run.description import DataDescription, describe
+
+TOML = """
+preset = "baby"
+seed = 5
+prompts = ["a", "b\\n"]
+
+[train]
+max_steps = 7
+eval-tokens = "none"
+
+[optimizer]
+learning_rate = 1
+"""
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    """The working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def parsed(*arguments):
+    config = parse_command(arguments)
+    assert isinstance(config, PretrainConfig)
+    return config
+
+
+def test_a_file_replaces_the_preset(in_folder):
+    (in_folder / "run.toml").write_text(TOML)
+    config, baby = parsed("--config", "run.toml"), PRESETS["baby"]()
+    assert config == dataclasses.replace(
+        baby,
+        seed=5,
+        prompts=("a", "b\n"),
+        train=dataclasses.replace(baby.train, max_steps=7, eval_tokens=None),
+        optimizer=dataclasses.replace(baby.optimizer, learning_rate=1.0),
+    )
+    assert type(config.optimizer.learning_rate) is float
+
+
+def test_the_command_line_replaces_the_file(in_folder):
+    (in_folder / "run.toml").write_text(TOML)
+    config = parsed("--train.max-steps", "9", "--config", "run.toml", "--seed=6", "--preset", "quickstart")
+    assert (config.preset, config.seed, config.train.max_steps) == ("quickstart", 6, 9)
+    assert config.optimizer.learning_rate == 1.0
+    assert config.train.eval_every == PRESETS["quickstart"]().train.eval_every
+
+
+def test_a_wrong_pair_in_a_file_is_corrected_by_the_command_line(in_folder):
+    (in_folder / "run.toml").write_text("[train]\ngrad_accum_steps = 5")  # the batch of the preset is 16
+    assert parsed("--config", "run.toml", "--train.global-batch-size", "15").train.grad_accum_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "expected"),
+    [
+        ("", (), (1000, 5.0, None)),
+        ("max_steps = 7", (), (7, None, None)),
+        ("max_steps = 7\nmax_epochs = 2", (), (7, 2.0, None)),
+        ("max_epochs = 2", ("--train.max-tokens", "99"), (1000, None, 99)),
+    ],
+)
+def test_a_length_replaces_the_length_of_what_it_replaces(in_folder, file, line, expected):
+    (in_folder / "run.toml").write_text(f"[train]\n{file}")
+    train = parsed("--preset", "wikitext", "--config", "run.toml", *line).train
+    assert (train.max_steps, train.max_epochs, train.max_tokens) == expected
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "line",
+    [
+        (),
+        ("--train.max-steps", "7", "--train.eval-tokens", "none", "--trackers"),
+        ("--train.max-epochs", "0.5", "--train.max-tokens", "9", "--name", "a 'b' \"c\" \\ \u00fc", "--dashboard"),
+        ("--optimizer.learning-rate", "1.2345678901234567e-05", "--optimizer.min-learning-rate", "0"),
+        (
+            "--prompts",
+            "a\tb",
+            "\u20ac \U0001f600 \x7f",
+            "$'\\n'",
+            "--prepare.row-end",
+            "\r\n",
+            "--prepare.limit-rows=1",
+        ),
+    ],
+)
+def test_a_printed_configuration_is_read_back_exactly(in_folder, preset, line, capsys):
+    assert main(["--preset", preset, *line, "--print-config"]) == 0
+    (in_folder / "run.toml").write_text(capsys.readouterr().out)
+    assert parsed("--config", "run.toml") == parsed("--preset", preset, *line)
+
+
+def test_printing_starts_nothing(in_folder, capsys):
+    assert parse_command(["--seed", "3", "--print-config"]) == ShowConfig(config=parsed("--seed", "3"))
+    assert main(["--data", "nowhere.txt", "--print-config"]) == 0
+    assert 'data = "nowhere.txt"' in capsys.readouterr().out
+    assert list(in_folder.iterdir()) == []
+
+
+@pytest.fixture
+def description(in_folder):
+    """The description of a run, as JSON."""
+    config = parsed("--preset", "gpt2", "--seed", "5", "--prompts", "a", "b")
+    return describe(config, DataDescription(tokens="x", tokenizer="gpt2", fingerprint={}), "cpu:1").to_json()
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_the_configuration_of_a_run_is_an_input(in_folder, description, is_bare):
+    (in_folder / "config.json").write_text(json.dumps(description["config"] if is_bare else description))
+    expected = parsed("--preset", "gpt2", "--seed", "5", "--prompts", "a", "b", "--name", "again")
+    assert parsed("--config", "config.json", "--name", "again") == expected
+
+
+def test_the_configuration_of_an_earlier_version_is_an_input(in_folder, description):
+    config = description["config"]
+    config["prompt"] = config.pop("prompts")[0]
+    config["train"]["eval_batches"] = 2
+    del config["train"]["eval_tokens"]
+    (in_folder / "config.json").write_text(json.dumps(description))
+    found = parsed("--config", "config.json")
+    windows = 2 * found.train.global_batch_size
+    assert (found.prompts, found.train.eval_tokens) == (("a",), windows * 1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("x.toml", "[train]\nlearning_rate = 1", "no option train.learning_rate, in x.toml; did you mean optimizer."),
+        ("x.toml", "[models]\nnum_layers = 1", "no option models.num_layers, in x.toml; did you mean model.num_"),
+        ("x.toml", "sed = 1", "no option sed, in x.toml; did you mean seed?"),
+        ("x.toml", "model = 1", "no option model, in x.toml; "),
+        ("x.toml", "[seed]\nx = 1", "no option seed.x, in x.toml; "),
+        ("x.toml", "config = 'y.toml'", "no option config, in x.toml; "),
+        ("x.toml", "[train]\nmax_steps = 1.5", "train.max_steps in x.toml must be an integer, got 1.5. Change it."),
+        ("x.toml", "[train]\nmax_steps = true", "train.max_steps in x.toml must be an integer, got True. Change it."),
+        ("x.toml", "seed = 'none'", "seed in x.toml must be an integer, got 'none'. Change it."),
+        ("x.toml", "dashboard = 1", "dashboard in x.toml must be true or false, got 1. Change it."),
+        ("x.toml", "prompts = 'a'", "prompts in x.toml must be texts, got 'a'. Change it."),
+        ("x.toml", "prompts = [1]", "prompts in x.toml must be texts, got [1]. Change it."),
+        ("x.toml", "preset = 'babi'", "got 'babi'. Did you mean baby?"),
+        ("x.toml", "[train]\nmax_steps = 0", "train.max_steps must be at least 1 and below 2147483648, got 0."),
+        ("x.toml", "seed = ", "x.toml must be TOML, got an error in it (Invalid value"),
+        ("x.toml", b"\xff", "x.toml must be TOML, got an error in it ('utf-8' codec"),
+        ("x.json", "{", "x.json must be JSON, got an error in it ("),
+        ("x.json", "[1]", "x.json must hold options by their names, got list. Correct it."),
+        ("x.json", '{"config": {}, "data": {}}', "x.json must be JSON as a run writes it, got an error in it"),
+        ("x.json", '{"train": {"max_step": 1}}', "no option train.max_step, in x.json; did you mean train.max_steps?"),
+        ("y.toml", "", "x.toml must be accessible, got No such file or directory."),
+    ],
+)
+def test_a_wrong_file_is_rejected_in_one_sentence(in_folder, name, content, sentence, capsys):
+    (in_folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["--config", "x.toml" if name == "y.toml" else name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line

@@ -1,0 +1,118 @@
+"""The help: what it shows, its width, and its time."""
+
+import itertools
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain import PRESETS, PretrainConfig, main
+from pretrain._cli import parse_command
+from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT
+from pretrain._command_line.help_page import shown_default
+from pretrain._command_line.option_table import options_of, with_defaults
+
+APPLICATION = str(Path(__file__).parent.parent)
+PAGES = [["--help"], ["--help-all"], *([command, "--help"] for command in COMMANDS)]
+
+
+@pytest.fixture
+def page(monkeypatch, capsys):
+    """Returns the help for arguments, at a width of the terminal."""
+
+    def show(*arguments, width=80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(arguments) == 0
+        return capsys.readouterr().out
+
+    return show
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("arguments", PAGES, ids=" ".join)
+def test_no_line_is_wider_than_the_terminal(page, arguments, width):
+    lines = page(*arguments, width=width).splitlines()
+    assert max(map(len, lines)) <= min(width, 100)
+
+
+@pytest.mark.parametrize("arguments", PAGES, ids=" ".join)
+def test_lines_break_only_where_the_width_ends(page, arguments):
+    """A line is as long as its width allows: the first word of the next line of a paragraph does not fit on it."""
+    lines = page(*arguments).splitlines()
+    for line, below in itertools.pairwise(lines):
+        is_continued = line.startswith(" " * 6) and below.startswith(" " * 6)
+        # A default is not broken.
+        word = below.strip() if below.strip().startswith("(default: ") else below.split()[0] if below else ""
+        assert not is_continued or len(f"{line} {word}") > 80, line
+
+
+def test_the_usual_page_has_the_frequent_options_and_every_command(page):
+    text = page("--help")
+    options = {option.name: option.flags[0] for option in options_of(PretrainConfig)}
+    shown = [line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")]
+    assert shown[: len(FREQUENT)] == [options.get(name, f"--{name.replace('_', '-')}") for name in FREQUENT]
+    assert "--model.dropout-rate" not in text
+    assert all(f"\n  {command} " in text for command in COMMANDS)
+
+
+def test_the_other_page_has_every_option(page):
+    text = page("--help-all")
+    assert [flag for option in options_of(PretrainConfig) for flag in option.flags if flag not in text] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_page_has_two_examples_which_are_valid(page, command):
+    text = " ".join(page(command, "--help").split())
+    assert len(EXAMPLES[command]) == 2
+    for line in EXAMPLES[command]:
+        assert line in text
+        if "--config" not in line:
+            assert isinstance(parse_command(shlex.split(line)[1:]), COMMANDS[command])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("sample",), "The beginning of the text. (default: $'\\n')"),
+        ((), "(default: 'def ' 'import ')"),
+        ((), "tokens. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in corpus). --split-seed"),
+        ((), "on the first device."),
+        (("--preset", "gpt2"), "Number of transformer blocks. (default: 12)"),
+        (("--preset=wikitext",), "(default: $'\\n')"),
+    ],
+)
+def test_defaults_are_shown_as_typed(page, arguments, text):
+    shown = " ".join(page(*arguments, "--help-all").split())
+    assert text.removeprefix("tokens. ") in shown
+    assert "(default: None)" not in shown
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_shell_reads_the_defaults_of_a_preset(preset):
+    """The defaults, typed as options into bash, give the preset."""
+    options = with_defaults(options_of(PretrainConfig), PRESETS[preset]())
+    words = [f"{option.flags[0]} {shown}" for option in options if (shown := shown_default(option)) is not None]
+    assert len(words) > 40
+    line = f"printf '%s\\0' {' '.join(words)}"
+    typed = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout
+    assert parse_command(["--preset", "baby", *typed.split("\0")[:-1]]) == PRESETS[preset]()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_imports_nothing_that_takes_seconds(command):
+    code = f"import sys; from pretrain import main; main(['{command}', '--help']); print(sorted(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    modules = shown.splitlines()[-1]
+    assert not any(f"'{name}'" in modules for name in ("jax", "ray", "numpy", "datasets", "matplotlib", "pydantic"))
+
+
+def test_the_help_of_a_process_ends_with_success():
+    done = subprocess.run(
+        [sys.executable, APPLICATION, "--help"], capture_output=True, text=True, check=False,
+        env={**os.environ, "COLUMNS": "40"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: pretrain [COMMAND] [OPTIONS]\n")

@@ -1,0 +1,51 @@
+"""Similar names in the error for a file that does not exist."""
+
+import os
+
+import pytest
+
+from owt_data import DataError, find_source, open_tokens
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The working folder, with files."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("shakespeare.txt", ".hidden.txt", "texts/books.jsonl", "tokens/train.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("shakespear.txt", "Did you mean shakespeare.txt?"),
+        ("./Shakespeare.txt", "Did you mean shakespeare.txt?"),
+        ("texts/boks.jsonl", "Did you mean texts/books.jsonl?"),
+        ("txts/books.jsonl", "Did you mean texts/books.jsonl?"),
+        ("txts/boks.jsonl", "Did you mean texts/books.jsonl?"),
+        ("{place}/txts/books.jsonl", "Did you mean {place}/texts/books.jsonl?"),
+        ("hidden.txt", "Correct the name."),
+        ("xyz.txt", "Correct the name."),
+        ("texts/shakespeare.txt", "Correct the name."),
+    ],
+)
+def test_a_name_that_does_not_exist_gets_a_similar_one(name, remedy, files):
+    with pytest.raises(DataError) as caught:
+        find_source(name.format(place=files))
+    assert str(caught.value).endswith(f"got a name that does not exist. {remedy.format(place=files)}")
+
+
+def test_a_file_of_tokens_gets_a_similar_one(files):
+    with pytest.raises(DataError) as caught:
+        open_tokens("token/train.bin", tokenizer="bytes")
+    assert str(caught.value).endswith(f"Did you mean {files}/tokens/train.bin?")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_that_cannot_be_read_gives_no_similar_name(files):
+    (files / "texts").chmod(0o300)
+    with pytest.raises(DataError, match=r"Correct the name\.$"):
+        find_source("texts/boks.jsonl")
+    (files / "texts").chmod(0o700)
