@@ -10,6 +10,7 @@ from rich.console import Console
 
 from owt_data import Progress
 from pretrain._output import Output
+from pretrain._run.history import Phase
 from pretrain._screen.display import Display
 from pretrain._screen.run_view import RunView
 from pretrain._screen.tokenizing import Tokenizing
@@ -123,6 +124,18 @@ def test_the_time_left_is_that_of_the_steps_since_the_start():
     view.add_record(record(1100, 30, loss=2.0, **RATES))  # with an evaluation
     clock.time_s = BEGAN_S + 32
     assert view.left_s() == pytest.approx(78.0)  # 400 steps of 0.2 s, less 2 s
+
+
+def test_the_time_of_a_restart_does_not_count_for_the_steps():
+    clock = Clock()
+    view = RunView(1500, clock=clock)
+    view.add_phase(Phase(step=20, time_s=BEGAN_S + 100, phase="restarting"))
+    view.add_phase(Phase(step=20, time_s=BEGAN_S + 130, phase="loading"))
+    view.add_record(record(20, 90, loss=2.0, **RATES))  # of the checkpoint
+    assert view.left_s() is None
+    view.add_record(record(30, 140, loss=2.0, **RATES))
+    clock.time_s = BEGAN_S + 140
+    assert view.left_s() == pytest.approx(147.0)
 
 
 def test_a_stream_shows_how_much_text_is_tokenized():

@@ -43,6 +43,7 @@ class RunView:
         """Text that replaces the phase."""
         self._starting = "starting" if is_local else "starting the workers"
         self._phases: list[Phase] = []
+        self._loaded_s = 0.0
         self._timed: list[Record] = []  # the first and the newest record with a time since the last start
 
     @classmethod
@@ -70,7 +71,8 @@ class RunView:
                 values.pop()
             if name in record:
                 values.append((step, record[name]))
-        if "step_s" in record:
+        # The record of a restored checkpoint has the times of the former workers.
+        if "step_s" in record and record.get("time_s", self._loaded_s) >= self._loaded_s:
             self._timed = [*self._timed[:1], record]
 
     def add_phase(self, phase: Phase) -> None:
@@ -78,7 +80,7 @@ class RunView:
         if phase.phase in ("starting", "restarting"):
             self._start_again()
         elif self.start_step is None and phase.phase in _AT_WORK:
-            self.start_step = phase.step
+            self.start_step, self._loaded_s = phase.step, phase.time_s
         if phase.phase == "restarting":
             self.num_restarts += 1
         bisect.insort(self._phases, phase, key=lambda phase: phase.time_s)
