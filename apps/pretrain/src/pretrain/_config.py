@@ -3,12 +3,10 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig
-from owt_data import STREAM_ORDERS, OrderKind, PrepareOptions, TokenizerName
+from owt_data import STREAM_ORDERS, OrderKind, PrepareOptions
 from pretrain._errors import UsageError
 from ray_jax_launch import check_run_name
 
@@ -33,24 +31,10 @@ class PrepareConfig(PrepareOptions):
         ValueError: a field is out of its range.
     """
 
-    # These fields have a short name too, that of the command `owt-data prepare`.
-    tokenizer: Annotated[TokenizerName, tyro.conf.arg(aliases=("--tokenizer",))] = "gpt2"
-    """`gpt2`, or `bytes`, which needs no download and has 257 ids."""
-
-    split: Annotated[Literal["auto", "documents", "position", "start"], tyro.conf.arg(aliases=("--split",))] = "auto"
+    split: Literal["auto", "documents", "position", "start"] = "auto"
     """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
     first 128th of the text, at least 256 KiB and at most 16 MiB. `auto` is `position` for a single document, else
     `documents`; with `--data-mode stream` it is `start`."""
-
-    val_fraction: Annotated[float | None, tyro.conf.arg(aliases=("--val-fraction",))] = None
-    """Share of the data for validation. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in
-    corpus)."""
-
-    split_seed: Annotated[int, tyro.conf.arg(aliases=("--split-seed",))] = 2357
-    """Seed of the random choice of documents."""
-
-    text_column: Annotated[str, tyro.conf.arg(aliases=("--text-column",))] = "text"
-    """Column with the text, in JSON lines, parquet files and hub datasets."""
 
     num_processes: int | None = None
     """Tokenizing processes; None is one for each usable CPU."""

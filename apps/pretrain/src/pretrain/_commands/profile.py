@@ -4,8 +4,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pretrain._run.find import find_run as find_run
 from pretrain._errors import UsageError
+from pretrain._run.find import find_run
 
 
 def show_profile(run: str, *, console: Console, num_ops: int = 10) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pretrain._run.find import find_run
 from pretrain._errors import UsageError
 from pretrain._report.page import render_page
 from pretrain._run.files import write_durably
+from pretrain._run.find import find_run
 from pretrain._run.history import read_history
 from pretrain._run.result import as_utc
 from ray_jax_launch import as_storage_path
