@@ -21,6 +21,7 @@ def start_log(folder, send=lambda record: None, clock=time.time):
 
 
 def begin(log, start, began_s=0.0):
+    log.phase(start, "loading")
     log.begin(start, began_s, "cpu", 2)
 
 
@@ -67,7 +68,7 @@ def phases(folder):
 @pytest.fixture
 def interrupted_at_20(tmp_path):
     """A run whose workers have logged up to second 20, at step 5, and then been killed."""
-    folder, now = RunFolder(tmp_path), iter((3.0, 4.0, 9.0))
+    folder, now = RunFolder(tmp_path), iter((3.0, 3.5, 4.0, 9.0))
     log = start_log(folder, clock=lambda: next(now))
     begin(log, 0, 1.0)
     log.phase(0, "compiling")

@@ -41,6 +41,7 @@ class RunLog:
         self._folder = folder.for_worker() if self._writes else folder
         self._trackers: Trackers | None = None
         self._last: Phase | None = None
+        self._early: list[Phase] | None = []  # phases before `begin`; None after it
 
     @property
     def folder(self) -> RunFolder:
@@ -54,7 +55,7 @@ class RunLog:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._writes:
-            if self._last is not None and self._last.phase != "finished":
+            if self._early is None and self._last is not None and self._last.phase != "finished":
                 self.phase(self._last.step, "stopped")
             if self._trackers is not None:
                 self._trackers.close()
@@ -64,7 +65,9 @@ class RunLog:
                 self._folder.delete_copy()
 
     def begin(self, start: int, began_s: float, device: str, num_devices: int) -> None:
-        """Start at a step. Earlier records of this step and later ones are dropped: the run writes them again.
+        """Start at a step. Nothing is written before this.
+
+        Earlier records of this step and later ones are dropped: the run writes them again.
 
         Args:
             start: the step.
@@ -74,36 +77,45 @@ class RunLog:
         """
         if not self._writes:
             return
-        now = self._clock()
-        phases = read_phases(self._folder)
+        phases, early = read_phases(self._folder), self._early or []
         alive_s = last_sign_of_life(phases, read_lines(self._folder.metrics))
         if alive_s is not None and alive_s > began_s:  # this command has lost its workers
-            self.phase(start, "restarting", alive_s)
+            early.insert(0, Phase(step=start, time_s=alive_s, phase="restarting"))
         else:
+            early.insert(0, Phase(step=start, time_s=began_s, phase="starting"))
             if phases and alive_s is not None and phases[-1].phase not in ("stopped", "finished"):  # a kill
-                self.phase(phases[-1].step, "stopped", alive_s)
-            self.phase(start, "starting", began_s)
-        self.phase(start, "loading", now)
+                early.insert(0, Phase(step=phases[-1].step, time_s=alive_s, phase="stopped"))
+        for phase in early:
+            append_line(self._folder.phases, dataclasses.asdict(phase))
+        self._early = None
         cut_lines(self._folder.metrics, start - 1)
         cut_lines(self._folder.samples, start - 1, texts=("prompt", "text"))
         append_line(
             self._folder.starts,
-            {"step": start, "time_s": now, "workers": jax.process_count(), "devices": num_devices, "device": device},
+            {
+                "step": start,
+                "time_s": round(self._clock(), 3),
+                "workers": jax.process_count(),
+                "devices": num_devices,
+                "device": device,
+            },
         )
         self._trackers = open_trackers(self._config, self._description, self._folder, start)
 
-    def phase(self, step: int, name: PhaseName, time_s: float | None = None) -> None:
-        """Begin a phase.
+    def phase(self, step: int, name: PhaseName) -> None:
+        """Begin a phase. It is sent at once, and written after `begin`.
 
         Args:
             step: the step.
             name: the phase.
-            time_s: Unix time of its beginning; None is now.
         """
         if not self._writes or (self._last is not None and self._last.phase == name):
             return
-        self._last = Phase(step=step, time_s=round(self._clock() if time_s is None else time_s, 3), phase=name)
-        append_line(self._folder.phases, dataclasses.asdict(self._last))
+        self._last = Phase(step=step, time_s=round(self._clock(), 3), phase=name)
+        if self._early is None:
+            append_line(self._folder.phases, dataclasses.asdict(self._last))
+        else:
+            self._early.append(self._last)
         self._send(dataclasses.asdict(self._last))
 
     def write(self, record: Record) -> None:
