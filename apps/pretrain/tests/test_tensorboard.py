@@ -23,7 +23,7 @@ from pretrain import PRESETS
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.files import append_line, read_lines
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import Sample
+from pretrain._run.history import Sample, read_samples, read_starts
 from pretrain._trackers.tracker import open_trackers
 
 events: Any = event_pb2  # its import makes the classes; type checkers do not see them
@@ -228,7 +228,7 @@ def killed_twice(tmp_path_factory):
             time.sleep(0.02)
         code = process.wait(120)
         assert code == (0 if last_step is None else -signal.SIGKILL), (storage / "log").read_text()
-    assert len(read_lines(folder.starts)) == 3
+    assert len(read_starts(folder)) == 3
     return folder
 
 
@@ -238,7 +238,7 @@ def killed_twice(tmp_path_factory):
 def test_a_run_that_was_killed_twice_is_served_without_a_hole_or_a_double(killed_twice, load_fast, record_property):
     record_property("fault", "SIGKILL of a run, twice")
     record_property("lost", "nothing that TensorBoard serves")
-    records, samples = read_lines(killed_twice.metrics), read_lines(killed_twice.samples)
+    records, samples = read_lines(killed_twice.metrics), read_samples(killed_twice)
     with server(killed_twice.tensorboard, load_fast=load_fast) as ask:
         train, val = (served(ask, "scalars", run, "loss") for run in ("train", "val"))
         texts = served(ask, "text", "val", "samples/1/text_summary")
@@ -247,5 +247,5 @@ def test_a_run_that_was_killed_twice_is_served_without_a_hole_or_a_double(killed
     assert val == [(record["step"], pytest.approx(record["val_loss"])) for record in records if "val_loss" in record]
     assert [step for step, _ in train] == [*range(2, 401, 2)]
     assert [step for step, _ in val] == [*range(0, 401, 50)]
-    assert [step for step, _ in texts] == [sample["step"] for sample in samples] == [*range(0, 401, 50)]
+    assert [step for step, _ in texts] == [sample.step for sample in samples] == [*range(0, 401, 50)]
     assert [step for step, _ in configs] == [0]

@@ -92,13 +92,9 @@ def read_history(folder: RunFolder) -> RunHistory:
         folder=folder,
         description=description,
         records=read_lines(folder.metrics),
-        starts=read_lines(folder.starts, texts=("device",)),
+        starts=read_starts(folder),
         phases=read_phases(folder),
-        samples=[
-            Sample(**line)
-            for line in read_lines(folder.samples, texts=("prompt", "text"))
-            if line.keys() == _SAMPLE_KEYS
-        ],
+        samples=read_samples(folder),
         result=read_result(folder),
     )
 
@@ -106,6 +102,17 @@ def read_history(folder: RunFolder) -> RunHistory:
 def read_phases(folder: RunFolder) -> list[Phase]:
     """Read the phases of a run."""
     return [Phase(**line) for line in read_lines(folder.phases, texts=("phase",)) if line.keys() == _PHASE_KEYS]
+
+
+def read_samples(folder: RunFolder) -> list[Sample]:
+    """Read the samples of a run."""
+    lines = read_lines(folder.samples, texts=("prompt", "text"))
+    return [Sample(**line) for line in lines if line.keys() == _SAMPLE_KEYS]
+
+
+def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
+    """Read the starts of a run's workers."""
+    return read_lines(folder.starts, texts=("device",))
 
 
 def seconds_by_phase(phases: Sequence[Phase], end_s: float) -> dict[PhaseName, float]:

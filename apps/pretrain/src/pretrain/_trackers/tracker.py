@@ -1,8 +1,8 @@
 """The trackers of a run, each behind one protocol."""
 
 import importlib.util
-import operator
 import secrets
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription
 from pretrain._run.files import read_lines, write_durably
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import Sample
+from pretrain._run.history import Sample, read_samples
 from pretrain._run.metrics import Record
 from pretrain._trackers.content import settings
 from pretrain._trackers.trackio_tracker import TrackioTracker
@@ -113,14 +113,13 @@ def open_trackers(config: PretrainConfig, description: RunDescription, folder: R
     trackers = Trackers()
     for name in dict.fromkeys(config.trackers):
         trackers.add(name, lambda name=name: _open(name, config, description, folder, start))
-    lines = [*read_lines(folder.metrics), *read_lines(folder.samples)]
-    for line in sorted(lines, key=operator.itemgetter("step")):
-        if line["step"] >= start:
+    samples = deque(read_samples(folder))
+    for record in read_lines(folder.metrics):
+        if record["step"] >= start:
             break
-        if "prompt" in line:
-            trackers.write_sample(Sample(**line))
-        else:
-            trackers.write(line)
+        while samples and samples[0].step <= record["step"]:  # all of a step, before the next step
+            trackers.write_sample(samples.popleft())
+        trackers.write(record)
     trackers.flush()
     return trackers
 

@@ -61,13 +61,12 @@ def read_trace(path: Path) -> Trace:
         planes: list[Any] = [*ProfileData.from_serialized_xspace(content).planes]
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    sources = _sources(content)
     devices = sorted((plane for plane in planes if plane.name.startswith("/device:")), key=lambda plane: plane.name)
     for plane in devices:
         if calls := [*_device_calls(plane)]:
-            return _summarize(plane.name, calls, sources, _idle(calls))
+            return _summarize(plane.name, calls, content, _idle(calls))
     hosts = (plane for plane in planes if plane.name == "/host:CPU")
-    return _summarize("CPU", [call for plane in hosts for call in _host_calls(plane)], sources, None)
+    return _summarize("CPU", [call for plane in hosts for call in _host_calls(plane)], content, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,8 @@ def _host_calls(plane: Any) -> Iterator[_Call]:
             yield _Call(str(stats["hlo_op"]), str(stats["hlo_module"]), event.start_ns, end_ns)
 
 
-def _summarize(
-    device: str, calls: list[_Call], sources: dict[tuple[str, str], tuple[str, str]], idle: float | None
-) -> Trace:
+def _summarize(device: str, calls: list[_Call], content: bytes, idle: float | None) -> Trace:
+    sources = _sources(content, {(call.module, call.name) for call in calls})
     groups: dict[tuple[str, str], list[_Call]] = defaultdict(list)
     for call in calls:
         opcode, _ = sources.get((call.module, call.name), (call.name.partition(".")[0], ""))
@@ -128,23 +126,24 @@ def _idle(calls: list[_Call]) -> float:
     return 1 - busy_ns / (end_ns - calls[0].start_ns)
 
 
-def _sources(space: bytes) -> dict[tuple[str, str], tuple[str, str]]:
-    """Return the opcode and the source of each instruction, by the names of its module and itself.
+def _sources(space: bytes, called: set[tuple[str, str]]) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return the opcode and the source of each of these instructions, by the names of its module and itself.
 
     `ProfileData` does not give the programs that the trace contains. The numbers below are those of the fields in
     XLA's xplane.proto and hlo.proto.
     """
-    sources = {}
+    sources, modules = {}, {module for module, _ in called}
     for plane in _all(space, 1):
         if _text(plane, 2) == "/host:metadata":
             for entry in _all(plane, 4):
                 for stat in (stat for metadata in _all(entry, 2) for stat in _all(metadata, 5)):
                     for module in (module for program in _all(stat, 6) for module in _all(program, 1)):
-                        sources |= _instructions(module)
+                        if _text(module, 1) in modules:
+                            sources |= _instructions(module, called)
     return sources
 
 
-def _instructions(module: bytes) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+def _instructions(module: bytes, called: set[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
     name = _text(module, 1)
     index = next(_all(module, 17), b"")
     files, functions = ([text.decode() for text in _all(index, number)] for number in (1, 2))
@@ -162,9 +161,12 @@ def _instructions(module: bytes) -> Iterator[tuple[tuple[str, str], tuple[str, s
         return ""
 
     for instruction in (found for computation in _all(module, 3) for found in _all(computation, 2)):
-        metadata = dict(_fields(next(_all(instruction, 7), b"")))
+        if (key := (name, _text(instruction, 1))) not in called:
+            continue
+        fields = dict(_fields(instruction))
+        metadata = dict(_fields(fields.get(7, b"")))
         parts = (metadata.get(2, b"").decode().partition("/")[2], place(metadata.get(15, 0)))
-        yield (name, _text(instruction, 1)), (_text(instruction, 2), " in ".join(filter(None, parts)))
+        yield key, (fields[2].decode(), " in ".join(filter(None, parts)))
 
 
 def _all(message: bytes, number: int) -> Iterator[bytes]:
