@@ -29,7 +29,7 @@ SCRIPTS = [block for language, block in BLOCKS if language == "python"]
 TINY = [
     "--tokenizer=bytes", "--hardware=local", "--model.num-layers=1", "--model.num-heads=1", "--model.embed-dim=16",
     "--model.seq-len=32", "--model.dtype=float32", "--train.global-batch-size=4", "--train.max-steps=3",
-    "--train.eval-batches=1",
+    "--train.eval-tokens=128",
 ]  # fmt: skip
 
 
