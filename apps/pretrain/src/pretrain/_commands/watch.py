@@ -49,16 +49,17 @@ def watch(
     Raises:
         UsageError: the run does not exist, or its description is damaged.
         LaunchError: the object storage cannot be reached at the start.
+        OSError: the output cannot be written; BrokenPipeError if its reader has closed it.
         KeyboardInterrupt: Ctrl-C.
     """
     with _reading(run) as (folder, has_changed):
         history = read_history(folder)
         view = RunView.of(history, is_local=history.description.hardware == "local", clock=clock)
-        is_stale = False
-        with Display(view, console) as display:
+        is_stale, lost = False, list[OSError]()
+        with Display(view, console, on_lost=lost.append) as display:
             display.print(f"watching {folder}, started on {history.description.hardware}")
             display.show_newest()
-            while not _is_over(history, clock()):
+            while not lost and not _is_over(history, clock()):
                 sleep(max(interval_s, _MIN_URI_INTERVAL_S) if folder.uri else interval_s)
                 try:
                     is_stale |= has_changed()
@@ -69,6 +70,8 @@ def watch(
                 except (LaunchError, OSError) as error:  # the network may fail for a while
                     display.print(f"{folder} cannot be read, the next attempt follows: {error}")
                 display.notice(_notice(history, clock()))
+        if lost:
+            raise lost[0]
         if history.result is not None:
             show_result(history, history.result, console)
         else:
