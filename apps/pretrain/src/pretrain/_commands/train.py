@@ -141,7 +141,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         view = _view(read_history(folder), hardware, tokenizing)
         stack.enter_context(storage_failures())
         try:
-            with Display(view, console) as display, log_lines(console):
+            with Display(view, console) as display, log_lines(display.print):
                 result = ray_jax_launch.launch(
                     train_worker,
                     {

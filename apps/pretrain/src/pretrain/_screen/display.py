@@ -1,6 +1,7 @@
 """The display of a run while it goes on: a live view on a terminal, plain lines elsewhere."""
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -46,7 +47,9 @@ class Display:
         self.view = view
         self._console = console
         self._on_lost = on_lost
-        self._live = Live(Group(), console=console, auto_refresh=False, transient=True)
+        # Standard error on a terminal is shown above the live view. In a file, it stays there.
+        is_shown = sys.stderr.isatty()
+        self._live = Live(Group(), console=console, auto_refresh=False, transient=True, redirect_stderr=is_shown)
         # Guards the view. No line is printed under this lock, because the console has locks of its own.
         self._lock = threading.Lock()
         # rich computes the height of the live view, and then writes: two threads must not do that at once.
