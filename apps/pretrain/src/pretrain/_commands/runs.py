@@ -17,10 +17,10 @@ from pretrain._errors import UsageError
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, last_sign_of_life, read_history, seconds_by_phase
 from pretrain._run.metrics import last_values
+from pretrain._run.remote_copy import pull_changed, watched_files
 from pretrain._screen.facts import print_line, print_table
 from pretrain._screen.formats import age, count, duration, loss
-from pretrain._screen.remote_copy import pull_changed, watched_files
-from ray_jax_launch import as_storage_path, join_path, latest_step, open_uri
+from ray_jax_launch import LaunchError, as_storage_path, join_path, latest_step, open_uri
 
 PART = "*"
 """The mark of a validation loss that is not of all validation tokens."""
@@ -103,15 +103,21 @@ def _is_run(folder: Path) -> bool:
 
 
 def _row(folder: RunFolder, now_s: float) -> _Row | None:
-    """Return the row of a run; None for a folder of object storage that holds none."""
+    """Return the row of a run; None for a folder of object storage that holds none.
+
+    Raises:
+        LaunchError: the object storage cannot be reached.
+        OSError: an object cannot be read.
+    """
+    if folder.uri is not None:
+        pull_changed(folder)
+        if not _is_run(folder.path) and latest_step(folder.checkpoints) is None:
+            return None
     try:
-        if folder.uri is not None:
-            pull_changed(folder)
-            if not _is_run(folder.path) and latest_step(folder.checkpoints) is None:
-                return None
         return _read_row(folder, now_s)
-    # A file that another program has written or cut may hold anything.
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except LaunchError:  # a ValueError too: the storage cannot be reached
+        raise
+    except (ValueError, OSError) as error:  # a file that another program has written or cut
         return _Row(name=folder.path.name, state="damaged", problem=str(error))
 
 
