@@ -9,17 +9,15 @@ from rich.console import Console
 
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import RunHistory, last_sign_of_life, read_history
+from pretrain._run.history import RunHistory, read_history
 from pretrain._run.remote_copy import pull_changed, watched_files
+from pretrain._run.state import last_seen_s, run_state
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_result
 from pretrain._screen.facts import print_line
 from pretrain._screen.formats import age
 from pretrain._screen.run_view import RunView
 from ray_jax_launch import LaunchError
-
-SILENT_AFTER_S = 300.0
-"""A run without a phase or a record for this time shows no sign of life."""
 
 # A request to object storage costs money and time.
 _MIN_URI_INTERVAL_S = 5.0
@@ -75,8 +73,7 @@ def watch(
         show_result(history, history.result, console)
     else:
         step = history.records[-1]["step"] if history.records else 0
-        is_finished = bool(history.phases) and history.phases[-1].phase == "finished"
-        print_line(console, f"the run is {'finished' if is_finished else 'stopped'} at step {step}")
+        print_line(console, f"the run is {run_state(history, clock())} at step {step}")
 
 
 def _changes(folder: RunFolder) -> Callable[[], bool]:
@@ -117,15 +114,13 @@ def _news(before: RunHistory, now: RunHistory) -> list[dict[str, Any]]:
 
 
 def _is_over(history: RunHistory, now_s: float) -> bool:
-    if history.result is not None or not history.phases:
-        return history.result is not None
-    last = history.phases[-1]
-    return last.phase == "stopped" or (last.phase == "finished" and now_s - last.time_s > _RESULT_WITHIN_S)
+    state = run_state(history, now_s)
+    if state == "finished" and history.result is None:
+        return now_s - last_seen_s(history) > _RESULT_WITHIN_S
+    return state in ("finished", "stopped")
 
 
 def _notice(history: RunHistory, now_s: float) -> str:
     """Return a text if the run has been silent for long."""
-    seen_s = last_sign_of_life(history.phases, history.records)
-    if seen_s is None or now_s - seen_s < SILENT_AFTER_S:
-        return ""
-    return f"no sign of life for {age(now_s - seen_s)}"
+    state = run_state(history, now_s)
+    return f"{state} for {age(now_s - last_seen_s(history))}" if state == "no sign of life" else ""
