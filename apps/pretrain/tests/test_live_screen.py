@@ -147,7 +147,7 @@ step 500  loss 2.0000  val loss 1.8543
 continuing from step 625
 training          step   625/1,500
 ━━━━━━━━╺━━━━━━━━━━━   42%
-loss  1.9600 █▆▄▃▂▁  val  1.8543 █▁▁
+loss  1.9600 █▅▃▁  val loss  1.8543 █▁▁
  18,432 tokens/s  MFU 31.2%  epoch  0.62
 data wait   4%  memory  1.5 GiB""",
     (80, 24): """
@@ -158,7 +158,7 @@ step 500  loss 2.0000  val loss 1.8543
 continuing from step 625
 training          step   625/1,500  elapsed    2:05  1 restart
 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   42%
-loss  1.9600 █▇▆▅▅▄▄▃▃▂▂▂▂▁▁▁  validation loss  1.8543 █▁▁
+loss  1.9600 █▇▆▅▅▄▄▃▃▂▂▂▂▁▁▁  val loss  1.8543 █▁▁
  18,432 tokens/s  MFU 31.2%  data wait   4%  memory  1.5 GiB  epoch  0.62""",
 }
 
@@ -281,7 +281,7 @@ def test_a_terminal_without_the_characters_gets_no_sparkline():
             feed(display, clock)
             display.refresh()
             shown = opened.settled()
-    assert shown[-2] == "loss  1.9600                   validation loss  1.8543"
+    assert shown[-2] == "loss  1.9600                   val loss  1.8543"
     assert all(line.isascii() for line in shown)
 
 

@@ -101,8 +101,8 @@ def test_a_finished_run_ends_with_its_numbers(folder):
 
     code, lines = watched(folder, lambda: 10, finish)
     assert code == 0
-    assert "validation loss  1.5117 on all validation tokens, as `eval` prints" in lines
-    assert lines[-4].startswith("  uv run apps/pretrain sample ")
+    assert "val loss       1.5117 on all validation tokens, as `eval` prints" in lines
+    assert lines[-4].split()[-2] == "sample"
 
 
 def test_a_finished_run_is_not_waited_for_forever(folder):
@@ -177,7 +177,7 @@ def test_a_run_of_pretrain_0_8_has_neither_phases_nor_times(folder):
     code, lines = watched(folder, train, finish)
     assert code == 0
     assert "step   10/1500  loss 2.5000                        10 tokens/s  left 2:29" in lines
-    assert "validation loss  2.6000 on up to 20,480 validation tokens" in lines
+    assert "val loss  2.6000 on up to 20,480 validation tokens" in lines
 
 
 def test_a_watch_ends_when_the_reader_of_its_output_has_closed_it(folder):
