@@ -3,10 +3,11 @@
 import dataclasses
 import io
 import logging
+import time
 
 import pytest
 from moto.server import ThreadedMotoServer
-from pyarrow.fs import S3FileSystem
+from pyarrow.fs import FileSelector, S3FileSystem
 from rich.console import Console
 
 from pretrain import PRESETS
@@ -15,7 +16,10 @@ from pretrain._commands.watch import watch
 from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe, write_description
 from pretrain._run.files import append_line
-from pretrain._run.folder import RunFolder
+from pretrain._run.find import find_run
+from pretrain._run.folder import RunFolder, locate
+from pretrain._run.remote_copy import pull_changed, pull_profiles
+from ray_jax_launch import LaunchError, open_uri
 
 BEGAN_S = 1_700_000_000.0
 
@@ -80,6 +84,56 @@ def test_runs_in_object_storage_are_listed(run):
         ["run", "state", "step", "loss", "val", "tokens", "device", "time", "age"],
         ["run", "training", "0/1500", "cpu:1", "1", "min"],
     ]
+
+
+def test_a_copy_has_the_age_of_its_objects(run):
+    """A run of pretrain 0.8 tells no time, and the table of runs shows the age of its files."""
+    storage, path = open_uri(run.uri)
+    time.sleep(1.1)  # the server may tell the time in seconds
+    folder, _ = find_run(run.uri)
+    assert folder.config.stat().st_mtime_ns == storage.get_file_info(f"{path}/config.json").mtime_ns
+
+
+def test_a_reader_leaves_the_copy_of_the_training_command_alone(run):
+    training = locate(run.uri)
+    training.path.mkdir(parents=True)
+    training.metrics.write_text("not uploaded yet")
+    trace = run.profiles / "plugins" / "profile" / "2026" / "host.xplane.pb"
+    trace.parent.mkdir(parents=True)
+    trace.write_text("a trace")
+    run.push()
+    folder, _ = find_run(run.uri)
+    pull_profiles(folder)
+    assert folder.config.read_bytes() == run.config.read_bytes()
+    assert (folder.path / trace.relative_to(run.path)).read_text() == "a trace"
+    assert training.metrics.read_text() == "not uploaded yet"
+
+
+def test_a_reader_downloads_what_has_changed_and_forgets_what_is_deleted(run):
+    folder, _ = find_run(run.uri)
+    assert not pull_changed(folder)
+    append_line(run.metrics, {"step": 1, "loss": 3.0})
+    run.push()
+    assert pull_changed(folder)
+    storage, path = open_uri(run.uri)
+    storage.delete_file(f"{path}/phases.jsonl")
+    find_run(run.uri)
+    assert folder.metrics.read_bytes() == run.metrics.read_bytes()
+    assert not folder.phases.exists()
+
+
+def test_a_storage_that_does_not_answer_is_no_damaged_run(run, monkeypatch):
+    place = run.uri.rpartition("/")[0]
+    listed = FileSelector
+
+    def vanish(*args, **options):
+        """The server goes away after the list of the runs."""
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        return listed(*args, **options)
+
+    monkeypatch.setattr("pretrain._commands.runs.FileSelector", vanish)
+    with pytest.raises(LaunchError, match="the storage must be"):
+        show_runs(place, console=Console(quiet=True))
 
 
 @pytest.mark.parametrize("place", ["absent", "run/checkpoints"])

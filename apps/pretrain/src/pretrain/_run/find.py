@@ -6,6 +6,7 @@ from pretrain._command_line.suggestions import nearest
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.folder import RunFolder, locate
+from pretrain._run.remote_copy import pull_changed, reader_copy
 from ray_jax_launch import is_uri
 
 DEFAULT_STORAGE = Path("runs")
@@ -13,7 +14,7 @@ _MOST_NAMES = 8
 
 
 def find_run(name: str) -> tuple[RunFolder, RunDescription]:
-    """Find a run, and copy its files from object storage if it is there.
+    """Find a run, and copy its texts from object storage if it is there.
 
     Args:
         name: the run's folder or URI, or its name in `runs`.
@@ -25,9 +26,12 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
         UsageError: the run does not exist, or its description is damaged.
         OSError: the folder cannot be read.
     """
-    places = [name] if is_uri(name) else [name, DEFAULT_STORAGE / name]
-    for folder in map(locate, places):
-        folder.pull()
+    if is_uri(name):
+        folders = [reader_copy(name)]
+        pull_changed(folders[0])
+    else:
+        folders = [locate(name), locate(DEFAULT_STORAGE / name)]
+    for folder in folders:
         if (description := read_description(folder)) is not None:
             return folder, description
     raise UsageError(
