@@ -49,6 +49,12 @@ def test_lines_break_only_where_the_width_ends(page, arguments):
         assert not is_continued or len(f"{line} {word}") > 80, line
 
 
+def test_a_preset_in_the_value_of_another_option_is_no_preset(page):
+    gpt2 = page("train", "--preset", "gpt2", "--help")
+    assert page("train", "--preset=gpt2", "--help") == gpt2
+    assert page("train", "--prompts", "a --preset gpt2 b", "--help") == page("train", "--help") != gpt2
+
+
 def test_the_usual_page_has_the_frequent_options_and_every_command(page):
     text = page("--help")
     options = {option.name: option.flags[0] for option in options_of(PretrainConfig)}
