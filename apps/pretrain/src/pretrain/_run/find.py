@@ -25,7 +25,12 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
         UsageError: the run does not exist, or its description is damaged.
         OSError: the folder cannot be read.
     """
-    places = [name] if is_uri(name) else [name, DEFAULT_STORAGE / name]
+    if is_uri(name):
+        places = [name]
+    elif "/" in name:
+        places = [name, DEFAULT_STORAGE / name]
+    else:  # `export first first` writes a folder of the same name
+        places = [DEFAULT_STORAGE / name, name]
     for folder in map(locate, places):
         folder.pull()
         if (description := read_description(folder)) is not None:
