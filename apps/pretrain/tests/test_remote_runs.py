@@ -6,7 +6,7 @@ import logging
 
 import pytest
 from moto.server import ThreadedMotoServer
-from pyarrow.fs import S3FileSystem
+from pyarrow.fs import FileSelector, S3FileSystem
 from rich.console import Console
 
 from pretrain import PRESETS
@@ -16,6 +16,7 @@ from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe, write_description
 from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
+from ray_jax_launch import open_uri
 
 BEGAN_S = 1_700_000_000.0
 
@@ -80,6 +81,16 @@ def test_runs_in_object_storage_are_listed(run):
         ["run", "state", "step", "loss", "val", "tokens", "device", "time", "age"],
         ["run", "training", "0/1500", "cpu:1", "1", "min"],
     ]
+
+
+def test_a_file_is_uploaded_when_it_has_changed(run):
+    filesystem, root = open_uri(run.uri)
+    for path in (run.config, run.phases):
+        filesystem.delete_file(f"{root}/{path.name}")
+    append_line(run.phases, {"step": 1, "time_s": BEGAN_S + 1, "phase": "stopped"})
+    run.push()
+    objects = filesystem.get_file_info(FileSelector(root))
+    assert [(found.base_name, found.size) for found in objects] == [("phases.jsonl", run.phases.stat().st_size)]
 
 
 @pytest.mark.parametrize("place", ["absent", "run/checkpoints"])
