@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pretrain._command_line.suggestions import did_you_mean, nearest_option
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
 from pretrain._presets import PRESETS
+from pretrain._run.files import flatten
 
 _OPTIONS = {option.name: option for option in options_of(PretrainConfig)}
 _LENGTHS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
@@ -45,7 +46,8 @@ def read_config(path: str) -> dict[str, Any]:
         content["prompts"], content["trackers"] = list(content["prompts"]), list(content["trackers"])
     if not isinstance(content, dict):
         raise UsageError(f"{path} must hold options by their names, got {type(content).__name__}. Correct it.")
-    return {name: _read_value(name, value, path) for name, value in _flatten(content)}
+    values = {name.replace("-", "_"): value for name, value in flatten(content).items()}
+    return {name: _read_value(name, value, path) for name, value in values.items()}
 
 
 def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainConfig:
@@ -99,14 +101,6 @@ def _with_length(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return options whose length replaces that of the preset or of the file."""
     unset = {"train.max_epochs": None, "train.max_tokens": None} if any(name in values for name in _LENGTHS) else {}
     return {**unset, **values}
-
-
-def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield (prefix + name).replace("-", "_"), value
 
 
 def _read_value(name: str, value: Any, path: str) -> Any:

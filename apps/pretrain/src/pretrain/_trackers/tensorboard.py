@@ -18,10 +18,10 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar, text
 
-from pretrain._run.files import sync_file, sync_folder, write_durably
+from pretrain._run.files import flatten, sync_file, sync_folder, write_durably
 from pretrain._run.history import Sample
 from pretrain._run.metrics import Record
-from pretrain._trackers.content import flatten, tagged
+from pretrain._trackers.content import tagged
 
 _proto: Any = event_pb2  # its import makes the classes; type checkers do not see them
 
