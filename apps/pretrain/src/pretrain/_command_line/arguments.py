@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 from pretrain._command_line.command_classes import COMMANDS, FREQUENT, Command, ConfigOptions, ShowConfig
 from pretrain._command_line.config_file import build_config, read_config
 from pretrain._command_line.option_table import Option, options_of
-from pretrain._command_line.suggestions import did_you_mean, nearest, nearest_option
 from pretrain._errors import UsageError
+from pretrain._suggestions import did_you_mean, nearest, nearest_option
 
 # A word that is no value. A value of this form is written after an equals sign.
 _FLAG = re.compile(r"--[A-Za-z]")

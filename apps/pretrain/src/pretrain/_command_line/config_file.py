@@ -10,11 +10,11 @@ from typing import Any
 import tomli_w
 
 from pretrain._command_line.option_table import options_of, value_of
-from pretrain._command_line.suggestions import did_you_mean, nearest_option
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
 from pretrain._presets import PRESETS
 from pretrain._run.files import flatten
+from pretrain._suggestions import did_you_mean, nearest_option
 
 _OPTIONS = {option.name: option for option in options_of(PretrainConfig)}
 _LENGTHS = ("train.max_steps", "train.max_epochs", "train.max_tokens")

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from pretrain._command_line.suggestions import nearest
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.folder import RunFolder, locate
+from pretrain._suggestions import nearest
 from ray_jax_launch import is_uri
 
 DEFAULT_STORAGE = Path("runs")
