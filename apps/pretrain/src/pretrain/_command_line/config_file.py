@@ -43,7 +43,6 @@ def read_config(path: str) -> dict[str, Any]:
         from pretrain._run.description import parse_description  # imports of a second, which `--help` does without
 
         content = dataclasses.asdict(parse_description(text, path).config)
-        content["prompts"], content["trackers"] = list(content["prompts"]), list(content["trackers"])
     if not isinstance(content, dict):
         raise UsageError(f"{path} must hold options by their names, got {type(content).__name__}. Correct it.")
     values = {name.replace("-", "_"): value for name, value in flatten(content).items()}
@@ -107,8 +106,9 @@ def _read_value(name: str, value: Any, path: str) -> Any:
     option = _OPTIONS.get(name)
     if option is None:
         known = nearest_option(name.replace("_", "-"), [known.replace("_", "-") for known in _OPTIONS])
-        remedy = f"did you mean {known.replace('-', '_')}?" if known else "--help-all lists them."
-        raise UsageError(f"no option {name}, in {path}; {remedy}")
+        if known is None:
+            raise UsageError(f"options in {path} must be those of pretrain --help-all, got {name}. Correct the name.")
+        raise UsageError(f"no option {name}, in {path}; did you mean {known.replace('-', '_')}?")
     try:
         return option.from_file(value)
     except ValueError:
