@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import time
 
@@ -21,8 +22,8 @@ def start_log(folder, send=lambda record: None, clock=time.time):
 
 
 def begin(log, start, began_s=0.0):
-    log.phase(start, "loading")
-    log.begin(start, began_s, "cpu", 2)
+    log.begin(start, began_s)
+    log.open("cpu", 2)
 
 
 def test_the_log_starts_where_the_run_does(tmp_path):
@@ -90,11 +91,29 @@ def test_workers_that_start_again_were_restarting_since_the_last_sign_of_life(in
     ]  # fmt: skip
 
 
+def test_workers_that_fail_are_not_stopped_because_they_may_start_again(tmp_path):
+    folder, error = RunFolder(tmp_path), OSError("full")
+    with contextlib.suppress(OSError), start_log(folder, clock=lambda: 30.0) as log:
+        begin(log, 0, 25.0)
+        raise error
+    assert phases(folder) == [("starting", 0, 25.0), ("loading", 0, 30.0)]
+
+
+def test_a_start_that_is_rejected_writes_nothing(tmp_path):
+    folder, sent, error = RunFolder(tmp_path), [], ValueError("other arrays")
+    with contextlib.suppress(ValueError), start_log(folder, sent.append) as log:
+        log.begin(5, 1.0)
+        raise error
+    assert [line["phase"] for line in sent] == ["starting", "loading"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_is_stopped_from_a_kill_to_the_next_command(interrupted_at_20):
     with start_log(interrupted_at_20, clock=lambda: 30.0) as log:
         begin(log, 5, 25.0)
+        log.write({"step": 7, "time_s": 31.0})
     assert phases(interrupted_at_20) == [
-        *BEFORE, ("stopped", 1, 20.0), ("starting", 5, 25.0), ("loading", 5, 30.0), ("stopped", 5, 30.0),
+        *BEFORE, ("stopped", 1, 20.0), ("starting", 5, 25.0), ("loading", 5, 30.0), ("stopped", 7, 30.0),
     ]  # fmt: skip
     found = seconds_by_phase(read_phases(interrupted_at_20), 30.0)
     assert found == {"starting": 7.0, "loading": 1.0, "compiling": 5.0, "training": 11.0}

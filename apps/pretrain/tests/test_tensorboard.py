@@ -129,7 +129,8 @@ folder, start, stop = RunFolder(Path(sys.argv[1])), *map(int, sys.argv[2:])
 config = dataclasses.replace(PRESETS["quickstart"](), trackers=("tensorboard",))
 description = describe(config, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
 with RunLog(folder, config, description, send=lambda record: None) as log:
-    log.begin(start, 0.0, "cpu", 1)
+    log.begin(start, 0.0)
+    log.open("cpu", 1)
     for step in range(start, stop):
         if step == 20:
             log.push()  # then the checkpoint of step 20 is saved

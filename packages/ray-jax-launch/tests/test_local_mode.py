@@ -42,6 +42,7 @@ def train(config):
         while step < config["last"]:
             step += 1
             log_metrics({"step": step, "twice": 2 * step})
+            log_metrics({"step": -step, "phase": "saving"})  # only for on_metrics
             if stop_requested(step):
                 break
             checkpoints.save(step, {"state": {"step": jnp.int32(step)}}, metadata={})
@@ -67,7 +68,7 @@ def test_the_loop_runs_in_this_process_with_all_functions_and_without_ray(tmp_pa
         )
     assert not ray.is_initialized()
     assert result.return_value == {"thread": "MainThread", "pid": os.getpid(), "rank": (0, 1), "devices": 2}
-    assert seen == [(0, 1), (0, 2), (0, 3)]
+    assert seen == [(0, 1), (0, -1), (0, 2), (0, -2), (0, 3), (0, -3)]
     assert result.metrics == {"step": 3, "twice": 6}
     assert result.error is None
     assert result.path == tmp_path / "run"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription, read_description
-from pretrain._run.files import read_lines
+from pretrain._run.files import append_line, read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.metrics import Record, finite, last_values
 from pretrain._run.result import RunResult, as_utc, read_result
@@ -67,7 +67,8 @@ class RunHistory:
     """Metrics, in the order of steps: see `pretrain._run.metrics.Record`."""
 
     starts: Sequence[dict[str, Any]]
-    """Starts of the workers, in the order of time: `step`, `time_s`, `workers`, `devices`, `device`."""
+    """Starts of the workers, in the order of time: `step`, `time_s`, `began_s` (Unix time of the command), `workers`,
+    `devices`, `device`."""
 
     phases: Sequence[Phase]
     """Phases, in the order of time. After a restart, the step may be an earlier one."""
@@ -79,13 +80,18 @@ class RunHistory:
     """The result of a finished run; None before its end."""
 
 
-def read_history(folder: RunFolder) -> RunHistory:
+def read_history(folder: RunFolder, description: RunDescription | None = None) -> RunHistory:
     """Read the files of a run. For a run in object storage, call `RunFolder.pull` before.
+
+    Args:
+        folder: the run's folder.
+        description: the run's description, if it is known.
 
     Raises:
         UsageError: the folder holds no run, or `config.json` is damaged.
+        OSError: a file cannot be read.
     """
-    description = read_description(folder)
+    description = description or read_description(folder)
     if description is None:
         raise UsageError(f"{folder} must be the folder of a run, got none. Give another folder.")
     return RunHistory(
@@ -132,6 +138,18 @@ def seconds_by_phase(phases: Sequence[Phase], end_s: float) -> dict[PhaseName, f
         if phase.phase not in ("stopped", "finished"):
             seconds[phase.phase] = seconds.get(phase.phase, 0.0) + max(0.0, next_s - phase.time_s)
     return seconds
+
+
+def write_stop(folder: RunFolder, time_s: float) -> None:
+    """Write that the run is stopped, after its last failure. The workers cannot know that it was the last.
+
+    Args:
+        folder: the run's folder.
+        time_s: Unix time.
+    """
+    phases, step = read_phases(folder), last_values(read_lines(folder.metrics)).get("step", 0)
+    if phases and phases[-1].phase not in ("stopped", "finished"):
+        append_line(folder.phases, {"step": step, "time_s": round(time_s, 3), "phase": "stopped"})
 
 
 def last_sign_of_life(phases: Sequence[Phase], records: Iterable[Record]) -> float | None:

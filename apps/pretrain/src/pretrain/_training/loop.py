@@ -147,7 +147,7 @@ def run(
 
         meter = StepMeter(config, data.train, device, mesh.size)
         start = checkpoints.latest_step() or 0  # verified, and the same on every process
-        log.phase(start, "loading")
+        log.begin(start, began_s)
         # Ray Data needs seconds for its first batch: it starts before the step is compiled.
         batches = _train_batches(config, data, start, reads_itself=reads_itself)
         first_batch = threads.submit(next, batches, None)
@@ -157,7 +157,7 @@ def run(
         else:
             state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
             record = {}
-        log.begin(start, began_s, device.device_kind, mesh.size)  # the checkpoint was accepted
+        log.open(device.device_kind, mesh.size)
         profiling.begin(start, max_steps)
         record = meter.progress(start) | record  # checkpoints of version 0.7 lack the epoch and the tokens
         is_evaluated = start == 0 or is_due(start, train.eval_every, max_steps)

@@ -12,7 +12,7 @@ from pretrain._config import PretrainConfig
 from pretrain._run.description import RunDescription
 from pretrain._run.files import append_line, read_lines, sync_file, sync_folder
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import Phase, PhaseName, Sample, last_sign_of_life, read_phases
+from pretrain._run.history import Phase, PhaseName, Sample, last_sign_of_life, read_phases, read_starts
 from pretrain._run.metrics import Record, cut_lines, finite
 from pretrain._trackers.tracker import Trackers, open_trackers
 
@@ -41,7 +41,8 @@ class RunLog:
         self._folder = folder.for_worker() if self._writes else folder
         self._trackers: Trackers | None = None
         self._last: Phase | None = None
-        self._early: list[Phase] | None = []  # phases before `begin`; None after it
+        self._early: list[Phase] = []  # phases before `open`
+        self._start, self._began_s, self._last_step, self._is_open = 0, 0.0, 0, False
 
     @property
     def folder(self) -> RunFolder:
@@ -54,56 +55,65 @@ class RunLog:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._writes:
-            if self._early is None and self._last is not None and self._last.phase != "finished":
-                self.phase(self._last.step, "stopped")
+        if not self._writes:
+            return
+        try:
+            # After an exception the workers may start again. The driver notes the end if they do not.
+            if self._is_open and exc is None and self._last is not None and self._last.phase != "finished":
+                self.phase(self._last_step, "stopped")
             if self._trackers is not None:
                 self._trackers.close()
-            try:
-                self._folder.push()
-            finally:
-                self._folder.delete_copy()
+            self._folder.push()
+        finally:
+            self._folder.delete_copy()
 
-    def begin(self, start: int, began_s: float, device: str, num_devices: int) -> None:
-        """Start at a step. Nothing is written before this.
-
-        Earlier records of this step and later ones are dropped: the run writes them again.
+    def begin(self, start: int, began_s: float) -> None:
+        """Begin the phase `loading` at a step. Nothing is written before `open`: the checkpoint may be rejected.
 
         Args:
             start: the step.
-            began_s: Unix time at which the command began.
+            began_s: Unix time at which the command began, on the driver.
+        """
+        if not self._writes:
+            return
+        self._start, self._began_s = start, began_s
+        phases, starts = read_phases(self._folder), read_starts(self._folder)
+        alive_s = last_sign_of_life(phases, read_lines(self._folder.metrics))
+        if alive_s is not None and starts and starts[-1].get("began_s") == began_s:  # this command has lost its workers
+            self._add(Phase(step=start, time_s=alive_s, phase="restarting"))
+        else:
+            if phases and alive_s is not None and phases[-1].phase not in ("stopped", "finished"):  # a kill
+                self._early.append(Phase(step=phases[-1].step, time_s=alive_s, phase="stopped"))
+            self._add(Phase(step=start, time_s=began_s, phase="starting"))
+        self.phase(start, "loading")
+
+    def open(self, device: str, num_devices: int) -> None:
+        """Write the start. Earlier records of its step and later ones are dropped: the run writes them again.
+
+        Args:
             device: name of a device.
             num_devices: devices of all processes.
         """
         if not self._writes:
             return
-        phases, early = read_phases(self._folder), self._early or []
-        alive_s = last_sign_of_life(phases, read_lines(self._folder.metrics))
-        if alive_s is not None and alive_s > began_s:  # this command has lost its workers
-            early.insert(0, Phase(step=start, time_s=alive_s, phase="restarting"))
-        else:
-            early.insert(0, Phase(step=start, time_s=began_s, phase="starting"))
-            if phases and alive_s is not None and phases[-1].phase not in ("stopped", "finished"):  # a kill
-                early.insert(0, Phase(step=phases[-1].step, time_s=alive_s, phase="stopped"))
-        for phase in early:
+        self._is_open = True
+        for phase in self._early:
             append_line(self._folder.phases, dataclasses.asdict(phase))
-        self._early = None
-        cut_lines(self._folder.metrics, start - 1)
-        cut_lines(self._folder.samples, start - 1, texts=("prompt", "text"))
-        append_line(
-            self._folder.starts,
-            {
-                "step": start,
-                "time_s": round(self._clock(), 3),
-                "workers": jax.process_count(),
-                "devices": num_devices,
-                "device": device,
-            },
-        )
-        self._trackers = open_trackers(self._config, self._description, self._folder, start)
+        cut_lines(self._folder.metrics, self._start - 1)
+        cut_lines(self._folder.samples, self._start - 1, texts=("prompt", "text"))
+        start = {
+            "step": self._start,
+            "time_s": round(self._clock(), 3),
+            "began_s": self._began_s,
+            "workers": jax.process_count(),
+            "devices": num_devices,
+            "device": device,
+        }
+        append_line(self._folder.starts, start)
+        self._trackers = open_trackers(self._config, self._description, self._folder, self._start)
 
     def phase(self, step: int, name: PhaseName) -> None:
-        """Begin a phase. It is sent at once, and written after `begin`.
+        """Begin a phase. It is sent at once, and written once `open` was called.
 
         Args:
             step: the step.
@@ -111,12 +121,15 @@ class RunLog:
         """
         if not self._writes or (self._last is not None and self._last.phase == name):
             return
-        self._last = Phase(step=step, time_s=round(self._clock(), 3), phase=name)
-        if self._early is None:
-            append_line(self._folder.phases, dataclasses.asdict(self._last))
+        self._add(Phase(step=step, time_s=round(self._clock(), 3), phase=name))
+
+    def _add(self, phase: Phase) -> None:
+        if self._is_open:
+            append_line(self._folder.phases, dataclasses.asdict(phase))
         else:
-            self._early.append(self._last)
-        self._send(dataclasses.asdict(self._last))
+            self._early.append(phase)
+        self._last, self._last_step = phase, max(phase.step, self._last_step)
+        self._send(dataclasses.asdict(phase))
 
     def write(self, record: Record) -> None:
         """Write a record."""
@@ -125,6 +138,7 @@ class RunLog:
         record = finite(record)
         append_line(self._folder.metrics, record)
         self._send(record)
+        self._last_step = record["step"]
         if self._trackers is not None:
             self._trackers.write(record)
 

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from nnx_gpt2 import GPT2, generate, merge, num_params, replicated
 from pretrain._best_effort import best_effort
@@ -36,10 +38,13 @@ class Sampler:
         self._is_sharded = config.mesh.fsdp * config.mesh.tensor > 1
         copy_bytes = num_params(config.model) * jnp.dtype(config.model.param_dtype).itemsize
         fits = not self._is_sharded or copy_bytes < _COPY_SHARE * device_memory_bytes()
-        self._takes_samples = tokenizer is not None and config.train.sample_tokens > 0 and fits
+        takes_samples = tokenizer is not None and config.train.sample_tokens > 0 and fits
+        # Gathering needs every rank, and rank 0 decides: another machine may lack the tokenizer's files, or memory.
+        decisions = multihost_utils.broadcast_one_to_all(np.array([takes_samples, tokenizer is not None]))
+        self._takes_samples, self._has_text = map(bool, decisions)
 
     def samples(self, params: Any, step: int) -> list[Sample]:
-        """Return a sample from each prompt on rank 0, and none on other ranks. Every rank must call this.
+        """Return a sample from each prompt on rank 0, and an empty list on other ranks. Every rank must call this.
 
         Parameters that are sharded are gathered first, and no sample is taken if they are too large for this.
 
@@ -60,7 +65,7 @@ class Sampler:
 
     def text(self, params: Any) -> str:
         """Return the text at the end of a run on rank 0, and an empty one on other ranks. Every rank must call this."""
-        if self._tokenizer is None:
+        if not self._has_text:
             return ""
         return next(iter(self._texts(params, self._config.prompts[:1], _END_TOKENS)), "")
 
@@ -102,7 +107,7 @@ def continue_prompt(
         The texts, each with the prompt.
     """
     prompt_tokens = tokenizer.encode_ordinary(prompt)
-    # Of a prompt that is longer than the context, the model reads the last tokens.
+    # The model reads the last tokens of a prompt that is longer than its context.
     unseen, seen = prompt_tokens[: -model.config.seq_len], prompt_tokens[-model.config.seq_len :]
     # The model may have more ids than the tokenizer can decode.
     vocab_size = min(tokenizer.n_vocab, model.config.vocab_size)

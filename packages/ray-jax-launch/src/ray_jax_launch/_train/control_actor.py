@@ -56,9 +56,9 @@ class ControlActor:
         self._saved: tuple[Any, int] | None = None
 
     def record(self, rank: int, metrics: Metrics) -> None:
-        """Add metrics that a worker logged."""
+        """Add metrics that a worker logged. With a text among them, they are a message, and not the latest metrics."""
         self._unread.append((rank, metrics))
-        if rank == 0:
+        if rank == 0 and not any(isinstance(value, str) for value in metrics.values()):
             self._latest |= metrics
 
     def report(self, metrics: Metrics) -> None:

@@ -200,17 +200,16 @@ def log_metrics(metrics: Mapping[str, float | str]) -> None:
     Prometheus show. Unlike `ray.train.report` this is not a barrier: each rank may call it at any time.
 
     Args:
-        metrics: numbers by name, such as step, loss, tokens_per_s, and texts, such as the phase of the loop. Reading a
-            number from a jax array waits for the device.
+        metrics: numbers by name, such as step, loss, tokens_per_s. Reading a number from a jax array waits for the
+            device. With a text among them, such as the phase of the loop, they reach only `on_metrics`.
     """
     session = current_session()
     rank = ray.train.get_context().get_world_rank()
     tags = {"run": session.run_name, "rank": str(rank)}
     # float() reads arrays; an int stays exact.
     values = {name: value if isinstance(value, int | str) else float(value) for name, value in metrics.items()}
-    for name, value in values.items() if ray.is_initialized() else ():
-        if isinstance(value, str):
-            continue
+    numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+    for name, value in numbers.items() if ray.is_initialized() and len(numbers) == len(values) else ():
         if name not in session.gauges:
             session.gauges[name] = Gauge(
                 f"jax_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", f"{name} of a training loop", tag_keys=("run", "rank")
