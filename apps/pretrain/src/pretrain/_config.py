@@ -215,8 +215,8 @@ class PretrainConfig:
     """Prompts of the samples. The first is also that of the text at the end."""
 
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Programs that get the metrics, the samples and the configuration: any of tensorboard, wandb, trackio; no value for
-    no program. wandb and trackio need `uv run --extra NAME`."""
+    """Programs that get the metrics, the samples and the configuration: any of tensorboard, wandb, trackio; no value
+    for no program. wandb and trackio need `uv run --extra NAME`."""
 
     profile: str | None = None
     """Steps to profile on the first worker, as FIRST:END without END: 100:105 is the steps 100 to 104. `profile RUN`

@@ -108,7 +108,7 @@ def stream_tokens(
     num_tasks: int | None,
     report: Callable[[Progress], None],
 ) -> Iterator[TokenData]:
-    """Open the tokens of a run as soon as the first are there. Text is tokenized during the block.
+    """Open the tokens of a run as soon as the first tokens exist. Text is tokenized during the block.
 
     Args:
         stream: the text.
@@ -158,7 +158,7 @@ def _prepared(name: str, options: PrepareConfig, console: Console) -> str:
 
 
 def _prepare(sources: Sequence[str], data: Plain | Splits, config: PrepareConfig, console: Console) -> str:
-    """Prepare text into the cache, unless it is there, and return the folder."""
+    """Prepare text into the cache, unless the cache has it, and return the folder."""
     options = config.options()
     folder = _cache_root(config) / _cache_key(data, options)
     if read_manifest(folder) is None:
