@@ -28,6 +28,7 @@ from pretrain._errors import UsageError
         ("sample run --top-k none --top_p=0.5", SampleCommand(run="run", top_k=None, top_p=0.5)),
         ("sample --temperature 1e-1 run", SampleCommand(run="run", temperature=0.1)),
         ("sample run --seed -1 --prompt=--x", SampleCommand(run="run", seed=-1, prompt="--x")),
+        ("sample run --temperature -1e-3 --prompt -x", SampleCommand(run="run", temperature=-0.001, prompt="-x")),
         ("sample run --seed 1 --seed 2", SampleCommand(run="run", seed=2)),
         ("eval run --data train=a,val=b", EvalCommand(run="run", data="train=a,val=b")),
         ("export run out", ExportCommand(run="run", out="out")),
@@ -129,8 +130,8 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--xyzzyq 3", "no option --xyzzyq; pretrain train --help-all lists them."),
-        ("-x", "no option -x; pretrain train --help-all lists them."),
+        ("--xyzzyq 3", "options must be those of pretrain train --help-all, got --xyzzyq. Correct the name."),
+        ("-x", "options must be those of pretrain train --help-all, got -x. Correct the name."),
         ("--train.max-steps abc", "--train.max-steps must be an integer, got abc. Change it."),
         ("--train.max-epochs abc", "--train.max-epochs must be a number or none, got abc. Change it."),
         (
@@ -149,7 +150,10 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
             "--train.max-steps must have a value, got none. Write --train.max-steps VALUE, or --train.max-steps=VALUE.",
         ),
         ("--seed", "--seed must have a value, got none. Write --seed VALUE, or --seed=VALUE."),
-        ("--name a b", "no option before b; write --NAME VALUE, and put quotes around a value with spaces."),
+        (
+            "--name a b",
+            "arguments must be --NAME VALUE, got b without --NAME. Put quotes around a value with spaces.",
+        ),
         ("sample", "RUN must be given, got nothing. Write: pretrain sample RUN"),
         ("export run", "OUT must be given, got nothing. Write: pretrain export RUN OUT"),
         ("report", "RUN must be given, got nothing. Write: pretrain report RUN..."),

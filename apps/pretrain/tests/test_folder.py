@@ -10,7 +10,8 @@ from pretrain._config import with_vocab_size
 from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, RunDescription, write_description
 from pretrain._run.files import append_line, write_json
-from pretrain._run.folder import RunFolder, lock_run
+from pretrain._run.find import find_run
+from pretrain._run.folder import RunFolder, locate, lock_run
 from pretrain._run.result import RunResult, read_result
 
 
@@ -68,10 +69,30 @@ def described(path):
     config = with_vocab_size(PRESETS["quickstart"](), 257)
     data = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={})
     folder = RunFolder(path)
+    path.mkdir(parents=True, exist_ok=True)
     write_description(
         folder, RunDescription(config=config, data=data, hardware="cpu:1", versions={"nnx-gpt2": "0.7.0"}, commit="abc")
     )
     return folder
+
+
+def test_a_name_is_that_of_a_run_before_that_of_a_folder(tmp_path, monkeypatch):
+    """The command `export first first` writes a folder beside `runs`."""
+    monkeypatch.chdir(tmp_path)
+    described(tmp_path / "runs" / "first")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "config.json").write_text('{"model_type": "gpt2"}')
+    assert find_run("first")[0].path == tmp_path / "runs" / "first"
+    with pytest.raises(UsageError, match="must be JSON as a run writes it"):
+        find_run("./first")
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["runs/first", "s3://bucket/first", "s3://bucket/runs/first?endpoint_override=http://host:9000&scheme=http"],
+)
+def test_the_name_of_a_run_is_the_last_part_of_its_place(place):
+    assert locate(place).name == "first"
 
 
 def test_the_report_sums_up_the_run(tmp_path):

@@ -49,6 +49,17 @@ def test_lines_break_only_where_the_width_ends(page, arguments):
         assert not is_continued or len(f"{line} {word}") > 80, line
 
 
+@pytest.mark.parametrize("arguments", PAGES, ids=" ".join)
+def test_no_value_is_written_as_one_types_it(page, arguments):
+    assert "None" not in page(*arguments)
+
+
+def test_a_preset_in_the_value_of_another_option_is_no_preset(page):
+    gpt2 = page("train", "--preset", "gpt2", "--help")
+    assert page("train", "--preset=gpt2", "--help") == gpt2
+    assert page("train", "--prompts", "a --preset gpt2 b", "--help") == page("train", "--help") != gpt2
+
+
 def test_the_usual_page_has_the_frequent_options_and_every_command(page):
     text = page("--help")
     options = {option.name: option.flags[0] for option in options_of(PretrainConfig)}
@@ -79,7 +90,7 @@ def test_a_page_has_two_examples_which_are_valid(page, command):
         (("sample",), "The beginning of the text. (default: $'\\n')"),
         ((), "(default: 'def ' 'import ')"),
         ((), "tokens. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in corpus). --split-seed"),
-        ((), "on the first device."),
+        ((), "the costliest operations."),
         (("--preset", "gpt2"), "Number of transformer blocks. (default: 12)"),
         (("--preset=wikitext",), "(default: $'\\n')"),
     ],

@@ -1,7 +1,12 @@
+import contextlib
+import io
 import logging
 import subprocess
 import sys
 
+from rich.live import Live
+
+from pretrain._cli import standard_output
 from pretrain._output import log_lines
 
 
@@ -30,3 +35,11 @@ logging.getLogger("absl").warning("Couldn't find sharding info under RestoreArgs
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "checkpoint 3 is damaged\n")
+
+
+def test_the_console_writes_while_a_tracker_replaces_standard_output(capsys):
+    """As trackio does in the process of a run with the hardware `local`, whose view another thread draws."""
+    console = standard_output()
+    with Live("a view", console=console), contextlib.redirect_stdout(io.StringIO()):
+        console.print("a line :+1:")
+    assert "a line :+1:\n" in capsys.readouterr().out

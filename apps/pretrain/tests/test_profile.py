@@ -16,7 +16,7 @@ from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe, write_description
 from pretrain._run.folder import RunFolder
 from pretrain._training.profiling import Profiling
-from pretrain._training.trace import newest_trace, read_trace
+from pretrain._training.trace import Trace, newest_trace, read_trace
 
 MODEL = GPT2Config(vocab_size=65, seq_len=32, num_layers=2, num_heads=2, embed_dim=64)
 
@@ -173,6 +173,37 @@ def test_the_operations_of_a_device_are_those_of_its_kernels(plane, operations, 
     assert trace.device == re.findall('name: "(/device:.*)"', plane)[0]
     assert [(found.name, pytest.approx(found.total_s), found.calls) for found in trace.operations] == operations
     assert trace.idle == pytest.approx(idle)
+
+
+def test_an_operation_without_a_duration_is_left_out(tmp_path):
+    path = tmp_path / "host.xplane.pb"
+    plane = """name: "/device:TPU:0" event_metadata { key: 1 value { id: 1 name: "%fusion.3 = f32[8] fusion(...)" } }
+        lines { id: 2 name: "XLA Ops" events { metadata_id: 1 offset_ps: 0 duration_ps: 0 } }"""
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(f"planes {{ {plane} }}"))
+    assert read_trace(path) == Trace(device="/device:TPU:0", operations=[], idle=0.0)
+
+
+def field(number, value):
+    """A field of a message of protocol buffers: an integer, or a short text or message."""
+    content = value.encode() if isinstance(value, str) else value
+    key = number << 3 | (0 if isinstance(value, int) else 2)
+    keys = bytes([key]) if key < 128 else bytes([key & 127 | 128, key >> 7])
+    return keys + (bytes([value]) if isinstance(value, int) else bytes([len(content)]) + content)
+
+
+@pytest.mark.parametrize(("line", "source"), [(7, "step, a.py:7"), (None, "step, a.py")], ids=["line", "no line"])
+def test_the_source_of_an_operation_may_lack_a_line(line, source, tmp_path):
+    """Protocol buffers leave out a field that is 0."""
+    place = field(1, 1) + field(2, 1) + (b"" if line is None else field(3, line))
+    index = field(1, "/a.py") + field(2, "step") + field(3, place) + field(4, field(1, 1))
+    dot = field(1, "dot.1") + field(2, "dot") + field(7, field(2, "jit(step)/dot_general") + field(15, 1))
+    program = field(1, field(1, "jit_step") + field(3, field(2, dot)) + field(17, index))
+    content = "".join(f"\\{byte:03o}" for byte in program)
+    metadata = f"""planes {{ name: "/host:metadata" event_metadata {{ key: 1 value {{ id: 1 name: "jit_step"
+        stats {{ metadata_id: 1 bytes_value: "{content}" }} }} }} }}"""
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(f"planes {{ {GPU} }} {metadata}"))
+    assert read_trace(path).operations[0].source == f"dot_general in {source}"
 
 
 def test_a_run_without_a_profile_is_rejected(run):

@@ -136,6 +136,16 @@ def test_a_storage_that_does_not_answer_is_no_damaged_run(run, monkeypatch):
         show_runs(place, console=Console(quiet=True))
 
 
+def test_a_file_is_uploaded_when_it_has_changed(run):
+    filesystem, root = open_uri(run.uri)
+    for path in (run.config, run.phases):
+        filesystem.delete_file(f"{root}/{path.name}")
+    append_line(run.phases, {"step": 1, "time_s": BEGAN_S + 1, "phase": "stopped"})
+    run.push()
+    objects = filesystem.get_file_info(FileSelector(root))
+    assert [(found.base_name, found.size) for found in objects] == [("phases.jsonl", run.phases.stat().st_size)]
+
+
 @pytest.mark.parametrize("place", ["absent", "run/checkpoints"])
 def test_a_uri_without_runs_is_rejected(run, place):
     with pytest.raises(UsageError, match="the storage path must hold the folder of a run"):

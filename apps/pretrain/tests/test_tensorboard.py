@@ -80,6 +80,42 @@ def test_a_continued_run_without_event_files_gets_the_whole_curve(tmp_path):
     }
 
 
+def test_a_run_that_had_no_tensorboard_for_a_while_gets_the_whole_curve(tmp_path):
+    folder = RunFolder(tmp_path)
+    for start in (0, 3):  # another start, without trackers, has recorded the steps 1 and 2
+        trackers = opened(folder, start)
+        trackers.write({"step": start, "loss": float(start)})
+        trackers.close()
+        for step in range(3 - start):
+            append_line(folder.metrics, {"step": step, "loss": float(step)})
+    assert shown(folder, "train") == {step: {"loss": float(step)} for step in range(4)}
+
+
+# The start of TensorBoard in a run of three steps, killed before the first flush.
+STARTING = """
+import os, signal, sys
+from pathlib import Path
+from pretrain._trackers.tensorboard import TensorBoard
+
+tracker = TensorBoard(Path(sys.argv[1]), 3, {}, ())
+tracker.write({"step": 0, "loss": 0.0})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.fault
+def test_a_kill_before_the_first_flush_loses_no_metric(tmp_path, record_property):
+    record_property("fault", "SIGKILL while TensorBoard's events of earlier steps are written")
+    record_property("lost", "nothing: the next start writes them again")
+    folder = RunFolder(tmp_path)
+    killed = subprocess.run([sys.executable, "-c", STARTING, str(folder.tensorboard)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    for step in range(3):
+        append_line(folder.metrics, {"step": step, "loss": float(step)})
+    opened(folder, 3).close()
+    assert shown(folder, "train") == {step: {"loss": float(step)} for step in range(3)}
+
+
 # A run's log from a step on. Once it is told that step 20 is saved, it goes on until it is killed.
 LOGGING = """
 import dataclasses, sys, time

@@ -1,12 +1,15 @@
 """The commands and their exit codes. Light to import: each command imports what takes seconds."""
 
 import dataclasses
+import importlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from itertools import pairwise
+from typing import Any
 
 from rich.console import Console
 
@@ -30,6 +33,7 @@ from pretrain._errors import RunFailedError
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
 from pretrain._presets import PRESETS
 from pretrain._rejection import rejection
+from pretrain._screen.facts import print_line
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 _HELP = ("-h", "--help", "--help-all", "--help_all")
@@ -106,104 +110,53 @@ def _information(arguments: Sequence[str]) -> str | None:
 
 def _preset(arguments: Sequence[str]) -> str | None:
     """Return the preset whose defaults the help shows, if the arguments name one."""
-    given = " ".join(arguments).replace("--preset=", "--preset ").partition("--preset ")[2].partition(" ")[0]
-    return given if given in PRESETS else None
+    given = [value for flag, value in pairwise(arguments) if flag == "--preset"]
+    given += [word.removeprefix("--preset=") for word in arguments if word.startswith("--preset=")]
+    return given[-1] if given and given[-1] in PRESETS else None
+
+
+def standard_output() -> Output:
+    """Return a console that keeps its stream: a tracker in this process may replace `sys.stdout` for a while."""
+    return Output(file=sys.stdout, emoji=False)
 
 
 def _run(command: Command) -> int:
+    console = standard_output()
     match command:
         case PretrainConfig():
-            return _train(command)
+            error = _imported("train.train")(command, console=console).error
+            if error is not None:
+                print_error(f"{error.details}\nerror: {error}: the same command continues from the newest checkpoint")
+                return _FAILED
         case ShowConfig(config=config):
             sys.stdout.write(to_toml(config))
         case SampleCommand():
-            _sample(command)
-        case EvalCommand():
-            _evaluate(command)
-        case ExportCommand():
-            _export(command)
-        case ReportCommand():
-            _report(command)
-        case RunsCommand():
-            _show_runs(command)
-        case WatchCommand():
-            _watch(command)
-        case ProfileCommand():
-            _show_profile(command)
+            texts = _imported("sample.sample")(**dataclasses.asdict(command))
+            for number, text in enumerate(texts):
+                if number:
+                    console.rule()
+                print_line(console, text)
+        case EvalCommand(run=run, data=data, batch_size=batch_size):
+            evaluate = _imported("evaluate.evaluate")
+            found = evaluate(run, data=data, batch_size=batch_size, console=Console(stderr=True))
+            sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
+        case ExportCommand(run=run, out=out):
+            step = _imported("export.export")(run, out)
+            print_line(console, f"wrote the model of step {step} to {out}")
+        case ReportCommand(runs=runs, out=out):
+            _imported("report.report")(runs, out=out, console=console)
+        case RunsCommand(storage_path=storage_path):
+            _imported("runs.show_runs")(storage_path, console=console)
+        case WatchCommand(run=run):
+            _imported("watch.watch")(run, console=console)
+        case ProfileCommand(run=run, num_ops=num_ops):
+            _imported("profile.show_profile")(run, console=console, num_ops=num_ops)
     return 0
 
 
-def _train(config: PretrainConfig) -> int:
-    from pretrain._commands.train import train
-
+def _imported(name: str) -> Callable[..., Any]:
+    """Return a function of `pretrain._commands`, such as `train.train`. From then on, Ctrl-C raises an exception."""
+    module, _, function = name.partition(".")
+    found = getattr(importlib.import_module(f"pretrain._commands.{module}"), function)
     raise_interrupts()
-    error = train(config, console=Output()).error
-    if error is not None:
-        print_error(f"{error.details}\nerror: {error}: the same command continues from the newest checkpoint")
-        return _FAILED
-    return 0
-
-
-def _sample(command: SampleCommand) -> None:
-    from pretrain._commands.sample import sample
-
-    raise_interrupts()
-    texts = sample(
-        command.run,
-        prompt=command.prompt,
-        max_new_tokens=command.max_new_tokens,
-        temperature=command.temperature,
-        top_k=command.top_k,
-        top_p=command.top_p,
-        seed=command.seed,
-        num_samples=command.num_samples,
-    )
-    console = Output(soft_wrap=True, highlight=False)
-    for number, text in enumerate(texts):
-        if number:
-            console.rule()
-        console.print(text, markup=False)
-
-
-def _evaluate(command: EvalCommand) -> None:
-    from pretrain._commands.evaluate import evaluate
-
-    raise_interrupts()
-    found = evaluate(command.run, data=command.data, batch_size=command.batch_size, console=Console(stderr=True))
-    sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
-
-
-def _export(command: ExportCommand) -> None:
-    from pretrain._commands.export import export
-
-    raise_interrupts()
-    step = export(command.run, command.out)
-    Output(soft_wrap=True, highlight=False).print(f"wrote the model of step {step} to {command.out}", markup=False)
-
-
-def _report(command: ReportCommand) -> None:
-    from pretrain._commands.report import report
-
-    raise_interrupts()
-    report(command.runs, out=command.out, console=Output())
-
-
-def _show_runs(command: RunsCommand) -> None:
-    from pretrain._commands.runs import show_runs
-
-    raise_interrupts()
-    show_runs(command.storage_path, console=Output())
-
-
-def _watch(command: WatchCommand) -> None:
-    from pretrain._commands.watch import watch
-
-    raise_interrupts()
-    watch(command.run, console=Output())
-
-
-def _show_profile(command: ProfileCommand) -> None:
-    from pretrain._commands.profile import show_profile
-
-    raise_interrupts()
-    show_profile(command.run, console=Output(), num_ops=command.num_ops)
+    return found

@@ -37,13 +37,13 @@ class PrepareConfig(PrepareOptions):
     `documents`; with `--data-mode stream` it is `start`."""
 
     num_processes: int | None = None
-    """Tokenizing processes; None is one for each usable CPU."""
+    """Tokenizing processes; none is one for each usable CPU."""
 
     on_cluster: bool = False
     """Tokenize as tasks of the Ray cluster. All its nodes must share `cache_path`."""
 
     cache_path: str | None = None
-    """Folder of prepared tokens, shared by all nodes; None takes the user's cache."""
+    """Folder of prepared tokens, shared by all nodes; none takes the user's cache."""
 
     def __post_init__(self) -> None:
         """Check every field once."""
@@ -65,7 +65,7 @@ class ModelConfig(GPT2Config):
     """
 
     vocab_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride] - resolved before use
-    """Number of token ids; None takes the tokenizer's."""
+    """Number of token ids; none takes the tokenizer's."""
 
     def __post_init__(self) -> None:
         """Check every field once."""
@@ -102,7 +102,7 @@ class TrainConfig:
     """Steps between two validations."""
 
     eval_tokens: int | None = 655_360
-    """Validation tokens of one validation, as windows spread evenly over all of them; None takes all. After the last
+    """Validation tokens of one validation, as windows spread evenly over all of them; none takes all. After the last
     step, all validation tokens are evaluated once."""
 
     sample_tokens: int = 64
@@ -203,7 +203,7 @@ class PretrainConfig:
     """Folder of all runs, shared by all nodes; or s3://... or gs://..."""
 
     name: str | None = None
-    """Name of the run, a folder in the storage path; None takes the preset's and the data's."""
+    """Name of the run, a folder in the storage path; none takes the preset's and the data's."""
 
     wait_for_resources_s: float = 0.0
     """Seconds to wait for nodes that the Ray cluster lacks, for instance until its autoscaler adds them."""
@@ -215,15 +215,15 @@ class PretrainConfig:
     """Prompts of the samples. The first is also that of the text at the end."""
 
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Programs that get the metrics, the samples and the configuration: tensorboard, wandb, trackio. The last two need
-    the extra of the same name."""
+    """Programs that get the metrics, the samples and the configuration: any of tensorboard, wandb, trackio; no value
+    for no program. wandb and trackio need `uv run --extra NAME`."""
 
     profile: str | None = None
-    """Steps to profile, such as 100:105, on the first device. TensorBoard opens the trace, and `profile RUN` prints
-    its costliest operations."""
+    """Steps to profile on the first worker, as FIRST:END without END: 100:105 is the steps 100 to 104. `profile RUN`
+    prints the costliest operations."""
 
     peak_tflops: float | None = None
-    """Peak of one device in TFLOP/s, for the MFU; None takes the known peak of the device, or no MFU."""
+    """Peak of one device in TFLOP/s, for the MFU; none takes the known peak of the device, or no MFU."""
 
     dashboard: bool = False
     """Start Ray's dashboard, and print its URL."""
@@ -327,7 +327,7 @@ def with_stream_order(config: PretrainConfig) -> PretrainConfig:
     if config.train.max_epochs is not None:
         raise UsageError(
             "train.max_epochs must be absent with data_mode stream, which does not know the number of tokens before "
-            f"its end, got {config.train.max_epochs}. Give --train.max-epochs None and --train.max-steps or "
+            f"its end, got {config.train.max_epochs}. Give --train.max-epochs none and --train.max-steps or "
             "--train.max-tokens."
         )
     if config.train.order in STREAM_ORDERS:

@@ -28,6 +28,7 @@ from owt_data import (
 from pretrain._config import PrepareConfig, PretrainConfig
 from pretrain._data_names import Mixture, Plain, Splits, label_of, parse_data
 from pretrain._errors import UsageError
+from pretrain._screen.facts import print_line
 from ray_jax_launch import as_storage_path
 
 
@@ -108,7 +109,7 @@ def stream_tokens(
     num_tasks: int | None,
     report: Callable[[Progress], None],
 ) -> Iterator[TokenData]:
-    """Open the tokens of a run as soon as the first are there. Text is tokenized during the block.
+    """Open the tokens of a run as soon as the first tokens exist. Text is tokenized during the block.
 
     Args:
         stream: the text.
@@ -122,14 +123,14 @@ def stream_tokens(
     """
     names = " ".join(stream.sources)
     if _is_on_hub(parse_data(config.data)):
-        _say(console, f"looking for {names} on the Hugging Face hub")
+        print_line(console, f"looking for {names} on the Hugging Face hub")
     with prepare_in_background(
         *stream,
         num_processes=num_tasks or config.prepare.num_processes,
         use_ray=num_tasks is not None,
         progress=report,
     ) as tokens:
-        _say(
+        print_line(
             console,
             f"tokenizing {names} into {stream.folder} during the training, whose first epoch has the order of the text",
         )
@@ -158,7 +159,7 @@ def _prepared(name: str, options: PrepareConfig, console: Console) -> str:
 
 
 def _prepare(sources: Sequence[str], data: Plain | Splits, config: PrepareConfig, console: Console) -> str:
-    """Prepare text into the cache, unless it is there, and return the folder."""
+    """Prepare text into the cache, unless the cache has it, and return the folder."""
     options = config.options()
     folder = _cache_root(config) / _cache_key(data, options)
     if read_manifest(folder) is None:
@@ -167,12 +168,12 @@ def _prepare(sources: Sequence[str], data: Plain | Splits, config: PrepareConfig
 
         def report(progress: Progress) -> None:
             if not shown:  # the source has been found
-                _say(console, announcement)
+                print_line(console, announcement)
                 shown.append(announcement)
             show(progress)
 
         if _is_on_hub(data):
-            _say(console, f"looking for {' '.join(sources)} on the Hugging Face hub")
+            print_line(console, f"looking for {' '.join(sources)} on the Hugging Face hub")
         with progress_bar(console) as show:
             prepare(
                 sources,
@@ -195,10 +196,6 @@ def _is_on_hub(data: Plain | Splits | Mixture) -> bool:
         case Mixture():
             names = []
     return any(find_source(name).kind == "hub" for name in names)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _cache_root(config: PrepareConfig) -> Path:

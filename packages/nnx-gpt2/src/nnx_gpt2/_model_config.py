@@ -39,7 +39,7 @@ class GPT2Config:
     """Width of the residual stream."""
 
     mlp_dim: int | None = None
-    """Width inside the feed-forward layer. None is four times `embed_dim`, as in GPT-2."""
+    """Width inside the feed-forward layer; None is four times `embed_dim`, as in GPT-2."""
 
     norm_epsilon: float = 1e-5
     """Added to the variance in layer norms."""

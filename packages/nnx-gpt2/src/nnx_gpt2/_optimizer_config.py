@@ -34,7 +34,7 @@ class OptimizerConfig:
     """Steps of linear warmup. 0 starts at the peak."""
 
     decay_steps: int | None = None
-    """Steps of the final decay of `wsd`. None is a fifth of the run."""
+    """Steps of the final decay of `wsd`; None is a fifth of the run."""
 
     weight_decay: float = 0.1
     """Decoupled weight decay of kernels and embeddings. Biases and norms do not decay."""

@@ -1,4 +1,8 @@
-"""Command lines, read into the command that they give."""
+"""Command lines, read into the command that they give.
+
+argparse is not used: it rejects a value that begins with a minus sign, such as `-x` or `-1e-3`, with a message of its
+own.
+"""
 
 import re
 from collections import deque
@@ -9,8 +13,8 @@ from typing import Any, NoReturn
 from pretrain._command_line.command_classes import COMMANDS, FREQUENT, Command, ConfigOptions, ShowConfig
 from pretrain._command_line.config_file import build_config, read_config
 from pretrain._command_line.option_table import Option, options_of
-from pretrain._command_line.suggestions import did_you_mean, nearest, nearest_option
 from pretrain._errors import UsageError
+from pretrain._suggestions import did_you_mean, nearest, nearest_option
 
 # A word that is no value. A value of this form is written after an equals sign.
 _FLAG = re.compile(r"--[A-Za-z]")
@@ -83,7 +87,7 @@ def _read_values(command: str, arguments: Sequence[str], options: Sequence[Optio
         if not word.startswith("-"):
             if not unnamed:
                 raise UsageError(
-                    f"no option before {word}; write --NAME VALUE, and put quotes around a value with spaces."
+                    f"arguments must be --NAME VALUE, got {word} without --NAME. Put quotes around a value with spaces."
                 )
             option = unnamed.popleft()
             values[option.name] = option.from_text([word, *_take_values(words)] if option.is_tuple else [word])
@@ -127,6 +131,7 @@ def _reject_flag(command: str, flag: str, options: Sequence[Option]) -> NoReturn
         flags = [option.flags[-1][2:] for option in frequent_first if option.placeholder is None]
         name = nearest_option(flag.lstrip("-"), flags)
         known = name and f"--{name}"
+    if known is None:
+        raise UsageError(f"options must be those of pretrain {command} --help-all, got {flag}. Correct the name.")
     place = "" if command == "train" else f" of {command}"
-    remedy = f"did you mean {known}?" if known else f"pretrain {command} --help-all lists them."
-    raise UsageError(f"no option {flag}{place}; {remedy}")
+    raise UsageError(f"no option {flag}{place}; did you mean {known}?")

@@ -44,7 +44,7 @@ class EvalCommand:
     """The run's folder or URI, or its name in ./runs."""
 
     data: str | None = None
-    """Token files to evaluate on, in the forms of the command train; none takes those of the run."""
+    """Token files to evaluate on, in the forms of the command train; none takes the run's token files."""
 
     batch_size: int = 32
     """Windows per step."""

@@ -3,17 +3,18 @@
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from pretrain._command_line.option_table import options_of, value_of
-from pretrain._command_line.suggestions import did_you_mean, nearest_option
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
 from pretrain._presets import PRESETS
+from pretrain._run.files import flatten
+from pretrain._suggestions import did_you_mean, nearest_option
 
 _OPTIONS = {option.name: option for option in options_of(PretrainConfig)}
 _LENGTHS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
@@ -42,10 +43,10 @@ def read_config(path: str) -> dict[str, Any]:
         from pretrain._run.description import parse_description  # imports of a second, which `--help` does without
 
         content = dataclasses.asdict(parse_description(text, path).config)
-        content["prompts"], content["trackers"] = list(content["prompts"]), list(content["trackers"])
     if not isinstance(content, dict):
         raise UsageError(f"{path} must hold options by their names, got {type(content).__name__}. Correct it.")
-    return {name: _read_value(name, value, path) for name, value in _flatten(content)}
+    values = {name.replace("-", "_"): value for name, value in flatten(content).items()}
+    return {name: _read_value(name, value, path) for name, value in values.items()}
 
 
 def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainConfig:
@@ -101,20 +102,13 @@ def _with_length(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**unset, **values}
 
 
-def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield (prefix + name).replace("-", "_"), value
-
-
 def _read_value(name: str, value: Any, path: str) -> Any:
     option = _OPTIONS.get(name)
     if option is None:
         known = nearest_option(name.replace("_", "-"), [known.replace("_", "-") for known in _OPTIONS])
-        remedy = f"did you mean {known.replace('-', '_')}?" if known else "--help-all lists them."
-        raise UsageError(f"no option {name}, in {path}; {remedy}")
+        if known is None:
+            raise UsageError(f"options in {path} must be those of pretrain --help-all, got {name}. Correct the name.")
+        raise UsageError(f"no option {name}, in {path}; did you mean {known.replace('-', '_')}?")
     try:
         return option.from_file(value)
     except ValueError:

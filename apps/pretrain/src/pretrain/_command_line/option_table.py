@@ -94,7 +94,7 @@ class Option:
         """
         if self.allows_none and (value is None or value in _NONE):
             return None
-        if self.is_tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        if self.is_tuple and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return self._checked(tuple(value))
         if self.choices and isinstance(value, str):
             return self._checked(value)
@@ -135,7 +135,7 @@ def options_of(command: type, prefix: str = "") -> tuple[Option, ...]:
                 type=one,
                 allows_none=len(members) > 1,
                 default=field.default,
-                doc=docs[field.name],
+                doc=docs[field.name].replace("None", "none"),  # as one types it
                 placeholder=field.metadata.get("placeholder"),
             )
         )

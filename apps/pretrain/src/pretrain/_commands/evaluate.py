@@ -40,7 +40,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
 
     Args:
         run: the run's folder, URI or name.
-        data: token files to evaluate on, in a form of `parse_data`; None takes those of the run.
+        data: token files to evaluate on, in a form of `parse_data`; None takes the run's token files.
         batch_size: windows per step. Fewer are used if a step does not fit the memory.
         console: shows the progress.
 

@@ -10,11 +10,11 @@ from pretrain._run.metrics import Record
 
 Array = NDArray[np.float64]
 
-_FEW = 20  # so many points need no smoothing
-_SMOOTHED_SHARE = 0.01  # of the points: what an average reaches to either side
-_EARLY_SHARE = 0.04  # values in this share of the steps, and the first two, may be cut off
-_FEWEST = 12  # of fewer values, all are shown
-_HEADROOM = 1.2  # the axis ends this much above the later values
+_FEW = 20  # A curve of at most so many points is not smoothed.
+_SMOOTHED_SHARE = 0.01  # An average takes this share of the points to either side.
+_EARLY_SHARE = 0.04  # Values in this share of the steps, and the first two, may be cut off.
+_FEWEST = 12  # An axis shows all values if they are fewer.
+_HEADROOM = 1.2  # An axis is longer than the range of the later values by this factor.
 
 
 def points(records: Iterable[Record], name: str) -> tuple[Array, Array]:

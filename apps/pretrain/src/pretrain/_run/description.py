@@ -13,7 +13,7 @@ from typing import Any, Literal
 from owt_data import WINDOW_ORDER_VERSION, TokenData
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
-from pretrain._run.files import parse_json, write_json
+from pretrain._run.files import flatten, parse_json, write_json
 from pretrain._run.folder import RunFolder
 from ray_jax_launch import newest_metadata
 
@@ -166,7 +166,7 @@ def check_same_settings(stored: RunDescription, config: PretrainConfig, folder: 
     Raises:
         UsageError: a setting differs; the message names it.
     """
-    before, now = _flatten(dataclasses.asdict(stored.config)), _flatten(dataclasses.asdict(config))
+    before, now = flatten(dataclasses.asdict(stored.config)), flatten(dataclasses.asdict(config))
     free = tuple(f"{name}." for name in _FREE_FIELDS)
     _check_equal(
         {name: value for name, value in before.items() if not f"{name}.".startswith(free)}, now, folder, "settings"
@@ -190,10 +190,3 @@ def _check_equal(before: dict[str, Any], now: dict[str, Any], folder: RunFolder,
                 f"{name} must be {before[name]}, its value at the start of the run in {folder}, got {now.get(name)}. "
                 f"Give the former {what} to continue the run, or another --name for a new run."
             )
-
-
-def _flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat

@@ -1,4 +1,4 @@
-"""Durable files: after a kill or a power cut, a file is complete, old or new."""
+"""The files of a run: JSON, lines of JSON, and durable files. After a power cut, a durable file is old or new."""
 
 import errno
 import json
@@ -102,6 +102,18 @@ def read_lines(path: Path, texts: Collection[str] = ()) -> list[dict[str, Any]]:
     if len(values) < len(lines):
         _logger.warning("%s: dropped %d lines that are not JSON objects with a step", path, len(lines) - len(values))
     return values
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by their dotted name.
+
+    >>> flatten({"seed": 1, "model": {"num_layers": 2}})
+    {'seed': 1, 'model.num_layers': 2}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:

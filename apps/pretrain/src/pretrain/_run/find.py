@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from pretrain._command_line.suggestions import nearest
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.remote_copy import pull_changed, reader_copy
+from pretrain._suggestions import nearest
 from ray_jax_launch import is_uri
 
 DEFAULT_STORAGE = Path("runs")
@@ -29,8 +29,10 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
     if is_uri(name):
         folders = [reader_copy(name)]
         pull_changed(folders[0])
-    else:
+    elif "/" in name:
         folders = [locate(name), locate(DEFAULT_STORAGE / name)]
+    else:  # `export first first` writes a folder of the same name
+        folders = [locate(DEFAULT_STORAGE / name), locate(name)]
     for folder in folders:
         if (description := read_description(folder)) is not None:
             return folder, description

@@ -6,8 +6,8 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 
 import platformdirs
 from pyarrow.fs import FileSelector, LocalFileSystem, copy_files
@@ -30,9 +30,17 @@ class RunFolder:
     uri: str | None = None
     """The run's place in object storage, or None for a run in a folder."""
 
+    _pushed: dict[Path, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Time of the last change, and size, of each uploaded file."""
+
     def __str__(self) -> str:
         """Return the run's URI or folder."""
         return self.uri or str(self.path)
+
+    @property
+    def name(self) -> str:
+        """The run's name, the last part of the URI or folder."""
+        return self.path.name if self.uri is None else _last_part(self.uri)
 
     @property
     def config(self) -> Path:
@@ -114,12 +122,16 @@ class RunFolder:
                 copy_files(info.path, str(target), filesystem, LocalFileSystem())
 
     def push(self) -> None:
-        """Upload the local files of a run to object storage."""
+        """Upload the local files of a run to object storage, less those that this object has uploaded already."""
         if self.uri is None:
             return
         filesystem, root = open_uri(self.uri)
         for path in self._files():
-            copy_files(str(path), f"{root}/{path.relative_to(self.path)}", LocalFileSystem(), filesystem)
+            stat = path.stat()
+            state = (stat.st_mtime_ns, stat.st_size)
+            if self._pushed.get(path) != state:
+                copy_files(str(path), f"{root}/{path.relative_to(self.path)}", LocalFileSystem(), filesystem)
+                self._pushed[path] = state
 
     def delete_copy(self) -> None:
         """Delete the local copy of a run in object storage."""
@@ -170,7 +182,7 @@ def locate(place: str | Path) -> RunFolder:
     place = as_storage_path(place)
     if isinstance(place, Path):
         return RunFolder(place.absolute())
-    name = f"{hashlib.sha256(place.encode()).hexdigest()[:16]}-{place.partition('?')[0].rpartition('/')[2]}"
+    name = f"{hashlib.sha256(place.encode()).hexdigest()[:16]}-{_last_part(place)}"
     return RunFolder(_cache() / "runs" / name, place)
 
 
@@ -214,6 +226,10 @@ def lock_run(place: StoragePath) -> Iterator[RunFolder]:
                     for parent in made:
                         parent.rmdir()
             raise
+
+
+def _last_part(uri: str) -> str:
+    return PurePosixPath(uri.partition("?")[0]).name
 
 
 def _cache() -> Path:

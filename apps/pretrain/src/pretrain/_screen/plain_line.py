@@ -6,7 +6,7 @@ from pretrain._screen.run_view import RunView
 
 
 def plain_line(view: RunView) -> str:
-    """Return the newest record as a line, whose fields stand below those of the line before."""
+    """Return the newest record as a line. Its fields align with the line before."""
     last, total = view.last, str(view.max_steps)
     fields = [f"step {last['step']:>{len(total)}}/{total}"]
     if "epoch" in last:

@@ -39,15 +39,3 @@ def settings(description: RunDescription) -> dict[str, Any]:
     """Return the configuration of a run with its hardware, versions and commit."""
     found = {name: getattr(description, name) for name in ("hardware", "versions", "commit")}
     return dataclasses.asdict(description.config) | found
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by their dotted name.
-
-    >>> flatten({"seed": 1, "model": {"num_layers": 2}})
-    {'seed': 1, 'model.num_layers': 2}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat

@@ -18,10 +18,10 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar, text
 
-from pretrain._run.files import sync_file, sync_folder
+from pretrain._run.files import flatten, sync_file, sync_folder, write_durably
 from pretrain._run.history import Sample
 from pretrain._run.metrics import Record
-from pretrain._trackers.content import flatten, tagged
+from pretrain._trackers.content import tagged
 
 _proto: Any = event_pb2  # its import makes the classes; type checkers do not see them
 
@@ -31,19 +31,19 @@ class TensorBoard:
 
     Args:
         folder: the folder of all event files of the run.
-        start: the first step that the run records. TensorBoard hides the later steps of earlier starts.
+        start: the first step that the run records. The records before it that the files lack must be written again.
+            TensorBoard hides the later steps of earlier starts.
         settings: the configuration.
         prompts: the prompts of the samples.
     """
 
     def __init__(self, folder: Path, start: int, settings: dict[str, Any], prompts: Sequence[str]) -> None:
-        is_new = not (folder / "train").exists()
-        self.first_step = 0 if is_new else start
+        self._marker = folder / "recorded_steps"  # without it, a kill may have cut off the earlier steps
+        self.first_step = self._end = min(start, int(self._marker.read_text())) if self._marker.exists() else 0
         self._train, self._val = (_EventFile(folder / name, self.first_step) for name in ("train", "val"))
         self._numbers = {prompt: number for number, prompt in enumerate(prompts, 1)}
         if self.first_step == 0:
             self._train.add(0, time.time(), text("config", _as_table(settings)))
-            self.flush()  # a later start does not write the configuration again
 
     def write(self, record: Record) -> None:
         """Record the values of a step."""
@@ -51,6 +51,7 @@ class TensorBoard:
             name, _, group = tag.rpartition("/")
             file, tag = (self._val, name) if group == "val" else (self._train, tag.removesuffix("/train"))
             file.add(record["step"], record.get("time_s", time.time()), scalar(tag, value))
+        self._end = record["step"] + 1
 
     def write_sample(self, sample: Sample) -> None:
         """Record a sample as text. Its tag has the number of its prompt."""
@@ -60,12 +61,14 @@ class TensorBoard:
         self._val.add(sample.step, time.time(), text(f"samples/{number}", block))
 
     def flush(self) -> None:
-        """Make the recorded events durable."""
+        """Make the recorded events durable, and then the number of their steps. The next start records later steps."""
         for file in (self._train, self._val):
             file.flush()
+        write_durably(self._marker, str(self._end))
 
     def close(self) -> None:
-        """Close the files."""
+        """Flush and close the files."""
+        self.flush()
         for file in (self._train, self._val):
             file.close()
 

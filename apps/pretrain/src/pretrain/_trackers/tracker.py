@@ -131,10 +131,9 @@ def _open(
         from pretrain._trackers.tensorboard import TensorBoard  # takes half a second, which the driver does not need
 
         return TensorBoard(folder.tensorboard, start, settings(description), config.prompts)
-    run_name = str(folder).partition("?")[0].rstrip("/").rpartition("/")[2]
     if name == "wandb":
-        return WandbTracker(folder.path, run_name, _run_id(folder), settings(description))
-    return TrackioTracker(run_name, _run_id(folder), settings(description))
+        return WandbTracker(folder.path, folder.name, _run_id(folder), settings(description))
+    return TrackioTracker(folder.name, _run_id(folder), settings(description))
 
 
 def _run_id(folder: RunFolder) -> str:

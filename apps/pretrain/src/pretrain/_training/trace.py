@@ -37,11 +37,11 @@ class Trace:
     """Name of the device in the trace."""
 
     operations: list[Operation]
-    """Operations, the costliest first."""
+    """Operations that took time, the costliest first."""
 
     idle: float | None
-    """Share of the time from the first operation to the end of the last in which none ran; None on a CPU, whose
-    operations share its cores with all else."""
+    """Share of the time from the first operation to the end of the last in which no operation ran. None on a CPU, which
+    other programs use too."""
 
 
 def newest_trace(folder: Path) -> Path | None:
@@ -113,7 +113,8 @@ def _summarize(device: str, calls: list[_Call], content: bytes, idle: float | No
         )
         for key, group in groups.items()
     ]
-    return Trace(device=device, operations=sorted(operations, key=lambda operation: -operation.total_s), idle=idle)
+    costly = sorted((one for one in operations if one.total_s), key=lambda operation: -operation.total_s)
+    return Trace(device=device, operations=costly, idle=idle)
 
 
 def _idle(calls: list[_Call]) -> float:
@@ -123,7 +124,8 @@ def _idle(calls: list[_Call]) -> float:
     for call in calls:
         busy_ns += max(0.0, call.end_ns - max(end_ns, call.start_ns))
         end_ns = max(end_ns, call.end_ns)
-    return 1 - busy_ns / (end_ns - calls[0].start_ns)
+    total_ns = end_ns - calls[0].start_ns
+    return 1 - busy_ns / total_ns if total_ns else 0.0
 
 
 def _sources(space: bytes, called: set[tuple[str, str]]) -> dict[tuple[str, str], tuple[str, str]]:
@@ -156,7 +158,8 @@ def _instructions(module: bytes, called: set[tuple[str, str]]) -> Iterator[tuple
             file = Path(files[location[1] - 1])
             if "site-packages" not in file.parts:
                 function = functions[location[2] - 1].replace("<locals>.", "")
-                return f"{function}, {file.name}:{location[3]}"
+                line = f":{location[3]}" if 3 in location else ""  # a field that is 0 is absent
+                return f"{function}, {file.name}{line}"
             frame = frames[frame - 1].get(2, 0)
         return ""
 
