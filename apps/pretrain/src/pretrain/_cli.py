@@ -124,6 +124,7 @@ def _run(command: Command) -> int:
     console = standard_output()
     match command:
         case PretrainConfig():
+            print_line(console, "loading JAX and Ray")  # their imports take seconds
             error = _imported("train.train")(command, console=console).error
             if error is not None:
                 print_error(f"{error.details}\nerror: {error}: the same command continues from the newest checkpoint")

@@ -106,7 +106,7 @@ class TrainConfig:
     step, all validation tokens are evaluated once."""
 
     sample_tokens: int = 64
-    """Tokens of the sample that each validation takes from each prompt; 0 for no samples."""
+    """Tokens of the sample that each validation takes from each prompt; 0 for no samples, and no text at the end."""
 
     checkpoint_every: int = 100
     """Steps between two checkpoints."""

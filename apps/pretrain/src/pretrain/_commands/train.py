@@ -9,7 +9,7 @@ import ray
 from rich.console import Console
 
 import ray_jax_launch
-from nnx_gpt2 import check_mesh, num_params
+from nnx_gpt2 import check_mesh
 from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._best_effort import best_effort
 from pretrain._config import PretrainConfig, with_length, with_max_steps, with_stream_order, with_vocab_size
@@ -29,7 +29,7 @@ from pretrain._run.description import (
 )
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder, lock_run
-from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize
+from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize, write_stop
 from pretrain._run.metrics import last_values
 from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._screen.display import Display
@@ -129,6 +129,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
             config = with_length(config, num_windows=data.train.num_windows(config.model.seq_len))
         if result is not None and stored is not None:
             write_description(folder, stored)
+            folder.push()
             show_finished(read_history(folder), result, console)
             return _result(folder)
         if tokenizing is None:
@@ -138,7 +139,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         write_description(folder, description)
         folder.push()
         introduce(config, data, hardware, folder, console)
-        view = _view(read_history(folder), hardware, tokenizing)
+        view = _view(read_history(folder), hardware, tokenizing, began_s)
         with storage_failures():
             try:
                 with Display(view, console) as display, log_lines(display.print):
@@ -165,10 +166,10 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
                 show_stopped(folder.checkpoints, console)
                 raise
             except TrainingFailed as error:
-                folder.pull()
+                _write_stop(folder)
                 return _result(folder, error)
             except PermanentError as error:  # of a loop in this process
-                folder.pull()
+                _write_stop(folder)
                 return _result(folder, TrainingFailed(str(error), 0, traceback.format_exc(), ""))
             folder.pull()
             finished = write_result_and_picture(folder, name, wall_s=time.monotonic() - began)
@@ -241,7 +242,7 @@ def write_result_and_picture(folder: RunFolder, name: str, *, wall_s: float) -> 
         wall_s: seconds from the start of the last command.
     """
     history = read_history(folder)
-    result = summarize(history, wall_s=wall_s, num_params=num_params(history.description.config.model))
+    result = summarize(history, wall_s=wall_s)
     write_result(folder, result)
     with best_effort(f"the picture {folder.loss_picture}"):
         draw_losses(history, name)
@@ -263,13 +264,21 @@ def _start_ray(config: PretrainConfig, hardware: Hardware | None, console: Conso
     return hardware
 
 
-def _view(history: RunHistory, hardware: Hardware, tokenizing: Tokenizing | None) -> RunView:
+def _write_stop(folder: RunFolder) -> None:
+    """Write the end of a run whose workers have failed, and do not start again."""
+    folder.pull()
+    with best_effort("the time of its end"):  # the storage may be the reason of the failure
+        write_stop(folder, time.time())
+        folder.push()
+
+
+def _view(history: RunHistory, hardware: Hardware, tokenizing: Tokenizing | None, began_s: float) -> RunView:
     """Return the state of a run that starts, or that continues after its last sign of life."""
     view = RunView.of(history, is_local=hardware.kind == "local", tokenizing=tokenizing)
     if (stopped_s := last_sign_of_life(history.phases, history.records)) is not None:
         view.enter("stopped", stopped_s)
     view.num_restarts = len(history.starts)
-    view.enter("starting")
+    view.enter("starting", began_s)
     return view
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from nnx_gpt2 import num_params
 from pretrain._report.curves import Array, points
 from pretrain._report.timeline import WorkTime
 from pretrain._report.units import duration, show_utc
@@ -99,7 +98,7 @@ class RunView:
             "epochs": _number(result.epochs),
             "steps": _count(result.steps),
             "time of work": duration(result.wall_s) if result.wall_s else "",
-            "tokens per second, at the end": _count(last.get("tokens_per_s")),
+            "tokens per second": _count(result.tokens_per_s),
             "MFU, at the end": "" if "mfu" not in last else f"{last['mfu']:.1%}",
             "device memory": f"{last['memory_bytes'] / 1e9:.1f} GB" if "memory_bytes" in last else "",
             "restarts": _count(result.restarts),
@@ -189,9 +188,7 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _result_so_far(history: RunHistory) -> RunResult:
     """Return the result, with the fields that older versions and running trainings lack, as far as the files tell."""
-    # The vocabulary is resolved in a run's description.
-    size = num_params(history.description.config.model)  # pyright: ignore[reportArgumentType]
-    found = summarize(history, wall_s=0.0, num_params=size)
+    found = summarize(history, wall_s=0.0)
     if history.result is not None:
         known = {entry.name: getattr(history.result, entry.name) for entry in dataclasses.fields(RunResult)}
         found = dataclasses.replace(found, **{name: value for name, value in known.items() if value not in (None, {})})

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nnx_gpt2 import num_params
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.files import append_line, read_lines
@@ -161,13 +162,12 @@ def last_sign_of_life(phases: Sequence[Phase], records: Iterable[Record]) -> flo
 _PHASE_KEYS, _SAMPLE_KEYS = Phase.__annotations__.keys(), Sample.__annotations__.keys()
 
 
-def summarize(history: RunHistory, *, wall_s: float, num_params: int) -> RunResult:
-    """Return the result of a run that has just finished.
+def summarize(history: RunHistory, *, wall_s: float) -> RunResult:
+    """Return the result of a run.
 
     Args:
         history: the run's history.
         wall_s: seconds from the start of the last command.
-        num_params: parameters of the model.
     """
     records, starts, phases = history.records, history.starts, history.phases
     final = last_values(records)
@@ -175,18 +175,20 @@ def summarize(history: RunHistory, *, wall_s: float, num_params: int) -> RunResu
     best, last = min(validations, default=(None, None)), (validations or [(None, None)])[-1]
     last_start = starts[-1] if starts else {}
     ended_s = last_sign_of_life(phases, records)
+    began_s = [phase.time_s for phase in phases[:1]] + [start["time_s"] for start in starts[:1] if "time_s" in start]
     return RunResult(
         steps=final.pop("step", None),
         tokens=final.pop("tokens", None),
         epochs=final.pop("epoch", None),
-        num_params=num_params,
+        num_params=num_params(history.description.config.model),
+        tokens_per_s=_tokens_per_s(history),
         full_val_loss=final.get("full_val_loss"),
         full_val_bits_per_byte=final.get("full_val_bits_per_byte"),
         best_val_loss=best[0],
         best_val_step=best[1],
         last_val_loss=last[0],
         last_val_step=last[1],
-        began_at=as_utc(phases[0].time_s) if phases else None,
+        began_at=as_utc(min(began_s)) if began_s else None,
         ended_at=None if ended_s is None else as_utc(ended_s),
         device=last_start.get("device"),
         devices=last_start.get("devices"),
@@ -197,3 +199,16 @@ def summarize(history: RunHistory, *, wall_s: float, num_params: int) -> RunResu
         restarts=len(starts) - 1 if starts else None,
         workers=last_start.get("workers"),
     )
+
+
+def _tokens_per_s(history: RunHistory) -> float | None:
+    """Return the training tokens per second of all timed steps, or None if there are none."""
+    train = history.description.config.train
+    tokens_per_step = train.global_batch_size * history.description.config.model.seq_len
+    num_steps, seconds, last_step = 0, 0.0, 0
+    for record in history.records:
+        if "step_s" in record:
+            num_steps += record["step"] - last_step
+            seconds += (record["step"] - last_step) * record["step_s"]
+        last_step = record["step"]
+    return float(f"{num_steps * tokens_per_step / seconds:.6g}") if seconds else None

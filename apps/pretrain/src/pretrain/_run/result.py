@@ -71,6 +71,9 @@ class RunResult:
     commit: str | None = None
     """Commit of the source code at the first start, if it is a git checkout; with `-dirty` if files differed."""
 
+    tokens_per_s: float | None = None
+    """Training tokens per second, over all steps. Compiling, evaluations and saves do not count."""
+
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the run, over all its starts: see `pretrain._run.history.PhaseName`."""
 

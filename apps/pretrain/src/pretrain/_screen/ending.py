@@ -29,7 +29,10 @@ def show_result(history: RunHistory, result: RunResult, console: Console, *, sam
         console: the output.
         sample: a text of the model, for a run without samples at its validations.
     """
-    print_line(console, f"done in {duration(result.wall_s)}")
+    total_s = sum(result.seconds.values())
+    num_starts = 1 + (result.restarts or 0)
+    starts = f" of work over {num_starts} starts" if num_starts > 1 and total_s else ""
+    print_line(console, f"done in {duration(total_s or result.wall_s)}{starts}")
     print_facts(console, _numbers(history, result))
     if lines := sample_lines(history.samples, console.width if console.is_terminal else None):
         prompt = _visible(next(found.prompt for found in history.samples))
@@ -61,8 +64,7 @@ def show_stopped(checkpoints: StoragePath, console: Console) -> None:
     """
     with contextlib.suppress(OSError, LaunchError):  # the storage or the output has gone; Ctrl-C ends the command
         step = latest_step(checkpoints)
-        saved = "stopped before the first checkpoint" if step is None else f"stopped, saved at step {step}"
-        print_line(console, f"{saved}; run the same command again to continue")
+        print_line(console, "stopped before the first checkpoint" if step is None else f"stopped, saved at step {step}")
 
 
 def sample_lines(samples: Sequence[Sample], width: int | None) -> list[str]:
@@ -112,6 +114,8 @@ def _numbers(history: RunHistory, result: RunResult) -> list[tuple[str, str]]:
         facts.append(("val loss", f"{loss(result.metrics['val_loss'])} on {part}"))
     if result.full_val_bits_per_byte is not None:
         facts.append(("bits per byte", f"{result.full_val_bits_per_byte:.4f} on all validation tokens"))
+    if result.tokens_per_s is not None:
+        facts.append(("speed", f"{result.tokens_per_s:,.0f} tokens/s while training"))
     if shares := _shares(result.seconds):
         facts.append(("time", shares))
     return facts

@@ -38,9 +38,11 @@ class Sampler:
         self._is_sharded = config.mesh.fsdp * config.mesh.tensor > 1
         copy_bytes = num_params(config.model) * jnp.dtype(config.model.param_dtype).itemsize
         fits = not self._is_sharded or copy_bytes < _COPY_SHARE * device_memory_bytes()
-        takes_samples = tokenizer is not None and config.train.sample_tokens > 0 and fits
+        has_text = tokenizer is not None and config.train.sample_tokens > 0
         # Gathering needs every rank, and rank 0 decides: another machine may lack the tokenizer's files, or memory.
-        decisions = multihost_utils.broadcast_one_to_all(np.array([takes_samples, tokenizer is not None]))
+        decisions = multihost_utils.broadcast_one_to_all(
+            np.array([takes_samples, tokenizer is not None and config.train.sample_tokens > 0])
+        )
         self._takes_samples, self._has_text = map(bool, decisions)
 
     def samples(self, params: Any, step: int) -> list[Sample]:
