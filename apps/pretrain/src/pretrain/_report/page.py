@@ -10,11 +10,11 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from pretrain._formats import duration, show_utc
 from pretrain._report.curves import Array, smooth
 from pretrain._report.reported_run import ReportedRun, reported_runs
 from pretrain._report.svg_chart import Axis, Line, line_chart
 from pretrain._report.timeline import draw_timeline
-from pretrain._report.units import duration, show_utc
 from pretrain._run.history import RunHistory, seconds_by_phase
 from pretrain._run.result import as_utc
 
@@ -168,7 +168,7 @@ def _timelines(runs: Sequence[ReportedRun]) -> list[tuple[str, Markup]]:
     scale_s = max(lengths.values()) or 1.0
     return [
         (
-            f"{run.label}: {duration(lengths[run.label])}",
+            f"{run.label}: {duration(lengths[run.label], decimals=1)}",
             draw_timeline(run.history.phases, label=run.label, end_s=run.end_s or 0.0, scale_s=scale_s),
         )
         for run in runs
@@ -178,9 +178,10 @@ def _timelines(runs: Sequence[ReportedRun]) -> list[tuple[str, Markup]]:
 
 def _phase_rows(runs: Sequence[ReportedRun]) -> Iterable[_Row]:
     columns = [seconds_by_phase(run.history.phases, run.end_s or 0.0) for run in runs]
-    for name in dict.fromkeys(name for column in columns for name in column):
-        values = [
-            f"{duration(column[name])} ({column[name] / (sum(column.values()) or 1.0):.1%})" if name in column else ""
-            for column in columns
-        ]
+    for name in {name: None for column in columns for name in column}:
+        values = [_seconds_and_share(column.get(name), sum(column.values())) for column in columns]
         yield _Row(name=name, values=values)
+
+
+def _seconds_and_share(seconds: float | None, total_s: float) -> str:
+    return "" if seconds is None else f"{duration(seconds, decimals=1)} ({seconds / (total_s or 1.0):.1%})"

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from nnx_gpt2 import num_params
+from pretrain._formats import duration, gibibytes, loss, show_utc
 from pretrain._report.curves import Array, points
 from pretrain._report.timeline import WorkTime
-from pretrain._report.units import duration, show_utc
 from pretrain._run.history import RunHistory, Sample, last_sign_of_life, summarize
 from pretrain._run.result import RunResult
 from pretrain._run.state import run_state
@@ -101,12 +101,12 @@ class ReportedRun:
             "last training loss": _number(last.get("loss")),
             "parameters": _count(result.num_params),
             "training tokens": _count(result.tokens),
-            "epochs": _number(result.epochs),
+            "epochs": "" if result.epochs is None else f"{result.epochs:,.2f}",
             "steps": _count(result.steps),
-            "time of work": duration(self.work_s) if self.work_s else "",
+            "time of work": duration(self.work_s, decimals=1) if self.work_s else "",
             "tokens per second, at the end": _count(last.get("tokens_per_s")),
             "MFU, at the end": "" if "mfu" not in last else f"{last['mfu']:.1%}",
-            "device memory": f"{last['memory_bytes'] / 1e9:.1f} GB" if "memory_bytes" in last else "",
+            "device memory": gibibytes(last["memory_bytes"]) if "memory_bytes" in last else "",
             "restarts": _count(result.restarts),
             "began": show_utc(result.began_at or ""),
             "ended" if self.history.result else "last sign of life": show_utc(result.ended_at or ""),
@@ -209,7 +209,7 @@ def _some(samples: list[Sample]) -> list[Sample]:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+    return "" if value is None else loss(value)
 
 
 def _count(value: float | None) -> str:
@@ -217,4 +217,4 @@ def _count(value: float | None) -> str:
 
 
 def _at_step(value: float | None, step: int | None) -> str:
-    return "" if value is None else f"{value:.6g} at step {step or 0:,}"
+    return "" if value is None else f"{loss(value)} at step {step or 0:,}"
