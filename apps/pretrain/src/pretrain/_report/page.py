@@ -178,10 +178,11 @@ def _timelines(runs: Sequence[ReportedRun]) -> list[tuple[str, Markup]]:
 
 def _phase_rows(runs: Sequence[ReportedRun]) -> Iterable[_Row]:
     columns = [seconds_by_phase(run.history.phases, run.end_s or 0.0) for run in runs]
-    for name in {name: None for column in columns for name in column}:
-        values = [_seconds_and_share(column.get(name), sum(column.values())) for column in columns]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [
+            f"{duration(column[name], decimals=1)} ({column[name] / (sum(column.values()) or 1.0):.1%})"
+            if name in column
+            else ""
+            for column in columns
+        ]
         yield _Row(name=name, values=values)
-
-
-def _seconds_and_share(seconds: float | None, total_s: float) -> str:
-    return "" if seconds is None else f"{duration(seconds, decimals=1)} ({seconds / (total_s or 1.0):.1%})"
