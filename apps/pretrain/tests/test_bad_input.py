@@ -18,7 +18,7 @@ from nnx_gpt2 import create_optimizer, create_train_state
 from pretrain import PretrainConfig, main
 from pretrain._cli import parse_command
 from pretrain._data import load_tokens
-from pretrain._rejection import rejection
+from pretrain._errors import rejection
 from pretrain._run.description import RUN, describe, describe_data
 from pretrain._run.files import write_json
 from pretrain._run.folder import RunFolder

@@ -51,9 +51,10 @@ def run(tmp_path):
     return folder
 
 
-def printed(folder, *, width=200, **options):
+def printed(folder, *, width=200, is_terminal=False, **options):
     output = io.StringIO()
-    show_profile(str(folder.path), console=Console(file=output, width=width), **options)
+    console = Console(file=output, width=width, force_terminal=is_terminal, color_system=None)
+    show_profile(str(folder.path), console=console, **options)
     return output.getvalue()
 
 
@@ -220,9 +221,13 @@ def test_a_damaged_profile_is_rejected(content, run):
         printed(run)
 
 
-def test_the_table_fits_a_narrow_terminal(train, run):
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_table_fits_a_narrow_terminal_and_has_whole_lines_elsewhere(is_terminal, train, run):
     train("1:2", run.profiles)
-    lines = printed(run, width=60, num_ops=2).splitlines()
+    lines = printed(run, width=60, is_terminal=is_terminal, num_ops=2).splitlines()
     table = lines[: next(number for number, line in enumerate(lines) if " operations on CPU: " in line)]
-    assert max(map(len, table)) <= 60
     assert [line.split()[0] for line in table if re.match(r" *\d+ +\d", line)] == ["1", "2"]
+    if is_terminal:
+        assert max(map(len, table)) <= 60
+    else:
+        assert len(table) == 3

@@ -29,10 +29,9 @@ from pretrain._command_line.config_file import build_config, to_toml
 from pretrain._command_line.help_page import help_page
 from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import raise_interrupts
-from pretrain._errors import RunFailedError
+from pretrain._errors import RunFailedError, rejection
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
 from pretrain._presets import PRESETS
-from pretrain._rejection import rejection
 from pretrain._screen.facts import print_line
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141

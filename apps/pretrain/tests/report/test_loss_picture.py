@@ -48,7 +48,7 @@ def test_the_picture_says_last_values_restarts_sizes_and_the_value_that_it_cuts_
         "validation 1.6222",
         "\N{BLACK UP-POINTING TRIANGLE} above the axis: up to 10.90, at step 0\n| 2 restarts",
         "a run, $x_1$",
-        "834.4k parameters  ·  1.024M tokens (0.40 epochs) of builtin  ·  loss on all validation tokens 1.6333",
+        "834,432 parameters  ·  1.02M tokens (0.40 epochs) of builtin  ·  loss on all validation tokens 1.6333",
     ]
 
 

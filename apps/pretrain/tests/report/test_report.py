@@ -91,12 +91,12 @@ def test_the_numbers_of_a_running_training_are_those_of_its_files(write_run, mak
     assert cells(killed, "state") == ["no sign of life, step 500 of 1,500"]
     page = make_page(folder, clock=lambda: BEGAN_S + 1030)
     assert cells(page, "state") == ["training, step 500 of 1,500"]
-    assert cells(page, "best validation loss") == ["1.25 at step 250"]
-    assert cells(page, "last validation loss") == ["1.75 at step 500"]
+    assert cells(page, "best validation loss, on train.eval_tokens") == ["1.2500 at step 250"]
+    assert cells(page, "last validation loss, on train.eval_tokens") == ["1.7500 at step 500"]
     assert cells(page, "parameters") == ["834,432"]
     assert cells(page, "restarts") == ["1"]
     assert cells(page, "starting") == ["8.5 s (35.4%)"]
-    assert cells(page, "time of work") == ["24 s"]
+    assert cells(page, "time of work") == ["24.0 s"]
     assert cells(page, "fingerprint: train.bin") == ["ab12"]
     assert 'class="stopped"' in page
 

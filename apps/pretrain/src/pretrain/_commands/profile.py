@@ -7,6 +7,7 @@ from rich.text import Text
 from pretrain._errors import UsageError
 from pretrain._run.find import find_run
 from pretrain._run.remote_copy import pull_profiles
+from pretrain._screen.facts import print_line, print_table
 
 
 def show_profile(run: str, *, console: Console, num_ops: int = 10) -> None:
@@ -50,13 +51,8 @@ def show_profile(run: str, *, console: Console, num_ops: int = 10) -> None:
             Text(operation.name),
             Text(operation.source),
         )
-    console.print(table)
+    print_table(console, table)
     idle = "" if trace.idle is None else f", idle {trace.idle:.1%} of the time"
-    console.print(
-        f"{len(trace.operations):,} operations on {trace.device}: {total_s * 1e3:,.3f} ms{idle}\n"
-        f"trace: {path}\n"
-        f"timeline: tensorboard --logdir {folder.profiles}, with the package xprof",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    print_line(console, f"{len(trace.operations):,} operations on {trace.device}: {total_s * 1e3:,.3f} ms{idle}")
+    print_line(console, f"trace: {path}")
+    print_line(console, f"timeline: tensorboard --logdir {folder.profiles}, with the package xprof")

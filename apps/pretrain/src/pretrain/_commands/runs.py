@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from pretrain._errors import UsageError
+from pretrain._formats import age, count, duration, loss
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_history, seconds_by_phase
 from pretrain._run.metrics import last_values
 from pretrain._run.remote_copy import pull_changed
 from pretrain._run.state import last_seen_s, run_state
 from pretrain._screen.facts import print_line, print_table
-from pretrain._screen.formats import age, count, duration, loss
 from ray_jax_launch import LaunchError, as_storage_path, join_path, latest_step, open_uri
 
 PART = "*"

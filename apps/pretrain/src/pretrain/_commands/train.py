@@ -15,9 +15,8 @@ from pretrain._best_effort import best_effort
 from pretrain._config import PretrainConfig, with_length, with_max_steps, with_stream_order, with_vocab_size
 from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._data_names import label_of, parse_data
-from pretrain._errors import UsageError
+from pretrain._errors import UsageError, storage_failures
 from pretrain._output import log_lines
-from pretrain._rejection import storage_failures
 from pretrain._report.loss_picture import draw_losses
 from pretrain._run.description import (
     check_same_data,

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pretrain._formats import age
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, read_history
@@ -15,7 +16,6 @@ from pretrain._run.state import last_seen_s, run_state
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_result
 from pretrain._screen.facts import print_line
-from pretrain._screen.formats import age
 from pretrain._screen.run_view import RunView
 from ray_jax_launch import LaunchError
 

@@ -5,8 +5,8 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from nnx_gpt2 import num_params
+from pretrain._formats import axis_number, count
 from pretrain._report.curves import points, robust_range, smooth, spread
-from pretrain._report.units import short
 from pretrain._run.history import RunHistory
 from pretrain._run.metrics import last_values
 
@@ -65,7 +65,7 @@ def loss_figure(history: RunHistory, name: str) -> "matplotlib.figure.Figure":
     lower.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     lower.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     top.xaxis.set_major_locator(MaxNLocator(7))
-    top.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: short(tokens)))
+    top.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: axis_number(tokens)))
     top.tick_params(labelsize="small")
     for axes in (upper, lower):
         axes.grid(alpha=0.25, linewidth=0.6)
@@ -115,10 +115,10 @@ def _draw_curves(axes: "matplotlib.axes.Axes", history: RunHistory) -> None:
 def _subtitle(history: RunHistory) -> str:
     config, final = history.description.config, last_values(history.records)
     # The vocabulary is resolved in a run's description.
-    words = [f"{short(num_params(config.model))} parameters"]  # pyright: ignore[reportArgumentType]
+    words = [f"{count(num_params(config.model))} parameters"]  # pyright: ignore[reportArgumentType]
     if "tokens" in final:
         epochs = f" ({final['epoch']:.2f} epochs)" if final.get("epoch", 0) >= 0.01 else ""
-        words.append(f"{short(final['tokens'])} tokens{epochs} of {textwrap.shorten(config.data, 40)}")
+        words.append(f"{count(final['tokens'])} tokens{epochs} of {textwrap.shorten(config.data, 40)}")
     else:
         words.append(f"data {textwrap.shorten(config.data, 40)}")
     if "full_val_loss" in final:

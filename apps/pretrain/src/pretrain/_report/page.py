@@ -10,11 +10,11 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from pretrain._formats import duration, show_utc
 from pretrain._report.curves import Array, smooth
-from pretrain._report.run_texts import RunView, view_runs
+from pretrain._report.reported_run import ReportedRun, reported_runs
 from pretrain._report.svg_chart import Axis, Line, line_chart
 from pretrain._report.timeline import draw_timeline
-from pretrain._report.units import duration, show_utc
 from pretrain._run.history import RunHistory, seconds_by_phase
 from pretrain._run.result import as_utc
 
@@ -65,7 +65,7 @@ def render_page(histories: Sequence[RunHistory], *, now_s: float) -> str:
         histories: the runs, at least one. A run may occur twice, or be in training.
         now_s: Unix time of the page.
     """
-    runs = view_runs(histories)
+    runs = reported_runs(histories)
     loader = PackageLoader("pretrain._report", "templates")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -90,7 +90,7 @@ def render_page(histories: Sequence[RunHistory], *, now_s: float) -> str:
     return html.encode("utf-8", "replace").decode().translate(_CONTROLS)
 
 
-def _has_times(run: RunView) -> bool:
+def _has_times(run: ReportedRun) -> bool:
     return any("time_s" in record for record in run.history.records)
 
 
@@ -100,7 +100,7 @@ def _rows(columns: Iterable[dict[str, str]]) -> Iterable[_Row]:
         yield _Row(name=name, values=[column.get(name, "") for column in columns])
 
 
-def _variants(chart: _Chart, runs: Sequence[RunView]) -> Iterable[tuple[str, Markup]]:
+def _variants(chart: _Chart, runs: Sequence[ReportedRun]) -> Iterable[tuple[str, Markup]]:
     """Yield the chart on each axis, with the CSS classes of the axis."""
     for x_name in ("step", "tokens", "time"):
         lines = [line for run in runs for line in _lines(chart, run, x_name, has_one_run=len(runs) == 1)]
@@ -138,7 +138,7 @@ def _variants(chart: _Chart, runs: Sequence[RunView]) -> Iterable[tuple[str, Mar
             )
 
 
-def _lines(chart: _Chart, run: RunView, x_name: str, *, has_one_run: bool) -> Iterable[Line]:
+def _lines(chart: _Chart, run: ReportedRun, x_name: str, *, has_one_run: bool) -> Iterable[Line]:
     validation = run.points("val_loss", x_name) if chart is _LOSS else (np.empty(0), np.empty(0))
     for metric in chart.metrics:
         x, y = run.points(metric, x_name)
@@ -162,13 +162,13 @@ def _curve(label: str, x: Array, y: Array, color: str, is_smoothed: bool, is_lab
     yield line
 
 
-def _timelines(runs: Sequence[RunView]) -> list[tuple[str, Markup]]:
+def _timelines(runs: Sequence[ReportedRun]) -> list[tuple[str, Markup]]:
     """Return the time line of each run that has phases, all in one scale."""
     lengths = {run.label: sum(seconds_by_phase(run.history.phases, run.end_s or 0.0).values()) for run in runs}
     scale_s = max(lengths.values()) or 1.0
     return [
         (
-            f"{run.label}: {duration(lengths[run.label])}",
+            f"{run.label}: {duration(lengths[run.label], decimals=1)}",
             draw_timeline(run.history.phases, label=run.label, end_s=run.end_s or 0.0, scale_s=scale_s),
         )
         for run in runs
@@ -176,11 +176,13 @@ def _timelines(runs: Sequence[RunView]) -> list[tuple[str, Markup]]:
     ]
 
 
-def _phase_rows(runs: Sequence[RunView]) -> Iterable[_Row]:
+def _phase_rows(runs: Sequence[ReportedRun]) -> Iterable[_Row]:
     columns = [seconds_by_phase(run.history.phases, run.end_s or 0.0) for run in runs]
     for name in dict.fromkeys(name for column in columns for name in column):
         values = [
-            f"{duration(column[name])} ({column[name] / (sum(column.values()) or 1.0):.1%})" if name in column else ""
+            f"{duration(column[name], decimals=1)} ({column[name] / (sum(column.values()) or 1.0):.1%})"
+            if name in column
+            else ""
             for column in columns
         ]
         yield _Row(name=name, values=values)

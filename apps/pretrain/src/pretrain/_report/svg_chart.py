@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 from markupsafe import Markup
 
+from pretrain._formats import axis_number
 from pretrain._report.curves import Array, robust_range, spread
 from pretrain._report.thinning import thin
-from pretrain._report.units import short
 
 _SIZE = 1000  # of the plot, in its own coordinates, in both directions
 _LABEL_GAP = 0.08  # of two labels at the lines' ends, as a share of the height
@@ -141,7 +141,7 @@ def four_digits(value: float) -> str:
     ['2.850', '0.0006', '0', '123.5k']
     """
     if not 0.01 <= abs(value) < 1e4:
-        return short(value) if abs(value) > 1 else f"{value:.3g}"
+        return axis_number(value) if abs(value) > 1 else f"{value:.3g}"
     return f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
 
 
@@ -183,14 +183,14 @@ def _ticks(low: float, high: float, count: int, is_log: bool = False) -> list[tu
         decades = math.log10(high / low)
         factors = (1, 2, 3, 4, 6, 8) if decades < 1 else (1, 2, 5) if decades < 3 else (1,)
         values = [factor * 10.0**exponent for exponent in exponents for factor in factors]
-        return [(value, short(value)) for value in values if low <= value <= high]
+        return [(value, axis_number(value)) for value in values if low <= value <= high]
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     decimals = max(0, -math.floor(math.log10(step * 1.001)))
     values = [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
     is_long = max(abs(low), abs(high)) >= 10_000 or decimals > 6
-    return [(value, short(value) if is_long else f"{value:,.{decimals}f}") for value in values]
+    return [(value, axis_number(value) if is_long else f"{value:,.{decimals}f}") for value in values]
 
 
 def _percent(share: float) -> str:

@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 from markupsafe import Markup
 
+from pretrain._formats import duration
 from pretrain._report.curves import Array
-from pretrain._report.units import duration
 from pretrain._run.history import Phase
 
 _MOST_BARS = 1000
@@ -56,7 +56,7 @@ def draw_timeline(phases: Sequence[Phase], *, label: str, end_s: float, scale_s:
     bars = []
     for (phase, following), start in zip(pairwise([*phases, end]), starts, strict=True):
         seconds = following.time_s - phase.time_s
-        words = f"{phase.phase} from step {phase.step:,}, {duration(max(0.0, seconds))}"
+        words = f"{phase.phase} from step {phase.step:,}, {duration(max(0.0, seconds), decimals=1)}"
         if phase.phase == "stopped":
             bars.append((seconds, start, 0.0, phase.phase, words))
         elif seconds > 0:

@@ -11,8 +11,8 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from pretrain._best_effort import best_effort
+from pretrain._formats import duration, loss
 from pretrain._run.history import Phase, PhaseName
-from pretrain._screen.formats import duration, loss
 from pretrain._screen.live_screen import live_screen
 from pretrain._screen.plain_line import plain_line
 from pretrain._screen.run_view import RunView

@@ -7,7 +7,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pretrain._screen.formats import clock_time, count, duration, gibibytes, loss, sparkline
+from pretrain._formats import clock_time, count, duration, gibibytes, loss, sparkline
 from pretrain._screen.run_view import RunView
 
 _GAP = 2

@@ -1,7 +1,7 @@
 """The line of a record where the output is no terminal."""
 
+from pretrain._formats import clock_time, count, loss
 from pretrain._run.metrics import Record
-from pretrain._screen.formats import clock_time, count, loss
 from pretrain._screen.run_view import RunView
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from pretrain._screen.formats import duration
+from pretrain._formats import duration
 
 
 class _Elapsed(ProgressColumn):

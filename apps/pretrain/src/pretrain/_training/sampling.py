@@ -40,9 +40,7 @@ class Sampler:
         fits = not self._is_sharded or copy_bytes < _COPY_SHARE * device_memory_bytes()
         has_text = tokenizer is not None and config.train.sample_tokens > 0
         # Gathering needs every rank, and rank 0 decides: another machine may lack the tokenizer's files, or memory.
-        decisions = multihost_utils.broadcast_one_to_all(
-            np.array([takes_samples, tokenizer is not None and config.train.sample_tokens > 0])
-        )
+        decisions = multihost_utils.broadcast_one_to_all(np.array([has_text and fits, has_text]))
         self._takes_samples, self._has_text = map(bool, decisions)
 
     def samples(self, params: Any, step: int) -> list[Sample]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from pretrain._formats import duration, gibibytes, loss, show_utc
 from pretrain._report.curves import Array, points
 from pretrain._report.timeline import WorkTime
-from pretrain._report.units import duration, show_utc
 from pretrain._run.history import RunHistory, Sample, last_sign_of_life, summarize
 from pretrain._run.result import RunResult
 from pretrain._run.state import run_state
@@ -23,7 +23,7 @@ _MOST_SAMPLES = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunView:
+class ReportedRun:
     """A run, its name and its color."""
 
     label: str
@@ -45,6 +45,11 @@ class RunView:
     def end_s(self) -> float | None:
         """Unix time of the last phase or record."""
         return last_sign_of_life(self.history.phases, self.history.records)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds in which a command ran. Runs of pretrain 0.8 and earlier tell only those of the last command."""
+        return sum(self.result.seconds.values()) or self.result.wall_s
 
     @property
     def tokens_per_step(self) -> int:
@@ -89,18 +94,18 @@ class RunView:
             "state": self._state(now_s),
             "validation loss, all tokens (nats per token)": _number(result.full_val_loss),
             "bits per byte, all validation tokens": _number(result.full_val_bits_per_byte),
-            "best validation loss": _at_step(result.best_val_loss, result.best_val_step),
-            "last validation loss": _at_step(result.last_val_loss, result.last_val_step),
-            "last bits per byte": _number(last.get("val_bits_per_byte")),
+            "best validation loss, on train.eval_tokens": _at_step(result.best_val_loss, result.best_val_step),
+            "last validation loss, on train.eval_tokens": _at_step(result.last_val_loss, result.last_val_step),
+            "last bits per byte, on train.eval_tokens": _number(last.get("val_bits_per_byte")),
             "last training loss": _number(last.get("loss")),
             "parameters": _count(result.num_params),
             "training tokens": _count(result.tokens),
-            "epochs": _number(result.epochs),
+            "epochs": "" if result.epochs is None else f"{result.epochs:,.2f}",
             "steps": _count(result.steps),
-            "time of work": duration(result.wall_s) if result.wall_s else "",
+            "time of work": duration(self.work_s, decimals=1) if self.work_s else "",
             "tokens per second": _count(result.tokens_per_s),
             "MFU, at the end": "" if "mfu" not in last else f"{last['mfu']:.1%}",
-            "device memory": f"{last['memory_bytes'] / 1e9:.1f} GB" if "memory_bytes" in last else "",
+            "device memory": gibibytes(last["memory_bytes"]) if "memory_bytes" in last else "",
             "restarts": _count(result.restarts),
             "began": show_utc(result.began_at or ""),
             "ended" if self.history.result else "last sign of life": show_utc(result.ended_at or ""),
@@ -135,26 +140,26 @@ class RunView:
         return state if state == "finished" else f"{state}, {step}"
 
 
-def view_runs(histories: Sequence[RunHistory]) -> list[RunView]:
+def reported_runs(histories: Sequence[RunHistory]) -> list[ReportedRun]:
     """Give each run a name and a color.
 
     Args:
         histories: the runs. A run may occur twice.
     """
     seen: Counter[str] = Counter()
-    views = []
+    runs = []
     for number, history in enumerate(histories):
         name = str(history.folder).rstrip("/").rpartition("/")[2].partition("?")[0]
         seen[name] += 1
-        views.append(
-            RunView(
+        runs.append(
+            ReportedRun(
                 label=f"{name} ({seen[name]})" if seen[name] > 1 else name,
                 color=f"color{number % _NUM_COLORS}" + (" dashed" if number >= _NUM_COLORS else ""),
                 history=history,
                 result=_result_so_far(history),
             )
         )
-    return views
+    return runs
 
 
 def without_credentials(text: str) -> str:
@@ -192,7 +197,7 @@ def _result_so_far(history: RunHistory) -> RunResult:
     if history.result is not None:
         known = {entry.name: getattr(history.result, entry.name) for entry in dataclasses.fields(RunResult)}
         found = dataclasses.replace(found, **{name: value for name, value in known.items() if value not in (None, {})})
-    return dataclasses.replace(found, wall_s=sum(found.seconds.values()) or found.wall_s)
+    return found
 
 
 def _some(samples: list[Sample]) -> list[Sample]:
@@ -201,7 +206,7 @@ def _some(samples: list[Sample]) -> list[Sample]:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+    return "" if value is None else loss(value)
 
 
 def _count(value: float | None) -> str:
@@ -209,4 +214,4 @@ def _count(value: float | None) -> str:
 
 
 def _at_step(value: float | None, step: int | None) -> str:
-    return "" if value is None else f"{value:.6g} at step {step or 0:,}"
+    return "" if value is None else f"{loss(value)} at step {step or 0:,}"

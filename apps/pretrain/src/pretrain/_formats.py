@@ -1,4 +1,4 @@
-"""Numbers as short texts, and sparklines."""
+"""Numbers and times as short texts, and sparklines: the same on the screen, in the report and in pictures."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,19 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float, *, decimals: int = 0) -> str:
     """Return a time as text.
 
-    >>> duration(8.4), duration(208), duration(7384), duration(200_000)
-    ('8 s', '3:28', '2:03:04', '2 d 7 h')
+    >>> duration(8.4), duration(208), duration(7384), duration(200_000), duration(8.4, decimals=1)
+    ('8 s', '3:28', '2:03:04', '2 d 7 h', '8.4 s')
+
+    Args:
+        seconds: the time.
+        decimals: decimals of a time below a minute.
     """
-    whole = int(seconds)
-    return f"{whole} s" if whole < 60 else clock_time(whole)
+    if seconds >= 60:
+        return clock_time(seconds)
+    return f"{seconds:.{decimals}f} s" if decimals else f"{int(seconds)} s"
 
 
 def clock_time(seconds: float) -> str:
@@ -57,6 +62,18 @@ def count(number: float, *, exact_below: float = 1e6) -> str:
     return f"{number:,.0f}"
 
 
+def axis_number(number: float) -> str:
+    """Return a number of an axis with at most 4 digits.
+
+    >>> [axis_number(number) for number in (0, 0.25, 950, 12_500, 123_849_984, 9.035e9)]
+    ['0', '0.25', '950', '12.5k', '123.8M', '9.035B']
+    """
+    for unit, name in _UNITS:
+        if abs(number) >= unit:
+            return f"{number / unit:.4g}{name}"
+    return f"{number:.4g}"
+
+
 def loss(value: float) -> str:
     """Return a loss with 4 decimals, or 4 digits if it is large.
 
@@ -73,6 +90,15 @@ def gibibytes(num_bytes: float) -> str:
     '1.5 GiB'
     """
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def show_utc(time: str) -> str:
+    """Return a time in ISO 8601 in plain form.
+
+    >>> show_utc("2026-09-21T14:13:20+00:00")
+    '2026-09-21 14:13:20 UTC'
+    """
+    return time.replace("T", " ").replace("+00:00", " UTC")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
