@@ -309,7 +309,7 @@ def test_what_is_damaged_has_a_copy(place, capsys):
         path.unlink() if contents is None else path.write_bytes(contents)
         assert main(shlex.split(SAMPLE)) == 0
     assert main(shlex.split(TRAIN)) == 0
-    assert "is finished: 1 steps, validation loss 5.5000" in capsys.readouterr().out
+    assert "is finished; choose another --name for a new one\nsteps" in capsys.readouterr().out
     assert path.read_text() == expected
 
 

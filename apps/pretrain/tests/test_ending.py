@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -37,6 +38,7 @@ RESULT = RunResult(
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A run in the folder `runs` of the working folder."""
+    monkeypatch.setattr("sys.argv", ["pretrain"])
     monkeypatch.chdir(tmp_path)
     run = RunFolder(tmp_path / "runs" / "a run")
     run.path.mkdir(parents=True)
@@ -61,12 +63,12 @@ def test_the_end_tells_which_validation_loss_is_of_what(folder):
         shown(folder)
         == f"""\
 done in 3:24
-steps            1,500: 1,536,000 tokens, 0.13 epochs
-training loss    1.6123
-validation loss  1.5117 on all validation tokens, as `eval` prints
-                 1.6197 at step 1,500, best 1.6000 at step 1,250, on up to 20,480 validation tokens
-bits per byte    2.1809 on all validation tokens
-time             training 87%, starting 10%, evaluating 2%
+steps          1,500: 1,536,000 tokens, 0.13 epochs
+loss           1.6123
+val loss       1.5117 on all validation tokens, as `eval` prints
+               1.6197 at step 1,500, best 1.6000 at step 1,250, on up to 20,480 validation tokens
+bits per byte  2.1809 on all validation tokens
+time           training 87%, starting 10%, evaluating 2%
 
 samples of the prompt "def "
 step     0  def ·[31m~q
@@ -74,12 +76,27 @@ step   250  def se⏎→lf
 step 1,500  def self):⏎    pass
 
 run folder: {folder}
-  uv run apps/pretrain sample 'a run'
-  uv run apps/pretrain eval 'a run'
-  uv run apps/pretrain report 'a run'
-  uv run apps/pretrain export 'a run' OUT
+  pretrain sample 'a run'
+  pretrain eval 'a run'
+  pretrain report 'a run'
+  pretrain export 'a run' OUT
 """
     )
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("apps/pretrain", "uv run apps/pretrain"),
+        ("/a/bin/pretrain", "pretrain"),
+        ("/a/pretrain/__main__.py", "python -m pretrain"),
+        ("notebook.py", "pretrain"),
+    ],
+)
+def test_the_next_commands_begin_as_this_one(folder, monkeypatch, program, expected):
+    Path("apps/pretrain").mkdir(parents=True)
+    monkeypatch.setattr("sys.argv", [program])
+    assert shown(folder).splitlines()[-1] == f"  {expected} export 'a run' OUT"
 
 
 def test_a_run_without_samples_ends_with_the_text_of_the_model(folder):

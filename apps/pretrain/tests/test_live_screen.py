@@ -6,6 +6,8 @@ import logging
 import os
 import pty
 import struct
+import subprocess
+import sys
 import termios
 import threading
 
@@ -145,7 +147,7 @@ step 500  loss 2.0000  val loss 1.8543
 continuing from step 625
 training          step   625/1,500
 ━━━━━━━━╺━━━━━━━━━━━   42%
-loss  1.9600 █▆▄▃▂▁  val  1.8543 █▁▁
+loss  1.9600 █▅▃▁  val loss  1.8543 █▁▁
  18,432 tokens/s  MFU 31.2%  epoch  0.62
 data wait   4%  memory  1.5 GiB""",
     (80, 24): """
@@ -156,7 +158,7 @@ step 500  loss 2.0000  val loss 1.8543
 continuing from step 625
 training          step   625/1,500  elapsed    2:05  1 restart
 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   42%
-loss  1.9600 █▇▆▅▅▄▄▃▃▂▂▂▂▁▁▁  validation loss  1.8543 █▁▁
+loss  1.9600 █▇▆▅▅▄▄▃▃▂▂▂▂▁▁▁  val loss  1.8543 █▁▁
  18,432 tokens/s  MFU 31.2%  data wait   4%  memory  1.5 GiB  epoch  0.62""",
 }
 
@@ -201,11 +203,47 @@ def test_the_live_view_leaves_no_trace():
 
 
 def test_lines_of_the_launcher_stand_above_the_live_view():
-    with terminal(80, 24) as opened, Display(RunView(10), opened.console), log_lines(opened.console):
+    with terminal(80, 24) as opened, Display(RunView(10), opened.console) as display, log_lines(display.print):
         logging.getLogger("ray_jax_launch").info("worker 0 of 1: node 10.0.0.1")
         first, second, *_ = opened.settled()
     assert first == "worker 0 of 1: node 10.0.0.1"
     assert second.startswith("starting the workers")
+
+
+WARN = """
+import logging, sys
+from rich.console import Console
+from pretrain._output import show_warnings
+from pretrain._screen.display import Display
+from pretrain._screen.run_view import RunView
+
+show_warnings()
+with Display(RunView(10), Console()):
+    logging.getLogger("pretrain").warning("the run goes on without a tracker")
+    logging.getLogger("ray_jax_launch").warning("worker 0 died")
+    logging.getLogger("pretrain").warning("a last warning")
+    sys.stdout.flush()
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("is_in_file", [False, True])
+def test_warnings_stand_above_the_live_view_or_in_their_file(is_in_file, tmp_path):
+    warnings = ["the run goes on without a tracker", "worker 0 died", "a last warning"]
+    errors = tmp_path / "errors"
+    with terminal(80, 24) as opened, errors.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WARN], text=True, stdin=subprocess.PIPE, stdout=opened.file,
+            stderr=file if is_in_file else opened.file, env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+        )  # fmt: skip
+        try:
+            opened.wait_for("step  0/10" if is_in_file else "a last warning")
+            opened.wait_for("step  0/10")
+        finally:
+            process.communicate("\n", timeout=WITHIN_S)
+        lines = opened.settled()
+    assert errors.read_text().splitlines() == (warnings if is_in_file else [])
+    assert lines == ([""] if is_in_file else warnings)
 
 
 def test_a_run_goes_on_when_its_terminal_is_closed():
@@ -243,7 +281,7 @@ def test_a_terminal_without_the_characters_gets_no_sparkline():
             feed(display, clock)
             display.refresh()
             shown = opened.settled()
-    assert shown[-2] == "loss  1.9600                   validation loss  1.8543"
+    assert shown[-2] == "loss  1.9600                   val loss  1.8543"
     assert all(line.isascii() for line in shown)
 
 

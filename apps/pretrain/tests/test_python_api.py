@@ -104,7 +104,7 @@ def test_the_result_has_the_metrics_and_the_checkpoint(found, place):
 
 def test_the_same_configuration_finds_the_finished_run(found):
     assert found["again"] == [True, 25, True]
-    assert "is finished: 25 steps, validation loss" in found["printed"]
+    assert "is finished; choose another --name for a new one\nsteps" in found["printed"]
 
 
 def test_a_trained_model_has_its_tokenizer_and_its_configuration(found):

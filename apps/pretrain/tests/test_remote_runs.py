@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import logging
+import time
 
 import pytest
 from moto.server import ThreadedMotoServer
@@ -15,8 +16,10 @@ from pretrain._commands.watch import watch
 from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe, write_description
 from pretrain._run.files import append_line
-from pretrain._run.folder import RunFolder
-from ray_jax_launch import open_uri
+from pretrain._run.find import find_run
+from pretrain._run.folder import RunFolder, locate
+from pretrain._run.remote_copy import pull_changed, pull_profiles
+from ray_jax_launch import LaunchError, open_uri
 
 BEGAN_S = 1_700_000_000.0
 
@@ -91,6 +94,56 @@ def test_a_file_is_uploaded_when_it_has_changed(run):
     run.push()
     objects = filesystem.get_file_info(FileSelector(root))
     assert [(found.base_name, found.size) for found in objects] == [("phases.jsonl", run.phases.stat().st_size)]
+
+
+def test_a_copy_has_the_age_of_its_objects(run):
+    """A run of pretrain 0.8 tells no time, and the table of runs shows the age of its files."""
+    storage, path = open_uri(run.uri)
+    time.sleep(1.1)  # the server may tell the time in seconds
+    folder, _ = find_run(run.uri)
+    assert folder.config.stat().st_mtime_ns == storage.get_file_info(f"{path}/config.json").mtime_ns
+
+
+def test_a_reader_leaves_the_copy_of_the_training_command_alone(run):
+    training = locate(run.uri)
+    training.path.mkdir(parents=True)
+    training.metrics.write_text("not uploaded yet")
+    trace = run.profiles / "plugins" / "profile" / "2026" / "host.xplane.pb"
+    trace.parent.mkdir(parents=True)
+    trace.write_text("a trace")
+    run.push()
+    folder, _ = find_run(run.uri)
+    pull_profiles(folder)
+    assert folder.config.read_bytes() == run.config.read_bytes()
+    assert (folder.path / trace.relative_to(run.path)).read_text() == "a trace"
+    assert training.metrics.read_text() == "not uploaded yet"
+
+
+def test_a_reader_downloads_what_has_changed_and_forgets_what_is_deleted(run):
+    folder, _ = find_run(run.uri)
+    assert not pull_changed(folder)
+    append_line(run.metrics, {"step": 1, "loss": 3.0})
+    run.push()
+    assert pull_changed(folder)
+    storage, path = open_uri(run.uri)
+    storage.delete_file(f"{path}/phases.jsonl")
+    find_run(run.uri)
+    assert folder.metrics.read_bytes() == run.metrics.read_bytes()
+    assert not folder.phases.exists()
+
+
+def test_a_storage_that_does_not_answer_is_no_damaged_run(run, monkeypatch):
+    place = run.uri.rpartition("/")[0]
+    listed = FileSelector
+
+    def vanish(*args, **options):
+        """The server goes away after the list of the runs."""
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        return listed(*args, **options)
+
+    monkeypatch.setattr("pretrain._commands.runs.FileSelector", vanish)
+    with pytest.raises(LaunchError, match="the storage must be"):
+        show_runs(place, console=Console(quiet=True))
 
 
 @pytest.mark.parametrize("place", ["absent", "run/checkpoints"])

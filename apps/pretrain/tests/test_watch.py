@@ -1,8 +1,10 @@
 """The command `watch`: what it shows of a run from the run's files alone, without a terminal."""
 
+import contextlib
 import dataclasses
 import io
 import json
+import os
 
 import pytest
 from rich.console import Console
@@ -10,6 +12,7 @@ from rich.console import Console
 from pretrain import PRESETS
 from pretrain._commands.watch import watch
 from pretrain._errors import UsageError
+from pretrain._output import Output
 from pretrain._run.description import DataDescription, describe, write_description
 from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
@@ -98,8 +101,8 @@ def test_a_finished_run_ends_with_its_numbers(folder):
 
     code, lines = watched(folder, lambda: 10, finish)
     assert code == 0
-    assert "validation loss  1.5117 on all validation tokens, as `eval` prints" in lines
-    assert lines[-4].startswith("  uv run apps/pretrain sample ")
+    assert "val loss       1.5117 on all validation tokens, as `eval` prints" in lines
+    assert lines[-4].split()[-2] == "sample"
 
 
 def test_a_finished_run_is_not_waited_for_forever(folder):
@@ -174,7 +177,32 @@ def test_a_run_of_pretrain_0_8_has_neither_phases_nor_times(folder):
     code, lines = watched(folder, train, finish)
     assert code == 0
     assert "step   10/1500  loss 2.5000                        10 tokens/s  left 2:29" in lines
-    assert "validation loss  2.6000 on up to 20,480 validation tokens" in lines
+    assert "val loss  2.6000 on up to 20,480 validation tokens" in lines
+
+
+def test_a_watch_ends_when_the_reader_of_its_output_has_closed_it(folder):
+    """As `pretrain watch RUN | head -1`. The run is in training, and was killed."""
+    phase(folder, "training", 12)
+    read_end, write_end = os.pipe()
+    waited = []
+
+    def sleep(interval_s):
+        assert len(waited) < 3, "the watch goes on"
+        waited.append(interval_s)
+        with contextlib.suppress(OSError):
+            os.close(read_end)
+
+    file = os.fdopen(write_end, "w")
+    with pytest.raises(BrokenPipeError):
+        watch(str(folder.path), console=Output(file=file), clock=lambda: BEGAN_S + 400 + 60 * len(waited), sleep=sleep)
+    with contextlib.suppress(OSError):  # the file tries once more to write
+        file.close()
+
+
+def test_a_silent_training_is_told_each_minute(folder):
+    phase(folder, "training", 12)
+    _, lines = watched(folder, lambda: 301, lambda: 320, lambda: 373)
+    assert lines == [f"watching {folder}, started on local", "no sign of life for 5 min", "no sign of life for 6 min"]
 
 
 def test_a_run_that_does_not_exist_is_rejected(tmp_path):

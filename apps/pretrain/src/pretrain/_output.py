@@ -4,7 +4,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
 from rich.console import Console
 
@@ -27,9 +28,21 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+class _StandardError(logging.StreamHandler):
+    """A handler that writes to the standard error of the moment: a live view puts its own in place of it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)  # the one of StreamHandler would store the stream
+
+    @property
+    def stream(self) -> TextIO:
+        """Standard error."""
+        return sys.stderr
+
+
 def show_warnings() -> None:
     """Write warnings to standard error as sentences, before a library chooses a format with names of loggers."""
-    handler = logging.StreamHandler()
+    handler = _StandardError()
     handler.setLevel(logging.WARNING)  # `log_lines` shows the rest
     logging.basicConfig(format="%(message)s", handlers=[handler])
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what users cannot change
@@ -51,22 +64,25 @@ def discard_unwritten() -> None:
 
 
 @contextlib.contextmanager
-def log_lines(console: Console) -> Iterator[None]:
-    """Print each message that the launcher logs as information as a line, while the block runs."""
+def log_lines(show: Callable[[str], None]) -> Iterator[None]:
+    """Show each message that the launcher logs as information, while the block runs.
+
+    Args:
+        show: shows a line. Any thread may call it.
+    """
     logger = logging.getLogger("ray_jax_launch")
     level = logger.level
 
-    def show(record: logging.LogRecord) -> bool:
+    def show_information(record: logging.LogRecord) -> bool:
         if record.levelno == logging.INFO:
-            with contextlib.suppress(OSError):  # the run goes on without standard output
-                console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)
+            show(record.getMessage())
         return True
 
-    logger.addFilter(show)
+    logger.addFilter(show_information)
     if not logger.isEnabledFor(logging.INFO):
         logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        logger.removeFilter(show)
+        logger.removeFilter(show_information)
         logger.setLevel(level)

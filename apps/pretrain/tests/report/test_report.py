@@ -18,8 +18,9 @@ ATTACK = "<script>alert(1)</script>"
 def make_page(tmp_path):
     """Reports runs, and returns the page."""
 
-    def make(*folders):
-        path = report([str(folder) for folder in folders], out=str(tmp_path / "page.html"), console=Console(quiet=True))
+    def make(*folders, **options):
+        names = [str(folder) for folder in folders]
+        path = report(names, out=str(tmp_path / "page.html"), console=Console(quiet=True), **options)
         return path.read_text()
 
     return make
@@ -63,7 +64,7 @@ def test_the_page_has_no_character_that_html_forbids(write_run, make_page):
 
 def test_a_run_that_has_just_begun_has_a_page(write_run, make_page):
     page = make_page(write_run())
-    assert cells(page, "state") == ["not finished, step 0 of 1,500"]
+    assert cells(page, "state") == ["training, step 0 of 1,500"]
     assert 'class="chart"' not in page
 
 
@@ -86,7 +87,9 @@ def test_the_numbers_of_a_running_training_are_those_of_its_files(write_run, mak
         starts=[{"step": 0, "time_s": BEGAN_S}, {"step": 1, "time_s": BEGAN_S + 1000}],
         phases=[{"step": 0, "time_s": BEGAN_S + s, "phase": phase} for phase, s in phases],
     )
-    page = make_page(folder)
+    killed = make_page(folder, clock=lambda: BEGAN_S + 1400)
+    assert cells(killed, "state") == ["no sign of life, step 500 of 1,500"]
+    page = make_page(folder, clock=lambda: BEGAN_S + 1030)
     assert cells(page, "state") == ["training, step 500 of 1,500"]
     assert cells(page, "best validation loss") == ["1.25 at step 250"]
     assert cells(page, "last validation loss") == ["1.75 at step 500"]
@@ -103,7 +106,7 @@ def test_runs_of_one_name_and_one_run_twice_are_told_apart(write_run, make_page,
     other = shutil.copytree(folder.path, tmp_path / "copies" / "run")
     page = make_page(folder, other, folder)
     assert "<h1>run, run (2), run (3)</h1>" in page
-    assert cells(page, "state") == ["not finished, step 75 of 1,500"] * 3
+    assert cells(page, "state") == ["no sign of life, step 75 of 1,500"] * 3
     assert "All options are equal." in page
 
 

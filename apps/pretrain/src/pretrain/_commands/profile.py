@@ -6,6 +6,7 @@ from rich.text import Text
 
 from pretrain._errors import UsageError
 from pretrain._run.find import find_run
+from pretrain._run.remote_copy import pull_profiles
 
 
 def show_profile(run: str, *, console: Console, num_ops: int = 10) -> None:
@@ -22,6 +23,7 @@ def show_profile(run: str, *, console: Console, num_ops: int = 10) -> None:
     if num_ops < 1:
         raise UsageError(f"--num-ops must be at least 1, got {num_ops}. Change it.")
     folder, _ = find_run(run)
+    pull_profiles(folder)
     from pretrain._training.trace import newest_trace, read_trace  # imports jax, which other commands do not need
 
     path = newest_trace(folder.profiles)

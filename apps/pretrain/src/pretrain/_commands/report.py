@@ -1,7 +1,7 @@
 """The command `report`: one page about runs, to look at and to send."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -11,19 +11,20 @@ from pretrain._report.page import render_page
 from pretrain._run.files import write_durably
 from pretrain._run.find import find_run
 from pretrain._run.history import read_history
-from pretrain._run.result import as_utc
+from pretrain._screen.facts import print_line
 from ray_jax_launch import as_storage_path
 
 _NAME = "report.html"
 
 
-def report(runs: Sequence[str], *, out: str | None, console: Console) -> Path:
+def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Callable[[], float] = time.time) -> Path:
     """Write a page about runs: one HTML file, which loads nothing.
 
     Args:
         runs: folders, URIs or names of runs, finished or not.
         out: the file; None takes `report.html` in the folder of a single run, otherwise in the working folder.
         console: prints the file's path.
+        clock: returns the Unix time.
 
     Returns:
         The file.
@@ -37,14 +38,14 @@ def report(runs: Sequence[str], *, out: str | None, console: Console) -> Path:
     folders = [find_run(name)[0] for name in runs]
     is_in_folder = len(folders) == 1 and folders[0].uri is None
     path = target or (folders[0].path if is_in_folder else Path()) / _NAME
-    page = render_page([read_history(folder) for folder in folders], made_at=as_utc(time.time()))
+    page = render_page([read_history(folder) for folder in folders], now_s=clock())
     try:
         write_durably(path, page)
     except OSError as error:
         raise UsageError(
             f"--out must be a file that can be written, got {path} ({error.strerror}). Give another --out."
         ) from error
-    console.print(f"wrote {path} ({path.stat().st_size / 1e6:.2f} MB)", markup=False, highlight=False, soft_wrap=True)
+    print_line(console, f"wrote {path} ({path.stat().st_size / 1e6:.2f} MB)")
     return path
 
 

@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pretrain._commands.watch import SILENT_AFTER_S
 from pretrain._errors import UsageError
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import RunHistory, last_sign_of_life, read_history, seconds_by_phase
+from pretrain._run.history import read_history, seconds_by_phase
 from pretrain._run.metrics import last_values
+from pretrain._run.remote_copy import pull_changed
+from pretrain._run.state import last_seen_s, run_state
 from pretrain._screen.facts import print_line, print_table
 from pretrain._screen.formats import age, count, duration, loss
-from pretrain._screen.remote_copy import pull_changed, watched_files
-from ray_jax_launch import as_storage_path, join_path, latest_step, open_uri
+from ray_jax_launch import LaunchError, as_storage_path, join_path, latest_step, open_uri
 
 PART = "*"
 """The mark of a validation loss that is not of all validation tokens."""
@@ -103,15 +103,21 @@ def _is_run(folder: Path) -> bool:
 
 
 def _row(folder: RunFolder, now_s: float) -> _Row | None:
-    """Return the row of a run; None for a folder of object storage that holds none."""
+    """Return the row of a run; None for a folder of object storage that holds none.
+
+    Raises:
+        LaunchError: the object storage cannot be reached.
+        OSError: an object cannot be read.
+    """
+    if folder.uri is not None:
+        pull_changed(folder)
+        if not _is_run(folder.path) and latest_step(folder.checkpoints) is None:
+            return None
     try:
-        if folder.uri is not None:
-            pull_changed(folder)
-            if not _is_run(folder.path) and latest_step(folder.checkpoints) is None:
-                return None
         return _read_row(folder, now_s)
-    # A file that another program has written or cut may hold anything.
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except LaunchError:  # a ValueError too: the storage cannot be reached
+        raise
+    except (ValueError, OSError) as error:  # a file that another program has written or cut
         return _Row(name=folder.path.name, state="damaged", problem=str(error))
 
 
@@ -119,7 +125,7 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
     history = read_history(folder)
     last, result = last_values(history.records), history.result
     start = history.starts[-1] if history.starts else {}
-    seen_s, num_devices = _seen_s(history), start.get("devices", 1)
+    seen_s, num_devices = last_seen_s(history), start.get("devices", 1)
     device = start.get("device", history.description.hardware)
     val_loss, is_full = last.get("full_val_loss", last.get("val_loss")), "full_val_loss" in last
     seconds = sum(seconds_by_phase(history.phases, seen_s).values())
@@ -127,7 +133,7 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
         seconds = result.wall_s
     return _Row(
         name=folder.path.name,
-        state=_state(history, now_s - seen_s),
+        state=run_state(history, now_s),
         step=f"{last.get('step', 0)}/{history.description.config.train.max_steps}",
         loss=loss(last["loss"]) if "loss" in last else "",
         val_loss="" if val_loss is None else loss(val_loss) + ("" if is_full else PART),
@@ -137,24 +143,6 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
         age=age(now_s - seen_s),
         seen_s=seen_s,
     )
-
-
-def _seen_s(history: RunHistory) -> float:
-    """Return the Unix time of the last sign of life."""
-    seen_s = last_sign_of_life(history.phases, history.records)
-    if seen_s is not None:
-        return seen_s
-    paths = [path for path in watched_files(history.folder) if path.exists()]  # of pretrain 0.8 and earlier
-    return max((path.stat().st_mtime for path in paths), default=0.0)
-
-
-def _state(history: RunHistory, silent_s: float) -> str:
-    phase = history.phases[-1].phase if history.phases else None
-    if history.result is not None or phase == "finished":
-        return "finished"
-    if phase == "stopped":
-        return "stopped"
-    return "training" if silent_s < SILENT_AFTER_S else "no sign of life"
 
 
 def _table(rows: list[_Row], console: Console) -> Table:

@@ -139,45 +139,46 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         folder.push()
         introduce(config, data, hardware, folder, console)
         view = _view(read_history(folder), hardware, tokenizing)
-        stack.enter_context(storage_failures())
-        try:
-            with Display(view, console) as display, log_lines(console):
-                result = ray_jax_launch.launch(
-                    train_worker,
-                    {
-                        "config": config,
-                        "data": data,
-                        "folder": folder,
-                        "description": description,
-                        # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
-                        "reads_itself": hardware.kind == "local" or config.data_mode == "stream",
-                        "began_s": began_s,
-                    },
-                    hardware=hardware,
-                    storage_path=storage_path,
-                    name=name,
-                    on_metrics=lambda rank, metrics: display.add(metrics),
-                    data_cpus=0 if hardware.kind == "local" else DATA_CPUS,
-                    max_failures=config.train.max_failures,
-                    wait_for_resources_s=config.wait_for_resources_s,
-                )
-        except KeyboardInterrupt:
-            show_stopped(folder.checkpoints, console)
-            raise
-        except TrainingFailed as error:
+        with storage_failures():
+            try:
+                with Display(view, console) as display, log_lines(display.print):
+                    result = ray_jax_launch.launch(
+                        train_worker,
+                        {
+                            "config": config,
+                            "data": data,
+                            "folder": folder,
+                            "description": description,
+                            # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
+                            "reads_itself": hardware.kind == "local" or config.data_mode == "stream",
+                            "began_s": began_s,
+                        },
+                        hardware=hardware,
+                        storage_path=storage_path,
+                        name=name,
+                        on_metrics=lambda rank, metrics: display.add(metrics),
+                        data_cpus=0 if hardware.kind == "local" else DATA_CPUS,
+                        max_failures=config.train.max_failures,
+                        wait_for_resources_s=config.wait_for_resources_s,
+                    )
+            except KeyboardInterrupt:
+                show_stopped(folder.checkpoints, console)
+                raise
+            except TrainingFailed as error:
+                folder.pull()
+                return _result(folder, error)
+            except PermanentError as error:  # of a loop in this process
+                folder.pull()
+                return _result(folder, TrainingFailed(str(error), 0, traceback.format_exc(), ""))
             folder.pull()
-            return _result(folder, error)
-        except PermanentError as error:  # of a loop in this process
-            folder.pull()
-            return _result(folder, TrainingFailed(str(error), 0, traceback.format_exc(), ""))
-        folder.pull()
-        report = write_report(folder, name, wall_s=time.monotonic() - began)
-        sample = str(result.return_value)
-        with best_effort(f"the sample {folder.sample}"):
-            folder.sample.write_text(sample)
-        folder.push()
-        show_result(read_history(folder), report, console, sample=sample)
-        return _result(folder)
+            finished = write_result_and_picture(folder, name, wall_s=time.monotonic() - began)
+            sample = str(result.return_value)
+            with best_effort(f"the sample {folder.sample}"):
+                folder.sample.write_text(sample)
+            folder.push()
+            history, outcome = read_history(folder), _result(folder)
+        show_result(history, finished, console, sample=sample)
+        return outcome
 
 
 def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
@@ -231,7 +232,7 @@ def resolve_length(config: PretrainConfig, stored: PretrainConfig) -> PretrainCo
     return config if given == (None, None) else with_max_steps(config, stored.train.max_steps)
 
 
-def write_report(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
+def write_result_and_picture(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
     """Write `result.json`, which marks the run as finished, then `loss.png`.
 
     Args:

@@ -1,27 +1,23 @@
 """The command `watch`: the live view of a run, from its folder alone."""
 
 import contextlib
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import RunHistory, last_sign_of_life, read_history
+from pretrain._run.history import RunHistory, read_history
+from pretrain._run.remote_copy import pull_changed, watched_files
+from pretrain._run.state import last_seen_s, run_state
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_result
 from pretrain._screen.facts import print_line
 from pretrain._screen.formats import age
-from pretrain._screen.remote_copy import pull_changed, watched_files
 from pretrain._screen.run_view import RunView
-from ray_jax_launch import LaunchError, is_uri
-
-SILENT_AFTER_S = 300.0
-"""A run without a phase or a record for this time shows no sign of life."""
+from ray_jax_launch import LaunchError
 
 # A request to object storage costs money and time.
 _MIN_URI_INTERVAL_S = 5.0
@@ -49,47 +45,41 @@ def watch(
     Raises:
         UsageError: the run does not exist, or its description is damaged.
         LaunchError: the object storage cannot be reached at the start.
+        OSError: the output cannot be written; BrokenPipeError if its reader has closed it.
         KeyboardInterrupt: Ctrl-C.
     """
-    with _reading(run) as (folder, has_changed):
-        history = read_history(folder)
-        view = RunView.of(history, is_local=history.description.hardware == "local", clock=clock)
-        is_stale = False
-        with Display(view, console) as display:
-            display.print(f"watching {folder}, started on {history.description.hardware}")
-            display.show_newest()
-            while not _is_over(history, clock()):
-                sleep(max(interval_s, _MIN_URI_INTERVAL_S) if folder.uri else interval_s)
-                try:
-                    is_stale |= has_changed()
-                    if is_stale:
-                        history, before, is_stale = read_history(folder), history, False
-                        for news in _news(before, history):
-                            display.add(news)
-                except (LaunchError, OSError) as error:  # the network may fail for a while
-                    display.print(f"{folder} cannot be read, the next attempt follows: {error}")
-                display.notice(_notice(history, clock()))
-        if history.result is not None:
-            show_result(history, history.result, console)
-        else:
-            step = history.records[-1]["step"] if history.records else 0
-            is_finished = bool(history.phases) and history.phases[-1].phase == "finished"
-            print_line(console, f"the run is {'finished' if is_finished else 'stopped'} at step {step}")
-
-
-@contextlib.contextmanager
-def _reading(run: str) -> Iterator[tuple[RunFolder, Callable[[], bool]]]:
-    """Find the files of a run. Yield them, and a function that returns whether they have changed since its last call.
-
-    A run in object storage is copied into a temporary folder.
-    """
-    if is_uri(run):
-        with tempfile.TemporaryDirectory() as copy:
-            folder = RunFolder(Path(copy), run)
-            pull_changed(folder)
-            yield folder, lambda: pull_changed(folder)
-        return
     folder, _ = find_run(run)
+    has_changed = _changes(folder)
+    history = read_history(folder)
+    view = RunView.of(history, is_local=history.description.hardware == "local", clock=clock)
+    is_stale, lost = False, list[OSError]()
+    with Display(view, console, on_lost=lost.append) as display:
+        display.print(f"watching {folder}, started on {history.description.hardware}")
+        display.show_newest()
+        while not lost and not _is_over(history, clock()):
+            sleep(max(interval_s, _MIN_URI_INTERVAL_S) if folder.uri else interval_s)
+            try:
+                is_stale |= has_changed()
+                if is_stale:
+                    history, before, is_stale = read_history(folder), history, False
+                    for news in _news(before, history):
+                        display.add(news)
+            except (LaunchError, OSError) as error:  # the network may fail for a while
+                display.print(f"{folder} cannot be read, the next attempt follows: {error}")
+            display.notice(_notice(history, clock()))
+    if lost:
+        raise lost[0]
+    if history.result is not None:
+        show_result(history, history.result, console)
+    else:
+        step = history.records[-1]["step"] if history.records else 0
+        print_line(console, f"the run is {run_state(history, clock())} at step {step}")
+
+
+def _changes(folder: RunFolder) -> Callable[[], bool]:
+    """Return a function that returns whether the files of a run have changed since its last call."""
+    if folder.uri is not None:
+        return lambda: pull_changed(folder)
     before = _versions(folder)
 
     def has_changed() -> bool:
@@ -97,7 +87,7 @@ def _reading(run: str) -> Iterator[tuple[RunFolder, Callable[[], bool]]]:
         before, last = _versions(folder), before
         return before != last
 
-    yield folder, has_changed
+    return has_changed
 
 
 def _versions(folder: RunFolder) -> list[tuple[int, int]]:
@@ -124,15 +114,13 @@ def _news(before: RunHistory, now: RunHistory) -> list[dict[str, Any]]:
 
 
 def _is_over(history: RunHistory, now_s: float) -> bool:
-    if history.result is not None or not history.phases:
-        return history.result is not None
-    last = history.phases[-1]
-    return last.phase == "stopped" or (last.phase == "finished" and now_s - last.time_s > _RESULT_WITHIN_S)
+    state = run_state(history, now_s)
+    if state == "finished" and history.result is None:
+        return now_s - last_seen_s(history) > _RESULT_WITHIN_S
+    return state in ("finished", "stopped")
 
 
 def _notice(history: RunHistory, now_s: float) -> str:
     """Return a text if the run has been silent for long."""
-    seen_s = last_sign_of_life(history.phases, history.records)
-    if seen_s is None or now_s - seen_s < SILENT_AFTER_S:
-        return ""
-    return f"no sign of life for {age(now_s - seen_s)}"
+    state = run_state(history, now_s)
+    return f"{state} for {age(now_s - last_seen_s(history))}" if state == "no sign of life" else ""

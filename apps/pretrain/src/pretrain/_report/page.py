@@ -16,6 +16,7 @@ from pretrain._report.svg_chart import Axis, Line, line_chart
 from pretrain._report.timeline import draw_timeline
 from pretrain._report.units import duration, show_utc
 from pretrain._run.history import RunHistory, seconds_by_phase
+from pretrain._run.result import as_utc
 
 _POINTS_OF_CHART = 2400  # of all lines together; the page of many long runs stays below 2 MB
 _POINTS_OF_LINE = 500
@@ -57,12 +58,12 @@ class _Row:
         return len(set(self.values)) > 1
 
 
-def render_page(histories: Sequence[RunHistory], *, made_at: str) -> str:
+def render_page(histories: Sequence[RunHistory], *, now_s: float) -> str:
     """Return the page as HTML.
 
     Args:
         histories: the runs, at least one. A run may occur twice, or be in training.
-        made_at: time of the page, ISO 8601, UTC.
+        now_s: Unix time of the page.
     """
     runs = view_runs(histories)
     loader = PackageLoader("pretrain._report", "templates")
@@ -73,8 +74,8 @@ def render_page(histories: Sequence[RunHistory], *, made_at: str) -> str:
     config = list(_rows(run.config() for run in runs))
     html = environment.get_template("page.html.jinja").render(
         runs=runs,
-        made_at=show_utc(made_at),
-        numbers=[row for row in _rows(run.numbers() for run in runs) if any(row.values)],
+        made_at=show_utc(as_utc(now_s)),
+        numbers=[row for row in _rows(run.numbers(now_s) for run in runs) if any(row.values)],
         charts=[(chart, variants) for chart in _CHARTS if (variants := list(_variants(chart, runs)))],
         untimed=[run.label for run in runs if run.history.records and not _has_times(run)],
         timelines=_timelines(runs),

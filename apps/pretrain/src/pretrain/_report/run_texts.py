@@ -16,6 +16,7 @@ from pretrain._report.timeline import WorkTime
 from pretrain._report.units import duration, show_utc
 from pretrain._run.history import RunHistory, Sample, last_sign_of_life, summarize
 from pretrain._run.result import RunResult
+from pretrain._run.state import run_state
 
 _CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/@]*@)?([^\s?,]*)(?:\?[^\s,]*)?")
 _NUM_COLORS = 7
@@ -82,11 +83,11 @@ class RunView:
             of_prompts.setdefault(sample.prompt, []).append(sample)
         return {prompt: _some(samples) for prompt, samples in of_prompts.items()}
 
-    def numbers(self) -> dict[str, str]:
-        """Return the results, formatted."""
+    def numbers(self, now_s: float) -> dict[str, str]:
+        """Return the results, formatted. The state is that of a Unix time."""
         result, last = self.result, self.result.metrics
         return {
-            "state": self._state(),
+            "state": self._state(now_s),
             "validation loss, all tokens (nats per token)": _number(result.full_val_loss),
             "bits per byte, all validation tokens": _number(result.full_val_bits_per_byte),
             "best validation loss": _at_step(result.best_val_loss, result.best_val_step),
@@ -129,11 +130,10 @@ class RunView:
         """Return every option by its name."""
         return flatten(dataclasses.asdict(self.history.description.config))
 
-    def _state(self) -> str:
-        if self.history.result:
-            return "finished"
+    def _state(self, now_s: float) -> str:
+        state = run_state(self.history, now_s)
         step = f"step {self.result.steps or 0:,} of {self.history.description.config.train.max_steps:,}"
-        return f"{self.history.phases[-1].phase if self.history.phases else 'not finished'}, {step}"
+        return state if state == "finished" else f"{state}, {step}"
 
 
 def view_runs(histories: Sequence[RunHistory]) -> list[RunView]:

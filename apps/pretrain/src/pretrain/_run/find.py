@@ -5,6 +5,7 @@ from pathlib import Path
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.folder import RunFolder, locate
+from pretrain._run.remote_copy import pull_changed, reader_copy
 from pretrain._suggestions import nearest
 from ray_jax_launch import is_uri
 
@@ -13,7 +14,7 @@ _MOST_NAMES = 8
 
 
 def find_run(name: str) -> tuple[RunFolder, RunDescription]:
-    """Find a run, and copy its files from object storage if it is there.
+    """Find a run, and copy its texts from object storage if it is there.
 
     Args:
         name: the run's folder or URI, or its name in `runs`.
@@ -26,13 +27,13 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
         OSError: the folder cannot be read.
     """
     if is_uri(name):
-        places = [name]
+        folders = [reader_copy(name)]
+        pull_changed(folders[0])
     elif "/" in name:
-        places = [name, DEFAULT_STORAGE / name]
+        folders = [locate(name), locate(DEFAULT_STORAGE / name)]
     else:  # `export first first` writes a folder of the same name
-        places = [DEFAULT_STORAGE / name, name]
-    for folder in map(locate, places):
-        folder.pull()
+        folders = [locate(DEFAULT_STORAGE / name), locate(name)]
+    for folder in folders:
         if (description := read_description(folder)) is not None:
             return folder, description
     raise UsageError(

@@ -74,14 +74,6 @@ class RunResult:
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the run, over all its starts: see `pretrain._run.history.PhaseName`."""
 
-    def summary(self) -> str:
-        """Return the steps and the validation loss as text."""
-        words = [] if self.steps is None else [f"{self.steps} steps"]
-        loss = self.metrics.get("val_loss") if self.full_val_loss is None else self.full_val_loss
-        if loss is not None:
-            words.append(f"validation loss {loss:.4f}")
-        return ", ".join(words) or "metrics unknown"
-
 
 def write_result(folder: RunFolder, result: RunResult) -> None:
     """Write `result.json`, which marks the run as finished."""

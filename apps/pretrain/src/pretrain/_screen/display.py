@@ -1,7 +1,9 @@
 """The display of a run while it goes on: a live view on a terminal, plain lines elsewhere."""
 
 import logging
+import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -23,23 +25,31 @@ _NO_LINES: tuple[PhaseName, ...] = ("training", "stopped", "finished")
 # The launcher's message when workers have failed. The workers themselves can tell this phase only afterwards.
 _RESTART = "the workers start again"
 
+_LOSSES = (("loss", "loss"), ("val loss", "val_loss"))
+
 _logger = logging.getLogger("pretrain")
+
+
+def _go_on(error: OSError) -> None:
+    _logger.warning("standard output cannot be written (%s); the run goes on without it", error.strerror)
 
 
 class Display:
     """A display of a run, until the block ends. Any thread can feed it.
 
-    If standard output cannot be written any more, the run goes on without it.
-
     Args:
         view: the run.
         console: the output.
+        on_lost: gets the error, once, when the output cannot be written any more. The display then shows nothing.
     """
 
-    def __init__(self, view: RunView, console: Console) -> None:
+    def __init__(self, view: RunView, console: Console, *, on_lost: Callable[[OSError], None] = _go_on) -> None:
         self.view = view
         self._console = console
-        self._live = Live(Group(), console=console, auto_refresh=False, transient=True)
+        self._on_lost = on_lost
+        # Standard error on a terminal is shown above the live view. In a file, it stays there.
+        is_shown = sys.stderr.isatty()
+        self._live = Live(Group(), console=console, auto_refresh=False, transient=True, redirect_stderr=is_shown)
         # Guards the view. No line is printed under this lock, because the console has locks of its own.
         self._lock = threading.Lock()
         # rich computes the height of the live view, and then writes: two threads must not do that at once.
@@ -126,11 +136,11 @@ class Display:
         return lines
 
     def _phase_lines(self) -> list[str]:
-        label, is_at_once = self.view.label(), self.view.phase in _LINES_AT_ONCE
+        label, is_at_once = self.view.label(), bool(self.view.notice) or self.view.phase in _LINES_AT_ONCE
         # The workers tell the start of the command once more, with an earlier time.
         phase = (label, None if is_at_once else self.view.phase_began_s)
         is_notable = is_at_once or self.view.phase_s() >= _LINE_AFTER_S
-        if phase == self._announced or not is_notable or self.view.phase in _NO_LINES:
+        if phase == self._announced or not is_notable or (not self.view.notice and self.view.phase in _NO_LINES):
             return []
         self._announced = phase
         return [label]
@@ -153,8 +163,7 @@ class Display:
             with self._writing:
                 action()
         except OSError as error:
-            _logger.warning("standard output cannot be written (%s); the run goes on without it", error.strerror)
-            self._console.quiet = True
-
-
-_LOSSES = (("loss", "loss"), ("val loss", "val_loss"))
+            with self._writing:
+                is_first, self._console.quiet = not self._console.quiet, True
+            if is_first:
+                self._on_lost(error)

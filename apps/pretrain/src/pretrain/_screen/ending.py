@@ -2,12 +2,14 @@
 
 import contextlib
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from pretrain._run.find import DEFAULT_STORAGE
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, Sample
 from pretrain._run.result import RunResult
@@ -15,7 +17,6 @@ from pretrain._screen.facts import print_facts, print_line
 from pretrain._screen.formats import duration, loss
 from ray_jax_launch import LaunchError, StoragePath, latest_step
 
-COMMAND = "uv run apps/pretrain"
 _SMALLEST_SHARE = 0.01
 
 
@@ -42,14 +43,12 @@ def show_result(history: RunHistory, result: RunResult, console: Console, *, sam
     print_line(console, f"\nrun folder: {history.folder}")
     name = _as_typed(history.folder)
     for command in (f"sample {name}", f"eval {name}", f"report {name}", f"export {name} OUT"):
-        print_line(console, f"  {COMMAND} {command}")
+        print_line(console, f"  {_application()} {command}")
 
 
 def show_finished(history: RunHistory, result: RunResult, console: Console) -> None:
     """Print that a run is finished already, and its numbers."""
-    print_line(
-        console, f"the run in {history.folder} is finished: {result.summary()}; choose another --name for a new one"
-    )
+    print_line(console, f"the run in {history.folder} is finished; choose another --name for a new one")
     print_facts(console, _numbers(history, result))
 
 
@@ -100,17 +99,17 @@ def _numbers(history: RunHistory, result: RunResult) -> list[tuple[str, str]]:
     if result.restarts:
         facts.append(("restarts", str(result.restarts)))
     if "loss" in result.metrics:
-        facts.append(("training loss", loss(result.metrics["loss"])))
+        facts.append(("loss", loss(result.metrics["loss"])))
     if result.full_val_loss is not None:
-        facts.append(("validation loss", f"{loss(result.full_val_loss)} on all validation tokens, as `eval` prints"))
+        facts.append(("val loss", f"{loss(result.full_val_loss)} on all validation tokens, as `eval` prints"))
     if result.best_val_loss is not None and result.last_val_loss is not None:
         last = f"{loss(result.last_val_loss)} at step {result.last_val_step:,}"
         best = f"{loss(result.best_val_loss)} at step {result.best_val_step:,}"
-        label = "" if result.full_val_loss is not None else "validation loss"
+        label = "" if result.full_val_loss is not None else "val loss"
         values = f"{last}, the best" if result.last_val_step == result.best_val_step else f"{last}, best {best}"
         facts.append((label, f"{values}, on {part}"))
     elif result.full_val_loss is None and "val_loss" in result.metrics:  # of pretrain 0.8 and earlier
-        facts.append(("validation loss", f"{loss(result.metrics['val_loss'])} on {part}"))
+        facts.append(("val loss", f"{loss(result.metrics['val_loss'])} on {part}"))
     if result.full_val_bits_per_byte is not None:
         facts.append(("bits per byte", f"{result.full_val_bits_per_byte:.4f} on all validation tokens"))
     if shares := _shares(result.seconds):
@@ -130,12 +129,22 @@ def _visible(text: str) -> str:
     return "".join(character if character.isprintable() else "·" for character in text)
 
 
+def _application() -> str:
+    """Return the beginning of this command line. From Python, the installed command."""
+    program = Path(sys.argv[0])
+    if program.name == "pretrain" and program.is_dir():
+        return f"uv run {shlex.quote(str(program))}"
+    if program.parts[-2:] == ("pretrain", "__main__.py"):
+        return "python -m pretrain"
+    return "pretrain"
+
+
 def _as_typed(folder: RunFolder) -> str:
-    """Return the run as an argument of a command: a name below `runs`, a relative path, or a URI."""
+    """Return the run as an argument of a command: a name in the default storage, a relative path, or a URI."""
     if folder.uri is not None:
         return shlex.quote(folder.uri)
     here = Path.cwd()
-    for root in (here / "runs", here):
+    for root in (here / DEFAULT_STORAGE, here):
         if folder.path.parent == root or (root == here and folder.path.is_relative_to(here)):
             return shlex.quote(str(folder.path.relative_to(root)))
     return shlex.quote(str(folder.path))

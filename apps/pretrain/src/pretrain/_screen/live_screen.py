@@ -84,10 +84,9 @@ def _bar(view: RunView, width: int) -> Table:
 
 
 def _losses(view: RunView, width: int, *, is_ascii: bool) -> list[_Field]:
-    spark_width = 6 if width < _NARROW else 16 if width < _WIDE else 30
-    long_name = "val" if width < _NARROW else "validation loss"
+    spark_width = 4 if width < _NARROW else 16 if width < _WIDE else 30
     fields = []
-    for name, values in (("loss", view.losses), (long_name, view.val_losses)):
+    for name, values in (("loss", view.losses), ("val loss", view.val_losses)):
         if values:
             # The first steps fall so far that nothing else would be visible.
             recent = [value for _, value in values[-max(len(values) // 2, min(len(values), spark_width)) :]]
