@@ -36,8 +36,8 @@ from pretrain._trackers.tracker import open_trackers
 folder, tracker, start, stop, killed = RunFolder(Path(sys.argv[1])), sys.argv[2], *map(int, sys.argv[3:])
 config = dataclasses.replace(PRESETS["quickstart"](), trackers=(tracker,))
 description = describe(config, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
-for path in (folder.metrics, folder.samples):
-    cut_lines(path, start - 1)
+cut_lines(folder.metrics, start - 1)
+cut_lines(folder.samples, start - 1, texts=("prompt", "text"))
 trackers = open_trackers(config, description, folder, start)
 for step in range(start, stop):
     if step % 10 == 0:
