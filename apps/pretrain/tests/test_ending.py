@@ -66,7 +66,7 @@ done in 3:20
 steps          1,500: 1,536,000 tokens, 0.13 epochs
 loss           1.6123
 val loss       1.5117 on all validation tokens, as `eval` prints
-               1.6197 at step 1,500, best 1.6000 at step 1,250, on up to 20,480 validation tokens
+               1.6197 at step 1,500, best 1.6000 at step 1,250, on 20,480 validation tokens
 bits per byte  2.1809 on all validation tokens
 time           training 87%, starting 10%, evaluating 2%
 
@@ -82,6 +82,11 @@ run folder: {folder}
   pretrain export 'a run' OUT
 """
     )
+
+
+def test_a_validation_on_all_tokens_is_no_part(folder):
+    result = dataclasses.replace(RESULT, last_val_loss=RESULT.full_val_loss)
+    assert "1.5117 at step 1,500, best 1.6000 at step 1,250, on all validation tokens" in shown(folder, result)
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,7 @@ def sample_lines(samples: Sequence[Sample], width: int | None) -> list[str]:
 
 def _numbers(history: RunHistory, result: RunResult) -> list[tuple[str, str]]:
     """Return the facts of a finished run. A fact that the run's files do not have is left out."""
-    eval_tokens = history.description.config.train.eval_tokens
-    part = "all validation tokens" if eval_tokens is None else f"up to {eval_tokens:,} validation tokens"
+    part = _part(history, result)
     facts = []
     if result.steps is not None:
         length = []
@@ -119,6 +118,17 @@ def _numbers(history: RunHistory, result: RunResult) -> list[tuple[str, str]]:
     if shares := _shares(result.seconds):
         facts.append(("time", shares))
     return facts
+
+
+def _part(history: RunHistory, result: RunResult) -> str:
+    """Return the validation tokens of a validation during the run, as text."""
+    config = history.description.config
+    eval_tokens, seq_len = config.train.eval_tokens, config.model.seq_len
+    # A part that has all tokens has the loss on all of them.
+    if eval_tokens is None or (result.full_val_loss is not None and result.full_val_loss == result.last_val_loss):
+        return "all validation tokens"
+    limit = "up to " if result.full_val_loss is None else ""  # of pretrain 0.8 and earlier
+    return f"{limit}{max(1, eval_tokens // seq_len) * seq_len:,} validation tokens"
 
 
 def _shares(seconds: dict[str, float]) -> str:
