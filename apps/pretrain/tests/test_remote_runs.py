@@ -86,19 +86,6 @@ def test_runs_in_object_storage_are_listed(run):
     ]
 
 
-<<<<<<< HEAD
-=======
-def test_a_file_is_uploaded_when_it_has_changed(run):
-    filesystem, root = open_uri(run.uri)
-    for path in (run.config, run.phases):
-        filesystem.delete_file(f"{root}/{path.name}")
-    append_line(run.phases, {"step": 1, "time_s": BEGAN_S + 1, "phase": "stopped"})
-    run.push()
-    objects = filesystem.get_file_info(FileSelector(root))
-    assert [(found.base_name, found.size) for found in objects] == [("phases.jsonl", run.phases.stat().st_size)]
-
-
->>>>>>> h-fix2
 def test_a_copy_has_the_age_of_its_objects(run):
     """A run of pretrain 0.8 tells no time, and the table of runs shows the age of its files."""
     storage, path = open_uri(run.uri)
@@ -147,7 +134,6 @@ def test_a_storage_that_does_not_answer_is_no_damaged_run(run, monkeypatch):
     monkeypatch.setattr("pretrain._commands.runs.FileSelector", vanish)
     with pytest.raises(LaunchError, match="the storage must be"):
         show_runs(place, console=Console(quiet=True))
-<<<<<<< HEAD
 
 
 def test_a_file_is_uploaded_when_it_has_changed(run):
@@ -158,8 +144,6 @@ def test_a_file_is_uploaded_when_it_has_changed(run):
     run.push()
     objects = filesystem.get_file_info(FileSelector(root))
     assert [(found.base_name, found.size) for found in objects] == [("phases.jsonl", run.phases.stat().st_size)]
-=======
->>>>>>> h-fix2
 
 
 @pytest.mark.parametrize("place", ["absent", "run/checkpoints"])
