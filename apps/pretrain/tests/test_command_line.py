@@ -206,6 +206,12 @@ def test_a_wrong_run_names_the_runs_that_exist(command, name, known, runs, capsy
     assert set(line.rpartition("runs has ")[2].rstrip(".").split(", ")) == {"quickstart-builtin", "wiki"}
 
 
+def test_a_wrong_run_in_another_folder_names_the_runs_of_that_folder(runs, tmp_path, capsys):
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert main(["eval", str(tmp_path / "elsewhere" / "wikki")]) == 2
+    assert f"Did you mean {tmp_path}/elsewhere/wiki? {tmp_path}/elsewhere has " in capsys.readouterr().err
+
+
 def test_without_runs_the_folder_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["sample", "quickstart"]) == 2

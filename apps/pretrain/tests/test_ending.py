@@ -104,6 +104,16 @@ def test_the_next_commands_begin_as_this_one(folder, monkeypatch, program, expec
     assert shown(folder).splitlines()[-1] == f"  {expected} export 'a run' OUT"
 
 
+@pytest.mark.parametrize(("place", "expected"), [("first", "./first"), ("data/first", "data/first")])
+def test_a_run_outside_of_the_default_storage_is_named_by_its_path(folder, place, expected):
+    Path(place).parent.mkdir(exist_ok=True)
+    folder.path.rename(place)
+    history = read_history(RunFolder(Path(place).absolute()))
+    out = io.StringIO()
+    show_result(history, RESULT, Console(file=out, width=80))
+    assert out.getvalue().splitlines()[-1] == f"  pretrain export {expected} OUT"
+
+
 def test_a_run_without_samples_ends_with_the_text_of_the_model(folder):
     lines = shown(folder).splitlines()
     assert lines[lines.index("─" * 36 + " sample " + "─" * 36) + 1] == "a text"

@@ -42,13 +42,15 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
 
 
 def _remedy(name: str) -> str:
-    """Return the names of the runs in the default storage, the most similar one first."""
-    files = sorted(DEFAULT_STORAGE.glob("*/config.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    """Return the names of the runs beside a path, or in the default storage, the newest first."""
+    storage = Path(name).parent if "/" in name and not is_uri(name) else DEFAULT_STORAGE
+    files = sorted(storage.glob("*/config.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     names = [file.parent.name for file in files]
     if not names:
-        return f"There are no runs in {DEFAULT_STORAGE.absolute()}: train one, or give a folder."
-    beginning = next((known for known in names if known.startswith(name)), None)
-    known = beginning or nearest(Path(name).name, names)
-    question = f"Did you mean {known}? " if known else ""
+        return f"There are no runs in {storage.absolute()}: train one, or give a folder."
+    wanted = Path(name).name
+    known = next((known for known in names if known.startswith(wanted)), None) or nearest(wanted, names)
+    place = Path() if storage == DEFAULT_STORAGE else storage
+    question = f"Did you mean {place / known}? " if known else ""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{question}{DEFAULT_STORAGE} has {', '.join(names[:_MOST_NAMES])}{more}."
+    return f"{question}{storage} has {', '.join(names[:_MOST_NAMES])}{more}."

@@ -158,7 +158,8 @@ def _as_typed(folder: RunFolder) -> str:
     if folder.uri is not None:
         return shlex.quote(folder.uri)
     here = Path.cwd()
-    for root in (here / DEFAULT_STORAGE, here):
-        if folder.path.parent == root or (root == here and folder.path.is_relative_to(here)):
-            return shlex.quote(str(folder.path.relative_to(root)))
-    return shlex.quote(str(folder.path))
+    if folder.path.parent == here / DEFAULT_STORAGE:
+        return shlex.quote(folder.path.name)
+    if folder.path.parent == here:  # a name alone is that of a run in the default storage
+        return shlex.quote(f"./{folder.path.name}")
+    return shlex.quote(str(folder.path.relative_to(here) if folder.path.is_relative_to(here) else folder.path))
