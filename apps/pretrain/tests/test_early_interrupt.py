@@ -30,6 +30,8 @@ def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback(argument
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", APPLICATION, *arguments],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # The tests themselves may be a background job, which ignores SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert process.stderr is not None
     for line in process.stderr:
@@ -38,7 +40,7 @@ def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback(argument
             break
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert out == ""
+    assert out in ("", "loading JAX and Ray\n")
     assert [line for line in err.splitlines() if not line.startswith("import time:")] == []
     assert list(tmp_path.iterdir()) == []
 
