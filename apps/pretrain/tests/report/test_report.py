@@ -8,6 +8,7 @@ from rich.console import Console
 
 from pretrain._commands.report import report
 from pretrain._errors import UsageError
+from pretrain._report.svg_chart import Axis, Line, line_chart
 from pretrain._report.thinning import thin
 
 BEGAN_S = 1_700_000_000.0
@@ -185,3 +186,15 @@ def test_an_out_that_cannot_be_written_is_rejected(write_run, tmp_path, monkeypa
 def test_a_run_that_does_not_exist_is_rejected(tmp_path):
     with pytest.raises(UsageError, match="must be the folder or URI of a run"):
         report([str(tmp_path / "nothing")], out=None, console=Console(quiet=True))
+
+
+@pytest.mark.parametrize("num_lines", [1, 8, 12])
+def test_the_values_at_the_ends_of_lines_stay_above_the_numbers_of_the_axis(num_lines):
+    steps = np.arange(10.0)
+    lines = [Line(label=str(n), x=steps, y=9 - steps, color=f"run-{n}", last=0.0) for n in range(num_lines)]
+    chart = line_chart(lines, title="Loss", x_axis=Axis(label="step"), y_axis=Axis(label="loss"))
+    heights = sorted(float(height) for height in re.findall(r'y="([-0-9.]+)%" dy="4" class="end', chart))
+    assert len(heights) == num_lines
+    assert heights[0] >= 0
+    assert heights[-1] <= 96
+    assert all(np.diff(heights) >= 7.9)

@@ -119,12 +119,12 @@ def line_chart(
             parts.append(Markup('<line class="mark {1}" x1="{0}" x2="{0}" y1="94%" y2="100%"/>').format(at, color))
     ended = [line for line in lines if line.last is not None]
     ended = ended if len(ended) <= _MOST_LABELS else []
-    for line, at in zip(
-        ended, spread([min(max(down(line.y[-1]), 0.0), 1.0) for line in ended], _LABEL_GAP), strict=True
-    ):
+    places = spread([min(max(down(line.y[-1]), 0.0), 1.0) for line in ended], _LABEL_GAP)
+    below = max(0.0, max(places, default=0.0) - (1 - _LABEL_GAP / 2))  # the horizontal axis has its numbers there
+    for line, at in zip(ended, places, strict=True):
         parts.append(
             Markup('<text x="100%" dx="6" y="{}" dy="4" class="end {}">{}</text>').format(
-                _percent(at), line.color, four_digits(line.last or 0.0)
+                _percent(at - below), line.color, four_digits(line.last or 0.0)
             )
         )
     highest = max(float(line.y.max()) for line in lines)
