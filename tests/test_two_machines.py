@@ -113,6 +113,7 @@ def plain(documents, environment, monkeypatch):
     return [record["loss"] for record in run.records], part.loss(run.params), full.loss(run.params)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_two_machines_have_the_losses_of_one_device(machines, plain, documents, environment, tmp_path, record_property):
     record_property("fault", "two machines, whose devices XLA assigns to two slices")
