@@ -250,6 +250,7 @@ def test_a_run_with_damaged_files_continues_to_the_numbers_of_a_plain_loop(
     record_property("lost", "steps since this checkpoint, and the curves of TensorBoard")
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_checkpoint_damaged_during_a_restart_of_the_workers_is_skipped(
