@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, file_errors
 from owt_data._json_types import parse_json
 from owt_data._prepare.tokenize_worker import encode_shard
 from owt_data._sources.documents import START, Chunk, Cursor, Documents
@@ -170,12 +170,12 @@ def tokenize(
     if follower is not None:
         follower.begin()
     new = _cut(documents, folder, starts[-1], len(records), shard_bytes)
-    with journal.open("a") as file:
-        for record in _encode(new, encoder, follower):
+    for record in _encode(new, encoder, follower):
+        # A full disk can fail the journal before any shard, and its error names no file.
+        with file_errors("writable", journal), journal.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-            file.flush()
-            records.append(record)
-            report(record)
+        records.append(record)
+        report(record)
     return records
 
 
