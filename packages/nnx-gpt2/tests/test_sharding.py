@@ -192,6 +192,26 @@ def test_rows_of_microbatches_stay_on_their_devices():
     assert not [shape for shape, _ in moved if shape.startswith("s32[") and ",17]" in shape], moved
 
 
+@pytest.mark.parametrize(
+    ("layout", "sums"),
+    [
+        ("data=8", ["all-reduce"]),
+        ("fsdp=8", ["reduce-scatter"]),
+        ("data=2,fsdp=2,tensor=2", ["all-reduce", "reduce-scatter"]),
+    ],
+)
+def test_the_gradients_of_lookup_and_head_are_sent_as_one_sum(layout, sums):
+    mesh, rule = make_mesh(**LAYOUTS[layout]), create_optimizer(OPTIMIZER, 200)
+    config = dataclasses.replace(CONFIG, vocab_size=300, num_layers=1)
+    state = abstract_train_state(config, rule, mesh)
+    key = jax.device_put(jax.random.key(0), replicated(mesh))
+    program = make_train_step(config, rule, mesh).lower(state, put_batch(windows(0), mesh), key).compile().as_text()
+    assert program is not None
+    sent = re.findall(r"= (.*) (all-reduce|reduce-scatter)\(", program)
+    num_rows = config.padded_vocab_size // mesh.shape["tensor"]
+    assert sorted(kind for shapes, kind in sent for _ in range(shapes.count(f"f32[{num_rows},"))) == sums
+
+
 def test_rows_that_do_not_divide_are_rejected():
     with pytest.raises(ValueError, match="partitioned 4 times, but the dimension size is 3"):
         put_batch(windows(0)[:3], make_mesh(tensor=2))

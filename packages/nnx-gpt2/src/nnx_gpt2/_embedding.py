@@ -1,4 +1,6 @@
-"""Embedding lookup. Its gradient is summed in float32, on each device of a mesh separately.
+"""Embedding lookup with the table of the tied head, and the sum of both gradients in float32.
+
+Each device of a mesh adds the gradients of its own tokens. Only the sum is sent.
 
 Shapes: P padded vocabulary, C width.
 """
@@ -23,45 +25,50 @@ from nnx_gpt2._sharding import (
 )
 
 _TABLE_SPEC, _BATCH_SPEC = param_spec("wte.embedding", 2), PartitionSpec(BATCH_AXES)
+# The layout of the head: the rows of each device, one device after the other.
+HEAD_SPEC = PartitionSpec((*BATCH_AXES, TENSOR_AXIS))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def lookup(table_PC: Float[Array, "P C"], tokens: Int[Array, "..."], dtype: DType) -> Float[Array, "..."]:
-    """Return the embeddings of tokens: the shape of `tokens` and one more dimension.
+def lookup(
+    table_PC: Float[Array, "P C"], tokens: Int[Array, "..."], dtype: DType
+) -> tuple[Float[Array, "..."], Float[Array, "rows C"]]:
+    """Return the embeddings of tokens, and the table for the tied head.
+
+    The embeddings have the shape of `tokens` and one more dimension. The head has the layout `HEAD_SPEC`: over a mesh,
+    each device has all columns. Its values are those of `dtype`. Its type is at least float32, for its gradient.
 
     Args:
         table_PC: the embeddings. Over a mesh they have the layout of `wte`.
         tokens: token ids.
-        dtype: the type of the result.
+        dtype: the type of the embeddings.
     """
-
-    def local(table_PC: Array, tokens: Array) -> Array:
-        table_PC = gather_fsdp(table_PC.astype(dtype))
-        rows = _local_rows(tokens, len(table_PC))
-        return psum(jnp.take(table_PC, rows, axis=0, mode="fill", fill_value=0), TENSOR_AXIS)
-
-    return over_mesh(local, (_TABLE_SPEC, _BATCH_SPEC), _BATCH_SPEC)(table_PC, tokens)
+    return _lookup(table_PC.astype(jnp.promote_types(dtype, jnp.float32)), tokens, dtype)
 
 
-def _forward(table_PC: Array, tokens: Array, dtype: DType) -> tuple[Array, tuple[Array, Array]]:
-    # The backward pass needs only the table's dtype and number of rows: an array with no columns keeps both.
-    return lookup(table_PC, tokens, dtype), (tokens, table_PC[:, :0])
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _lookup(table_PC: Array, tokens: Array, dtype: DType) -> tuple[Array, Array]:
+    def local(table_PC: Array, tokens: Array) -> tuple[Array, Array]:
+        full_PC = gather_fsdp(table_PC.astype(dtype))
+        rows = _local_rows(tokens, len(full_PC))
+        embeddings = psum(jnp.take(full_PC, rows, axis=0, mode="fill", fill_value=0), TENSOR_AXIS)
+        return embeddings, full_PC.astype(table_PC.dtype)
+
+    return over_mesh(local, (_TABLE_SPEC, _BATCH_SPEC), (_BATCH_SPEC, HEAD_SPEC))(table_PC, tokens)
 
 
-def _backward(dtype: DType, saved: tuple[Array, Array], grad: Array) -> tuple[Array, None]:
-    tokens, like = saved
-
-    def local(like: Array, tokens: Array, grad: Array) -> Array:
-        accumulate = jnp.promote_types(dtype, jnp.float32)
-        table_PC = jnp.zeros((len(like), grad.shape[-1]), accumulate)
-        table_PC = table_PC.at[_local_rows(tokens, len(like))].add(grad.astype(accumulate), mode="drop")
-        return reduce_scatter(table_PC).astype(like.dtype)
-
-    in_specs = (PartitionSpec(TENSOR_AXIS), _BATCH_SPEC, _BATCH_SPEC)
-    return over_mesh(local, in_specs, _TABLE_SPEC)(like, tokens, grad), None
+def _forward(table_PC: Array, tokens: Array, dtype: DType) -> tuple[tuple[Array, Array], Array]:
+    return _lookup(table_PC, tokens, dtype), tokens
 
 
-lookup.defvjp(_forward, _backward)
+def _backward(dtype: DType, tokens: Array, grads: tuple[Array, Array]) -> tuple[Array, None]:
+    def local(tokens: Array, grad: Array, head_PC: Array) -> Array:
+        head_PC = head_PC.at[_local_rows(tokens, len(head_PC))].add(grad.astype(head_PC.dtype), mode="drop")
+        return reduce_scatter(head_PC)
+
+    return over_mesh(local, (_BATCH_SPEC, _BATCH_SPEC, HEAD_SPEC), _TABLE_SPEC)(tokens, *grads), None
+
+
+_lookup.defvjp(_forward, _backward)
 
 
 def _local_rows(tokens: Array, num_rows: int) -> Array:

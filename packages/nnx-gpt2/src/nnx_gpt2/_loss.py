@@ -17,22 +17,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
+from nnx_gpt2._embedding import HEAD_SPEC, lookup
 from nnx_gpt2._model import GPT2
 from nnx_gpt2._model_config import GPT2Config
-from nnx_gpt2._sharding import (
-    BATCH_AXES,
-    TENSOR_AXIS,
-    axis_index,
-    gather_fsdp,
-    over_mesh,
-    param_spec,
-    pmax,
-    psum,
-    reduce_scatter,
-)
+from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, axis_index, over_mesh, pmax, psum
 
 _X_SPEC = PartitionSpec(BATCH_AXES)
-_HEAD_SPEC = param_spec("wte.embedding", 2)
 
 
 def mean_loss(
@@ -50,31 +40,30 @@ def mean_loss(
         segment_ids: segments of the W - 1 inputs; see `GPT2.__call__`.
         dropout_key: random key of the dropout. None disables dropout.
     """
-    x_BTC, targets_BT = _head_inputs(model, windows, segment_ids, dropout_key)
-    return _mean_head_loss(model.config, x_BTC, model.wte.embedding[...], targets_BT)
+    return _mean_head_loss(model.config, *_head_inputs(model, windows, segment_ids, dropout_key))
 
 
 def token_losses(
     model: GPT2, windows: Integer[Array, "B W"], *, segment_ids: Int[Array, "B T"] | None = None
 ) -> Float[Array, "B T"]:
     """Cross-entropy of each prediction, in nats. For evaluation: `mean_loss` is the one to differentiate."""
-    x_BTC, targets_BT = _head_inputs(model, windows, segment_ids, None)
-    split = over_mesh(partial(_losses_by_chunk, model.config), (_X_SPEC, _HEAD_SPEC, _X_SPEC), _X_SPEC)
-    return split(x_BTC, model.wte.embedding[...], targets_BT)
+    split = over_mesh(partial(_losses_by_chunk, model.config), (_X_SPEC, HEAD_SPEC, _X_SPEC), _X_SPEC)
+    return split(*_head_inputs(model, windows, segment_ids, None))
 
 
 def _head_inputs(
     model: GPT2, windows: Array, segment_ids: Array | None, dropout_key: PRNGKeyArray | None
-) -> tuple[Float[Array, "B T C"], Int[Array, "B T"]]:
+) -> tuple[Float[Array, "B T C"], Float[Array, "rows C"], Int[Array, "B T"]]:
     windows = windows.astype(jnp.int32)
     inputs_BT, targets_BT = windows[:, :-1], windows[:, 1:]
-    x_MC = model.final_activations(inputs_BT, segment_ids=segment_ids, dropout_key=dropout_key)
-    return x_MC.reshape(*inputs_BT.shape, -1), targets_BT
+    wte_BTC, head_PC = lookup(model.wte.embedding[...], inputs_BT, model.config.dtype)
+    x_MC = model.final_activations(inputs_BT, wte_BTC=wte_BTC, segment_ids=segment_ids, dropout_key=dropout_key)
+    return x_MC.reshape(*inputs_BT.shape, -1), head_PC, targets_BT
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mean_head_loss(config: GPT2Config, x_BTC: Array, head_PC: Array, targets_BT: Array) -> Array:
-    split = over_mesh(partial(_losses_by_chunk, config), (_X_SPEC, _HEAD_SPEC, _X_SPEC), _X_SPEC)
+    split = over_mesh(partial(_losses_by_chunk, config), (_X_SPEC, HEAD_SPEC, _X_SPEC), _X_SPEC)
     return split(x_BTC, head_PC, targets_BT).mean()
 
 
@@ -83,8 +72,8 @@ def _mean_head_loss_fwd(
 ) -> tuple[Array, tuple[Array, Array]]:
     split = over_mesh(
         partial(_loss_and_grads_by_chunk, config, 1 / targets_BT.size),
-        (_X_SPEC, _HEAD_SPEC, _X_SPEC),
-        (PartitionSpec(), _X_SPEC, _HEAD_SPEC),
+        (_X_SPEC, HEAD_SPEC, _X_SPEC),
+        (PartitionSpec(), _X_SPEC, HEAD_SPEC),
     )
     loss, dx_BTC, dhead_PC = split(x_BTC, head_PC, targets_BT)
     return loss, (dx_BTC, dhead_PC)
@@ -100,7 +89,7 @@ _mean_head_loss.defvjp(_mean_head_loss_fwd, _mean_head_loss_bwd)
 
 def _losses_by_chunk(config: GPT2Config, x_BTC: Array, head_PC: Array, targets_BT: Array) -> Float[Array, "B T"]:
     """Return the loss of each prediction of this device's rows."""
-    head_PC = gather_fsdp(head_PC.astype(x_BTC.dtype))
+    head_PC = head_PC.astype(x_BTC.dtype)
     x_KBRC, targets_KBR = _chunks(config, x_BTC), _chunks(config, targets_BT)
 
     def chunk(rest: tuple[Array, Array]) -> Array:
@@ -115,8 +104,11 @@ def _losses_by_chunk(config: GPT2Config, x_BTC: Array, head_PC: Array, targets_B
 def _loss_and_grads_by_chunk(
     config: GPT2Config, weight: float, x_BTC: Array, head_PC: Array, targets_BT: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the weighted sum of all devices' losses, and its gradients: this device's rows and shard of the head."""
-    full_PC = gather_fsdp(head_PC.astype(x_BTC.dtype))
+    """Return the weighted sum of all devices' losses, and the gradients of this device's rows.
+
+    The gradient of the head is not summed over devices: `lookup` adds its own gradient first.
+    """
+    cast_PC = head_PC.astype(x_BTC.dtype)
     x_KBRC, targets_KBR = _chunks(config, x_BTC), _chunks(config, targets_BT)
     num_positions, chunk_positions = x_BTC.shape[1], x_KBRC.shape[2]
 
@@ -126,23 +118,22 @@ def _loss_and_grads_by_chunk(
         is_real_R = k * chunk_positions + jnp.arange(chunk_positions) < num_positions  # the last chunk may be padded
         weights_M = jnp.broadcast_to(weight * is_real_R, targets_BR.shape).reshape(-1)
         x_MC = x_BRC.reshape(-1, x_BRC.shape[-1])
-        exp_MP, losses_M, sums_M, is_target_MP = _chunk_losses(config, x_MC, full_PC, targets_BR.reshape(-1))
+        exp_MP, losses_M, sums_M, is_target_MP = _chunk_losses(config, x_MC, cast_PC, targets_BR.reshape(-1))
         # The gradient of the logits: the probability, less one for the target.
         probs_MP = exp_MP * (weights_M / sums_M)[:, None]
         dlogits_MP = (probs_MP - jnp.where(is_target_MP, weights_M[:, None], 0)).astype(x_MC.dtype)
-        dx_MC = psum(jnp.einsum("MP,PC->MC", dlogits_MP, full_PC), TENSOR_AXIS)
+        dx_MC = psum(jnp.einsum("MP,PC->MC", dlogits_MP, cast_PC), TENSOR_AXIS)
         dhead_PC += jnp.einsum("MP,MC->PC", dlogits_MP, x_MC, preferred_element_type=dhead_PC.dtype)
         return (loss + (losses_M * weights_M).sum(), dhead_PC), dx_MC.reshape(x_BRC.shape)
 
-    accumulate = jnp.promote_types(x_BTC.dtype, jnp.float32)
-    zeros = (jnp.zeros((), accumulate), jnp.zeros(full_PC.shape, accumulate))
+    zeros = (jnp.zeros((), head_PC.dtype), jnp.zeros_like(head_PC))
     if len(x_KBRC) == 1:
         (loss, dhead_PC), dx_BRC = chunk(zeros, (0, x_KBRC[0], targets_KBR[0]))
         dx_KBRC = dx_BRC[None]
     else:
         (loss, dhead_PC), dx_KBRC = jax.lax.scan(chunk, zeros, (jnp.arange(len(x_KBRC)), x_KBRC, targets_KBR))
     dx_BTC = dx_KBRC.swapaxes(0, 1).reshape(len(x_BTC), -1, x_BTC.shape[2])[:, :num_positions]
-    return psum(loss, *BATCH_AXES), dx_BTC, reduce_scatter(dhead_PC).astype(head_PC.dtype)
+    return psum(loss, *BATCH_AXES), dx_BTC, dhead_PC
 
 
 def _chunk_losses(

@@ -248,15 +248,23 @@ class GPT2(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         *,
+        wte_BTC: Float[Array, "B T C"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         dropout_key: PRNGKeyArray | None = None,
     ) -> Float[Array, "M C"]:
-        """Return the input of the head: activations after the final norm, one row per token."""
+        """Return the input of the head: activations after the final norm, one row per token.
+
+        Args:
+            tokens: see `GPT2.__call__`.
+            wte_BTC: the embeddings of the tokens, if they have been looked up.
+            segment_ids: see `GPT2.__call__`.
+            dropout_key: see `GPT2.__call__`.
+        """
         config, num_positions = self.config, tokens.shape[1]
         is_in_context = num_positions <= config.seq_len
         require(is_in_context, "sequences", f"have at most {config.seq_len} tokens (model.seq_len)", num_positions)
         embed_key, blocks_key = split_key(dropout_key, 2)
-        x_BTC = self.embed(tokens, jnp.arange(num_positions)[None])
+        x_BTC = self.embed(tokens, jnp.arange(num_positions)[None], wte_BTC)
         x_MC = dropout(x_BTC.reshape(-1, config.embed_dim), config.dropout_rate, embed_key)
         x_MC = constrain(x_MC, BATCH_AXES, None)
         keys = None if blocks_key is None else jax.random.split(blocks_key, config.num_layers)
@@ -275,10 +283,13 @@ class GPT2(nnx.Module):
                 x_MC = _REMAT[config.remat](partial(apply, graphdef))(state, x_MC, key)
         return self.ln_f(x_MC)
 
-    def embed(self, tokens: Int[Array, "*shape"], positions: Int[Array, "..."]) -> Float[Array, "*shape C"]:
-        """Return the sum of token and position embeddings."""
+    def embed(
+        self, tokens: Int[Array, "*shape"], positions: Int[Array, "..."], wte: Float[Array, "*shape C"] | None = None
+    ) -> Float[Array, "*shape C"]:
+        """Return the sum of token and position embeddings. `wte` is None if the tokens must be looked up."""
         wpe_TC = constrain(self.wpe.embedding[...].astype(self.config.dtype), None, None)
-        wte: Array = lookup(self.wte.embedding[...], tokens, self.config.dtype)
+        if wte is None:
+            wte, _ = lookup(self.wte.embedding[...], tokens, self.config.dtype)
         return wte + wpe_TC[positions]
 
     def padded_logits(self, x_MC: Float[Array, "M C"]) -> Float[Array, "M P"]:
