@@ -14,6 +14,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -41,9 +42,8 @@ full array for an all-gather, reduce-scatter or all-to-all; twice that for an al
   them twice; this program keeps them for the backward pass), their gradients are reduce-scattered, and the shards of
   the gradients are all-reduced over data. The axis tensor needs 4 all-reduces of the activations per layer, 2 for the
   embedding and the head, and 3 of one number per token for the loss.
-- *wte*: scattered and textbook MB of the token embedding and its gradient. The textbook adds the gradients of the
-  lookup and of the tied head before it sends the sum. The program sends each gradient separately, which is nearly all
-  of the excess of `data` and `fsdp` over the textbook."""
+- *wte*: scattered and textbook MB of the token embedding and its gradient. The gradients of the lookup and of the tied
+  head are added before their sum is sent."""
 
 
 class Instruction(NamedTuple):
@@ -77,21 +77,43 @@ class Program:
                 operands = re.findall(r"%([\w.\-]+)", parts[4])
                 self.computations[name].append(Instruction(parts[1], shapes, parts[3], operands, line))
 
-    def collectives(self, computation: str = "", times: int = 1) -> list[dict[str, Any]]:
-        """Return each array of each collective; `times` counts the iterations of the loops around it.
+    def instructions(self, computation: str = "", times: int | None = 1) -> Iterator[tuple[str, Instruction, int]]:
+        """Yield the computation of each dot and collective, the instruction, and the iterations of the loops around it.
 
-        The program must state the trip count of each loop that holds a collective.
+        Raises:
+            ValueError: the program does not state the trip count of a loop around one.
         """
-        computation, found = computation or self.entry, []
+        computation = computation or self.entry
         for line in self.computations[computation]:
-            kind = line.op.removesuffix("-start")
-            if line.op in ("while", "call", "conditional"):
+            if line.op in ("while", "call", "conditional", "fusion"):
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.text)
-                for called in re.findall(r"(?:body|to_apply|\w+_computation)=%([\w.\-]+)", line.text):
-                    inside = self.collectives(called, times * (int(trips[1]) if trips else 1))
-                    assert line.op != "while" or trips or not inside, f"the trip count is unknown: {line.text}"
-                    found += inside
-            elif kind in _KINDS and (group := group_size(line.text)) > 1:
+                inside = int(trips[1]) if trips else None if line.op == "while" else 1
+                names = set(re.findall(r"%([\w.\-]+)", line.text)) & self.computations.keys()
+                for called in sorted(names - {*line.operands}):
+                    yield from self.instructions(called, None if times is None or inside is None else times * inside)
+            elif line.op == "dot" or line.op.removesuffix("-start") in _KINDS:
+                if times is None:
+                    raise ValueError(f"The trip count of a loop around this instruction is unknown: {line.text}")
+                yield computation, line, times
+
+    def flops(self) -> int:
+        """Return the floating-point operations of the matrix products, which are nearly all of a step's."""
+        total = 0
+        for computation, line, times in self.instructions():
+            if line.op == "dot":
+                left = next(other for other in self.computations[computation] if other.name == line.operands[0])
+                sizes, dims = shape_dims(left.shapes[0]), re.search(r"lhs_contracting_dims=\{([\d,]+)\}", line.text)
+                assert dims is not None, line.text
+                contracted = math.prod(sizes[int(dim)] for dim in dims[1].split(","))
+                total += 2 * times * contracted * math.prod(shape_dims(line.shapes[0]))
+        return total
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """Return each array of each collective; `times` counts the iterations of the loops around it."""
+        found = []
+        for computation, line, times in self.instructions():
+            kind = line.op.removesuffix("-start")
+            if kind in _KINDS and (group := group_size(line.text)) > 1:
                 shapes = line.shapes[-len(line.operands) :]  # some starts list their operands, then their results
                 for i, shape in enumerate(shapes):
                     slice_bytes, element = num_bytes(shape) // group, i if len(shapes) > 1 else None
@@ -145,11 +167,15 @@ def group_size(text: str) -> int:
     return jax.device_count()  # an empty list means all devices
 
 
+def shape_dims(shape: str) -> list[int]:
+    """Return the dimensions of an array written as `f32[8,16]`."""
+    return [int(dim) for dim in shape.rstrip("]").split("[")[1].split(",") if dim]
+
+
 def num_bytes(shape: str) -> int:
     """Return the bytes of an array written as `f32[8,16]`."""
-    kind, dims = shape.rstrip("]").split("[")
-    bits = re.search(r"\d+", kind)
-    return math.prod(int(dim) for dim in dims.split(",") if dim) * (int(bits[0]) if bits else 8) // 8
+    bits = re.search(r"\d+", shape.split("[")[0])
+    return math.prod(shape_dims(shape)) * (int(bits[0]) if bits else 8) // 8
 
 
 def sent_bytes(kind: str, shape: str, group: int) -> float:
@@ -170,19 +196,29 @@ def textbook_bytes(params: Any, mesh: jax.sharding.Mesh) -> float:
     return total
 
 
-def measure(layout: str, num_layers: int) -> dict[str, Any]:
-    """Compile the step in one layout for all devices of this process, and count its collectives."""
+def compile_step(
+    layout: str, config: nnx_gpt2.GPT2Config, windows_per_row: int
+) -> tuple[Any, Any, jax.stages.Compiled]:
+    """Compile the step in one layout for all devices of this process. Return its mesh, abstract state and program.
+
+    Each row of the batch axes, `data` and `fsdp`, has `windows_per_row` windows.
+    """
     most_fsdp, tensor = LAYOUTS[layout]
     mesh = nnx_gpt2.make_mesh(fsdp=min(most_fsdp, jax.device_count()), tensor=tensor)
-    config = nnx_gpt2.gpt2(num_layers=num_layers)
     optimizer = nnx_gpt2.create_optimizer(nnx_gpt2.OptimizerConfig(), 1000)
-    num_windows = mesh.shape["data"] * mesh.shape["fsdp"]
+    num_windows = windows_per_row * mesh.shape["data"] * mesh.shape["fsdp"]
     batch = nnx_gpt2.batch_sharding(mesh)
     windows = jax.ShapeDtypeStruct((num_windows, config.seq_len + 1), jnp.uint16, sharding=batch)
     key_type = jax.eval_shape(lambda: jax.random.key(0)).dtype
     key = jax.ShapeDtypeStruct((), key_type, sharding=nnx_gpt2.replicated(mesh))
     state = nnx_gpt2.abstract_train_state(config, optimizer, mesh)
-    compiled = nnx_gpt2.make_train_step(config, optimizer, mesh).lower(state, windows, key).compile()
+    return mesh, state, nnx_gpt2.make_train_step(config, optimizer, mesh).lower(state, windows, key).compile()
+
+
+def measure(layout: str, num_layers: int) -> dict[str, Any]:
+    """Count the collectives of the step in one layout for all devices of this process."""
+    config, tensor = nnx_gpt2.gpt2(num_layers=num_layers), LAYOUTS[layout][1]
+    mesh, state, compiled = compile_step(layout, config, 1)
     found = Program(compiled.as_text() or "").collectives()
     is_wte = re.compile(rf"\[{config.padded_vocab_size // tensor},").search
     activation_bytes = config.seq_len * ((4 * num_layers + 2) * config.embed_dim + 3) * 4
@@ -197,6 +233,31 @@ def measure(layout: str, num_layers: int) -> dict[str, Any]:
         "wte_bytes": sum(p["scattered_bytes"] for p in found if is_wte(p["shape"])),
         "textbook_wte_bytes": textbook_bytes(state.params["wte"], mesh),
         "largest": sorted(found, key=lambda p: -p["sent_bytes"])[:NUM_LARGEST],
+    }
+
+
+def measure_all(script: str, *options: str) -> list[dict[str, Any]]:
+    """Run a script with `--here LAYOUT` in a process of its own for each number of devices and layout.
+
+    Return the rows that it prints.
+    """
+    rows = []
+    for num_devices in DEVICES:
+        flags = f"--xla_force_host_platform_device_count={num_devices}"
+        for layout in LAYOUTS:
+            command = [sys.executable, script, "--here", layout, *options]
+            env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+            rows.append(json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout))
+            print(f"{layout}, {num_devices} devices: done", flush=True)
+    return rows
+
+
+def environment() -> dict[str, Any]:
+    """Return the hardware, the date and the versions of a result."""
+    return {
+        "hardware": f"simulated CPU devices, compiled on {os.cpu_count()} CPU cores, {platform.machine()}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "jaxlib", "flax")}},
     }
 
 
@@ -216,20 +277,11 @@ def main() -> None:
     if options.here:
         print(json.dumps(measure(options.here, options.num_layers)))
         return
-    measured = []
-    for num_devices in DEVICES:
-        flags = f"--xla_force_host_platform_device_count={num_devices}"
-        for layout in LAYOUTS:
-            command = [sys.executable, __file__, "--here", layout, "--num-layers", str(options.num_layers)]
-            env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-            measured.append(json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout))
-            print(f"{layout}, {num_devices} devices: {measured[-1]['counts']}", flush=True)
+    measured = measure_all(__file__, "--num-layers", str(options.num_layers))
     result = {
         "config": f"GPT-2 124M's widths, {options.num_layers} layers, unrolled, no remat; float32 (XLA for CPU widens "
         "bfloat16 collectives); AdamW; one window of 1024 tokens per device of the axes data and fsdp",
-        "hardware": f"simulated CPU devices, compiled on {os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "jaxlib", "flax")}},
+        **environment(),
         "rows": measured,
     }
     options.out.mkdir(parents=True, exist_ok=True)
