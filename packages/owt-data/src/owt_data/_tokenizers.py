@@ -9,8 +9,8 @@ from owt_data._errors import DataError
 _END_OF_TEXT = "<|endoftext|>"
 _VOCAB_SIZES = {"bytes": 257, "gpt2": 50_257}
 
-# tiktoken's split pattern of gpt2, and one with the same matches. tiktoken's regex library backtracks, except in a group
-# without look-around and possessive quantifiers, which it compiles to an automaton. Nothing follows the group, hence its
+# tiktoken's split pattern of gpt2, and a faster one with the same matches. tiktoken's regex library backtracks, but it
+# compiles a group without look-around and possessive quantifiers to an automaton. Nothing follows the group, hence its
 # greedy matches are the possessive ones.
 _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _FAST_PATTERN = r"""(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s"""
