@@ -11,7 +11,7 @@ order    window_starts for the windows of 9 G tokens; numpy's permutation of all
 
 Each candidate has a fresh process, fresh folders and a fresh cache. The candidates take turns; each round reverses
 their order. The first round is a warm-up and does not count. The two files of gpt2 come from TIKTOKEN_CACHE_DIR, or
-are downloaded. Writes data.md and data.json with the groups that ran: with --only, give --out too.
+are downloaded. Writes data.md and data.json, or with --only the two files of the group's name.
 """
 
 import argparse
@@ -391,8 +391,8 @@ def main() -> None:
         **{group: list(rows(run_group(group, options))) for group in GROUPS if options.only in (group, None)},
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "data.json").write_text(json.dumps(result, indent=2) + "\n")
-    (options.out / "data.md").write_text(markdown(result))
+    for suffix, text in (("json", json.dumps(result, indent=2) + "\n"), ("md", markdown(result))):
+        (options.out / f"{options.only or 'data'}.{suffix}").write_text(text)
     print(markdown(result))
 
 

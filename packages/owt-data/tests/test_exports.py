@@ -17,3 +17,9 @@ def test_unknown_names_are_rejected():
 def test_importing_it_imports_nothing_heavy():
     code = "import sys, owt_data; sys.exit(bool({'jax', 'ray', 'datasets'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_preparing_files_does_not_import_datasets(articles, tmp_path):
+    command = ["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes"]
+    code = f"import sys; from owt_data._cli import main; sys.exit(main({command}) or 'datasets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,8 +1,10 @@
+import itertools
+
 import pytest
 import tiktoken
 
 from owt_data import DataError, load_tokenizer
-from owt_data._tokenizers import tokenizer_digest
+from owt_data._tokenizers import load_fast_tokenizer, tokenizer_digest
 
 TEXT = "Hé <|endoftext|> 日本\r\n\x00🙂"
 
@@ -19,6 +21,22 @@ def test_gpt2_is_tiktokens(gpt2):
     plain = tiktoken.get_encoding("gpt2")
     assert gpt2.encode_ordinary(TEXT) == plain.encode_ordinary(TEXT)
     assert (gpt2.eot_token, gpt2.n_vocab) == (50256, 50257)
+
+
+@pytest.mark.parametrize("kind", ["small_bpe", pytest.param("gpt2", marks=pytest.mark.shared_data)])
+def test_the_fast_tokenizer_encodes_every_short_text_like_tiktoken(kind, request):
+    plain = request.getfixturevalue(kind)
+    fast = load_fast_tokenizer("gpt2")
+    assert fast._pat_str != plain._pat_str  # equal after a change in tiktoken, which needs a new fast pattern
+    for characters in itertools.product(" \n\u2003'sdmtlvre1!é", repeat=4):
+        text = "".join(characters)
+        assert fast.encode_ordinary(text) == plain.encode_ordinary(text), repr(text)
+
+
+@pytest.mark.parametrize("text", [" ", "x", "x\n", "1", "!"])
+def test_the_fast_tokenizer_encodes_long_runs_like_tiktoken(text, small_bpe):
+    # The stack of tiktoken's regex library has a million entries.
+    assert load_fast_tokenizer("gpt2").encode_ordinary(text * 1_100_000) == small_bpe.encode_ordinary(text * 1_100_000)
 
 
 def test_digests_differ_between_tokenizers(small_bpe):

@@ -9,6 +9,12 @@ from owt_data._errors import DataError
 _END_OF_TEXT = "<|endoftext|>"
 _VOCAB_SIZES = {"bytes": 257, "gpt2": 50_257}
 
+# tiktoken's split pattern of gpt2, and a faster one with the same matches. tiktoken's regex library backtracks, but it
+# compiles a group without look-around and possessive quantifiers to an automaton. Nothing follows the group, hence its
+# greedy matches are the possessive ones.
+_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_FAST_PATTERN = r"""(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s"""
+
 
 def vocab_size(name: str) -> int:
     """Return the number of ids of a tokenizer. Needs no tokenizer files.
@@ -49,6 +55,22 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
             f"The files of tokenizer {name!r} must be downloaded once, got {type(error).__name__}. Connect to the "
             "network, set TIKTOKEN_CACHE_DIR to a folder that has them, or prepare text with the tokenizer bytes."
         ) from error
+
+
+def load_fast_tokenizer(name: str) -> tiktoken.Encoding:
+    """Load a tokenizer that encodes as `load_tokenizer`'s does, `gpt2` in about 0.6 of the time.
+
+    Only for encoding: its digest is another one.
+
+    Raises:
+        DataError: as `load_tokenizer`.
+    """
+    plain = load_tokenizer(name)
+    if plain._pat_str != _PATTERN:  # `bytes`, or another version of tiktoken
+        return plain
+    return tiktoken.Encoding(
+        name, pat_str=_FAST_PATTERN, mergeable_ranks=plain._mergeable_ranks, special_tokens=plain._special_tokens
+    )
 
 
 def tokenizer_digest(tokenizer: tiktoken.Encoding) -> str:

@@ -21,14 +21,14 @@ import tiktoken
 from owt_data._errors import DataError, one_line
 from owt_data._prepare.shards import Encoder, Shard
 from owt_data._prepare.tokenize_worker import encode_shard
-from owt_data._tokenizers import load_tokenizer
+from owt_data._tokenizers import load_fast_tokenizer
 
 _CONNECT_TIMEOUT_S = 10
 
 
 @cache
 def _load_once(tokenizer: str) -> tiktoken.Encoding:
-    return load_tokenizer(tokenizer)
+    return load_fast_tokenizer(tokenizer)
 
 
 @contextmanager

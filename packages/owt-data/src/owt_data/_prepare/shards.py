@@ -26,7 +26,7 @@ from owt_data._errors import DataError, file_errors
 from owt_data._json_types import parse_json
 from owt_data._prepare.tokenize_worker import encode_shard
 from owt_data._sources.documents import START, Chunk, Cursor, Documents
-from owt_data._tokenizers import load_tokenizer
+from owt_data._tokenizers import load_fast_tokenizer
 
 _log = logging.getLogger("owt_data")
 
@@ -265,7 +265,7 @@ def _encode(shards: Iterable[Shard], encoder: Encoder, follower: Follower | None
 def local_encoder(tokenizer: str, num_processes: int) -> Iterator[Encoder]:
     """Encode shards on this machine, in child processes. One process needs no child: this process encodes."""
     if num_processes == 1:
-        encoding = load_tokenizer(tokenizer)
+        encoding = load_fast_tokenizer(tokenizer)
 
         def encode(shard: Shard) -> Result:
             result: Result = Future()

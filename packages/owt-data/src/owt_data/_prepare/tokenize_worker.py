@@ -19,7 +19,7 @@ import pyarrow as pa
 import tiktoken
 
 from owt_data._errors import DataError, file_errors
-from owt_data._tokenizers import load_tokenizer
+from owt_data._tokenizers import load_fast_tokenizer
 
 
 def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path
 def main(name: str) -> None:
     """Encode the shards from standard input; end at the first error, with the error as the answer."""
     try:
-        tokenizer = load_tokenizer(name)
+        tokenizer = load_fast_tokenizer(name)
         for batch, metadata in _receive():
             _answer(encode_shard(batch, tokenizer, Path(metadata["path"].decode())))
     except DataError as error:

@@ -90,15 +90,16 @@ def copy_ranges(
     reader = SequenceReader(sequence, max_open_files=2, in_order=True)
     chunk_tokens = min(_CHUNK_TOKENS, max(1, len(sequence) // _NUM_CHUNKS))
     buffer = np.empty(chunk_tokens, dtype="<u2")
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
         for starts, stops in _chunks(ranges, chunk_tokens):
             offsets = np.concatenate([[0], np.cumsum(stops - starts)])
             tokens = buffer[: offsets[-1]]
             # In the order of the shards: each shard file is opened once and read from start to end.
             for number in np.argsort(starts, kind="stable").tolist():
                 reader.copy(int(starts[number]), tokens[offsets[number] : offsets[number + 1]])
-            file.write(tokens.data)
+            written = thread.submit(file.write, tokens.data)
             summary.add(tokens)
+            written.result()
             report(len(tokens))
         file.flush()
         os.fsync(file.fileno())

@@ -14,9 +14,8 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from owt_data._errors import check_column, check_integer, file_errors, not_format, not_text, not_utf8, one_line
-from owt_data._sources.hub import HubLayout, HubRows
 from owt_data._sources.json_lines import read_json_texts
-from owt_data._sources.names import BUILTIN, HUB, Source, find_source
+from owt_data._sources.names import BUILTIN, HUB, HubLayout, Source, find_source
 from owt_data._sources.rows import StartsDocument, every_row, read_lines
 
 _ROWS_PER_READ = 1024
@@ -93,7 +92,12 @@ class Documents:
     ) -> None:
         self._source, self._text_column = source, text_column
         self._starts_document, self._row_end, self._limit_rows = starts_document, row_end, limit_rows
-        self._hub = HubRows(source, revision) if source.kind == HUB else None
+        self._hub = None
+        if source.kind == HUB:
+            # The import of `datasets` takes more than a second, which files must not wait for.
+            from owt_data._sources.hub import HubRows
+
+            self._hub = HubRows(source, revision)
 
     @property
     def layout(self) -> HubLayout | None:

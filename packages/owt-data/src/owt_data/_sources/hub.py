@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -16,31 +15,12 @@ from huggingface_hub.utils import httpx
 
 from owt_data._errors import DataError, one_line
 from owt_data._paths import suggest_name
-from owt_data._sources.names import Source
+from owt_data._sources.names import HubLayout, Source
 
 _TIMEOUT_S = 10
 _ROWS_PER_READ = 1024
 _OFFLINE_SHARDS = 64
 _READ_ERRORS = (DatasetGenerationError, httpx.HTTPError, OSError, ValueError, TypeError, EOFError, zlib.error)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HubLayout:
-    """Order of the rows in a hub dataset. A `Cursor` is valid for one layout only."""
-
-    offline: bool
-    """True if the rows come from a copy on this machine (`HF_HUB_OFFLINE=1`)."""
-
-    revision: str | None
-    """Commit of the dataset."""
-
-    num_shards: int
-    """Number of the dataset's shards."""
-
-    def __str__(self) -> str:
-        """Format the layout for errors."""
-        mode = "a copy with HF_HUB_OFFLINE=1" if self.offline else "a stream without HF_HUB_OFFLINE"
-        return f"revision {self.revision} in {self.num_shards} shards as {mode}"
 
 
 class HubRows:

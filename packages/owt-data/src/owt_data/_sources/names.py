@@ -84,6 +84,25 @@ class Source:
         return _HUB_ALIASES.get(repository, repository), configuration or None, split or "train"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubLayout:
+    """Order of the rows in a hub dataset. A `Cursor` is valid for one layout only."""
+
+    offline: bool
+    """True if the rows come from a copy on this machine (`HF_HUB_OFFLINE=1`)."""
+
+    revision: str | None
+    """Commit of the dataset."""
+
+    num_shards: int
+    """Number of the dataset's shards."""
+
+    def __str__(self) -> str:
+        """Format the layout for errors."""
+        mode = "a copy with HF_HUB_OFFLINE=1" if self.offline else "a stream without HF_HUB_OFFLINE"
+        return f"revision {self.revision} in {self.num_shards} shards as {mode}"
+
+
 @file_errors("readable")
 def find_source(names: str | Sequence[str]) -> Source:
     """Find the source that one or more names refer to. Files are not read.
