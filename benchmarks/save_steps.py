@@ -3,15 +3,12 @@
     uv run benchmarks/save_steps.py --rounds 3
 
 The model is GPT-2 124M: parameters and AdamW in float32, 1.49 GB. A step trains on one window of 1024 tokens, on all
-CPUs, in the environment of a worker. Three cases take turns in one process, on the same disk. A turn is a save, two
-steps, and the wait until the save is durable:
+CPUs, in the environment of a worker. Two cases take turns in one process, on the same disk. A turn is a save with
+`Checkpoints`, two steps, and the wait until the save is durable; or, as the baseline, only the steps.
 
-none         the steps without a save: the baseline
-orbax        save with Orbax's CheckpointManager and its defaults (compression, no checksums)
-checkpoints  save with `Checkpoints`
-
-The delay of a turn is its time minus the median time of a turn of `none`. `saves.py` measures steps that compute on one
-CPU, or wait for a device. Writes benchmarks/results/save_steps.md and save_steps.json after each round.
+The delay of a turn is its time minus the median time of a turn of the baseline. `saves.py` measures steps that compute
+on one CPU, or wait for a device, also with Orbax's CheckpointManager. Writes benchmarks/results/save_steps.md and
+save_steps.json after each round.
 """
 
 import argparse
@@ -33,14 +30,13 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 STEPS_PER_TURN = 2
-CASES = ("none", "orbax", "checkpoints")
+CASES = ("no save", "save")
 
 
 def train(rounds: int, folder: Path) -> None:
     """Run the cases in turns. Write the results after each round."""
     import jax  # the environment of this process is that of a worker, see `main`
     import numpy as np
-    import orbax.checkpoint as ocp
 
     from nnx_gpt2 import OptimizerConfig, create_optimizer, create_train_state, gpt2, make_mesh, make_train_step
     from ray_jax_launch import Checkpoints
@@ -62,26 +58,18 @@ def train(rounds: int, folder: Path) -> None:
     run_steps()  # compile
     turns: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
     numbers = itertools.count(1)
-    with (
-        Checkpoints(folder / "checkpoints", num_to_keep=1) as checkpoints,
-        ocp.CheckpointManager(folder / "orbax", options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager,
-    ):
+    with Checkpoints(folder, num_to_keep=1) as checkpoints:
         for _ in range(rounds):
             for case in CASES:
-                number, began, wait = next(numbers), time.perf_counter(), lambda: None
-                items = {"params": state.params, "opt_state": state.opt_state}
-                if case == "orbax":
-                    args = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-                    manager.save(number, args=ocp.args.Composite(**args))
-                    wait = manager.wait_until_finished
-                elif case == "checkpoints":
-                    checkpoints.save(number, items, metadata={"step": number})
-                    wait = checkpoints.wait
-                del items
+                began = time.perf_counter()
+                if case == "save":
+                    items = {"params": state.params, "opt_state": state.opt_state}
+                    checkpoints.save(next(numbers), items, metadata={})
+                    del items  # the step reuses the memory of its input
                 saved = time.perf_counter()
                 steps = run_steps()
                 waited = time.perf_counter()
-                wait()
+                checkpoints.wait()
                 ended = time.perf_counter()
                 turns[case].append(
                     {"turn": ended - began, "save": saved - began, "steps": steps, "wait": ended - waited}
@@ -92,14 +80,14 @@ def train(rounds: int, folder: Path) -> None:
 
 def write(turns: dict[str, list[dict[str, Any]]]) -> None:
     """Write the results of the turns so far."""
-    turn_s = statistics.median(turn["turn"] for turn in turns["none"])
-    step_s = statistics.median(seconds for turn in turns["none"] for seconds in turn["steps"])
+    turn_s = statistics.median(turn["turn"] for turn in turns["no save"])
+    step_s = statistics.median(seconds for turn in turns["no save"] for seconds in turn["steps"])
     delays = {case: [(turn["turn"] - turn_s) / step_s for turn in turns[case]] for case in CASES}
     result = {
         "step_s": step_s,
         "delay_steps": {case: statistics.median(values) for case, values in delays.items()},
         "config": f"gpt2 (124M) in float32, one window of 1024 tokens, {STEPS_PER_TURN} steps in a turn, "
-        f"{len(turns['none'])} turns of each case",
+        f"{len(turns['no save'])} turns of each case",
         "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {
