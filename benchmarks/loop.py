@@ -27,16 +27,17 @@ ROOT = Path(__file__).parent.parent
 STEPS, WARMUP_STEPS, LOG_EVERY = 300, 600, 10
 
 BARE = """
-import json, sys, time
+import dataclasses, json, sys, time
 import jax, numpy as np
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
 from pretrain import PRESETS
 config, steps, every = PRESETS["quickstart"](), int(sys.argv[1]), int(sys.argv[2])
+model = dataclasses.replace(config.model, vocab_size=257)  # of the tokenizer bytes
 mesh = make_mesh()
 optimizer = create_optimizer(config.optimizer, steps)
-state = create_train_state(config.model, optimizer, jax.random.key(0), mesh)
-step = make_train_step(config.model, optimizer)
-rows = np.random.default_rng(0).integers(0, 256, (config.train.global_batch_size, config.model.seq_len + 1))
+state = create_train_state(model, optimizer, jax.random.key(0), mesh)
+step = make_train_step(model, optimizer)
+rows = np.random.default_rng(0).integers(0, 256, (config.train.global_batch_size, model.seq_len + 1))
 batch = put_batch(rows.astype(np.uint16), mesh)
 times = []
 for i in range(steps + 1):

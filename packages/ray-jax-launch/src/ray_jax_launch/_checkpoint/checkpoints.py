@@ -80,8 +80,8 @@ class Checkpoints:
         folder: a folder on storage that all processes share, made if missing; or a URI such as
             `s3://bucket/run/checkpoints`, opened as Ray opens URIs (by `pyarrow.fs`). For a URI, every process
             writes its shards to the local disk (see `TMPDIR`) before it uploads them. To restore, one process of each
-            node downloads the requested items to the local disk. Default in a loop that `launch` runs: `checkpoints`
-            in the run's folder.
+            node downloads the requested items to the local disk, without archives that hold no shard of the node.
+            Default in a loop that `launch` runs: `checkpoints` in the run's folder.
         num_to_keep: number of newest checkpoints to keep.
         num_best_to_keep: number of checkpoints with the lowest scores to keep in addition (see `save`).
         read_only: change nothing in the folder, and do not clean up after a crash.

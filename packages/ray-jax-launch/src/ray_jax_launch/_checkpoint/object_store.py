@@ -2,7 +2,7 @@
 
 <uri>/<step>/process-0.tar              what Orbax keeps about all items: the tree, shapes and types
 <uri>/<step>/process-<N>.<item>.tar     the shards of an item that process N wrote
-<uri>/<step>/checkpoint.json            written last: checksums of the archives, metadata, score
+<uri>/<step>/checkpoint.json            written last: checksums of the archives, their files, metadata, score
 <uri>/<step>/checkpoint.json.damaged    the same, of a quarantined checkpoint
 <uri>/<step>/checksums-<N>-<save>.json  checksums of process N's archives, for process 0; deleted at the end of a save
 
@@ -12,7 +12,7 @@ All archives unpacked into one folder are an Orbax checkpoint. Up to version 0.5
 import json
 import shutil
 import tarfile
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -31,7 +31,7 @@ from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._errors import DamagedCheckpointError
 from ray_jax_launch._storage import open_uri
 
-_LISTING = "checkpoint.json"
+_LISTING, _COMMON = "checkpoint.json", "process-0.tar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,9 @@ class Listing:
 
     archives: dict[str, Checksum]
     """Checksums by name."""
+
+    files: dict[str, list[str]]
+    """Names of the files in the archives of the items, if several processes wrote them; since version 0.6."""
 
     metadata: dict[str, Any]
     """The user's metadata."""
@@ -129,7 +132,9 @@ class ObjectStore:
         return parse(
             _LISTING,
             content,
-            lambda found: Listing(to_checksums(found["parts"]), dict(found["metadata"]), found["score"]),
+            lambda found: Listing(
+                to_checksums(found["parts"]), dict(found.get("files", {})), dict(found["metadata"]), found["score"]
+            ),
         )
 
     def upload(self, step: int, rank: int, save_id: str, folder: Path) -> None:
@@ -146,7 +151,9 @@ class ObjectStore:
             )
             for archive, names in archives.items()
         }
-        self._write(_checksums_name(step, rank, save_id), json.dumps(checksums).encode())
+        # Every node needs all files of `process-0.tar`.
+        files = {archive: names for archive, names in archives.items() if archive != _COMMON}
+        self._write(_checksums_name(step, rank, save_id), json.dumps([checksums, files]).encode())
 
     def commit(
         self, step: int, num_processes: int, save_id: str, metadata: dict[str, Any], score: float | None
@@ -157,28 +164,42 @@ class ObjectStore:
             FileNotFoundError: a process has not uploaded its archives in this save.
         """
         archives: dict[str, Checksum] = {}
+        files: dict[str, list[str]] = {}
         for rank in range(num_processes):
             try:
-                archives |= to_checksums(json.loads(self._read(_checksums_name(step, rank, save_id))))
+                checksums, names = json.loads(self._read(_checksums_name(step, rank, save_id)))
             except FileNotFoundError as error:
                 raise FileNotFoundError(
                     f"process {rank} has not uploaded its shards of checkpoint {step}. See its own error."
                 ) from error
+            archives |= to_checksums(checksums)
+            files |= names if num_processes > 1 else {}
         # "parts" is the key of all versions: version 0.5 can read this checkpoint too.
-        listing = {"parts": archives, "metadata": metadata, "score": score}
+        listing = {"parts": archives, "files": files, "metadata": metadata, "score": score}
         self._write(f"{step}/{_LISTING}", json.dumps(listing).encode())
         for name in self._contents().get(step, set()) - archives.keys() - {_LISTING}:
             self._delete(f"{step}/{name}")
 
-    def download(self, step: int, items: Collection[str], folder: Path) -> None:
+    def download(
+        self, step: int, items: Collection[str], folder: Path, is_needed: Callable[[str], bool] = lambda file: True
+    ) -> None:
         """Unpack some items of a checkpoint into a folder, and what Orbax keeps about all items.
+
+        Args:
+            step: number of the checkpoint.
+            items: names of the items.
+            folder: where to unpack.
+            is_needed: returns whether a file such as `items/params.h.0.w/1.0` is needed. An archive without such
+                files is not read. It is called when what Orbax keeps about all items is unpacked.
 
         Raises:
             DamagedCheckpointError: an archive is not what was written.
         """
-        for name, written in self.listing(step).archives.items():
-            if {*name.split(".")[1:-1]} <= {*items}:
-                self._read_archive(step, name, written, folder)
+        listing = self.listing(step)
+        for name in sorted(listing.archives, key=lambda name: name != _COMMON):
+            files = listing.files.get(name)
+            if {*name.split(".")[1:-1]} <= {*items} and (files is None or any(map(is_needed, files))):
+                self._read_archive(step, name, listing.archives[name], folder)
 
     def _read(self, name: str) -> bytes:
         def read() -> bytes:
@@ -244,7 +265,7 @@ def _archive_of(rank: int, file: str) -> str | None:
     _, leaf, *rest = file.split("/")
     if rest and not rest[-1].startswith("."):
         return f"process-{rank}.{leaf.partition('.')[0]}.tar"
-    return "process-0.tar" if rank == 0 else None
+    return _COMMON if rank == 0 else None
 
 
 def _checksums_name(step: int, rank: int, save_id: str) -> str:

@@ -18,7 +18,7 @@ from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler, ScalarHan
 from ray_jax_launch._checkpoint.broadcast import from_leader, gather
 from ray_jax_launch._checkpoint.folder_store import METADATA, METRICS, SCORE, FolderStore
 from ray_jax_launch._checkpoint.object_store import ObjectStore
-from ray_jax_launch._checkpoint.pytree import to_restore
+from ray_jax_launch._checkpoint.pytree import holds_shards, to_restore
 from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._checkpoint.staging import Staging
 from ray_jax_launch._errors import LaunchError
@@ -188,14 +188,15 @@ class ObjectWriter:
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         # One process of each node downloads for all processes of the node.
-        leader = gather(self._staging.node()).index(self._staging.node())
+        nodes = gather(self._staging.node())
+        ranks = [rank for rank, node in enumerate(nodes) if node == self._staging.node()]
         with self._staging.folder() as target:
 
             def download() -> str:
-                self._store.download(step, like.keys(), target)
+                self._store.download(step, like.keys(), target, holds_shards(target / "items", like, ranks))
                 return str(target.relative_to(self._staging.path.parent))
 
-            folder = self._staging.path.parent / from_leader(download, leader) / "items"
+            folder = self._staging.path.parent / from_leader(download, ranks[0]) / "items"
             try:
                 wanted = to_restore(like, _saved_tree(folder))
                 return self._reader.restore(folder, args=_restore_args(wanted)) if wanted else {}
