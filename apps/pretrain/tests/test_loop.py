@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, create_train_state, make_mesh
-from pretrain import PRESETS
 from owt_data import PrepareOptions, open_tokens, prepare
+from pretrain import PRESETS
 from pretrain._training import loop
 from pretrain._training.loop import is_due, restore, warn_of_bfloat16
 from pretrain._training.step_meter import NOTHING_UNRECORDED
