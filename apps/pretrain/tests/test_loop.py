@@ -39,7 +39,7 @@ def test_a_state_comes_back_with_its_counters_and_its_record(tmp_path, unrecorde
 def test_batches_are_the_same_when_ray_data_takes_over(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
     prepare(str(tmp_path / "text.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
-    data = open_tokens(str(tmp_path / "tokens"))
+    data = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes")
     config = PRESETS["baby"]()
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=9))
     monkeypatch.setattr(loop, "_STEPS_BEFORE_RAY_DATA", 3)
