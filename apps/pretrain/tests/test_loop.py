@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, create_train_state, make_mesh
+from owt_data import PrepareOptions, open_tokens, prepare
 from pretrain import PRESETS
+from pretrain._training import loop
 from pretrain._training.loop import is_due, restore, warn_of_bfloat16
 from pretrain._training.step_meter import NOTHING_UNRECORDED
 from ray_jax_launch import Checkpoints
@@ -32,6 +34,21 @@ def test_a_state_comes_back_with_its_counters_and_its_record(tmp_path, unrecorde
     assert found_unrecorded == unrecorded.get("unrecorded", NOTHING_UNRECORDED)
     for name in ("params", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, getattr(found, name), getattr(state, name))
+
+
+def test_batches_are_the_same_when_ray_data_takes_over(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
+    prepare(str(tmp_path / "text.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
+    data = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes")
+    config = PRESETS["baby"]()
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=9))
+    monkeypatch.setattr(loop, "_STEPS_BEFORE_RAY_DATA", 3)
+    with_ray_data, alone = (
+        [*loop._train_batches(config, data, 2, reads_itself=reads_itself)] for reads_itself in (False, True)
+    )
+    assert [step for step, _ in with_ray_data] == [*range(2, 9)]
+    for (_, windows), (_, expected) in zip(with_ray_data, alone, strict=True):
+        np.testing.assert_array_equal(windows, expected)
 
 
 def test_what_is_done_every_so_many_steps_is_also_done_at_the_last_step():

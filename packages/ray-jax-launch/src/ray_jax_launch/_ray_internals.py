@@ -29,6 +29,10 @@ from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator impor
 )
 from ray.train import Checkpoint, CheckpointUploadMode, DataConfig, Result, RunConfig, ScalingConfig
 
+# Ray Train starts their actors in any case, each a process that takes seconds to start.
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+
 # Names of the list of a run's reported checkpoints, which Ray reads at a start, and of a file that Ray leaves behind.
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, VALIDATE_STORAGE_MARKER_FILENAME
 
@@ -169,20 +173,48 @@ class WaitingPolicy(ElasticScalingPolicy):
         return decision
 
 
-class Trainer(JaxTrainer):
-    """Ray's trainer with other policies and without Ray's handler of SIGINT.
+class _NoShards:
+    """The datasets of a run that has none."""
 
-    Ray's handler stops the workers at once. No argument replaces the handler or a policy.
+    def get_dataset_shard(self, dataset_info: Any) -> Any:
+        """Raise the error of a name that is not among the datasets, as Ray does."""
+        name = dataset_info.dataset_name
+        raise KeyError(f"datasets must have {name!r}, got no datasets. Pass it by datasets=.")
+
+
+class _NoDatasetsCallback(DatasetsCallback):
+    """Ray's callback without its actor. It still gives the workers the driver's `ray.data.DataContext`."""
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Return what each worker's context gets."""
+        return {"dataset_shard_provider": [_NoShards()] * len(workers)}
+
+
+class Trainer(JaxTrainer):
+    """Ray's trainer with other policies, without Ray's handler of SIGINT and without actors that have nothing to do.
+
+    Ray's handler stops the workers at once. No argument replaces the handler or a policy, or leaves out an actor.
 
     Attributes:
+        is_cluster_temporary: the cluster ends with this process. It needs no actor that cleans up after the controller.
         policies: arguments of Ray Train's controller: `failure_policy`, and `scaling_policy` of an elastic group.
         on_start: called with Ray Train's controller, in the main thread alone.
         outcome: what the controller returned, also if `fit` raises its error.
     """
 
+    is_cluster_temporary: bool
     policies: dict[str, Any]
     on_start: Callable[[ActorHandle], None]
     outcome: Result
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks = super()._create_default_callbacks()
+        if self.is_cluster_temporary:
+            callbacks = [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
+        if self.datasets:
+            return callbacks
+        no_datasets = _NoDatasetsCallback(self.train_run_context, {})
+        return [no_datasets if isinstance(one, DatasetsCallback) else one for one in callbacks]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         self.outcome = super()._initialize_and_run_controller(**arguments | self.policies)

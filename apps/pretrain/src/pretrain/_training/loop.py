@@ -33,6 +33,7 @@ from pretrain._config import PretrainConfig
 from pretrain._run.description import RUN, RunDescription
 from pretrain._run.folder import RunFolder
 from pretrain._run.metrics import Record, rounded
+from pretrain._training.compilation import keep_programs
 from pretrain._training.device_memory import check_memory
 from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
@@ -43,6 +44,9 @@ from ray_jax_launch import Checkpoints, LaunchError, log_metrics, mark_finished,
 
 # Counters of the state in a checkpoint's metadata, beside the step.
 _COUNTERS = ("num_skipped", "num_skipped_in_a_row")
+# Steps of a start whose batches the process reads itself. Ray Data starts processes and needs seconds for its first
+# batch. It does this after the first step, which therefore comes sooner.
+_STEPS_BEFORE_RAY_DATA = 200
 
 _logger = logging.getLogger("pretrain")
 
@@ -70,6 +74,7 @@ def run(
         On rank 0, a sample from the trained model; an empty text on other ranks, and after a stop request.
     """
     train, max_steps = config.train, config.train.max_steps
+    keep_programs()
     mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     check_memory(config, mesh)
     device = mesh.local_devices[0]
@@ -102,7 +107,7 @@ def run(
         RunLog(folder, config, description, send=log_metrics) as log,
         Checkpoints(folder.checkpoints, num_to_keep=train.checkpoints_to_keep) as checkpoints,
         Profiling(config.profile, log.folder.profiles) as profiling,
-        ThreadPoolExecutor(1) as threads,
+        ThreadPoolExecutor(1) as thread,
     ):
 
         def save_state(state: TrainState, record: Record, unrecorded: dict[str, Any]) -> None:
@@ -145,14 +150,22 @@ def run(
             if is_evaluated:
                 ray.train.report(record)
 
+        def prepare_first_step() -> jax.Array:
+            """Return the windows of the first step, once the step is compiled."""
+            windows = put_batch(_checked(next(batches, None), start), mesh)
+            # The compiler for GPUs times kernels, and nothing else may run on the GPU at that time.
+            if device.platform != "gpu":
+                train_step.lower(like, windows, key).compile()
+            return windows
+
         meter = StepMeter(config, data.train, device, mesh.size)
         start = checkpoints.latest_step() or 0  # verified, and the same on every process
         log.begin(start, began_s)
-        # Ray Data needs seconds for its first batch: it starts before the step is compiled.
         batches = _train_batches(config, data, start, reads_itself=reads_itself)
-        first_batch = threads.submit(next, batches, None)
+        like = abstract_train_state(config.model, optimizer, mesh)
+        first_windows = thread.submit(prepare_first_step)
         if start:
-            state, record, unrecorded = restore(checkpoints, start, abstract_train_state(config.model, optimizer, mesh))
+            state, record, unrecorded = restore(checkpoints, start, like)
             meter.restore(unrecorded)
         else:
             state = create_train_state(config.model, optimizer, jax.random.fold_in(key, max_steps), mesh)
@@ -172,9 +185,12 @@ def run(
 
         is_pending = False
         for step in range(start + 1, max_steps + 1):
-            with meter.waiting_for_data():
-                batch = first_batch.result() if step == start + 1 else next(batches, None)
-            windows = put_batch(_checked(batch, step - 1), mesh)
+            if step == start + 1:
+                windows = first_windows.result()
+            else:
+                with meter.waiting_for_data():
+                    batch = next(batches, None)
+                windows = put_batch(_checked(batch, step - 1), mesh)
             profiling.before_step(step)
             state, metrics = train_step(state, windows, key)
             profiling.after_step(step, metrics)
@@ -283,22 +299,30 @@ def _train_batches(
     Raises:
         LaunchError: the tokens cannot be read, or the text of a stream cannot be tokenized.
     """
-    if start == config.train.max_steps:
+    stop = config.train.max_steps
+    if start == stop:
         return
+    middle = stop if reads_itself else min(start + _STEPS_BEFORE_RAY_DATA, stop)
     arguments: dict[str, Any] = {
         "seq_len": config.model.seq_len,
         "global_batch_size": config.train.global_batch_size,
         "rank": jax.process_index(),
         "world_size": jax.process_count(),
-        "start_step": start,
-        "stop_step": config.train.max_steps,
         "order": config.train.order,
         "seed": config.seed,
     }
     try:
-        yield from (
-            read_steps(data.train, **arguments) if reads_itself else iter_steps(step_windows(data.train, **arguments))
-        )
+        first_steps = read_steps(data.train, start_step=start, stop_step=middle, **arguments)
+        yield next(first_steps)
+        if middle == stop:
+            yield from first_steps
+            return
+        with ThreadPoolExecutor(1) as thread:
+            other_steps = iter_steps(step_windows(data.train, start_step=middle, stop_step=stop, **arguments))
+            first = thread.submit(next, other_steps)
+            yield from first_steps
+            yield first.result()
+            yield from other_steps
     except DataError as error:
         raise LaunchError(str(error)) from error
 

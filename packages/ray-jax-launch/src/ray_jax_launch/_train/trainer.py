@@ -281,6 +281,7 @@ class JaxTrainer(RayJaxTrainer):
             ),
             validation_config=self.validation_config,
         )
+        trainer.is_cluster_temporary = is_started_here()
         trainer.on_start = interrupt.attach
         failures = run_config.failure_config or FailureConfig()
         trainer.policies = {

@@ -1,0 +1,25 @@
+"""The cache of compiled programs, for later starts of a run and for restarts of its workers."""
+
+import jax
+import platformdirs
+
+# Programs that compile faster are not kept.
+_MIN_COMPILE_S = 0.2
+# The least recently used programs are deleted.
+_MAX_BYTES = 1 << 30
+
+
+def keep_programs() -> None:
+    """Keep compiled programs in the user's cache, which is `~/.cache/pretrain` on Linux.
+
+    The environment variable `JAX_COMPILATION_CACHE_DIR` names another folder. It must be the user's own, because jax
+    runs the code in it. If the folder cannot be written, jax warns and compiles.
+
+    Several processes of GPUs share the work of a compilation, and only the first of them writes the cache. There,
+    programs are not kept.
+    """
+    if jax.config.jax_compilation_cache_dir or (jax.process_count() > 1 and jax.default_backend() != "cpu"):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(platformdirs.user_cache_path("pretrain") / "programs"))
+    jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_S)
