@@ -1,5 +1,7 @@
 """The cache of compiled programs, for later starts of a run and for restarts of its workers."""
 
+import platform
+
 import jax
 import platformdirs
 
@@ -10,7 +12,9 @@ _MAX_BYTES = 1 << 30
 
 
 def keep_programs() -> None:
-    """Keep compiled programs in the user's cache, which is `~/.cache/pretrain` on Linux.
+    """Keep compiled programs in the user's cache, in a folder for this host below `~/.cache/pretrain` on Linux.
+
+    A program for the CPU of one host may use instructions that another host with the same home folder lacks.
 
     The environment variable `JAX_COMPILATION_CACHE_DIR` names another folder. It must be the user's own, because jax
     runs the code in it. If the folder cannot be written, jax warns and compiles.
@@ -18,8 +22,9 @@ def keep_programs() -> None:
     Several processes of GPUs share the work of a compilation, and only the first of them writes the cache. There,
     programs are not kept.
     """
-    if jax.config.jax_compilation_cache_dir or (jax.process_count() > 1 and jax.default_backend() != "cpu"):
+    if jax.config.values["jax_compilation_cache_dir"] or (jax.process_count() > 1 and jax.default_backend() != "cpu"):
         return
-    jax.config.update("jax_compilation_cache_dir", str(platformdirs.user_cache_path("pretrain") / "programs"))
+    folder = platformdirs.user_cache_path("pretrain") / "programs" / platform.node()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_S)

@@ -1,0 +1,61 @@
+"""Restores of sharded items from object storage: the archives that each node downloads."""
+
+import json
+
+import pytest
+
+from ray_jax_launch._storage import join_path, open_uri
+
+# Two processes save an item of which each holds a half, and restore it with the axes of the mesh given by an argument.
+SHARDS = """
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ray_jax_launch import Checkpoints
+
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
+mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+spec = PartitionSpec(*(axis or None for axis in sys.argv[4].split(",")))
+values = {"w": np.arange(100_000.0, dtype=np.float32).reshape(200, 500), "norm": np.ones(500, np.float32), "count": 7}
+
+
+def tree(spec):
+    specs = dict.fromkeys(["norm", "count", "key"], PartitionSpec()) | {"w": spec}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    make = lambda: {name: jnp.array(x) for name, x in values.items()} | {"key": jax.random.key(3)}
+    return jax.jit(make, out_shardings=shardings)()
+
+
+with Checkpoints(sys.argv[1], verify=False) as checkpoints:
+    checkpoints.save(40, {"params": tree(PartitionSpec("fsdp", None))}, metadata={})
+    checkpoints.wait()
+    restored = checkpoints.restore(40, {"params": tree(spec)})["params"]
+    assert jax.random.key_data(restored["key"]).tolist() == jax.random.key_data(jax.random.key(3)).tolist()
+    for name, value in values.items():
+        for shard in restored[name].addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(value)[shard.index])
+print("found", "restored")
+"""
+
+
+@pytest.mark.parametrize(
+    ("axes", "num_downloads"), [("fsdp,", 1), (",fsdp", 2), (",", 2)], ids=["same", "other", "all"]
+)
+def test_a_node_downloads_only_the_archives_with_shards_of_its_processes(
+    run_ranks, s3, proxy, tmp_path, monkeypatch, axes, num_downloads
+):
+    uri = join_path(s3, tmp_path.name, "checkpoints")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "node2").mkdir()
+    prefix = ["env", f"TMPDIR={tmp_path}/node2"]
+    assert run_ranks(SHARDS, [proxy.uri(uri)] * 2, axes, prefix=prefix) == ["restored"] * 2
+    filesystem, root = open_uri(str(uri))
+    with filesystem.open_input_stream(f"{root}/40/checkpoint.json") as stream:
+        sizes = {name: size for name, (size, _) in json.loads(stream.read())["parts"].items()}
+    # The archive of process 0 also holds what is equal in all processes.
+    assert proxy.downloaded_bytes("40/process-0.params.tar") == 2 * sizes["process-0.params.tar"]
+    assert proxy.downloaded_bytes("40/process-1.params.tar") == num_downloads * sizes["process-1.params.tar"]
