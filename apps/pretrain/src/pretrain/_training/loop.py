@@ -67,7 +67,8 @@ def run(
         data: the tokens.
         folder: the run's folder.
         description: the run's description. Each checkpoint gets a copy.
-        reads_itself: True if a thread of each process reads the training tokens, False if tasks of Ray Data do.
+        reads_itself: True if a thread of each process reads all training tokens, False if tasks of Ray Data read those
+            after the first steps of a start.
         began_s: Unix time at which the command began.
 
     Returns:
@@ -294,7 +295,7 @@ def _check_readable(data: TokenData, seq_len: int) -> None:
 def _train_batches(
     config: PretrainConfig, data: TokenData, start: int, *, reads_itself: bool
 ) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    """Yield this process's rows of each step's batch.
+    """Yield this process's rows of each step's batch. The reader does not change them.
 
     Raises:
         LaunchError: the tokens cannot be read, or the text of a stream cannot be tokenized.
