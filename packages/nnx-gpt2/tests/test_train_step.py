@@ -68,6 +68,19 @@ def test_gradients_of_microbatches_are_averaged(tiny):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *ends)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 8])
+def test_a_step_follows_the_gradient_of_the_mean_loss_of_its_batch(tiny, batch_size):
+    """On a CPU, a step computes the halves of an even batch separately."""
+    optimizer = optax.sgd(1.0)
+    state = create_train_state(tiny, optimizer, jax.random.key(0))
+    batch = windows(tiny, batch_size)
+    loss, grads = jax.value_and_grad(lambda params: mean_loss(merge(tiny, params), jnp.asarray(batch)))(state.params)
+    expected = jax.tree.map(jnp.subtract, state.params, grads)
+    state, metrics = make_train_step(tiny, optimizer)(state, batch, jax.random.key(7))
+    assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected)
+
+
 def test_randomness_follows_the_step_not_the_history(tiny):
     config = dataclasses.replace(tiny, dropout_rate=0.2)
     optimizer = create_optimizer(OPTIMIZER, 200)

@@ -151,7 +151,8 @@ def test_the_users_own_glibc_tunables_are_kept(monkeypatch):
 
 def test_presets_set_what_ray_and_jax_need():
     assert scaling_config(gpu(2, 4)).resources_per_worker == {"CPU": 1, "GPU": 4}
-    assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    tunables = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}:glibc.malloc.hugetlb=1"
+    assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": tunables}
     assert worker_environment(cpu(2, 4))["JAX_NUM_CPU_DEVICES"] == "4"
     assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": ""}
     slice_ = scaling_config(tpu("v6e", "4x4"))

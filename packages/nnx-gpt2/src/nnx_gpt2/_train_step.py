@@ -4,9 +4,9 @@ Shapes: B batch, b microbatch, W = T + 1 tokens of a window, T predictions.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,9 +56,16 @@ def make_train_step(
     require(grad_accum_steps >= 1, "grad_accum_steps", "be at least 1", grad_accum_steps)
 
     def loss_fn(params: Params, windows: Integer[Array, "b W"], key: PRNGKeyArray) -> Float[Array, ""]:
-        segment_ids = _segment_ids(windows, end_of_text)
+        parts = _concurrent_parts(config, windows, mesh)
+        # Together the parts have as many logits as one batch would have.
+        part_config = dataclasses.replace(config, loss_chunk_tokens=max(1, config.loss_chunk_tokens // len(parts)))
+        model = merge(part_config, params)
         dropout_key = key if config.dropout_rate > 0 else None
-        return mean_loss(merge(config, params), windows, segment_ids=segment_ids, dropout_key=dropout_key)
+        losses = [
+            mean_loss(model, part, segment_ids=_segment_ids(part, end_of_text), dropout_key=dropout_key)
+            for part in parts
+        ]
+        return sum(losses[1:], losses[0]) / len(losses)
 
     def accumulated(params: Params, windows: Integer[Array, "B W"], key: PRNGKeyArray) -> tuple[jax.Array, Params]:
         if grad_accum_steps == 1:
@@ -94,12 +101,27 @@ def make_train_step(
         state = TrainState(step=state.step + 1, **skipped, params=params, opt_state=opt_state)
         return state, {"loss": loss, "grad_norm": grad_norm, **skipped}
 
-    compile_step = partial(jax.jit, train_step, donate_argnums=0, compiler_options=compiler_options())
     if mesh is None:
-        return compile_step()
+        return jax.jit(train_step, donate_argnums=0)
     shapes = abstract_train_state(config, optimizer, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    return compile_step(out_shardings=(shardings, replicated(mesh)))
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+
+
+def _concurrent_parts(
+    config: GPT2Config, windows: Integer[Array, "b W"], mesh: Mesh | None
+) -> list[Integer[Array, "part W"]]:
+    """Split a batch into parts that the device computes at the same time: two on a CPU alone, or one.
+
+    XLA's CPU backend uses one thread for most operations of a small model. It runs independent operations at the same
+    time, and those of two halves are independent up to the sum of the gradients. Other backends use the whole device
+    for each operation. Several devices would send the gradients of each part, and dropout draws its numbers for a
+    whole batch.
+    """
+    is_lone_cpu = jax.default_backend() == "cpu" and (mesh is None or mesh.size == 1)
+    if not is_lone_cpu or config.dropout_rate > 0 or len(windows) % 2 == 1:
+        return [windows]
+    return jnp.split(windows, 2)
 
 
 def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_microbatches: int) -> None:
@@ -140,10 +162,7 @@ def make_eval_step(
             losses = token_losses(merge(config, params), windows, segment_ids=segment_ids)
             return jnp.where(have_known_ids(windows, config.vocab_size), losses, jnp.nan)
 
-    options = compiler_options()
-    if mesh is None:
-        return jax.jit(eval_step, compiler_options=options)
-    return jax.jit(eval_step, out_shardings=replicated(mesh), compiler_options=options)
+    return jax.jit(eval_step) if mesh is None else jax.jit(eval_step, out_shardings=replicated(mesh))
 
 
 def _segment_ids(windows: Integer[Array, "B W"], end_of_text: int | None) -> Int[Array, "B T"] | None:
@@ -165,20 +184,3 @@ def _traced_over(mesh: Mesh | None) -> Iterator[None]:
     else:
         with use_abstract_mesh(mesh.abstract_mesh):
             yield
-
-
-@cache
-def compiler_options() -> dict[str, Any]:
-    """Return compiler options: on CPU, the option that leaves matrix products to Eigen.
-
-    XLA's newer CPU library (YNN) takes a third longer for batches of small products, such as those of attention, in
-    jaxlib 0.10. The option is left out if the compiler does not know it.
-    """
-    if jax.default_backend() != "cpu":
-        return {}
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    try:
-        jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        return {}
-    return options

@@ -35,6 +35,7 @@ from pretrain._run.folder import RunFolder
 from pretrain._run.metrics import Record, rounded
 from pretrain._training.compilation import keep_programs
 from pretrain._training.device_memory import check_memory
+from pretrain._training.host_memory import keep_freed_memory
 from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
 from pretrain._training.sampling import Sampler
@@ -76,6 +77,7 @@ def run(
     """
     train, max_steps = config.train, config.train.max_steps
     keep_programs()
+    keep_freed_memory()
     mesh = make_mesh(fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     check_memory(config, mesh)
     device = mesh.local_devices[0]
