@@ -1,5 +1,6 @@
 """The validation loss is a number of the model and the tokens, not of the batch size."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -73,6 +74,16 @@ def test_the_loss_on_a_mesh_is_that_on_a_device(params, tokens, num_tokens):
         Validation(MODEL, tokens, num_tokens=num_tokens, batch_size=8, mesh=of).loss(params) for of in (mesh, None)
     }
     assert max(losses) == pytest.approx(min(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize(("batch_size", "num_steps"), [(1, 6), (3, 7), (4, 6), (21, 1)])
+def test_small_batches_are_read_several_at_once(params, tokens, batch_size, num_steps):
+    model = dataclasses.replace(MODEL, loss_chunk_tokens=4 * 8)  # four windows
+    validation = Validation(model, tokens, num_tokens=None, batch_size=batch_size, fill_steps=True)
+    steps = []
+    expected = evaluate_tokens(merge(MODEL, params), tokens.read()).loss
+    assert validation.loss(params, lambda firsts: steps.extend(firsts) or firsts) == pytest.approx(expected, rel=1e-6)
+    assert len(steps) == num_steps
 
 
 def test_bits_per_byte_count_the_bytes_of_the_predicted_tokens(tokens):

@@ -97,6 +97,7 @@ def run(
             data.val,
             num_tokens=num_tokens,
             batch_size=train.global_batch_size,
+            fill_steps=True,
             mesh=mesh,
             end_of_text=end_of_text,
         )

@@ -30,6 +30,8 @@ class Validation:
             a number that is too large, predicts each token except the first once: windows follow each other, and the
             last one, which ends with the tokens, counts only the tokens that the one before it has not predicted.
         batch_size: windows per step, over all processes.
+        fill_steps: True raises the batch size to a multiple, to at most `model.loss_chunk_tokens` tokens. The steps of
+            small batches leave a device idle.
         mesh: the mesh of the parameters; None for a single device.
         end_of_text: the last token of each document, to restrict attention to a document; None does not.
     """
@@ -41,6 +43,7 @@ class Validation:
         *,
         num_tokens: int | None,
         batch_size: int,
+        fill_steps: bool = False,
         mesh: jax.sharding.Mesh | None = None,
         end_of_text: int | None = None,
     ) -> None:
@@ -54,6 +57,9 @@ class Validation:
         else:
             count = max(1, num_tokens // model.seq_len)
             self._indices, self._rest = np.arange(count) * complete // count, 0
+        if fill_steps:
+            most = model.loss_chunk_tokens // (batch_size * model.seq_len)
+            self._batch_size *= max(1, min(most, len(self._indices) // batch_size))
         self._last_window = last_tokens(val, model.seq_len + 1) if self._rest else None
         self.num_tokens = num_predicted if self.is_full else len(self._indices) * model.seq_len
         """Number of predicted tokens."""
