@@ -118,6 +118,13 @@ def shared_data(session: nox.Session, part: str) -> None:
 
 
 @nox.session
+def bench(session: nox.Session) -> None:
+    """Run every benchmark in a short form, and print the ratios beside their goals."""
+    sync(session, "--group", "test")
+    session.run("python", "benchmarks/bench.py", *session.posargs, env={"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"})
+
+
+@nox.session
 def browser(session: nox.Session) -> None:
     """Open the page of the command `report` in Chromium, if it is installed."""
     sync_part(session, "pretrain")

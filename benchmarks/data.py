@@ -11,7 +11,7 @@ order    window_starts for the windows of 9 G tokens; numpy's permutation of all
 
 Each candidate has a fresh process, fresh folders and a fresh cache. The candidates take turns; each round reverses
 their order. The first round is a warm-up and does not count. The two files of gpt2 come from TIKTOKEN_CACHE_DIR, or
-are downloaded. Writes data.md and data.json, or with --only the two files of the group's name.
+are downloaded. Writes data_<group>.md and .json.
 """
 
 import argparse
@@ -378,22 +378,22 @@ def main() -> None:
     parser.add_argument("--candidate", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.candidate:
-        name, settings = options.candidate
-        print(json.dumps(CANDIDATES[name](**json.loads(settings))))
+        print(json.dumps(CANDIDATES[options.candidate[0]](**json.loads(options.candidate[1]))))
         return
     constants = {name.lower(): value for name, value in globals().items() if isinstance(value, int | float)}
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    result = {
+    about = {
         "hardware": f"{os.cpu_count()} CPU cores, {cpus[0].partition(': ')[2] if cpus else ''} {platform.machine()}",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "configuration": {"rounds": options.rounds, "corpus_mb": options.corpus_mb, **constants},
-        **{group: list(rows(run_group(group, options))) for group in GROUPS if options.only in (group, None)},
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    for suffix, text in (("json", json.dumps(result, indent=2) + "\n"), ("md", markdown(result))):
-        (options.out / f"{options.only or 'data'}.{suffix}").write_text(text)
-    print(markdown(result))
+    for group in [options.only] if options.only else GROUPS:
+        result = about | {group: list(rows(run_group(group, options)))}
+        (options.out / f"data_{group}.json").write_text(json.dumps(result, indent=2) + "\n")
+        (options.out / f"data_{group}.md").write_text(markdown(result))
+        print(markdown(result))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ def run(place: str, num_processes: int, num_nodes: int, layout: str, action: str
 
 def main() -> None:
     """Save and restore, and write the results."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
+    results: Path = parser.parse_args().out
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
@@ -115,7 +117,7 @@ def main() -> None:
             **{name: version(name) for name in ("jax", "orbax-checkpoint", "ray-jax-launch")},
         },
     }
-    results = ROOT / "benchmarks/results"
+    results.mkdir(parents=True, exist_ok=True)
     (results / "restore_bytes.json").write_text(json.dumps(result, indent=2) + "\n")
     rows = "".join(
         f"| {case['layout']} | {case['items']} of {len(ITEMS)} | {case['processes']} | {case['nodes']} "

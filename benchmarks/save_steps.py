@@ -33,7 +33,7 @@ STEPS_PER_TURN = 2
 CASES = ("no save", "save")
 
 
-def train(rounds: int, folder: Path) -> None:
+def train(rounds: int, folder: Path, results: Path) -> None:
     """Run the cases in turns. Write the results after each round."""
     import jax  # the environment of this process is that of a worker, see `main`
     import numpy as np
@@ -75,10 +75,10 @@ def train(rounds: int, folder: Path) -> None:
                     {"turn": ended - began, "save": saved - began, "steps": steps, "wait": ended - waited}
                 )
                 print(case, turns[case][-1], flush=True)
-            write(turns)
+            write(turns, results)
 
 
-def write(turns: dict[str, list[dict[str, Any]]]) -> None:
+def write(turns: dict[str, list[dict[str, Any]]], results: Path) -> None:
     """Write the results of the turns so far."""
     turn_s = statistics.median(turn["turn"] for turn in turns["no save"])
     step_s = statistics.median(seconds for turn in turns["no save"] for seconds in turn["steps"])
@@ -96,7 +96,7 @@ def write(turns: dict[str, list[dict[str, Any]]]) -> None:
         },
         "turns": turns,
     }
-    results = ROOT / "benchmarks/results"
+    results.mkdir(parents=True, exist_ok=True)
     (results / "save_steps.json").write_text(json.dumps(result, indent=2) + "\n")
     rows = ""
     for case, values in delays.items():
@@ -124,20 +124,19 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="folder on the disk to measure (default: the system's temporary folder)"
     )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
-        train(options.rounds, options.train)
+        train(options.rounds, options.train, options.out)
         return
     from ray_jax_launch import cpu, worker_environment
 
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        subprocess.run(
-            [sys.executable, __file__, "--rounds", str(options.rounds), "--train", str(folder)],
-            env=os.environ | worker_environment(cpu(1)),
-            check=True,
-        )
+        command = [sys.executable, __file__, "--rounds", str(options.rounds), "--out", str(options.out)]
+        environment = os.environ | worker_environment(cpu(1))
+        subprocess.run([*command, "--train", str(folder)], env=environment, check=True)
     finally:
         shutil.rmtree(folder)
 

@@ -117,7 +117,9 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="folder on the disk to measure (default: the system's temporary folder)"
     )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
 
     items = train_state()
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
@@ -163,7 +165,7 @@ def main() -> None:
         },
         "turns": turns,
     }  # fmt: skip
-    (ROOT / "benchmarks/results/saves.json").write_text(json.dumps(results, indent=2) + "\n")
+    (options.out / "saves.json").write_text(json.dumps(results, indent=2) + "\n")
     lines = [
         "# Delay of the steps by a save",
         "",
@@ -186,7 +188,7 @@ def main() -> None:
                 f"| {kind} | {case} | {statistics.median(seconds):.2f} s | {min(seconds):.2f} to {max(seconds):.2f} s "
                 f"| {ratio:.2f} | " + " | ".join(shown) + " |"
             )
-    (ROOT / "benchmarks/results/saves.md").write_text("\n".join(lines) + "\n")
+    (options.out / "saves.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

@@ -44,3 +44,10 @@ def test_the_readme_names_the_commands(command):
 def test_links_between_files_exist(document):
     targets = re.findall(r"\]\(([^)#:]+)\)", document.read_text())
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_the_readme_of_the_benchmarks_has_the_table_of_their_results():
+    script = ROOT / "benchmarks" / "bench.py"
+    command = [sys.executable, str(script), "--table", str(ROOT / "benchmarks" / "results")]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert table.strip() in (ROOT / "benchmarks" / "README.md").read_text()

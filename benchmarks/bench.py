@@ -1,0 +1,186 @@
+"""Run every benchmark in a short form, and print the measured ratios beside their goals.
+
+    uv run benchmarks/bench.py --torch-python PATH
+    uv run benchmarks/bench.py --table benchmarks/results
+
+The short form takes about half an hour on two cores. It shows that each script works and how the ratios look; one round
+is no evidence. The results go to a folder of their own. PATH is an interpreter with torch, numpy and transformers;
+without it the comparisons with PyTorch are left out. Exits with 1 if a benchmark failed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+CORPUS = "A text for one short round: it must only be long enough to train on.\n"
+
+# The arguments of the short form of each script.
+SHORT = {
+    "train_step.py": ["--preset", "baby", "--batch-size", "12", "--rounds", "1", "--steps", "40"],
+    "loop.py": ["--rounds", "1"],
+    "start.py": ["--rounds", "2"],
+    "data.py": ["--rounds", "1", "--corpus-mb", "60"],
+    "kills.py": ["--kills", "2", "--corpus-mb", "60"],
+    "decode.py": ["--rounds", "1", "--preset", "tiny"],
+    "collectives.py": ["--num-layers", "2"],
+    "scale.py": ["--num-layers", "2"],
+    "launch.py": ["--turns", "3"],
+    "step_metrics.py": ["--rounds", "1"],
+    "stream.py": ["--rounds", "1", "--megabytes", "60"],
+    "saves.py": ["--rounds", "1"],
+    "save_steps.py": ["--rounds", "1"],
+    "restore_bytes.py": [],
+}
+# The same for the scripts that need torch, besides `--torch-python`.
+SHORT_TORCH = {"baby.py": ["--rounds", "1"]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """A measured ratio, its goal and where to find it."""
+
+    what: str
+    baseline: str
+    file: str
+    """Name of the results, without `.json`."""
+    value: Callable[[Any], float]
+    goal: float
+    at_most: bool = False
+    unit: str = "x"
+
+    def row(self, results: dict[str, Any]) -> list[str]:
+        """Return the row of the table."""
+        value = self.value(results)
+        is_met = value <= self.goal if self.at_most else value >= self.goal
+        bound = "at most" if self.at_most else "at least"
+        measured = f"{value:.2f}{self.unit}" if value < 1000 else f"{value / 1e6:.1f} M{self.unit}"
+        goal = f"{self.goal:g}{self.unit}" if self.goal < 1000 else f"{self.goal / 1e6:g} M{self.unit}"
+        return [self.what, self.baseline, measured, f"{bound} {goal}", "yes" if is_met else "no", results["date"]]
+
+
+def ratio_to(baseline: str, *, tunables: str = "on") -> Callable[[Any], float]:
+    """Return the ratio of tokens/s to a baseline, for results of `train_step.py`."""
+
+    def value(results: Any) -> float:
+        rows = {(row["candidate"], row["tunables"]): row["tokens_per_s"] for row in results["rows"]}
+        return rows["nnx-gpt2", tunables] / rows[baseline, tunables]
+
+    return value
+
+
+def listed(group: str, what: str) -> Callable[[Any], float]:
+    """Return a value of the results of `data.py`."""
+    return lambda results: next(row["value"] for row in results[group] if row["what"] == what)
+
+
+def largest_excess(layout: str) -> Callable[[Any], float]:
+    """Return the largest ratio of the bytes that a GPU or TPU sends to the minimum, for results of `collectives.py`."""
+    return lambda results: max(
+        row["scattered_bytes"] / row["textbook_bytes"] for row in results["rows"] if row["layout"] == layout
+    )
+
+
+GOALS = [
+    Goal(what="preset `baby`, command to end, `--hardware local`", baseline="the same training in PyTorch, eager",
+         file="baby", value=lambda r: r["ratio_to_pytorch"]["pretrain --hardware local"], goal=1, at_most=True),
+    Goal(what="preset `baby`, command to end, `--hardware cpu:1`", baseline="the same training in PyTorch, eager",
+         file="baby", value=lambda r: r["ratio_to_pytorch"]["pretrain --hardware cpu:1"], goal=1, at_most=True),
+    Goal(what="tokens/s of the step of `baby`", baseline="the same model in PyTorch, eager", file="train_step_baby",
+         value=ratio_to("pytorch"), goal=1),
+    Goal(what="tokens/s of the step, 6x384, vocabulary 257", baseline="`GPT2LMHeadModel`, eager",
+         file="train_step_small-bytes", value=ratio_to("transformers"), goal=1.2),
+    Goal(what="tokens/s of the step, 6x384, vocabulary 50 257", baseline="the tutorial's model",
+         file="train_step_small-gpt2", value=ratio_to("tutorial"), goal=1.3),
+    Goal(what="tokens/s of the loop under Ray", baseline="the bare step", file="loop", value=lambda r: r["ratio"],
+         goal=0.97),
+    Goal(what="command to first step, `local`", baseline="", file="start", value=lambda r: r["medians"]["local"],
+         goal=10, at_most=True, unit=" s"),
+    Goal(what="the same, first start on a host", baseline="", file="start",
+         value=lambda r: r["first_round"]["local"], goal=10, at_most=True, unit=" s"),
+    Goal(what="command to first step, `cpu:1`", baseline="", file="start", value=lambda r: r["medians"]["cpu:1"],
+         goal=20, at_most=True, unit=" s"),
+    Goal(what="kill of a worker to the next step", baseline="", file="start",
+         value=lambda r: r["median_from_kill"], goal=12, at_most=True, unit=" s"),
+    Goal(what="MB/s of `prepare`", baseline="a `datasets.map` script", file="data_prepare",
+         value=listed("prepare", "prepare_mb_per_s / script_mb_per_s"), goal=2),
+    Goal(what="MB/s of `prepare`", baseline="tiktoken alone", file="data_prepare",
+         value=listed("prepare", "prepare_mb_per_s / bare_tiktoken_mb_per_s"), goal=0.8),
+    Goal(what="tokens/s of the stream of steps", baseline="the tutorial's `from_items`", file="data_stream",
+         value=listed("stream", "step_windows_tokens_per_s / tutorial_tokens_per_s"), goal=3),
+    Goal(what="first batch of 9 G tokens", baseline="of 10 M tokens", file="data_stream",
+         value=listed("stream", "first_batch_of_9g_tokens_s / first_batch_of_10m_tokens_s"), goal=1.1, at_most=True),
+    Goal(what="window indices per second", baseline="", file="data_order", value=listed("order", "window_starts_per_s"),
+         goal=5e7, unit="/s"),
+    *(Goal(what=f"bytes sent per step, `{layout}`", baseline="the minimum", file="collectives",
+           value=largest_excess(layout), goal=1.05, at_most=True) for layout in ("data", "fsdp", "tensor")),
+    Goal(what="delay of the steps by a save, gpt2", baseline="one step", file="save_steps",
+         value=lambda r: r["delay_steps"]["save"], goal=1, at_most=True),
+    Goal(what="bytes of a restore from object storage", baseline="the bytes needed", file="restore_bytes",
+         value=lambda r: max(case["bytes"] / case["needed_bytes"] for case in r["cases"]), goal=1.05, at_most=True),
+    Goal(what="time of a token at position 1000", baseline="at position 100", file="decode",
+         value=lambda r: r["ratio_late_to_early"], goal=1.2, at_most=True),
+    Goal(what="tokens/s with `--data-mode stream`", baseline="prepared tokens", file="stream",
+         value=lambda r: r["ratio"], goal=0.9),
+    Goal(what="step time with metrics", baseline="without", file="step_metrics", value=lambda r: r["ratio"],
+         goal=1.02, at_most=True),
+]  # fmt: skip
+
+
+def table(folder: Path) -> str:
+    """Return the Markdown table of the results in a folder. A goal without results has no row."""
+    heads = ["measurement", "baseline", "measured", "goal", "met", "date"]
+    rows = [
+        goal.row(json.loads(file.read_text())) for goal in GOALS if (file := folder / f"{goal.file}.json").is_file()
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
+
+
+def run_all(torch_python: str | None, folder: Path) -> list[str]:
+    """Run the short forms, and return the names of the scripts that failed."""
+    corpus = folder / "corpus.txt"
+    corpus.write_text("".join(f"{i} {CORPUS}" for i in range(10_000)))
+    torch = [] if torch_python is None else ["--torch-python", torch_python]
+    jobs = {name: [*arguments, *(torch if name == "train_step.py" else [])] for name, arguments in SHORT.items()}
+    if torch:
+        jobs |= {name: [*arguments, *torch, "--data", str(corpus)] for name, arguments in SHORT_TORCH.items()}
+    failed = []
+    for number, (name, arguments) in enumerate(jobs.items(), 1):
+        print(f"{number}/{len(jobs)} {name} {' '.join(arguments)}", flush=True)
+        began = time.monotonic()
+        with (folder / f"{name}.log").open("w") as log:
+            command = [sys.executable, str(HERE / name), *arguments, "--out", str(folder)]
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+        if code != 0:
+            failed.append(name)
+            print(Path(log.name).read_text()[-4000:])
+        print(f"    {'done' if code == 0 else f'failed with {code}'} in {time.monotonic() - began:.0f} s", flush=True)
+    return failed
+
+
+def main() -> int:
+    """Run the benchmarks, or print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch-python", help="interpreter with torch, numpy and transformers")
+    parser.add_argument("--table", type=Path, help="print the table of the results in this folder, and run nothing")
+    options = parser.parse_args()
+    if options.table is not None:
+        print(table(options.table))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        failed = run_all(options.torch_python, Path(folder))
+        print(f"\nShort form: one round, small sizes.\n\n{table(Path(folder))}")
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
