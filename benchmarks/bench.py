@@ -3,8 +3,9 @@
     uv run benchmarks/bench.py --torch-python PATH
     uv run benchmarks/bench.py --table benchmarks/results
 
-The short form shows that each script works and how the ratios look. One round is no evidence. The results go to a folder of their own. PATH is an interpreter with torch, numpy and transformers;
-without it the comparisons with PyTorch are left out. Exits with 1 if a benchmark failed.
+The short form shows that each script works and how the ratios look. One round is no evidence. The results go to a
+folder of their own. PATH is an interpreter with torch, numpy and transformers; without it the comparisons with PyTorch
+are left out. Exits with 1 if a benchmark failed.
 """
 
 import argparse
