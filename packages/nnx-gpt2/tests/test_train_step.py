@@ -81,6 +81,16 @@ def test_a_step_follows_the_gradient_of_the_mean_loss_of_its_batch(tiny, batch_s
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected)
 
 
+@pytest.mark.parametrize(("batch_size", "dropout_rate", "num_parts"), [(8, 0.0, 2), (7, 0.0, 1), (8, 0.1, 1)])
+def test_a_cpu_gets_the_halves_of_an_even_batch_as_independent_products(tiny, batch_size, dropout_rate, num_parts):
+    config, optimizer = dataclasses.replace(tiny, dropout_rate=dropout_rate), create_optimizer(OPTIMIZER, 200)
+    state = create_train_state(config, optimizer, jax.random.key(0))
+    batch, key = windows(config, batch_size), jax.random.key(7)
+    products = make_train_step(config, optimizer).lower(state, batch, key).as_text().count("dot_general")
+    loss = jax.jit(jax.value_and_grad(lambda params: mean_loss(merge(tiny, params), jnp.asarray(batch))))
+    assert products == num_parts * loss.lower(state.params).as_text().count("dot_general") > 0
+
+
 def test_randomness_follows_the_step_not_the_history(tiny):
     config = dataclasses.replace(tiny, dropout_rate=0.2)
     optimizer = create_optimizer(OPTIMIZER, 200)
