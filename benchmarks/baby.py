@@ -24,6 +24,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from options import count, python_with, text_file
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PYTORCH, LOCAL, CPU = "PyTorch", "pretrain --hardware local", "pretrain --hardware cpu:1"
@@ -56,9 +58,10 @@ def pretrain(hardware: str) -> Callable[[argparse.Namespace, Path], float]:
 def main() -> None:
     """Run the rounds and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="a text file, such as tiny Shakespeare")
-    parser.add_argument("--torch-python", required=True, help="interpreter with torch and numpy")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
+    parser.add_argument("--data", type=text_file, required=True, help="a text file, such as tiny Shakespeare")
+    torch = python_with("torch", "numpy")
+    parser.add_argument("--torch-python", type=torch, required=True, help="interpreter with torch and numpy")
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args()
     candidates = {PYTORCH: pytorch, LOCAL: pretrain("local"), CPU: pretrain("cpu:1")}

@@ -5,7 +5,8 @@
 
 The short form shows that each script works and how the ratios look. One round is no evidence. The results go to a
 folder of their own. PATH is an interpreter with torch, numpy and transformers; without it the comparisons with PyTorch
-are left out. Exits with 1 if a benchmark failed.
+are left out. The scripts need the files of tiktoken's gpt2, which are downloaded once. Exits with 1 if a benchmark
+failed.
 """
 
 import argparse
@@ -18,6 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from options import python_with
+
+from owt_data import DataError, load_tokenizer
 
 HERE = Path(__file__).parent
 CORPUS = "A text for one short round: it must only be long enough to train on.\n"
@@ -168,12 +173,19 @@ def run_all(torch_python: str | None, folder: Path) -> list[str]:
 def main() -> int:
     """Run the benchmarks, or print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch-python", help="interpreter with torch, numpy and transformers")
+    torch = python_with("torch", "numpy", "transformers")
+    parser.add_argument("--torch-python", type=torch, help="interpreter with torch, numpy and transformers")
     parser.add_argument("--table", type=Path, help="print the table of the results in this folder, and run nothing")
     options = parser.parse_args()
     if options.table is not None:
+        if not any(options.table.glob("*.json")):
+            parser.error(f"--table must be a folder with results, got {options.table}")
         print(table(options.table))
         return 0
+    try:
+        load_tokenizer("gpt2")
+    except DataError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         failed = run_all(options.torch_python, Path(folder))
         print(f"\nShort form: one round, small sizes.\n\n{table(Path(folder))}")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from options import count
 
 import nnx_gpt2
 
@@ -270,7 +271,7 @@ def table(header: str, rows: list[list[Any]]) -> str:
 def main() -> None:
     """Measure each layout and number of devices in a separate process, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-layers", type=int, default=4, help="layers of the model (default: %(default)s)")
+    parser.add_argument("--num-layers", type=count, default=4, help="layers of the model (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     parser.add_argument("--here", choices=LAYOUTS, help="print the row of one layout for the devices of this process")
     options = parser.parse_args()

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from options import count
 
 PACKAGES = ("numpy", "tiktoken", "datasets", "ray", "pyarrow", "owt-data")
 FILES = ("train.bin", "val.bin")
@@ -48,8 +49,7 @@ NUM_PROCESSES, NUM_CHUNKS = 2, 64
 SEQ_LEN, BATCH_SIZE, VOCAB_SIZE = 1024, 32, 50257
 SMALL_TOKENS, LARGE_TOKENS = 10_000_000, 9_000_000_000
 NUM_WINDOWS = (LARGE_TOKENS - 1) // SEQ_LEN
-NUM_STEPS, NUM_TUTORIAL_STEPS, NUM_FIRST_BATCH_STEPS = 30_000, 1500, 1000
-NUM_INDICES, NUM_REPEATS = 4_000_000, 5
+NUM_STEPS, NUM_TUTORIAL_STEPS, NUM_FIRST_BATCH_STEPS, NUM_INDICES, NUM_REPEATS = 30_000, 1500, 1000, 4_000_000, 5
 
 Figures = dict[str, float]
 
@@ -371,9 +371,9 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     """Run the rounds and write the results, or run one candidate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds after the warm-up (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=3, help="rounds after the warm-up (default: %(default)s)")
     parser.add_argument("--only", choices=GROUPS, help="run one group (default: all)")
-    parser.add_argument("--corpus-mb", type=int, default=300, help="MB of text, 50 or more (default: %(default)s)")
+    parser.add_argument("--corpus-mb", type=count, default=300, help="MB of text, 50 or more (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     parser.add_argument("--candidate", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

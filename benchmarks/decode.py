@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
+from options import count
 
 from nnx_gpt2 import GPT2, generate, gpt2
 
@@ -52,7 +53,7 @@ def token_s(model: GPT2, prompt: list[int], use_cache: bool) -> tuple[float, lis
 def main() -> None:
     """Run the rounds and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each case (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=5, help="turns of each case (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     parser.add_argument("--preset", choices=PRESETS, default="gpt2", help="model (default: %(default)s)")
     options = parser.parse_args()

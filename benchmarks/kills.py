@@ -24,6 +24,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from options import count
+
 ROOT = Path(__file__).parent.parent
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
 FILES = ("train.bin", "val.bin", "manifest.json")
@@ -78,8 +80,8 @@ def stage(out: Path) -> str:
 def main() -> None:
     """Kill the preparation, compare its files, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="number of kills (default: %(default)s)")
-    parser.add_argument("--corpus-mb", type=int, default=100, help="MB of text (default: %(default)s)")
+    parser.add_argument("--kills", type=count, default=20, help="number of kills (default: %(default)s)")
+    parser.add_argument("--corpus-mb", type=count, default=100, help="MB of text (default: %(default)s)")
     parser.add_argument("--startup-s", type=float, default=1.5, help="seconds between start and tokenization")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random moments")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")

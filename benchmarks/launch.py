@@ -26,6 +26,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from options import count
+
 ROOT = Path(__file__).parent.parent
 LOG_EVERY, STEP_S = 10, 0.020
 WARMUP_S, TURN_S, SETTLE_S = 60, 4, 1
@@ -148,7 +150,7 @@ def find_repeats(cpus: int) -> int:
 def main() -> None:
     """Run the loops in turns, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=30, help="turns of each loop (default: %(default)s)")
+    parser.add_argument("--turns", type=count, default=30, help="turns of each loop (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     parser.add_argument("--loop", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -21,6 +21,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from options import count
+
 from ray_jax_launch import cpu, worker_environment
 
 ROOT = Path(__file__).parent.parent
@@ -73,7 +75,7 @@ def loop_steps() -> list[float]:
 def main() -> None:
     """Run the rounds and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
     os.environ.update(worker_environment(cpu(1)))

@@ -28,6 +28,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from options import count
+
 ROOT = Path(__file__).parent.parent
 STEPS_PER_TURN = 2
 CASES = ("no save", "save")
@@ -120,7 +122,7 @@ def write(turns: dict[str, list[dict[str, Any]]], results: Path) -> None:
 def main() -> None:
     """Run the turns in a process with the environment of a worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each case (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each case (default: %(default)s)")
     parser.add_argument(
         "--folder", type=Path, help="folder on the disk to measure (default: the system's temporary folder)"
     )

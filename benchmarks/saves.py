@@ -37,6 +37,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from options import count
 
 from nnx_gpt2 import OptimizerConfig, create_optimizer, create_train_state, gpt2, make_mesh
 from ray_jax_launch import Checkpoints
@@ -113,7 +114,7 @@ def take_turn(
 def main() -> None:
     """Run the cases in turns, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each case (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=5, help="turns of each case (default: %(default)s)")
     parser.add_argument(
         "--folder", type=Path, help="folder on the disk to measure (default: the system's temporary folder)"
     )

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from collectives import LAYOUTS, ROOT, Program, compile_step, environment, measure_all, table
+from options import count
 
 import nnx_gpt2
 
@@ -137,8 +138,8 @@ def measure(layout: str, num_layers: int, num_windows: int) -> dict[str, Any]:
 def main() -> None:
     """Measure each layout and number of devices in a separate process, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-layers", type=int, default=12, help="layers of the model (default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=8, help="windows per device and step (default: %(default)s)")
+    parser.add_argument("--num-layers", type=count, default=12, help="layers of the model (default: %(default)s)")
+    parser.add_argument("--windows", type=count, default=8, help="windows per device and step (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     parser.add_argument("--here", choices=LAYOUTS, help="print the row of one layout for the devices of this process")
     options = parser.parse_args()

@@ -26,6 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import psutil
+from options import count
 
 from owt_data import PrepareOptions, prepare
 
@@ -103,7 +104,7 @@ def worker_of(command: int) -> int:
 def main() -> None:
     """Run the rounds and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=5, help="turns of each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
     seconds: dict[str, list[float]] = {"local": [], "cpu:1": []}

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from options import count
 
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
 from owt_data import TokenSequence, TokenSpan
@@ -80,7 +81,7 @@ def make_loops() -> dict[str, Callable[[], tuple[float, list[float]]]]:
 def main() -> None:
     """Run the rounds and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=9, help="turns of each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args()
     loops = make_loops()

@@ -24,6 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from options import count
+
 ROOT = Path(__file__).parent.parent
 STEPS, WARMUP_STEPS, LOG_EVERY = 600, 200, 20
 POLL_S = 0.05
@@ -67,8 +69,8 @@ def run(mode: str, corpus: Path, folder: Path) -> tuple[list[dict[str, Any]], fl
 def main() -> None:
     """Run the rounds and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=200, help="size of the text (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
+    parser.add_argument("--megabytes", type=count, default=200, help="size of the text (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
     rounds = []

@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from options import count, python_with
 from train_step_candidates import NUM_DISCARDED, OURS, PRESETS, PYTORCH, TRANSFORMERS, TUTORIAL, Job
 
 ROOT = Path(__file__).parent.parent
@@ -127,11 +128,12 @@ def parse() -> argparse.Namespace:
     add("--preset", choices=PRESETS, default="baby", help="model (default: %(default)s)")
     add("--baseline", choices=(TUTORIAL, TRANSFORMERS, PYTORCH, "none"), action="append",
         help="repeatable (default: tutorial, and with --torch-python also the other two)")  # fmt: skip
-    add("--torch-python", help="interpreter with torch and transformers (default: this one)")
+    add("--torch-python", type=python_with("torch", "transformers"),
+        help="interpreter with torch and transformers (default: this one)")  # fmt: skip
     add("--batch-size", default="8", help="number, or 'largest' (GPU only): doubled until a candidate's memory is full")
-    add("--first-batch-size", type=int, default=1, help="first size that 'largest' tries")
-    add("--rounds", type=int, default=3, help="turns of each candidate (default: %(default)s)")
-    add("--steps", type=int, default=8, help=f"steps after the first call; {NUM_DISCARDED} are discarded")
+    add("--first-batch-size", type=count, default=1, help="first size that 'largest' tries")
+    add("--rounds", type=count, default=3, help="turns of each candidate (default: %(default)s)")
+    add("--steps", type=count, default=8, help=f"steps after the first call; {NUM_DISCARDED} are discarded")
     add("--remat", choices=("none", "dots", "full"), default="none", help="rematerialization in nnx-gpt2")
     add("--tunables", choices=("off", "on", "both"), help="default: both on CPU, off on GPU")
     add("--profile", type=Path, help="folder for a trace of nnx-gpt2 after the rounds")
