@@ -5,9 +5,10 @@
 Both train the model of the preset quickstart for one step, in turns, on tokens that are prepared before. `cpu:1` starts
 a Ray cluster and a worker. `local` trains in the process of the command. The validation before the first step counts in
 both. The first round compiles. In the later rounds, jax finds the programs in a cache, as at a user's second start.
+Each candidate has its own cache.
 
-The last column kills the worker of a run on `cpu:1` by SIGKILL, and counts the seconds until a new worker has done a
-step. Writes benchmarks/results/start.md and start.json.
+The last row is for a kill. The script kills the worker of a run on `cpu:1` by SIGKILL, and counts the seconds until a
+new worker has done a step. Writes benchmarks/results/start.md and start.json.
 """
 
 import argparse
@@ -36,8 +37,9 @@ POLL_S = 0.02
 SAVED_S = 3.0
 
 
-def seconds_to_first_step(hardware: str, tokens: Path) -> float:
+def seconds_to_first_step(hardware: str, tokens: Path, cache: Path) -> float:
     """Return the seconds from the start of a command to the record of its first step."""
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
     with tempfile.TemporaryDirectory() as storage:
         command = [
             sys.executable, str(ROOT / "apps/pretrain"), "--data", str(tokens), "--hardware", hardware,
@@ -45,7 +47,7 @@ def seconds_to_first_step(hardware: str, tokens: Path) -> float:
         ]  # fmt: skip
         metrics = Path(storage) / "run/metrics.jsonl"
         began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         while not (metrics.exists() and '"step": 1,' in metrics.read_text()):
             assert process.poll() is None, process.returncode
             time.sleep(POLL_S)
@@ -104,24 +106,26 @@ def worker_of(command: int) -> int:
 def main() -> None:
     """Run the rounds and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=count, default=5, help="turns of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=5, help="turns of each, 2 or more (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2, got 1: the first round compiles")
     seconds: dict[str, list[float]] = {"local": [], "cpu:1": []}
     after_kill: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens"
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(folder) / "programs")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(folder) / "kill")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
         prepare("builtin", tokens, PrepareOptions(tokenizer="bytes"))
         for number in range(options.rounds):
             for hardware, values in seconds.items():
-                values.append(seconds_to_first_step(hardware, tokens))
+                values.append(seconds_to_first_step(hardware, tokens, Path(folder) / hardware))
                 print(f"round {number + 1}, {hardware}: {values[-1]:.1f} s", flush=True)
             after_kill.append(seconds_from_kill(tokens))
             print(f"round {number + 1}, from the kill: {after_kill[-1]:.1f} s", flush=True)
     # The first round fills the cache.
-    medians = {hardware: statistics.median(values[1:] or values) for hardware, values in seconds.items()}
+    medians = {hardware: statistics.median(values[1:]) for hardware, values in seconds.items()}
     result = {
         "seconds": seconds,
         "first_round": {hardware: values[0] for hardware, values in seconds.items()},
