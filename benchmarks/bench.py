@@ -34,7 +34,7 @@ SHORT = {
     "start.py": ["--rounds", "2"],
     "data.py": ["--rounds", "1", "--corpus-mb", "60"],
     "kills.py": ["--kills", "2", "--corpus-mb", "60"],
-    "decode.py": ["--rounds", "1", "--preset", "tiny"],
+    "decode.py": ["--rounds", "1"],
     "collectives.py": ["--num-layers", "2"],
     "scale.py": ["--num-layers", "2"],
     "launch.py": ["--turns", "3"],

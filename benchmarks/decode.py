@@ -29,10 +29,6 @@ ROOT = Path(__file__).parent.parent
 POSITIONS = (100, 1000)
 # Tokens of the longer call, by `use_cache`. Without the cache, the slope over one slow token is exact enough.
 NUM_NEW_TOKENS = {True: 25, False: 2}
-PRESETS = {
-    "gpt2": gpt2(),
-    "tiny": gpt2(vocab_size=512, num_layers=2, num_heads=4, embed_dim=128),  # for a quick trial
-}
 
 
 def timed(model: GPT2, prompt: list[int], num_tokens: int, use_cache: bool) -> tuple[float, list[int]]:
@@ -55,9 +51,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=count, default=5, help="turns of each case (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
-    parser.add_argument("--preset", choices=PRESETS, default="gpt2", help="model (default: %(default)s)")
     options = parser.parse_args()
-    config = PRESETS[options.preset]
+    config = gpt2()
     model = GPT2(config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     prompts = {position: rng.integers(0, config.vocab_size, position).tolist() for position in POSITIONS}
@@ -86,7 +81,7 @@ def main() -> None:
         },
         "same_tokens_without_cache": all(drawn[p, True][: len(drawn[p, False])] == drawn[p, False] for p in POSITIONS),
         "config": (
-            f"preset {options.preset}: {config.num_layers} layers, width {config.embed_dim}, {config.dtype}, context "
+            f"preset gpt2: {config.num_layers} layers, width {config.embed_dim}, {config.dtype}, context "
             f"{config.seq_len}; batch 1, greedy, random weights; slope over {NUM_NEW_TOKENS[True] - 1} tokens, "
             f"{NUM_NEW_TOKENS[False] - 1} without the cache; {options.rounds} rounds"
         ),
