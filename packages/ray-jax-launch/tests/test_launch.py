@@ -262,6 +262,10 @@ def test_without_accelerators_auto_is_one_cpu_worker():
     assert auto() == cpu(1)
 
 
+def test_workers_have_the_priority_of_the_process_that_starts_the_cluster():
+    assert ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote()) == os.nice(0)
+
+
 def test_connecting_twice_changes_nothing():
     connect()
     assert ray.is_initialized()

@@ -29,8 +29,9 @@ _logger = logging.getLogger("ray_jax_launch")
 def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> None:
     """Connect to the cluster that `RAY_ADDRESS` names, or start a cluster on this machine.
 
-    A started cluster has enough logical CPUs for the workers and for Ray Data, even if the machine has fewer. If this
-    process is connected already, or for `local` hardware, nothing happens.
+    A started cluster has enough logical CPUs for the workers and for Ray Data, even if the machine has fewer. Its
+    workers have the priority of this process, unless `RAY_worker_niceness` is set. If this process is connected
+    already, or for `local` hardware, nothing happens.
 
     Args:
         hardware: to launch; None if it is not known yet.
@@ -66,6 +67,8 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
             "'ray[default]'."
         )
     workers = hardware.num_workers if hardware is not None else 1
+    # Ray's default is the niceness 15. Each short task of another process would then hold up a training step.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         with own_process_groups():
             ray.init(
