@@ -33,7 +33,7 @@ SHORT = {
     "loop.py": ["--rounds", "1"],
     "start.py": ["--rounds", "2"],
     "data.py": ["--rounds", "1", "--corpus-mb", "60"],
-    "kills.py": ["--kills", "2", "--corpus-mb", "60"],
+    "kills.py": ["--kills", "1", "--corpus-mb", "100"],
     "decode.py": ["--rounds", "1"],
     "collectives.py": ["--num-layers", "2"],
     "scale.py": ["--num-layers", "2"],
