@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -101,11 +102,23 @@ def test_randomness_follows_the_step_not_the_history(tiny):
     assert float(a["loss"]) == float(b["loss"])
 
 
-def test_the_state_is_donated(tiny):
+def test_the_state_is_donated_to_an_accelerator(tiny, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     optimizer = create_optimizer(OPTIMIZER, 200)
     state = create_train_state(tiny, optimizer, jax.random.key(0))
     make_train_step(tiny, optimizer)(state, windows(tiny), jax.random.key(7))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_cpu_writes_a_new_state_without_copying_the_old_one(tiny, name):
+    optimizer = create_optimizer(dataclasses.replace(OPTIMIZER, name=name), 200)
+    state = create_train_state(tiny, optimizer, jax.random.key(0))
+    step, batch, key = make_train_step(tiny, optimizer), windows(tiny), jax.random.key(7)
+    moments = re.findall(r"= f32\S* copy\(%state_opt_state\w*_[mn]u_", step.lower(state, batch, key).compile().as_text())
+    assert moments == []
+    step(state, batch, key)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 def test_seeded_losses_do_not_change(tiny):

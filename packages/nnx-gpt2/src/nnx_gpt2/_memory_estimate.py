@@ -19,10 +19,10 @@ class MemoryEstimate:
     """Bytes on each device, from XLA's analysis of the compiled step."""
 
     state_bytes: int
-    """Inputs of the step: parameters, optimizer state and the batch. The outputs reuse this memory."""
+    """Inputs of the step: parameters, optimizer state and the batch."""
 
     temporary_bytes: int
-    """Activations, gradients, and other temporary arrays."""
+    """Activations, gradients, other temporary arrays, and outputs that do not reuse the memory of inputs."""
 
     code_bytes: int
     """The compiled program; 0 if the backend does not report it."""
@@ -65,10 +65,10 @@ def estimate_memory(
     key = jax.ShapeDtypeStruct((), key_type.dtype, sharding=one_device if mesh is None else replicated(mesh))
     analysis = step.lower(abstract_train_state(config, rule, mesh), batch, key).compile().memory_analysis()
     assert analysis is not None, "XLA analyses every program on CPU, GPU and TPU"
-    # Outputs that do not reuse a donated input need memory of their own.
-    kept_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    # On a CPU the step does not donate its state, so that the old and the new one exist at the same time.
+    new_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return MemoryEstimate(
-        state_bytes=analysis.argument_size_in_bytes + kept_bytes,
-        temporary_bytes=analysis.temp_size_in_bytes,
+        state_bytes=analysis.argument_size_in_bytes,
+        temporary_bytes=analysis.temp_size_in_bytes + new_bytes,
         code_bytes=analysis.generated_code_size_in_bytes,
     )
