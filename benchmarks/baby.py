@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args()
     candidates = {PYTORCH: pytorch, LOCAL: pretrain("local"), CPU: pretrain("cpu:1")}
+    os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # bytecode is cached, as in a used installation
     times, losses = defaultdict[str, list[float]](list), {}
     with tempfile.TemporaryDirectory() as cache:
         options.cache = cache

@@ -115,6 +115,7 @@ def main() -> None:
     after_kill: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens"
+        os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # bytecode is cached, as in a used installation
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(folder) / "kill")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
         prepare("builtin", tokens, PrepareOptions(tokenizer="bytes"))
