@@ -65,7 +65,7 @@ def estimate_memory(
     key = jax.ShapeDtypeStruct((), key_type.dtype, sharding=one_device if mesh is None else replicated(mesh))
     analysis = step.lower(abstract_train_state(config, rule, mesh), batch, key).compile().memory_analysis()
     assert analysis is not None, "XLA analyses every program on CPU, GPU and TPU"
-    # On a CPU the step does not donate its state, so that the old and the new one exist at the same time.
+    # Without donation, the old and the new state exist at the same time.
     new_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return MemoryEstimate(
         state_bytes=analysis.argument_size_in_bytes,

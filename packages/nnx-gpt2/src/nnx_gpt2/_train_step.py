@@ -23,6 +23,9 @@ from nnx_gpt2._sharding import DATA_AXIS, FSDP_AXIS, replicated
 from nnx_gpt2._token_ids import check_ids, have_known_ids
 from nnx_gpt2._train_state import TrainState, abstract_train_state
 
+# Size of the heaps of glibc's arenas: larger arrays are mapped again by each allocation.
+_KEPT_BYTES = 64 << 20
+
 
 def make_train_step(
     config: GPT2Config,
@@ -34,8 +37,9 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """Return the jitted train step, `step(state, windows, key) -> (state, metrics)`.
 
-    The step donates its input state, except on a CPU: the output state reuses the buffers. The randomness of a step
-    is `fold_in(key, state.step)`: pass the same `key` to each step of a run, and a resumed run draws the same numbers.
+    The step donates its input state: the output state reuses the buffers. On a CPU it donates only a state with arrays
+    above 64 MB. The randomness of a step is `fold_in(key, state.step)`: pass the same `key` to each step of a run, and
+    a resumed run draws the same numbers.
 
     The metrics stay on the device: `loss` (nats per token) and `grad_norm` (before clipping), float32; `num_skipped`
     and `num_skipped_in_a_row`, int32. If the loss or the gradient is not finite, the step is skipped: it keeps the
@@ -101,13 +105,22 @@ def make_train_step(
         state = TrainState(step=state.step + 1, **skipped, params=params, opt_state=opt_state)
         return state, {"loss": loss, "grad_norm": grad_norm, **skipped}
 
-    # XLA's CPU backend copies a donated state before it writes the new one, which takes time and saves no memory.
-    donated = None if jax.default_backend() == "cpu" else 0
+    shapes = abstract_train_state(config, optimizer, mesh)
+    donated = 0 if _is_donated(shapes) else None
     if mesh is None:
         return jax.jit(train_step, donate_argnums=donated)
-    shapes = abstract_train_state(config, optimizer, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     return jax.jit(train_step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
+
+
+def _is_donated(shapes: TrainState) -> bool:
+    """Return whether the new state takes the memory of the old one: not for small arrays on a CPU.
+
+    XLA's CPU backend copies the moments of a donated state before it writes the new ones. A new array costs less than a
+    copy if glibc has kept its memory from an earlier step, which it does up to `_KEPT_BYTES`.
+    """
+    largest_bytes = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    return jax.default_backend() != "cpu" or largest_bytes > _KEPT_BYTES
 
 
 def _concurrent_parts(
