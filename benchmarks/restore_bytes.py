@@ -10,6 +10,7 @@ that the processes of a node hold, summed over the nodes. Writes benchmarks/resu
 
 import argparse
 import json
+import logging
 import os
 import platform
 import socket
@@ -78,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     results: Path = parser.parse_args().out
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # no line for each request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
