@@ -28,6 +28,7 @@ print(json.dumps(messages))
 """
 
 BATCH = "be integers of shape [batch, positions], got"
+PAIR = "have at least 2 tokens, an input and a target, got 1."
 CASES = {
     "generate(model, [1, 2], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} int64[1].",
     "generate(model, [[1.5]], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} float64[1, 1].",
@@ -38,6 +39,8 @@ CASES = {
     "step(state, ids[0], jax.random.key(0))": f"windows must {BATCH} uint16[17].",
     "evaluate(split_params(model), ids.astype(np.float32))": f"windows must {BATCH} float32[8, 17].",
     "evaluate(split_params(model), ids[0])": f"windows must {BATCH} uint16[17].",
+    "step(state, ids[:, :1], jax.random.key(0))": f"windows must {PAIR}",
+    "evaluate(split_params(model), ids[:, :1])": f"windows must {PAIR}",
     "evaluate_tokens(model, np.linspace(0, 60, 40))": f"token ids must {BATCH} float64[3, 17].",
     "evaluate_tokens(model, ids)": f"token ids must {BATCH} uint16[1, 8, 17].",
     "GPT2Config(num_layers=2.5)": "model.num_layers must be at least 1, got 2.5.",

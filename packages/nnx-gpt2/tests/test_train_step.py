@@ -124,7 +124,7 @@ def test_a_cpu_writes_a_new_state_without_copying_the_old_one(tiny, name):
 
 
 @pytest.mark.parametrize(("embed_dim", "is_donated"), [(1024, False), (1028, True)])
-def test_a_cpu_donates_a_state_with_arrays_above_64_mb(tiny, embed_dim, is_donated):
+def test_a_cpu_donates_a_state_with_arrays_above_64_mib(tiny, embed_dim, is_donated):
     config = dataclasses.replace(tiny, vocab_size=1 << 14, embed_dim=embed_dim, num_layers=1)
     optimizer, key = create_optimizer(OPTIMIZER, 200), jax.random.key(7)
     state = abstract_train_state(config, optimizer)

@@ -38,7 +38,7 @@ def make_train_step(
     """Return the jitted train step, `step(state, windows, key) -> (state, metrics)`.
 
     The step donates its input state: the output state reuses the buffers. On a CPU it donates only a state with arrays
-    above 64 MB. The randomness of a step is `fold_in(key, state.step)`: pass the same `key` to each step of a run, and
+    above 64 MiB. The randomness of a step is `fold_in(key, state.step)`: pass the same `key` to each step of a run, and
     a resumed run draws the same numbers.
 
     The metrics stay on the device: `loss` (nats per token) and `grad_norm` (before clipping), float32; `num_skipped`
@@ -142,6 +142,7 @@ def _concurrent_parts(
 def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_microbatches: int) -> None:
     """Check what jit can see of a batch: its type and its shape."""
     check_ids(windows, config.vocab_size, "windows")
+    require(windows.shape[1] >= 2, "windows", "have at least 2 tokens, an input and a target", windows.shape[1])
     num_devices = 1 if mesh is None else mesh.shape[DATA_AXIS] * mesh.shape[FSDP_AXIS]
     batch_size = windows.shape[0]
     require(

@@ -15,9 +15,9 @@ def keep_freed_memory() -> None:
 
     XLA's CPU backend allocates the temporary arrays of each step again. By default glibc returns large arrays to the
     system, which clears the pages of the next ones: a fifth of the time of a small step. The process now keeps those
-    of up to 64 MB. glibc maps larger arrays of XLA's threads again each time. `GLIBC_TUNABLES` in the environment takes
-    the place of this, as in the workers of `ray_jax_launch`. It can also ask for huge pages, which only the start of a
-    process can.
+    of up to 64 MiB. glibc maps larger arrays of XLA's threads again each time. `GLIBC_TUNABLES` in the environment
+    takes the place of this, as in the workers of `ray_jax_launch`. It can also ask for huge pages, which only the start
+    of a process can.
     """
     if jax.default_backend() != "cpu" or not sys.platform.startswith("linux") or "GLIBC_TUNABLES" in os.environ:
         return

@@ -16,7 +16,7 @@ from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._ray_internals import JaxBackend, WorkerGroupStartupFailedError
 
 # XLA's CPU backend allocates the temporary arrays of each step again, and by default each step pays for their pages:
-# 10 to 30 % of its time. With these settings glibc keeps arrays of up to 64 MB, and uses huge pages. Other C libraries
+# 10 to 30 % of its time. With these settings glibc keeps arrays of up to 64 MiB, and uses huge pages. Other C libraries
 # ignore them.
 _GLIBC_TUNABLES = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}:glibc.malloc.hugetlb=1"
 
