@@ -14,6 +14,7 @@ from nnx_gpt2 import (
     create_train_state,
     document_ids,
     make_eval_step,
+    make_mesh,
     make_train_step,
     mean_loss,
     merge,
@@ -123,12 +124,15 @@ def test_a_cpu_writes_a_new_state_without_copying_the_old_one(tiny, name):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize(("embed_dim", "is_donated"), [(1024, False), (1028, True)])
-def test_a_cpu_donates_a_state_with_arrays_above_64_mib(tiny, embed_dim, is_donated):
+@pytest.mark.parametrize(
+    ("embed_dim", "fsdp", "is_donated"), [(1024, 1, False), (1028, 1, True), (2048, 2, False), (2052, 2, True)]
+)
+def test_a_cpu_donates_a_state_with_arrays_above_64_mib_per_device(tiny, embed_dim, fsdp, is_donated):
     config = dataclasses.replace(tiny, vocab_size=1 << 14, embed_dim=embed_dim, num_layers=1)
     optimizer, key = create_optimizer(OPTIMIZER, 200), jax.random.key(7)
-    state = abstract_train_state(config, optimizer)
-    lowered = make_train_step(config, optimizer).lower(state, windows(config), key)
+    mesh = make_mesh(fsdp=fsdp, devices=jax.devices()[:fsdp]) if fsdp > 1 else None
+    state = abstract_train_state(config, optimizer, mesh)
+    lowered = make_train_step(config, optimizer, mesh).lower(state, windows(config), key)
     assert {info.donated for info in jax.tree.leaves(lowered.args_info[0][0])} == {is_donated}
 
 

@@ -5,6 +5,7 @@ Shapes: B batch, b microbatch, W = T + 1 tokens of a window, T predictions.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import cache, partial
 
@@ -38,8 +39,8 @@ def make_train_step(
     """Return the jitted train step, `step(state, windows, key) -> (state, metrics)`.
 
     The step donates its input state: the output state reuses the buffers. On a CPU it donates only a state with arrays
-    above 64 MiB. The randomness of a step is `fold_in(key, state.step)`: pass the same `key` to each step of a run, and
-    a resumed run draws the same numbers.
+    above 64 MiB per device. The randomness of a step is `fold_in(key, state.step)`: pass the same `key` to each step of
+    a run, and a resumed run draws the same numbers.
 
     The metrics stay on the device: `loss` (nats per token) and `grad_norm` (before clipping), float32; `num_skipped`
     and `num_skipped_in_a_row`, int32. If the loss or the gradient is not finite, the step is skipped: it keeps the
@@ -119,7 +120,8 @@ def _is_donated(shapes: TrainState) -> bool:
     XLA's CPU backend copies the moments of a donated state before it writes the new ones. A new array costs less than a
     copy if glibc has kept its memory from an earlier step, which it does up to `_KEPT_BYTES`.
     """
-    largest_bytes = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    leaves = jax.tree.leaves(shapes)
+    largest_bytes = max(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     return jax.default_backend() != "cpu" or largest_bytes > _KEPT_BYTES
 
 
