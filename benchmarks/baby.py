@@ -11,7 +11,6 @@ the compiled programs in its cache; each round is in the table. Writes benchmark
 import argparse
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -20,10 +19,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
+from environment import environment
 from options import count, python_with, text_file
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +76,7 @@ def main() -> None:
                 print(f"round {number + 1}: {name}: {times[name][-1]:.1f} s, loss {losses[name]:.4f}", flush=True)
     asked = "import torch, numpy; print(torch.__version__)"
     torch_version = subprocess.run([options.torch_python, "-c", asked], check=True, stdout=subprocess.PIPE, text=True)
-    processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [platform.machine()]
+    about = environment("jax", "flax", "ray")
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     result = {
         "seconds": dict(times),
@@ -86,10 +84,8 @@ def main() -> None:
         "ratio_to_pytorch": {name: seconds / medians[PYTORCH] for name, seconds in medians.items()},
         "full_val_loss": losses,
         "config": f"preset baby, {options.data.name} of {options.data.stat().st_size} bytes, {options.rounds} rounds",
-        "hardware": f"{processor[0]}, {os.cpu_count()} CPU cores",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), "torch": torch_version.stdout.strip()}
-        | {name: version(name) for name in ("jax", "flax", "ray")},
+        **about,
+        "versions": about["versions"] | {"torch": torch_version.stdout.strip()},
     }
     rows = [
         f"| {name} | {medians[name]:.1f} s | {', '.join(f'{s:.1f}' for s in times[name])} "

@@ -10,18 +10,16 @@ import argparse
 import json
 import math
 import os
-import platform
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from environment import environment
 from options import count
 
 import nnx_gpt2
@@ -253,15 +251,6 @@ def measure_all(script: str, *options: str) -> list[dict[str, Any]]:
     return rows
 
 
-def environment() -> dict[str, Any]:
-    """Return the hardware, the date and the versions of a result."""
-    return {
-        "hardware": f"simulated CPU devices, compiled on {os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), **{n: version(n) for n in ("jax", "jaxlib", "flax")}},
-    }
-
-
 def table(header: str, rows: list[list[Any]]) -> str:
     """Return a Markdown table."""
     lines = [[cell.strip() for cell in header.split("|")], ["---"] * (header.count("|") + 1), *rows]
@@ -282,7 +271,7 @@ def main() -> None:
     result = {
         "config": f"GPT-2 124M's widths, {options.num_layers} layers, unrolled, no remat; float32 (XLA for CPU widens "
         "bfloat16 collectives); AdamW; one window of 1024 tokens per device of the axes data and fsdp",
-        **environment(),
+        **environment("jax", "jaxlib", "flax"),
         "rows": measured,
     }
     options.out.mkdir(parents=True, exist_ok=True)
@@ -299,7 +288,8 @@ def main() -> None:
     header = f"layout | devices | mesh | {' | '.join(_KINDS)} | MB | scattered | textbook | ratio | wte | textbook wte"
     (options.out / "collectives.md").write_text(
         "# Collectives of one train step\n\n"
-        f"{result['config']}; {result['hardware']}; {result['date']}; {result['versions']}\n\n"
+        f"{result['config']}; simulated devices, compiled on {result['hardware']}; {result['date']}; "
+        f"{result['versions']}\n\n"
         f"{table(header, totals)}\n{NOTES}\n\nLargest collectives on {DEVICES[-1]} devices:\n\n"
         f"{table('layout | MB | scattered | kind | array | devices per group', largest)}"
     )

@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -28,14 +27,13 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import data_candidates
 import numpy as np
 from data_candidates import FILES, LARGE_TOKENS, SMALL_TOKENS, Figures
+from environment import environment
 from options import count
 
 ROOT = Path(__file__).parent.parent
@@ -180,11 +178,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
     constants = {name.lower(): value for name, value in vars(data_candidates).items() if isinstance(value, int)}
-    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     about = {
-        "hardware": f"{os.cpu_count()} CPU cores, {cpus[0].partition(': ')[2] if cpus else ''} {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        **environment(*PACKAGES),
         "configuration": {"rounds": options.rounds, "corpus_mb": options.corpus_mb, **constants},
     }
     options.out.mkdir(parents=True, exist_ok=True)

@@ -10,16 +10,13 @@ for every token. Writes benchmarks/results/decode.md and decode.json.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import numpy as np
+from environment import environment
 from flax import nnx
 from options import count
 
@@ -85,9 +82,7 @@ def main() -> None:
             f"{config.seq_len}; batch 1, greedy, random weights; slope over {NUM_NEW_TOKENS[True] - 1} tokens, "
             f"{NUM_NEW_TOKENS[False] - 1} without the cache; {options.rounds} rounds"
         ),
-        "hardware": f"{device.device_kind}, {os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "flax")}},
+        **environment("jax", "flax", device=device.device_kind),
     }
     rows = "".join(
         f"| {p} | {medians[p, True] * 1e3:.1f} ms | {medians[p, False] * 1e3:.0f} ms "

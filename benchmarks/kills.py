@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -20,10 +19,9 @@ import sys
 import sysconfig
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
+from environment import environment
 from options import count
 
 ROOT = Path(__file__).parent.parent
@@ -118,9 +116,7 @@ def main() -> None:
         "left_behind": left,
         "undisturbed_s": undisturbed_s,
         "config": f"{num_documents} documents, {num_bytes / 1e6:.1f} MB of text, gpt2, {os.cpu_count()} processes",
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), "owt-data": version("owt-data")},
+        **environment("owt-data"),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "kills.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -13,7 +13,6 @@ Writes benchmarks/results/launch.md and launch.json.
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -21,11 +20,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from environment import environment
 from options import count
 
 ROOT = Path(__file__).parent.parent
@@ -172,9 +170,7 @@ def main() -> None:
     result = {
         "cases": cases,
         "config": f"one CPU worker, {options.turns} turns of {TURN_S} s each",
-        "hardware": f"{os.cpu_count()} CPUs, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "ray")}},
+        **environment("jax", "ray"),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "launch.json").write_text(json.dumps(result, indent=2) + "\n")

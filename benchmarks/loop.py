@@ -11,16 +11,14 @@ Writes benchmarks/results/loop.md and loop.json.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
+from environment import environment
 from options import count
 
 from ray_jax_launch import cpu, worker_environment
@@ -92,9 +90,7 @@ def main() -> None:
         "ratio": bare / loop,
         "ratio_by_round": [medians["bare"] / medians["loop"] for medians in rounds],
         "config": f"quickstart model, one CPU worker, {STEPS} steps after {WARMUP_STEPS}, {options.rounds} rounds",
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "flax", "ray")}},
+        **environment("jax", "flax", "ray"),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "loop.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -12,15 +12,14 @@ import argparse
 import json
 import logging
 import os
-import platform
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
+
+from environment import environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "packages/ray-jax-launch/tests"))
 
@@ -112,12 +111,7 @@ def main() -> None:
         "cases": cases,
         "checkpoint_bytes": CHECKPOINT_BYTES,
         "config": f"{len(ITEMS)} items of {LENGTH * 4 / 1e6:.0f} MB, saved by two processes",
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("jax", "orbax-checkpoint", "ray-jax-launch")},
-        },
+        **environment("jax", "orbax-checkpoint", "ray-jax-launch"),
     }
     results.mkdir(parents=True, exist_ok=True)
     (results / "restore_bytes.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -16,18 +16,16 @@ import dataclasses
 import itertools
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from environment import environment
 from options import count
 
 ROOT = Path(__file__).parent.parent
@@ -90,12 +88,7 @@ def write(turns: dict[str, list[dict[str, Any]]], results: Path) -> None:
         "delay_steps": {case: statistics.median(values) for case, values in delays.items()},
         "config": f"gpt2 (124M) in float32, one window of 1024 tokens, {STEPS_PER_TURN} steps in a turn, "
         f"{len(turns['no save'])} turns of each case",
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("jax", "orbax-checkpoint", "ray-jax-launch")},
-        },
+        **environment("jax", "orbax-checkpoint", "ray-jax-launch"),
         "turns": turns,
     }
     results.mkdir(parents=True, exist_ok=True)

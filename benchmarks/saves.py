@@ -19,16 +19,15 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from environment import environment
 
 # jax reads these variables at import. One thread computes.
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -150,12 +149,7 @@ def main() -> None:
         turn_s = statistics.median(turn["turn"] for turn in taken["none"])
         delays[kind] = {case: [turn["turn"] - turn_s for turn in taken[case]] for case in CASES[1:]}
     results = {
-        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("jax", "orbax-checkpoint", "ray-jax-launch")},
-        },
+        **environment("jax", "orbax-checkpoint", "ray-jax-launch"),
         "configuration": {
             "state": "gpt2 (124M), float32 parameters and AdamW", "bytes": num_bytes, "rounds": options.rounds,
             "steps_per_turn": STEPS_PER_TURN, "step_s": STEP_S, "num_to_keep": 1,
@@ -172,7 +166,7 @@ def main() -> None:
         "",
         f"gpt2 (124M): parameters and AdamW, {num_bytes / 1e9:.2f} GB float32, in a folder on the local disk; "
         f"{STEPS_PER_TURN} steps of {STEP_S} s between two saves; {options.rounds} turns of each case; "
-        f"{results['machine']}; {results['date']}; {results['versions']}",
+        f"{results['hardware']}; {results['date']}; {results['versions']}",
         "",
         "| step | case | median delay | minimum and maximum | ratio to `at once` | `save` returns after | "
         "`wait` takes | durable after |",

@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from collectives import LAYOUTS, ROOT, Program, compile_step, environment, measure_all, table
+from collectives import LAYOUTS, ROOT, Program, compile_step, measure_all, table
+from environment import environment
 from options import count
 
 import nnx_gpt2
@@ -151,7 +152,7 @@ def main() -> None:
         f"GPT-2 124M's widths, {options.num_layers} layers, unrolled, no remat; float32; AdamW; {options.windows} "
         "windows of 1024 tokens per device"
     )
-    result = {"config": config, **environment(), "rows": rows}
+    result = {"config": config, **environment("jax", "jaxlib", "flax"), "rows": rows}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "scale.json").write_text(json.dumps(result, indent=2) + "\n")
     sizes, predictions = [], []
@@ -164,8 +165,9 @@ def main() -> None:
             predictions.append([name, row["layout"], row["devices"], *(f"{x / 1e3:.0f}" for x in predicted.values())])
     predictions.sort(key=lambda line: line[0])
     (options.out / "scale.md").write_text(
-        f"# A train step on 8, 64 and 512 devices\n\n{config}; {result['hardware']}; {result['date']}; "
-        f"{result['versions']}\n\n{table('layout | devices | mesh | GFLOP | MB sent | state | temporary', sizes)}\n"
+        f"# A train step on 8, 64 and 512 devices\n\n{config}; simulated devices, compiled on {result['hardware']}; "
+        f"{result['date']}; {result['versions']}\n\n"
+        f"{table('layout | devices | mesh | GFLOP | MB sent | state | temporary', sizes)}\n"
         "Predicted thousands of tokens/s per device:\n\n"
         f"{table('device | layout | devices | links | peak | no overlap | full overlap', predictions)}\n{NOTES}\n"
     )

@@ -14,7 +14,6 @@ new worker has done a step. Writes benchmarks/results/start.md and start.json.
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -22,11 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
+from environment import environment
 from options import count
 
 from owt_data import PrepareOptions, prepare
@@ -135,9 +133,7 @@ def main() -> None:
         "medians": medians,
         "ratio": medians["cpu:1"] / medians["local"],
         "config": f"quickstart model, tokens prepared before, {options.rounds} rounds",
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "flax", "ray")}},
+        **environment("jax", "flax", "ray"),
     }
     first = result["first_round"]
     options.out.mkdir(parents=True, exist_ok=True)

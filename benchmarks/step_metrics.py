@@ -9,18 +9,15 @@ means of the two are compared. Writes benchmarks/results/step_metrics.md and ste
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from environment import environment
 from options import count
 
 from nnx_gpt2 import create_optimizer, create_train_state, make_mesh, make_train_step, put_batch
@@ -102,9 +99,7 @@ def main() -> None:
         "ratio": medians["mean"] / medians["without"],
         "largest_difference_of_means": difference,
         "config": f"quickstart model, a record every {RECORD_EVERY} of {STEPS} steps, {options.rounds} rounds",
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}, {jax.devices()[0].device_kind}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "flax")}},
+        **environment("jax", "flax", device=jax.devices()[0].device_kind),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "step_metrics.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -10,8 +10,6 @@ Writes benchmarks/results/stream.md and stream.json.
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
 import subprocess
@@ -19,11 +17,10 @@ import sys
 import sysconfig
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from environment import environment
 from options import count
 
 ROOT = Path(__file__).parent.parent
@@ -101,9 +98,7 @@ def main() -> None:
             f"{options.megabytes} MB of JSON lines, bytes tokenizer, quickstart model, two CPU workers, steps "
             f"{WARMUP_STEPS} to {STEPS}, {options.rounds} rounds"
         ),
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("jax", "flax", "ray")}},
+        **environment("jax", "flax", "ray"),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "stream.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -12,17 +12,16 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from environment import environment
 from options import count, python_with
 from train_step_candidates import NUM_DISCARDED, OURS, PRESETS, PYTORCH, TRANSFORMERS, TUTORIAL, Job
 
@@ -173,13 +172,12 @@ def main() -> None:
         print(f"round {number + 1}, tunables {setting}, {name}: {found['step_s'] * 1e3:.1f} ms", flush=True)
 
     config, peak = GPT2Config(**PRESETS[options.preset], remat=options.remat), peak_flops_per_s(device["device_kind"])
-    processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [platform.machine()]
+    about = environment(device="cpu" if on_cpu else device["device_kind"])
     versions = {name: text for found in rounds.values() for name, text in found[0]["versions"].items()}
     result: dict[str, Any] = {
         "rows": make_rows(rounds, jobs, peak and peak / flops_per_token(config)),
-        "hardware": ("" if on_cpu else f"{device['device_kind']}, ") + f"{processor[0]}, {os.cpu_count()} CPU cores",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version()} | versions,
+        **about,
+        "versions": about["versions"] | versions,
         "config": {name: getattr(options, name) for name in ("preset", "batch_size", "rounds", "steps", "tunables")}
         | {OURS: asdict(config), "optimizer": asdict(OptimizerConfig())}
         | {name: BASELINE_SETTINGS[name] for name in baselines}
