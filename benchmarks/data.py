@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,6 +43,8 @@ PACKAGES = ("numpy", "tiktoken", "datasets", "ray", "pyarrow", "owt-data")
 VOCAB_SIZE = 50257
 MIN_CORPUS_MB = 50
 SAMPLE_S = 0.05
+# Ray 2.60 can abort a process that stops reading a Dataset, if a task that it cancels ends at that moment.
+RAY_DEFECT = "Tried to complete task that was not pending"
 
 # A figure, the baseline that divides it, and the bound for the ratio of their medians. The bound 1.1 is 1.0 plus noise.
 GOALS = (
@@ -60,7 +63,7 @@ def measure(temp: Path, name: str, settings: dict[str, Any]) -> tuple[Figures, t
     """Run a candidate in its own process and folder. Return its figures, and the SHA-256 of the files that it wrote."""
     work, out = temp / name, temp / name / "out"
     work.mkdir()
-    environment = os.environ | {
+    env = os.environ | {
         "HF_HOME": str(work / "hf"),
         "HF_DATASETS_CACHE": str(work / "hf" / "datasets"),
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -75,13 +78,18 @@ def measure(temp: Path, name: str, settings: dict[str, Any]) -> tuple[Figures, t
     os.sync()  # no candidate waits for the writes of another one
     peak_bytes = 0
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, env=environment, cwd=work, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(command, env=env, cwd=work, stdout=subprocess.PIPE, stderr=log, text=True)
         while process.poll() is None:
             peak_bytes = max(peak_bytes, disk_bytes(work))
             time.sleep(SAMPLE_S)
         log.seek(0)
+        messages = log.read()
+        if process.returncode == -signal.SIGABRT and RAY_DEFECT in messages:
+            print(f"{name} was ended by Ray, and runs again", flush=True)
+            shutil.rmtree(work)
+            return measure(temp, name, settings)
         if process.returncode:
-            sys.exit(f"{name} ended with exit code {process.returncode}:\n{log.read()}")
+            sys.exit(f"{name} ended with exit code {process.returncode}:\n{messages}")
     figures, digests = json.loads(process.communicate()[0].splitlines()[-1]), ()
     if out.exists():
         figures[f"{name}_extra_disk_per_output"] = peak_bytes / disk_bytes(out) - 1
