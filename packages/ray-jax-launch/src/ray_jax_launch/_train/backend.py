@@ -15,9 +15,9 @@ from ray.train.v2.jax.config import JaxConfig
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._ray_internals import JaxBackend, WorkerGroupStartupFailedError
 
-# XLA's CPU backend allocates the temporary arrays of each step again, and by default each step pays for their pages:
-# 10 to 30 % of its time. With these settings glibc keeps arrays of up to 64 MiB, and uses huge pages. Other C libraries
-# ignore them.
+# XLA's CPU backend allocates the temporary arrays of each step again, and by default each step pays for their pages: a
+# quarter of a small step (train_step_baby.md in benchmarks/results). With these settings glibc keeps arrays of up to
+# 64 MiB, and uses huge pages. Other C libraries ignore them.
 _GLIBC_TUNABLES = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}:glibc.malloc.hugetlb=1"
 
 
