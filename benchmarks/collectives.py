@@ -211,10 +211,9 @@ def compile_step(
     key_type = jax.eval_shape(lambda: jax.random.key(0)).dtype
     key = jax.ShapeDtypeStruct((), key_type, sharding=nnx_gpt2.replicated(mesh))
     state = nnx_gpt2.abstract_train_state(config, optimizer, mesh)
-    # Without this option, XLA's library for CPU adds temporary arrays that other backends do not have.
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
     lowered = nnx_gpt2.make_train_step(config, optimizer, mesh).lower(state, windows, key)
-    return mesh, state, lowered.compile(compiler_options=options)
+    # Without this option, XLA's library for CPU adds temporary arrays that other backends do not have.
+    return mesh, state, lowered.compile(compiler_options={"xla_cpu_experimental_ynn_fusion_type": ""})
 
 
 def measure(layout: str, num_layers: int) -> dict[str, Any]:
