@@ -124,12 +124,15 @@ def run(script, tmp_path, *args):
     """Run the script, with the changed import, and return its line about the result, and its log."""
     assert script.count(BEFORE) == 1
     code = f"RESULTS = {str(tmp_path / 'ray_results')!r}\n" + script.replace(BEFORE, AFTER)
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    # Ray sets the authentication of a process's own cluster in its environment. The script has another home folder, and
+    # starts its own cluster even if an earlier test has left one.
+    unwanted = ("XLA_FLAGS", "JAX_PLATFORMS", "RAY_AUTH_MODE")
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     path = tmp_path / "script.py"
     path.write_text(code)
     done = subprocess.run(
         [sys.executable, str(path), *map(str, args)],
-        env=environment | {"HOME": str(tmp_path), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
+        env=environment | {"HOME": str(tmp_path), "RAY_ADDRESS": "local", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
         capture_output=True,
         text=True,
         timeout=240,
