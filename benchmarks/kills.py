@@ -79,8 +79,8 @@ def main() -> None:
     """Kill the preparation, compare its files, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=count, default=20, help="number of kills (default: %(default)s)")
-    parser.add_argument("--corpus-mb", type=count, default=100, help="MB of text (default: %(default)s)")
-    parser.add_argument("--startup-s", type=float, default=1.5, help="seconds between start and tokenization")
+    parser.add_argument("--corpus-mb", type=count, default=300, help="MB of text (default: %(default)s)")
+    parser.add_argument("--startup-s", type=float, default=0.6, help="seconds between start and tokenization")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random moments")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
