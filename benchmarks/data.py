@@ -59,7 +59,7 @@ GOALS = (
 )
 
 
-def measure(temp: Path, name: str, settings: dict[str, Any]) -> tuple[Figures, tuple[str, ...]]:
+def measure(temp: Path, name: str, settings: dict[str, Any], *, retries: int = 2) -> tuple[Figures, tuple[str, ...]]:
     """Run a candidate in its own process and folder. Return its figures, and the SHA-256 of the files that it wrote."""
     work, out = temp / name, temp / name / "out"
     work.mkdir()
@@ -84,10 +84,10 @@ def measure(temp: Path, name: str, settings: dict[str, Any]) -> tuple[Figures, t
             time.sleep(SAMPLE_S)
         log.seek(0)
         messages = log.read()
-        if process.returncode == -signal.SIGABRT and RAY_DEFECT in messages:
+        if retries and process.returncode == -signal.SIGABRT and RAY_DEFECT in messages:
             print(f"{name} was ended by Ray, and runs again", flush=True)
             shutil.rmtree(work)
-            return measure(temp, name, settings)
+            return measure(temp, name, settings, retries=retries - 1)
         if process.returncode:
             sys.exit(f"{name} ended with exit code {process.returncode}:\n{messages}")
     figures, digests = json.loads(process.communicate()[0].splitlines()[-1]), ()
