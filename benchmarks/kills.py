@@ -4,7 +4,7 @@
 
 The first run is undisturbed and timed. The second run is killed and started again until it has been killed --kills
 times. The time from the start of work to a kill is uniform, up to 2 * (undisturbed time / kills + --startup-s). The
-kills thus spread over most of the run, if --startup-s is not below the real time before tokenization. Writes benchmarks/results/kills.md and kills.json.
+kills thus spread over most of the run. Writes benchmarks/results/kills.md and kills.json.
 """
 
 import argparse
