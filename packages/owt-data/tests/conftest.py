@@ -28,6 +28,14 @@ from owt_data import PrepareOptions, TokenSequence, TokenSpan, load_tokenizer, p
 SHARED_DATA = {"gpt2", "corpora"}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory):
+    """A cache of digests of this session, in place of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def pytest_collection_modifyitems(items):
     """Mark tests whose fixtures need shared data. Tests that request them by parameter have the mark already."""
     for item in items:

@@ -232,3 +232,36 @@ def test_unfinished_folders_are_not_mixed(corpus, tmp_path):
         pass
     with pytest.raises(DataError, match="must be complete"):
         open_tokens({str(tmp_path / "out"): 1.0}, tokenizer="bytes")
+
+
+def test_a_val_without_a_window_is_rejected_at_once(corpus, tmp_path):
+    (tmp_path / "short.jsonl").write_text('{"text": "short"}\n')
+    sources = [f"train={corpus}", f"val={tmp_path / 'short.jsonl'}"]
+    with prepare_in_background(sources, tmp_path / "out", PrepareOptions(tokenizer="bytes"), num_processes=1) as data:
+        began = time.monotonic()
+        with pytest.raises(DataError, match=r"^The tokens must be at least 65, .*, got 6\. "):
+            data.val.windows(np.arange(1), seq_len=64, order="sequential", seed=0)
+        assert time.monotonic() - began < 30  # it was 90 s, the patience with a network file system
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1])
+def test_a_val_without_a_document_is_rejected_before_the_training_text_is_tokenized(num_bytes, corpus, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n" * num_bytes)
+    sources = [f"train={corpus}", f"val={tmp_path / 'empty.jsonl'}"]
+    options = PrepareOptions(tokenizer="bytes")
+    with (
+        pytest.raises(DataError, match=r"The text of val=\.\.\. must have at least one document, got none"),
+        prepare_in_background(sources, tmp_path / "out", options, num_processes=1),
+    ):
+        pytest.fail("the block must not run")
+
+
+def test_an_id_outside_the_vocabulary_in_a_growing_shard_is_named_at_once(corpus, tmp_path):
+    with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
+        window_digests(data.train, 0, 1)
+        shard = tmp_path / ".out.partial/parts-all/000001.bin"
+        values = np.fromfile(shard, "<u2")
+        values[5] = 65_535
+        values.tofile(shard)
+        with pytest.raises(DataError, match=f"{shard} must be below 257, .*, got 65535 at token 5"):
+            window_digests(data.train, 0, 1)

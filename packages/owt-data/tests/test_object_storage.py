@@ -113,3 +113,18 @@ def test_the_step_stream_reads_from_the_server(both):
     for (a, x), (b, y) in zip(iter_steps(steps_of(local)), iter_steps(steps_of(remote)), strict=True):
         assert a == b
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "s3://AKIA:topsecret@bucket/a.bin",
+        "s3://AKIA:top/secret@bucket/a.bin",
+        "gs://topsecret@bucket/a.bin",
+        "s3://bucket/a.bin?secret_key=topsecret",
+    ],
+)
+def test_credentials_in_a_uri_are_rejected_and_not_repeated(name):
+    with pytest.raises(DataError, match=r"without credentials, got them in a URI of .* AWS_PROFILE") as found:
+        open_tokens(name, tokenizer="bytes")
+    assert "secret" not in str(found.value)

@@ -32,13 +32,15 @@ def test_a_prepared_folder_knows_its_tokenizer(prepared):
     windows = sequence(tokens).read_windows(np.array([5, 0]), 7)
     np.testing.assert_array_equal(windows, [train[5:13], train[:8]])
     digests = {name: hashlib.sha256((prepared / name).read_bytes()).hexdigest() for name in ("train.bin", "val.bin")}
-    assert tokens.fingerprint == {"tokenizer": "bytes", **digests}
+    assert tokens.fingerprint == {"tokenizer": "bytes", "manifest": True, **digests}
 
 
-def test_a_folder_without_manifest_is_read_through_once(prepared):
+def test_a_deleted_manifest_changes_one_named_entry_of_the_fingerprint(prepared):
     with_manifest = open_tokens(str(prepared), tokenizer="bytes")
     (prepared / "manifest.json").unlink()
-    assert open_tokens(str(prepared), tokenizer="bytes") == with_manifest
+    without = open_tokens(str(prepared), tokenizer="bytes")
+    assert without.fingerprint == {**with_manifest.fingerprint, "manifest": False}
+    assert (without.train, without.val) == (with_manifest.train, with_manifest.val)
 
 
 def test_one_file_is_split_by_position(prepared):
@@ -74,7 +76,7 @@ def test_a_truncated_file_is_rejected(prepared):
 
 def test_ids_outside_the_vocabulary_are_rejected(tmp_path):
     np.array([1, 2, 257, 3], "<u2").tofile(tmp_path / "x.bin")
-    with pytest.raises(DataError, match=r"ids in .*x.bin must be below 257, .*bytes, got 257\.") as caught:
+    with pytest.raises(DataError, match=r"ids in .*x.bin must be below 257, .*, got 257 at token 2\.") as caught:
         open_tokens(str(tmp_path / "x.bin"), tokenizer="bytes")
     # Not every command that opens token files has an option for it.
     assert str(caught.value).endswith(
@@ -153,7 +155,7 @@ def test_files_are_opened_by_split(num_files, prepared, tmp_path):
     np.testing.assert_array_equal(sequence(data).read(), sequence(whole).read())
     assert isinstance(data.val, TokenSequence)
     np.testing.assert_array_equal(data.val.read(), np.fromfile(prepared / "val.bin", "<u2"))
-    assert (data.fingerprint == whole.fingerprint) == (num_files == 1)
+    assert (data.fingerprint == {**whole.fingerprint, "manifest": False}) == (num_files == 1)
     assert open_tokens(data.names, tokenizer="bytes") == data
 
 
@@ -180,6 +182,29 @@ def test_missing_files_are_rejected(prepared):
 
 
 def test_an_invalid_manifest_is_rejected(prepared):
-    (prepared / "manifest.json").write_text('{"files": 3}')
+    (prepared / "manifest.json").write_text('{"format": 1, "files": 3}')
     with pytest.raises(DataError, match="must be a manifest of owt-data"):
         open_tokens(str(prepared), tokenizer="bytes")
+
+
+@pytest.mark.parametrize("other", ["{}/./train.bin", "{}/../out/train.bin", "{}/link.bin"])
+def test_a_mixture_names_each_file_once(other, prepared):
+    (prepared / "link.bin").symlink_to("train.bin")
+    names = {f"{prepared}/train.bin": 1, other.format(prepared): 2}
+    with pytest.raises(
+        DataError, match=r"The names of a mixture must be different files or folders, got .*, which are the"
+    ):
+        open_tokens(names, tokenizer="bytes")
+
+
+def test_windows_of_opened_tokens_are_checked_against_the_vocabulary(prepared):
+    data = open_tokens(str(prepared), tokenizer="bytes")
+    for split in ("train", "val"):
+        values = np.fromfile(prepared / f"{split}.bin", "<u2")
+        values[-2] = 65_535
+        values.tofile(prepared / f"{split}.bin")
+    place = len(sequence(data)) - 2
+    with pytest.raises(DataError, match=f"train.bin must be below 257, .*, got 65535 at token {place}\\."):
+        sequence(data).windows(np.arange(len(sequence(data)) // 4), seq_len=4, order="shuffle", seed=1)
+    with pytest.raises(DataError, match=r"val.bin must be below 257, .*, got 65535 at token"):
+        sequence(data, "val").read()

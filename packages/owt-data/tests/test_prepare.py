@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from owt_data import DataError, PrepareOptions, Source, load_tokenizer, prepare, read_manifest, verify
+from owt_data._cli import main
 from owt_data._prepare.write_splits import split_documents
 
 BYTES = PrepareOptions(tokenizer="bytes")
@@ -269,7 +270,7 @@ def test_invalid_names_are_rejected(articles, tmp_path):
         prepare(str(tmp_path / "out"), tmp_path / "again", BYTES)
     options = PrepareOptions(tokenizer="bytes", val_fraction=0.2)
     with pytest.raises(
-        DataError, match=r"split and val_fraction must be absent with train=... and val=..., got auto and 0.2"
+        DataError, match=r"split and val_fraction must be absent with train=... and val=..., got 'auto' and 0.2"
     ):
         prepare([f"train={articles}", f"val={articles}"], tmp_path / "given", options)
 
@@ -296,7 +297,7 @@ def test_a_source_that_cannot_be_read_is_named(articles, tmp_path):
         DataError, match=r"loop.jsonl must be a file or a folder of files, got a name that does not exist"
     ):
         prepare(str(tmp_path / "loop.jsonl"), tmp_path / "out", BYTES)
-    with pytest.raises(DataError, match=r"must be readable, got Is a directory"):
+    with pytest.raises(DataError, match=r"must be a regular file, got a folder"):
         Source(name="folder", kind="text", files=(tmp_path,)).digest()
 
 
@@ -311,3 +312,37 @@ def test_bad_options_are_rejected():
         PrepareOptions(val_fraction=1.5)
     with pytest.raises(DataError, match="split_seed must be an integer of at least 0, got -1"):
         PrepareOptions(split_seed=-1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "split", "share"),
+    [
+        ([1000] * 2, {}, "position", 0.1),
+        ([1000] * 5, {}, "position", 0.1),
+        ([1000] * 5, {"val_fraction": 0.2}, "documents", 0.2),
+        ([1000] * 5, {"val_fraction": 0.05}, "position", 0.05),
+        ([1000] * 5, {"split": "documents"}, "documents", 0.2),
+        ([1000] * 20, {}, "documents", 0.05),
+        ([10] * 30 + [100_000], {"val_fraction": 0.5}, "position", 0.5),
+    ],
+)
+def test_few_documents_are_split_by_position(lengths, options, split, share, tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    for number, length in enumerate(lengths):
+        (tmp_path / f"texts/{number:02}.txt").write_text("a" * (length - 1))
+    options = PrepareOptions(tokenizer="bytes", **options)
+    manifest = prepare(str(tmp_path / "texts"), tmp_path / "out", options, num_processes=1)
+    assert manifest.split == split
+    assert manifest.files["val.bin"].num_tokens == pytest.approx(share * sum(lengths), rel=0.01)
+    assert verify(tmp_path / "out") == []
+
+
+def test_the_command_says_the_sizes_of_both_splits(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("a" * 9_999)
+    assert main(["prepare", str(tmp_path / "book.txt"), str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "the text was split by position",
+        f"{tmp_path}/out/train.bin: 9,000 tokens (90 %), 1 documents",
+        f"{tmp_path}/out/val.bin: 1,000 tokens (10 %), 1 documents",
+    ]

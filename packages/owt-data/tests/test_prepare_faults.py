@@ -186,7 +186,7 @@ def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_rejected
     other.write_text('{"text": "x"}\n' * 100)
     kept = sorted(interrupted.with_name(".out.partial").rglob("*"))
     for source, options, what in (
-        (corpus, PrepareOptions(tokenizer="gpt2", val_fraction=0.1), "tokenizer bytes and gpt2"),
+        (corpus, PrepareOptions(tokenizer="gpt2", val_fraction=0.1), "tokenizer 'bytes' and 'gpt2'"),
         (corpus, PrepareOptions(tokenizer="bytes", val_fraction=0.2), "val_fraction 0.1 and 0.2"),
         (other, OPTIONS, "contents"),
     ):

@@ -1,7 +1,9 @@
 """Sequences of token files and mixtures of them: pure functions of seed and index."""
 
+import os
 import pickle
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,3 +114,74 @@ def test_a_sequence_too_short_for_a_window_gives_no_windows(mixture, tmp_path):
     short = TokenSequence((TokenSpan(path=mixture.sequences[0].spans[0].path, start=0, stop=8),))
     assert mixture.num_windows(8) == sum((n - 1) // 8 for n in (20_000, 40_000, 5_000))
     assert TokenMixture((mixture.sequences[0], short), (1, 1)).num_windows(8) == 0
+
+
+@pytest.mark.parametrize("place", [0, 6, 7, 999, 1000, 1001, 4998])
+def test_an_id_outside_the_vocabulary_is_named_with_its_file_and_place(place, files):
+    joined = sequence(files)
+    number = next(i for i, stop in enumerate([7, 1000, 1001, 4000, 5000]) if place < stop)
+    (span,) = files[number].spans
+    first = [0, 7, 1000, 1001, 4000][number]
+    values = np.fromfile(span.path, "<u2")
+    values[place - first] = 65_535
+    values.tofile(span.path)
+    limited = TokenSequence(joined.spans, vocab_size=5000)
+    constraint = "must be below 5000, the vocabulary of the tokenizer"
+    message = f"The ids in {span.path} {constraint}, got 65535 at token {place - first}."
+    for read in (
+        lambda tokens: tokens.windows(np.arange(6000), **WINDOWS),
+        lambda tokens: tokens.read_windows(np.array([4990, max(0, place - 3)]), 8),
+        lambda tokens: tokens.read(max(0, place - 1)),
+        lambda tokens: tokens.between(max(0, place - 4), 5000).read(),
+    ):
+        read(joined)
+        with pytest.raises(DataError) as caught:
+            read(limited)
+        assert str(caught.value).startswith(message)
+
+
+def test_every_id_below_the_vocabulary_is_read(files):
+    limited = TokenSequence(sequence(files).spans, vocab_size=5000)
+    np.testing.assert_array_equal(limited.read(), np.arange(5000))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("size", [0, 1, 4096, 9_990])
+def test_a_file_that_is_cut_short_is_named_with_both_sizes(size, tokens, record_property):
+    record_property("fault", f"a token file cut to {size} bytes while windows are read")
+    record_property("lost", "nothing: the read fails with a sentence")
+    tokens.windows(np.arange(10), **WINDOWS)
+    (span,) = tokens.spans
+    os.truncate(span.path, size)
+    with pytest.raises(
+        DataError, match=f"^{span.path} must have at least 10000 bytes, as when it was opened, got {size}\\. "
+    ):
+        tokens.read_windows(np.array([4991]), 8)
+
+
+def test_files_stay_closed_after_a_read(files):
+    joined = sequence(files)
+    before = len(list(Path("/dev/fd").iterdir()))
+    for _ in range(20):
+        joined.windows(np.arange(100), **WINDOWS)
+    assert len(list(Path("/dev/fd").iterdir())) <= before
+
+
+def test_a_file_that_was_deleted_is_named(tokens):
+    (span,) = tokens.spans
+    Path(span.path).unlink()
+    with pytest.raises(DataError, match=f"^{span.path} must be readable, got No such file or directory"):
+        tokens.windows(np.arange(7), **WINDOWS)
+
+
+def test_a_pipe_in_place_of_a_token_file_is_rejected(tokens):
+    (span,) = tokens.spans
+    Path(span.path).unlink()
+    os.mkfifo(span.path)
+    with pytest.raises(DataError, match="must be a regular file, got a pipe, a device or a socket"):
+        tokens.windows(np.arange(7), **WINDOWS)
+
+
+def test_weights_of_any_size_are_compared(files):
+    with pytest.raises(DataError, match="The weights must be 2 finite numbers"):
+        TokenMixture((files[0], files[1]), (10**400, 1.0))

@@ -1,6 +1,7 @@
 """Windows through a real Ray cluster."""
 
 import functools
+import time
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def test_a_task_reads_one_batch_of_token_windows(tokens, concurrency):
     rows = [batch["x"] for batch in batches]
     assert [len(x) for x in rows] == [25] * 4
     expected = tokens.windows(np.arange(100), seq_len=SEQ_LEN, order="sequential", seed=0)[:, :-1]
-    assert sorted(np.concatenate(rows).tolist()) == sorted(expected.tolist())
+    np.testing.assert_array_equal(np.concatenate(rows), expected)
 
 
 def test_token_windows_are_inputs_and_targets(tmp_path):
@@ -71,10 +72,43 @@ def test_token_windows_are_inputs_and_targets(tmp_path):
     assert rows[3]["x"].dtype == rows[3]["y"].dtype == np.int32
     position_of = np.argsort(values)
     starts = [int(position_of[row["x"][0]]) for row in rows]
-    assert sorted(starts) == [number * SEQ_LEN for number in range(100)]
+    assert starts == [number * SEQ_LEN for number in range(100)]
     for start, row in zip(starts, rows, strict=True):
         np.testing.assert_array_equal(row["x"], values[start : start + SEQ_LEN])
         np.testing.assert_array_equal(row["y"], values[start + 1 : start + 1 + SEQ_LEN])
+
+
+def test_rows_keep_the_order_when_the_first_block_is_the_last_to_be_read(tokens):
+    # A local class travels to the tasks, which cannot import this module.
+    class SlowFirst:
+        """Tokens whose first windows are read slowly: later blocks are complete before the first one."""
+
+        def __init__(self, tokens):
+            self._tokens = tokens
+
+        def __len__(self):
+            return len(self._tokens)
+
+        def num_windows(self, seq_len):
+            return self._tokens.num_windows(seq_len)
+
+        def windows(self, indices, **order):
+            if len(indices) > 1 and indices.min() == 0:
+                time.sleep(2)
+            return self._tokens.windows(indices, **order)
+
+    rows = token_windows(SlowFirst(tokens), seq_len=SEQ_LEN, num_rows=100, order="shuffle", seed=3, batch_size=10)
+    read = np.stack([row["x"] for row in rows.iter_rows()])
+    np.testing.assert_array_equal(
+        read, tokens.windows(np.arange(100), seq_len=SEQ_LEN, order="shuffle", seed=3)[:, :-1]
+    )
+
+
+def test_an_error_of_a_task_is_raised_as_it_is(tokens):
+    limited = TokenSequence(tokens.spans, vocab_size=4000)
+    dataset = steps_of(limited, rank=0, world_size=1, start_step=0, stop_step=STEPS)
+    with pytest.raises(DataError, match=r"^The ids in .*tokens\.bin must be below 4000, .*, got 4\d+ at token 4\d+\. "):
+        list(iter_steps(dataset))
 
 
 def test_workers_that_do_not_divide_the_batch_are_rejected(tokens):

@@ -34,6 +34,9 @@ from ._tokens.sequence import TokenMixture as TokenMixture
 from ._tokens.sequence import Tokens as Tokens
 from ._tokens.sequence import TokenSequence as TokenSequence
 from ._tokens.sequence import TokenSpan as TokenSpan
+from ._tokens.verification import BackgroundVerification as BackgroundVerification
+from ._tokens.verification import check_digests as check_digests
+from ._tokens.verification import verify_in_background as verify_in_background
 from ._tokens.verify import verify as verify
 from ._tokens.window_order import WINDOW_ORDER_VERSION as WINDOW_ORDER_VERSION
 from ._tokens.window_order import num_windows as num_windows

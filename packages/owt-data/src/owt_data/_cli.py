@@ -11,10 +11,16 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, show_name
 from owt_data._options import PrepareOptions, TokenizerName
 
 _ROW_WIDTH = 120
+_SPLITS = {
+    "documents": "documents",
+    "position": "position",
+    "start": "position, with validation at its start",
+    "sources": "its sources",
+}
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 
 
@@ -42,7 +48,9 @@ def _prepare(
         on_cluster: Tokenize as tasks of the Ray cluster at RAY_ADDRESS. All its machines must share OUT.
     """
     if len(paths) < 2:
-        raise DataError(f"The names must be sources and a folder, got {' '.join(paths) or 'no names'}. Name both.")
+        raise DataError(
+            f"The names must be sources and a folder, got {show_name(' '.join(paths) or 'no names')}. Name both."
+        )
     # The imports take seconds, which --help must not wait for.
     from owt_data._paths import join
     from owt_data._prepare.prepare import local_folder, prepare
@@ -56,8 +64,11 @@ def _prepare(
         manifest = prepare(sources, out, options, num_processes=num_processes, use_ray=on_cluster, progress=progress)
     if was_prepared:
         console.print(f"{out} is unchanged: it was prepared from the same source and options", markup=False)
+    console.print(f"the text was split by {_SPLITS[manifest.split]}", markup=False)
+    total = sum(record.num_tokens for record in manifest.files.values())
     for name, record in manifest.files.items():
-        counts = f"{record.num_tokens:,} tokens, {record.num_documents:,} documents"
+        share = f"{100 * record.num_tokens / total:.3g} %"
+        counts = f"{record.num_tokens:,} tokens ({share}), {record.num_documents:,} documents"
         console.print(f"{join(out, name)}: {counts}", markup=False)
     return 0
 

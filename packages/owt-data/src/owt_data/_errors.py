@@ -3,6 +3,11 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+LARGEST = (1 << 62) - 1
+"""Largest integer that an option or a record may hold. Twice this number fits into 64 bits."""
+
+_VALUE_CHARS, _NAME_CHARS, _REASON_CHARS = 80, 240, 300
+
 
 class DataError(ValueError):
     """Error about data or options. The message names the constraint, the value and a remedy."""
@@ -16,21 +21,53 @@ class RejectedDocumentsError(DataError):
     """
 
 
-def check_integer(name: str, value: int, *, least: int, most: int | None = None) -> None:
+class UnreadableError(DataError):
+    """Error about a file that is missing, cut short or cannot be read now. A later try may succeed."""
+
+
+def show(value: object) -> str:
+    """Return a value for an error: its `repr`, on one line, of at most about 80 characters."""
+    try:
+        return _shorten(" ".join(repr(value).split()), _VALUE_CHARS)
+    except (ValueError, RecursionError):  # an integer of more than 4300 digits, or nested values
+        return f"a very large {type(value).__name__}"
+
+
+def show_name(name: object) -> str:
+    """Return the name of a file or a source for an error, on one line. The middle of a long name is left out."""
+    return _shorten(_escape(str(name)), _NAME_CHARS)
+
+
+def one_line(text: object) -> str:
+    """Return a message on one line of bounded length, without its final full stop."""
+    return _shorten(_escape(" ".join(str(text).split()).rstrip(".")), _REASON_CHARS)
+
+
+def _escape(text: str) -> str:
+    """Replace characters that are not printable by their escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _shorten(text: str, most: int) -> str:
+    """Leave out the middle of a text with more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
+
+
+def check_integer(name: str, value: int, *, least: int, most: int = LARGEST) -> None:
     """Check that an integer is within bounds.
 
     Args:
         name: the name of the value, for the error.
         value: the value.
         least: its lower bound.
-        most: its upper bound, or None.
+        most: its upper bound.
 
     Raises:
         DataError: the value is out of bounds.
     """
-    if value < least or (most is not None and value > most):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise DataError(f"{name} must be an integer {bounds}, got {value}. Choose another number.")
+    if not least <= value <= most:
+        bounds = f"of at least {least}" if most == LARGEST and value < least else f"from {least} to {most}"
+        raise DataError(f"{name} must be an integer {bounds}, got {show(value)}. Choose another number.")
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
@@ -40,7 +77,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
         DataError: the value is another one.
     """
     if value not in choices:
-        raise DataError(f"{name} must be one of {', '.join(choices)}, got {value!r}. Choose one.")
+        raise DataError(f"{name} must be one of {', '.join(choices)}, got {show(value)}. Choose one.")
 
 
 def check_encodable(name: str, text: str) -> None:
@@ -52,7 +89,7 @@ def check_encodable(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{name} must be UTF-8 text, got {text!r}. Change it.") from error
+        raise DataError(f"{name} must be UTF-8 text, got {show(text)}. Change it.") from error
 
 
 @contextmanager
@@ -73,40 +110,40 @@ def file_errors(
         yield
     except OSError as error:
         place = error.filename or name or "the file"
-        raise DataError(f"{place} must be {constraint}, got {one_line(error.strerror or error)}. {remedy}") from error
+        found = one_line(error.strerror or error)
+        raise UnreadableError(f"{show_name(place)} must be {constraint}, got {found}. {remedy}") from error
     except UnicodeEncodeError as error:
-        raise DataError(f"The name {error.object} must be UTF-8 text, got other bytes. Change it.") from error
-
-
-def one_line(text: object) -> str:
-    """Return a message without line breaks and without its final full stop."""
-    return " ".join(str(text).split()).rstrip(".")
+        name = show_name(error.object)
+        raise DataError(f"The name {name} must be UTF-8 text, got other bytes. Change it.") from error
 
 
 def check_column(column: str, found: list[str], name: object) -> None:
     """Check that exactly one of the columns `found` in a file is the text column."""
     if found.count(column) != 1:
-        constraint = f"must be exactly one of the columns {found} of {name}"
-        raise RejectedDocumentsError(f"The text column {constraint}, got {column!r}. Name another with --text-column.")
+        constraint = f"must be exactly one of the columns {show(found)} of {show_name(name)}"
+        raise RejectedDocumentsError(
+            f"The text column {constraint}, got {show(column)}. Name another with --text-column."
+        )
 
 
 def not_text(column: str, found: str, name: object) -> RejectedDocumentsError:
     """Return the error for a text column that holds null or another type."""
     return RejectedDocumentsError(
-        f"The column {column!r} of {name} must hold text in every row, got {found}. Name another column with "
-        "--text-column, or correct the rows."
+        f"The column {show(column)} of {show_name(name)} must hold text in every row, got {found}. Name another column "
+        "with --text-column, or correct the rows."
     )
 
 
 def not_utf8(name: object, place: str) -> RejectedDocumentsError:
     """Return the error for text in another encoding."""
     return RejectedDocumentsError(
-        f"{name} must hold UTF-8 text, got other bytes {place}. Convert it, for instance with iconv."
+        f"{show_name(name)} must hold UTF-8 text, got other bytes {place}. Convert it, for instance with iconv."
     )
 
 
 def not_format(name: object, expected: str, reason: object) -> RejectedDocumentsError:
     """Return the error for a file that is damaged or has another format."""
     return RejectedDocumentsError(
-        f"{name} must hold {expected}, got another or a damaged file: {one_line(reason)}. Repair or remove the file."
+        f"{show_name(name)} must hold {expected}, got another or a damaged file: {one_line(reason)}. Repair or remove "
+        "the file."
     )

@@ -4,7 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from owt_data._errors import DataError, check_choice, check_encodable, check_integer
+from owt_data._errors import DataError, check_choice, check_encodable, check_integer, show
+from owt_data._json_types import UnknownFieldError
 
 TokenizerName = Literal["bytes", "gpt2"]
 DocumentsKind = Literal["rows", "wikitext-titles"]
@@ -27,8 +28,9 @@ class PrepareOptions:
 
     split: Literal["auto", "documents", "position", "start"] = "auto"
     """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
-    first 128th of the text, at least 256 KiB and at most 16 MiB. `auto` is `position` for a single document, else
-    `documents`."""
+    first 128th of the text, at least 256 KiB and at most 16 MiB. `auto` is `documents`, unless the share of the tokens
+    in validation would differ from `val_fraction` by more than a tenth of all tokens, as with one or a few documents.
+    It is then `position`."""
 
     val_fraction: float | None = None
     """Share of the data for validation. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in
@@ -53,9 +55,13 @@ class PrepareOptions:
     def __post_init__(self) -> None:
         """Check the ranges."""
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
-            raise DataError(f"val_fraction must be between 0 and 1, got {self.val_fraction}. Choose another share.")
+            raise DataError(
+                f"val_fraction must be between 0 and 1, got {show(self.val_fraction)}. Choose another share."
+            )
         if self.split == "start" and self.val_fraction is not None:
-            raise DataError(f"val_fraction must be absent with split start, got {self.val_fraction}. Leave it out.")
+            raise DataError(
+                f"val_fraction must be absent with split start, got {show(self.val_fraction)}. Leave it out."
+            )
         check_integer("split_seed", self.split_seed, least=0)
         if self.limit_rows is not None:
             check_integer("limit_rows", self.limit_rows, least=1)
@@ -63,12 +69,19 @@ class PrepareOptions:
         check_encodable("row_end", self.row_end)
 
     def record(self) -> dict[str, Any]:
-        """Return the fields for a manifest.
+        """Return the fields for a manifest."""
+        return dataclasses.asdict(self)
 
-        The fields that version 0.5 did not have are left out if they have their defaults. Hence a folder of that
-        version is recognized as prepared with equal options.
-        """
-        fields = dataclasses.asdict(self)
-        added = ("documents", "row_end", "limit_rows")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return {name: value for name, value in fields.items() if name not in added or value != defaults[name]}
+
+def check_options(record: dict[str, Any]) -> None:
+    """Check that a record has the fields of `PrepareOptions`.
+
+    Raises:
+        UnknownFieldError: it has another field.
+        ValueError: it lacks a field.
+    """
+    names = {field.name for field in dataclasses.fields(PrepareOptions)}
+    for name in record.keys() - names:
+        raise UnknownFieldError(f"options.{name}")
+    for name in names - record.keys():
+        raise ValueError(f"options.{name}: Field required")

@@ -4,8 +4,11 @@ import contextlib
 import difflib
 import os
 import re
+import stat
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO, Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -13,7 +16,7 @@ import pyarrow
 from numpy.typing import NDArray
 from pyarrow.fs import FileInfo, FileSystem, FileType, LocalFileSystem
 
-from owt_data._errors import DataError, file_errors, one_line
+from owt_data._errors import DataError, file_errors, one_line, show, show_name
 
 BYTES_PER_TOKEN = 2
 _SPLITS = ("train", "val")
@@ -21,6 +24,12 @@ _STREAM_BYTES = 16 << 20
 
 # One slash is enough, because `Path` shortens two slashes to one.
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+# The part of a URI before the @, unless it is `anonymous`, and options that are keys. A secret may have a slash.
+_CREDENTIALS = re.compile(
+    r"(?<=:/)/*(?!anonymous@)(?:[^\s/?#@:,]*:(?!\d+/)[^\s@]*|[^\s/?#@,]+)@"
+    r"|[?&][^\s=&?#]*(?:key|secret|token|password|signature|credential)[^\s=&?#]*=",
+    re.IGNORECASE,
+)
 _LOCAL_URI = re.compile(r"file:(//(localhost)?)?(?=/(?!/))")
 _TYPES = {
     FileType.NotFound: "a name that does not exist",
@@ -50,8 +59,26 @@ def local_path(name: str) -> str:
         name = unquote(name[local.end() :])
     path = os.path.expanduser(name)  # noqa: PTH111 - Path.expanduser raises a RuntimeError for an unknown user
     if path.startswith("~"):
-        raise DataError(f"{name} must begin with ~ or the ~name of a user, got no such user. Write ./~ for a file.")
+        raise DataError(
+            f"{show_name(name)} must begin with ~ or the ~name of a user, got no such user. Write ./~ for a file."
+        )
+    if not os.path.isabs(path):  # noqa: PTH117 - names here are strings
+        check_working_folder()
     return path
+
+
+def check_working_folder() -> None:
+    """Check that the working folder, to which relative names belong, has not been deleted.
+
+    Raises:
+        DataError: it has.
+    """
+    try:
+        os.getcwd()  # noqa: PTH109 - Path.cwd is this call
+    except FileNotFoundError as error:
+        raise DataError(
+            "The working folder must exist, got a deleted one. Change to another folder, such as `cd ~`."
+        ) from error
 
 
 def normalize(name: str) -> str:
@@ -80,10 +107,15 @@ def locate(name: str, *, retry_s: int = _READ_RETRY_S) -> tuple[FileSystem, str]
         retry_s: seconds during which a failed request to Google's storage is repeated.
 
     Raises:
-        DataError: pyarrow cannot parse the URI.
+        DataError: the URI has credentials, or pyarrow cannot parse it.
     """
     if not is_uri(name):
         return LocalFileSystem(), name
+    if _CREDENTIALS.search(name):
+        raise DataError(
+            f"A name must be without credentials, got them in a URI of {name.partition(':')[0]}. Set AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS in the environment instead."
+        )
     uri = name
     if name.startswith(("gs:", "gcs:")) and "retry_limit_seconds" not in name:
         uri += f"{'&' if '?' in name else '?'}retry_limit_seconds={retry_s}"
@@ -91,7 +123,8 @@ def locate(name: str, *, retry_s: int = _READ_RETRY_S) -> tuple[FileSystem, str]
         filesystem, path = FileSystem.from_uri(uri)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"The name must be a path, s3://bucket/... or gs://bucket/..., got {name} ({one_line(error)}). Correct it."
+            f"The name must be a path, s3://bucket/... or gs://bucket/..., got {show_name(name)} "
+            f"({one_line(error)}). Correct it."
         ) from error
     return filesystem, path
 
@@ -107,16 +140,22 @@ def file_info(name: str) -> FileInfo:
         return filesystem.get_file_info(path)
 
 
-def check_type(name: str, wanted: FileType, constraint: str) -> FileInfo:
+def check_type(name: str, wanted: FileType, constraint: str, remedy: str = "Correct the name.") -> FileInfo:
     """Check that a name exists and is a file or a folder, and return its type and size.
+
+    Args:
+        name: a path or a URI.
+        wanted: the type.
+        constraint: what the name must be.
+        remedy: a sentence, unless a file has a similar name.
 
     Raises:
         DataError: the name does not exist or has another type, or the storage cannot be reached.
     """
     found = file_info(name)
     if found.type is not wanted:
-        remedy = "Correct the name." if found.type is not FileType.NotFound else suggest_name(name, "Correct the name.")
-        raise DataError(f"{name} must be {constraint}, got {_TYPES[found.type]}. {remedy}")
+        remedy = remedy if found.type is not FileType.NotFound else suggest_name(name, remedy)
+        raise DataError(f"{show_name(name)} must be {constraint}, got {_TYPES[found.type]}. {remedy}")
     return found
 
 
@@ -138,7 +177,7 @@ def suggest_name(name: str, remedy: str) -> str:
                 place = known[part]
             else:
                 place /= part
-        return f"Did you mean {place}?" if place != path else remedy
+        return f"Did you mean {show_name(place)}?" if place != path else remedy
     return remedy
 
 
@@ -170,13 +209,48 @@ def group_by_split(names: Sequence[str]) -> dict[str, list[str]]:
         groups.setdefault(split if is_given else "all", []).append(rest if is_given else name)
     if groups.keys() not in ({"all"}, set(_SPLITS)):
         raise DataError(
-            f"The names must give both splits, train=... and val=..., or no split, got {list(names)}. Add them."
+            f"The names must give both splits, train=... and val=..., or no split, got {show(list(names))}. Add them."
         )
     return {split: groups[split] for split in sorted(groups)}
 
 
+class LocalTokens:
+    """Token file on disk, read by ranges.
+
+    The file is not mapped into memory: a read behind the end of a mapped file that was cut short kills the process.
+    """
+
+    def __init__(self, path: str, *, in_order: bool) -> None:
+        self._path = path
+        with file_errors("readable", path):
+            self._handle = open_handle(path, os.O_RDONLY)
+        if not in_order and sys.platform == "linux":  # macOS has no such call
+            # Else the system reads ahead megabytes of unneeded tokens for every window.
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            os.close(self._handle)
+
+    def copy(self, first: int, out: NDArray[np.uint16]) -> bool:
+        """Copy the tokens from `first` on into `out`. Return False if the file ends before."""
+        place, rest = BYTES_PER_TOKEN * first, out.data.cast("B")
+        with file_errors("readable", self._path):
+            while rest:
+                if hasattr(os, "preadv"):  # missing on older macOS
+                    num_bytes = os.preadv(self._handle, [rest], place)
+                else:
+                    block = os.pread(self._handle, min(len(rest), _STREAM_BYTES), place)
+                    num_bytes = len(block)
+                    rest[:num_bytes] = block
+                if not num_bytes:
+                    return False
+                place, rest = place + num_bytes, rest[num_bytes:]
+        return True
+
+
 class RemoteTokens:
-    """Token file in object storage, read by slices. Each slice is one ranged read."""
+    """Token file in object storage. Each range is one request."""
 
     def __init__(self, uri: str) -> None:
         filesystem, path = locate(uri)
@@ -184,8 +258,31 @@ class RemoteTokens:
         with file_errors("readable", uri):
             self._file = filesystem.open_input_file(path)
 
-    def __getitem__(self, tokens: slice) -> NDArray[np.uint16]:
-        num_bytes = BYTES_PER_TOKEN * (tokens.stop - tokens.start)
+    def copy(self, first: int, out: NDArray[np.uint16]) -> bool:
+        """Copy the tokens from `first` on into `out`. Return False if the file ends before."""
         with file_errors("readable", self._uri):
-            data = self._file.read_at(num_bytes, BYTES_PER_TOKEN * tokens.start)
-        return np.frombuffer(data, dtype="<u2")
+            data = self._file.read_at(out.nbytes, BYTES_PER_TOKEN * first)
+        if len(data) < out.nbytes:
+            return False
+        out[:] = np.frombuffer(data, dtype="<u2")
+        return True
+
+
+def open_handle(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file, as `open`'s `opener` does. A pipe without a writer does not block.
+
+    Raises:
+        DataError: the name is that of a pipe, a device, a socket or a folder.
+    """
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        found = _TYPES[FileType.Directory if stat.S_ISDIR(mode) else FileType.Unknown]
+        raise DataError(f"{show_name(path)} must be a regular file, got {found}. Rename or remove it.")
+    return handle
+
+
+def open_regular(path: str | os.PathLike[str], mode: str, **options: Any) -> IO[Any]:
+    """Open a regular file as `open` does; see `open_handle`."""
+    return open(path, mode, opener=open_handle, **options)

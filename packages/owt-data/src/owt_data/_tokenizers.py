@@ -4,7 +4,7 @@ import hashlib
 
 import tiktoken
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, show
 
 _END_OF_TEXT = "<|endoftext|>"
 _VOCAB_SIZES = {"bytes": 257, "gpt2": 50_257}
@@ -23,7 +23,7 @@ def vocab_size(name: str) -> int:
         DataError: the name is unknown.
     """
     if name not in _VOCAB_SIZES:
-        raise DataError(f"The tokenizer must be {' or '.join(_VOCAB_SIZES)}, got {name!r}. Choose one.")
+        raise DataError(f"The tokenizer must be {' or '.join(_VOCAB_SIZES)}, got {show(name)}. Choose one.")
     return _VOCAB_SIZES[name]
 
 
@@ -52,7 +52,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     # `requests` raises OSErrors. The download of another file, such as a login page, is a ValueError.
     except (OSError, ValueError) as error:
         raise DataError(
-            f"The files of tokenizer {name!r} must be downloaded once, got {type(error).__name__}. Connect to the "
+            f"The files of tokenizer {show(name)} must be downloaded once, got {type(error).__name__}. Connect to the "
             "network, set TIKTOKEN_CACHE_DIR to a folder that has them, or prepare text with the tokenizer bytes."
         ) from error
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from owt_data._errors import DataError, RejectedDocumentsError
+from owt_data._errors import DataError, RejectedDocumentsError, show
 from owt_data._options import PrepareOptions
 from owt_data._prepare.growing_tokens import GrowingTokens, note_end, note_start, read_num_wanted
 from owt_data._prepare.prepare import Progress, Report, local_folder, prepare_for
@@ -59,8 +59,8 @@ def prepare_in_background(
     is_one_source = "all" in find_splits(sources)
     if is_one_source and options.split != "start":
         raise DataError(
-            f"split must be start for one source that is read while it is prepared, got {options.split}. Choose it, "
-            "or name both splits, train=... and val=...."
+            f"split must be start for one source that is read while it is prepared, got {show(options.split)}. Choose "
+            "it, or name both splits, train=... and val=...."
         )
     worker = _Worker(local_folder(out), progress)
     thread = threading.Thread(
@@ -116,7 +116,12 @@ class _Worker:
             Exception: the preparation has failed.
         """
         val = GrowingTokens(self.folder, "val", is_one_source=is_one_source)
-        while not self._ended.is_set() and not (self._begun.is_set() and len(val)):
+        while not self._ended.is_set():
+            has_begun = self._begun.is_set()  # all shards of the validation text exist, unless it is part of one text
+            if has_begun and len(val):
+                return
+            if has_begun and not is_one_source:
+                raise DataError("The text of val=... must have at least one document, got none. Give more text.")
             self._ended.wait(_POLL_S)
         if self.error is not None:
             raise self.error

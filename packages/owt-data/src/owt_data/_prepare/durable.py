@@ -4,6 +4,8 @@ import errno
 import os
 from pathlib import Path
 
+from owt_data._paths import open_regular
+
 # Errors of file systems that cannot sync a folder, such as those over object storage.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
@@ -11,7 +13,7 @@ _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 def write_durably(path: Path, data: str) -> None:
     """Write a small file to disk under a temporary name, then rename it."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with open_regular(temporary, "w", encoding="utf-8") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -14,8 +14,9 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, UnreadableError, one_line, show_name
 from owt_data._options import STREAM_ORDERS, OrderKind
+from owt_data._paths import open_regular
 from owt_data._prepare.shards import read_journal, shard_folder, shard_path, staging_path
 from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, read_manifest
 from owt_data._tokens.sequence import TokenSequence, local_sequence
@@ -23,6 +24,7 @@ from owt_data._tokens.window_order import num_windows
 
 _WANTED_NAME, _RUNNING_NAME, _ERROR_NAME = "wanted", "running", "error.txt"
 _POLL_S = 0.1
+_MOST_DIGITS = 20
 # Seconds until a network file system shows the files of another machine; and until a folder counts as not shared.
 _PATIENCE_S, _SHARED_WITHIN_S = 90.0, 15.0
 
@@ -40,10 +42,14 @@ class GrowingTokens:
         split: the tokens to read.
         is_one_source: True if the first shard is the validation tokens (`split="start"`), False if each split has its
             own source.
+        vocab_size: number of ids; see `TokenSequence`.
     """
 
-    def __init__(self, folder: Path, split: Literal["train", "val"], *, is_one_source: bool) -> None:
+    def __init__(
+        self, folder: Path, split: Literal["train", "val"], *, is_one_source: bool, vocab_size: int | None = None
+    ) -> None:
         self._folder, self._split, self._is_one_source = folder, split, is_one_source
+        self._vocab_size = vocab_size
         self.is_complete = False
         """True after a call that has found the complete tokens."""
         self._tokens, self._num_shards, self._num_wanted = TokenSequence(()), 0, 0
@@ -74,8 +80,8 @@ class GrowingTokens:
         """
         if order not in STREAM_ORDERS:
             raise DataError(
-                f"The order of tokens that are being prepared must be {' or '.join(STREAM_ORDERS)}, got {order}. "
-                "Choose one of these, or prepare the tokens first."
+                f"The order of tokens that are being prepared must be {' or '.join(STREAM_ORDERS)}, got "
+                f"{show_name(order)}. Choose one of these, or prepare the tokens first."
             )
         last = int(indices.max(initial=0))
 
@@ -103,7 +109,7 @@ class GrowingTokens:
         while True:
             try:
                 return read()
-            except (DataError, FileNotFoundError):
+            except (UnreadableError, FileNotFoundError):
                 if self.is_complete or time.monotonic() - since > _PATIENCE_S:
                     raise
                 self._tokens, self._num_shards = TokenSequence(()), 0
@@ -119,8 +125,8 @@ class GrowingTokens:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder))
         if waited_s > _PATIENCE_S:
             raise DataError(
-                f"{self._folder} must be prepared while its tokens are read, got a preparation that has ended. "
-                "Start it again, or finish it with owt-data prepare."
+                f"{show_name(self._folder)} must be prepared while its tokens are read, got a preparation that has "
+                "ended. Start it again, or finish it with owt-data prepare."
             )
 
     def _refresh(self) -> None:
@@ -129,7 +135,7 @@ class GrowingTokens:
             return
         if read_manifest(self._folder) is not None:
             name = {"train": TRAIN_NAME, "val": VAL_NAME}[self._split]
-            self._tokens, self.is_complete = local_sequence([self._folder / name]), True
+            self._tokens, self.is_complete = local_sequence([self._folder / name], self._vocab_size), True
             return
         shards = shard_folder(staging_path(self._folder), "all" if self._is_one_source else self._split)
         num_shards = len(read_journal(shards)[0])
@@ -137,7 +143,7 @@ class GrowingTokens:
             numbers = range(num_shards)
             if self._is_one_source:
                 numbers = numbers[1:] if self._split == "train" else numbers[:1]
-            self._tokens = local_sequence([shard_path(shards, number) for number in numbers])
+            self._tokens = local_sequence([shard_path(shards, number) for number in numbers], self._vocab_size)
             self._num_shards = num_shards
 
     def _want(self, stop: int) -> None:
@@ -155,9 +161,10 @@ class GrowingTokens:
 def read_num_wanted(folder: Path) -> int:
     """Return the number of shards that the readers of a folder need; 2 at first."""
     try:
-        return int((staging_path(folder) / _WANTED_NAME).read_text())
+        text = _read(staging_path(folder) / _WANTED_NAME)
     except FileNotFoundError:
         return 2
+    return int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else 2
 
 
 def note_start(folder: Path) -> None:
@@ -175,7 +182,11 @@ def note_end(folder: Path, error: Exception | None) -> None:
     staging = staging_path(folder)
     with contextlib.suppress(OSError):  # the disk is full, or the folder is complete
         if error is not None:
-            text = str(error) if isinstance(error, DataError) else f"The preparation of {folder} has failed: {error!r}."
+            text = (
+                str(error)
+                if isinstance(error, DataError)
+                else f"The preparation of {show_name(folder)} has failed: {one_line(repr(error))}."
+            )
             _write(staging / _ERROR_NAME, text)
     with contextlib.suppress(OSError):
         (staging / _RUNNING_NAME).unlink()
@@ -188,11 +199,16 @@ def raise_failure(folder: Path) -> None:
         DataError: the error.
     """
     with contextlib.suppress(FileNotFoundError):
-        raise DataError((staging_path(folder) / _ERROR_NAME).read_text())
+        raise DataError(_read(staging_path(folder) / _ERROR_NAME))
+
+
+def _read(path: Path) -> str:
+    with open_regular(path, "r", encoding="utf-8") as file:
+        return file.read()
 
 
 def _write(path: Path, text: str) -> None:
     """Write a small file, which readers see complete or not at all."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

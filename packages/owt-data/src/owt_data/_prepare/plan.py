@@ -6,14 +6,16 @@ import logging
 import os
 import shutil
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from owt_data._errors import DataError
-from owt_data._json_types import parse_json
-from owt_data._options import PrepareOptions
+from owt_data._errors import DataError, show, show_name
+from owt_data._json_types import parse_record
+from owt_data._options import PrepareOptions, check_options
+from owt_data._paths import open_regular
 from owt_data._prepare.durable import write_durably
 from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES, staging_path
 from owt_data._sources.documents import Documents
@@ -24,6 +26,7 @@ from owt_data._tokens.manifest import Manifest
 _log = logging.getLogger("owt_data")
 
 _NAME = "plan.json"
+_FORMAT = 2
 
 # The goal for the number of shards, within the bounds on their sizes.
 _NUM_SHARDS = 128
@@ -33,8 +36,13 @@ _NUM_SHARDS = 128
 class Plan:
     """Contents of `plan.json`."""
 
-    format: Literal[1]
-    """Version of the working folder's format. A plan of another version restarts the preparation."""
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    format: Literal[2]
+    """Format of the working folder."""
+
+    version: str
+    """Version of owt-data that wrote the plan."""
 
     source: str
     """The sources, as the user named them."""
@@ -55,7 +63,11 @@ class Plan:
     """Bytes of text in a shard."""
 
     layouts: dict[str, HubLayout | None]
-    """By split, the layout of a hub dataset; None for files. Missing in plans of versions before 0.3."""
+    """By split, the layout of a hub dataset; None for files."""
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_options(self.options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +115,16 @@ def find_plan(request: Request) -> Plan | None:
 
 
 def _read(path: Path) -> Plan | None:
-    """Return the plan in a file; None if the file is missing or damaged."""
+    """Return the plan in a file; None if the file is missing or damaged.
+
+    Raises:
+        DataError: another version wrote the plan, or its name is that of a pipe or a device.
+    """
     try:
-        return parse_json(Plan, path.read_bytes())
+        with open_regular(path, "rb") as file:
+            return parse_record(Plan, file.read(), path, number=_FORMAT)
+    except DataError:
+        raise
     except (FileNotFoundError, ValueError):
         return None
 
@@ -131,8 +150,8 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
         layouts[split] = documents[split].layout
         if before not in (None, layouts[split]):
             raise DataError(
-                f"{source.name} must be read as before its interruption, {before}, got {layouts[split]}. Restore that, "
-                f"or delete {request.staging} to start again."
+                f"{show_name(source.name)} must be read as before its interruption, {before}, got {layouts[split]}. "
+                f"Restore that, or delete {show_name(request.staging)} to start again."
             )
     if plan is not None:
         return plan, documents
@@ -141,7 +160,8 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
     most = total or (0 if request.options.limit_rows is not None else MAX_SHARD_BYTES * _NUM_SHARDS)
     shard_bytes = min(max(most // _NUM_SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     plan = Plan(
-        format=1,
+        format=_FORMAT,
+        version=version("owt-data"),
         source=request.name,
         source_sha256=request.digest,
         options=request.options.record(),
@@ -167,15 +187,16 @@ def _open(source: Source, options: PrepareOptions, revision: str | None) -> Docu
 
 def _another(plan: Plan, different: str, request: Request) -> DataError:
     return DataError(
-        f"The preparation into {request.out} must be the interrupted one of {plan.source}, got one of {request.name}: "
-        f"{different} differ. Repeat the interrupted one, choose another folder, or delete {request.staging}."
+        f"The preparation into {show_name(request.out)} must be the interrupted one of {show_name(plan.source)}, got "
+        f"one of {show_name(request.name)}: {different} differ. Repeat the interrupted one, choose another folder, or "
+        f"delete {show_name(request.staging)}."
     )
 
 
 def name_differences(before: dict[str, Any], options: PrepareOptions, same_contents: bool) -> str:
     """Return the names and values in which two preparations differ."""
-    before, now = dataclasses.asdict(PrepareOptions()) | before, dataclasses.asdict(options)
-    fields = [f"{key} {before.get(key)} and {now.get(key)}" for key in now | before if before.get(key) != now.get(key)]
+    now = options.record()
+    fields = [f"{key} {show(before[key])} and {show(now[key])}" for key in now if before[key] != now[key]]
     return " and ".join(fields if same_contents else ["contents", *fields])
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from owt_data._errors import DataError, RejectedDocumentsError, check_integer, file_errors
+from owt_data._errors import DataError, RejectedDocumentsError, check_integer, file_errors, show, show_name
 from owt_data._options import PrepareOptions
 from owt_data._paths import is_uri, local_path
 from owt_data._prepare.cpus import num_usable_cpus
@@ -34,15 +34,17 @@ from owt_data._prepare.shards import (
 )
 from owt_data._prepare.write_splits import Ranges, copy_ranges, document_ends, split_at, split_documents
 from owt_data._sources.documents import Documents
-from owt_data._sources.names import BUILTIN, Source, find_splits
+from owt_data._sources.names import BUILTIN, Source, SourceStates, find_splits
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens.manifest import (
     DTYPE,
+    FORMAT,
     MANIFEST_NAME,
     TRAIN_NAME,
     VAL_NAME,
     FileRecord,
     Manifest,
+    SplitKind,
     check_sizes,
     read_manifest,
 )
@@ -54,7 +56,11 @@ _BUILTIN_VAL_FRACTION = 0.05
 _POSITION_VAL_FRACTION = 0.1
 _DOCUMENTS_VAL_FRACTION = 0.0005
 
+# Few documents, or documents of very different lengths, cannot be split into shares near the wanted ones.
+_MOST_DIFFERENCE = 0.1
+
 _RESULT_NAME = "result"
+_MOST_PROCESSES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,15 +136,16 @@ def prepare_for(
 ) -> Manifest:
     """Prepare as `prepare` does, at the pace of a consumer of the training shards. No error deletes its shards."""
     if num_processes is not None:
-        check_integer("num_processes", num_processes, least=1)
+        check_integer("num_processes", num_processes, least=1, most=_MOST_PROCESSES)
     splits = find_splits(sources)
     if "all" not in splits and (options.split != "auto" or options.val_fraction is not None):
-        found = f"{options.split} and {options.val_fraction}"
+        found = f"{show(options.split)} and {show(options.val_fraction)}"
         raise DataError(
             f"split and val_fraction must be absent with train=... and val=..., got {found}. Leave them out."
         )
     out = local_folder(out)
     with file_errors("readable and writable", out):
+        before = SourceStates(splits.values())
         digest = _digest(splits, report)
         name = " ".join([sources] if isinstance(sources, str) else sources)
         existing = _existing(out, name, digest, options)
@@ -155,11 +162,15 @@ def prepare_for(
                 with _encoder(splits, options.tokenizer, num_processes, use_ray) as encoder:
                     tokenizer_sha256 = tokenizer_digest(load_tokenizer(options.tokenizer))
                     plan, documents = open_documents(request, plan, tokenizer_sha256)
-                    manifest = _Run(staging, splits, documents, options, plan, report, follower).write(encoder)
+                    run = _Run(staging, splits, documents, options, plan, report, follower)
+                    shards = run.tokenize(encoder)
+                    before.check_unchanged()
+                    manifest = run.assemble(shards)
             except RejectedDocumentsError:
                 # The source must change, so its shards are useless. No other error deletes shards.
                 if follower is None:
                     shutil.rmtree(staging)
+                before.check_unchanged()  # a better reason for text that looks damaged
                 raise
             rename_durably(staging / _RESULT_NAME, out)
             shutil.rmtree(staging)
@@ -176,7 +187,9 @@ def local_folder(out: str | os.PathLike[str]) -> Path:
     name = os.fspath(out)
     path = Path(os.path.realpath(local_path(name)))
     if not name or is_uri(name) or (os.path.lexists(path) and not path.is_dir()):
-        raise DataError(f"The output must be a local or mounted folder, got {name!r}. Prepare into one and copy it.")
+        raise DataError(
+            f"The output must be a local or mounted folder, got {show(name)}. Prepare into one and copy it."
+        )
     return path
 
 
@@ -205,8 +218,11 @@ def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Man
         return manifest
     else:
         different = name_differences(manifest.options, options, manifest.source_sha256 == digest)
-        found = f"token files of {manifest.source}: {different} differ"
-    raise DataError(f"{out} must be empty or made from {name} with these options, got {found}. Choose another folder.")
+        found = f"token files of {show_name(manifest.source)}: {different} differ"
+    raise DataError(
+        f"{show_name(out)} must be empty or made from {show_name(name)} with these options, got {found}. Choose "
+        "another folder."
+    )
 
 
 @contextlib.contextmanager
@@ -217,14 +233,18 @@ def _staging_folder(out: Path) -> Iterator[Path]:
     """
     staging = staging_path(out)
     if out.is_mount():
-        raise DataError(f"{out} must not be a mount point, which cannot be renamed. Name a new folder in it.")
+        raise DataError(
+            f"{show_name(out)} must not be a mount point, which cannot be renamed. Name a new folder in it."
+        )
     staging.mkdir(parents=True, exist_ok=True)
     folder = os.open(staging, os.O_RDONLY)
     try:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise DataError(f"{out} must be prepared by one process at a time, got two. Wait for the other.") from error
+            raise DataError(
+                f"{show_name(out)} must be prepared by one process at a time, got two. Wait for the other."
+            ) from error
         yield staging
     finally:
         os.close(folder)
@@ -265,12 +285,18 @@ class _Run:
         self._tokenizer = load_tokenizer(options.tokenizer)
         self._done = Progress(stage="tokenizing", fraction=None)
 
-    def write(self, encoder: Encoder) -> Manifest:
-        """Tokenize the missing shards, and write the token files and the manifest into the folder `result`."""
+    def tokenize(self, encoder: Encoder) -> dict[str, list[ShardRecord]]:
+        """Tokenize the missing shards. Return the records of all shards, by split."""
         # Validation comes first: training needs all of it when it begins.
         shards = {split: self._tokenize(split, encoder) for split in sorted(self._splits, reverse=True)}
-        files = self._assemble({split: shards[split] for split in self._splits})
+        return {split: shards[split] for split in self._splits}
+
+    def assemble(self, shards: dict[str, list[ShardRecord]]) -> Manifest:
+        """Write the token files and the manifest into the folder `result`."""
+        split, files = self._assemble(shards)
         manifest = Manifest(
+            format=FORMAT,
+            version=version("owt-data"),
             tokenizer=self._options.tokenizer,
             vocab_size=self._tokenizer.n_vocab,
             tokenizer_sha256=self._plan.tokenizer_sha256,
@@ -279,7 +305,7 @@ class _Run:
             source=self._plan.source,
             source_sha256=self._plan.source_sha256,
             options=self._plan.options,
-            version=version("owt-data"),
+            split=split,
             revisions=revisions(self._plan),
         )
         # The token files are on disk already. This call also waits for all names in the folder.
@@ -312,14 +338,12 @@ class _Run:
         )
         self._report(self._done)
 
-    def _assemble(self, shards: dict[str, list[ShardRecord]]) -> dict[str, FileRecord]:
+    def _assemble(self, shards: dict[str, list[ShardRecord]]) -> tuple[SplitKind, dict[str, FileRecord]]:
         shutil.rmtree(self._result, ignore_errors=True)
         self._result.mkdir()
         if self._options.documents == "wikitext-titles" and self._done.num_documents == 0:
-            constraint = "rows with titles of wikitext, ' = Title = '"
-            raise RejectedDocumentsError(
-                f"{self._plan.source} must hold {constraint}, got no title. Choose --documents rows."
-            )
+            source = f"{show_name(self._plan.source)} must hold rows with titles of wikitext, ' = Title = '"
+            raise RejectedDocumentsError(f"{source}, got no title. Choose --documents rows.")
         end_of_text, begins = self._tokenizer.eot_token, self._options.documents == "wikitext-titles"
         total, moved = max(1, self._done.num_tokens), 0
 
@@ -329,39 +353,43 @@ class _Run:
             self._report(dataclasses.replace(self._done, stage="assembling", fraction=moved / (2 * total)))
 
         sequences, ends = {}, {}
-        for split, records in shards.items():
-            folder = shard_folder(self._staging, split)
-            ends[split] = document_ends(folder, records, end_of_text, advance, begins=begins)
-            sequences[split] = local_sequence([shard_path(folder, index) for index in range(len(records))])
+        for name, records in shards.items():
+            folder = shard_folder(self._staging, name)
+            ends[name] = document_ends(folder, records, end_of_text, advance, begins=begins)
+            sequences[name] = local_sequence([shard_path(folder, index) for index in range(len(records))])
         whole = concatenate(list(sequences.values()))
         first = next(iter(shards.values()))
-        ranges = self._ranges(sequences, ends, num_first_tokens=first[0].num_tokens if first else 0)
-        only_ends = any(len(sequences[split]) == len(ends[split]) for split in sequences)
+        split, ranges = self._ranges(sequences, ends, num_first_tokens=first[0].num_tokens if first else 0)
+        only_ends = any(len(sequences[name]) == len(ends[name]) for name in sequences)
         if only_ends or not all((stops > starts).any() for starts, stops in ranges.values()):
             raise RejectedDocumentsError(
-                f"{self._plan.source} must hold text for both splits, got {len(whole)} tokens in "
+                f"{show_name(self._plan.source)} must hold text for both splits, got {len(whole)} tokens in "
                 f"{sum(map(len, ends.values()))} documents. Give more text, or another --split or --val-fraction."
             )
-        return {
-            name: copy_ranges(
-                whole, ranges[split], self._result / name, summary_of(name, self._plan.options, end_of_text), advance
-            )
-            for split, name in (("train", TRAIN_NAME), ("val", VAL_NAME))
-        }
+        files = {}
+        for name, file in (("train", TRAIN_NAME), ("val", VAL_NAME)):
+            summary = summary_of(file, self._options.documents, split, end_of_text)
+            files[file] = copy_ranges(whole, ranges[name], self._result / file, summary, advance)
+        return split, files
 
     def _ranges(
         self, sequences: dict[str, TokenSequence], ends: dict[str, np.ndarray], *, num_first_tokens: int
-    ) -> dict[str, Ranges]:
-        """Return the token ranges of each split. The first shard has `num_first_tokens`."""
+    ) -> tuple[SplitKind, dict[str, Ranges]]:
+        """Return the kind of the split and the token ranges of each part. The first shard has `num_first_tokens`."""
         num_tokens = sum(map(len, sequences.values()))
         if "all" not in sequences:
-            return split_at(len(sequences["train"]), num_tokens)
-        options, source, num_documents = self._options, self._splits["all"], len(ends["all"])
+            return "sources", split_at(len(sequences["train"]), num_tokens)
+        options, source = self._options, self._splits["all"]
         if options.split == "start":
             ranges = split_at(num_first_tokens, num_tokens)
-            return {"train": ranges["val"], "val": ranges["train"]}
-        by_position = options.split == "position" or (options.split == "auto" and num_documents == 1)
-        if by_position:
-            return split_at(round(num_tokens * (1 - (options.val_fraction or _POSITION_VAL_FRACTION))), num_tokens)
-        default = _BUILTIN_VAL_FRACTION if source.kind == BUILTIN else _DOCUMENTS_VAL_FRACTION
-        return split_documents(ends["all"], options.val_fraction or default, options.split_seed)
+            return "start", {"train": ranges["val"], "val": ranges["train"]}
+        if options.split != "position":
+            default = _BUILTIN_VAL_FRACTION if source.kind == BUILTIN else _DOCUMENTS_VAL_FRACTION
+            wanted = options.val_fraction or default
+            ranges = split_documents(ends["all"], wanted, options.split_seed)
+            starts, stops = ranges["val"]
+            share = int((stops - starts).sum()) / max(1, num_tokens)
+            if options.split == "documents" or abs(share - wanted) <= _MOST_DIFFERENCE:
+                return "documents", ranges
+        boundary = round(num_tokens * (1 - (options.val_fraction or _POSITION_VAL_FRACTION)))
+        return "position", split_at(boundary, num_tokens)

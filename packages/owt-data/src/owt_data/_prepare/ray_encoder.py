@@ -18,7 +18,7 @@ import ray
 import ray.exceptions
 import tiktoken
 
-from owt_data._errors import DataError, one_line
+from owt_data._errors import DataError, one_line, show_name
 from owt_data._prepare.shards import Encoder, Shard
 from owt_data._prepare.tokenize_worker import encode_shard
 from owt_data._tokenizers import load_fast_tokenizer
@@ -74,7 +74,7 @@ def _start() -> None:
     remedy = "Run the same command again, or without --on-cluster."
     options: dict[str, Any] = {"address": "local", "include_dashboard": False}
     if address:
-        constraint = f"RAY_ADDRESS must name a Ray cluster that answers, got {address}"
+        constraint = f"RAY_ADDRESS must name a Ray cluster that answers, got {show_name(address)}"
         remedy = "Correct it, or unset it to start a cluster here."
         options = {"address": address}
     try:
@@ -82,7 +82,7 @@ def _start() -> None:
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     # Ray raises a bare Exception if its processes do not start in time.
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        reason = one_line(next(iter(str(error).splitlines()), type(error).__name__))
         raise DataError(f"{constraint} ({reason}). {remedy}") from error
 
 

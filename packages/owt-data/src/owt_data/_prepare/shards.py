@@ -13,29 +13,32 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from owt_data._errors import DataError, file_errors
-from owt_data._json_types import parse_json
+from owt_data._errors import DataError, file_errors, show_name
+from owt_data._json_types import UnknownFieldError, parse_json, parse_record, reject_format
+from owt_data._paths import open_regular
 from owt_data._prepare.tokenize_worker import encode_shard
 from owt_data._sources.documents import START, Chunk, Cursor, Documents
 from owt_data._tokenizers import load_fast_tokenizer
 
 _log = logging.getLogger("owt_data")
 
-# Shards are named `parts` on disk, here and in `plan.json`: folders of earlier versions can be resumed.
+_FORMAT = 1
 _JOURNAL_NAME = "parts.jsonl"
 
 # Bytes of text in a shard: small enough to keep all processes busy, large enough for a short journal.
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 1 << 18, 1 << 24
 _POLL_S = 0.05
+_READ_BYTES = 1 << 20
 SCHEMA = pa.schema([("text", pa.large_string()), ("starts", pa.bool_()), ("ends", pa.bool_())])
 
 
@@ -60,8 +63,23 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JournalHeader:
+    """First line of the journal."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    format: Literal[1]
+    """Format of the journal and of the shards."""
+
+    version: str
+    """Version of owt-data that wrote the journal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardRecord:
     """Journal entry of a finished shard file."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     num_bytes: int
     """Bytes of text."""
@@ -164,15 +182,17 @@ def tokenize(
     for index, record in zip(damaged, _encode(chain.from_iterable(again), encoder), strict=True):
         if record != records[index]:
             path = shard_path(folder, index)
-            remedy = f"Restore the source if it has changed, or delete {folder.parent} to start again."
-            raise DataError(f"{path} must have the tokens of before its damage, got others. {remedy}")
+            remedy = f"Restore the source if it has changed, or delete {show_name(folder.parent)} to start again."
+            raise DataError(f"{show_name(path)} must have the tokens of before its damage, got others. {remedy}")
         report(record)
     if follower is not None:
         follower.begin()
     new = _cut(documents, folder, starts[-1], len(records), shard_bytes)
     for record in _encode(new, encoder, follower):
         # A full disk can fail the journal before any shard, and its error names no file.
-        with file_errors("writable", journal), journal.open("a") as file:
+        with file_errors("writable", journal), open_regular(journal, "a") as file:
+            if not file.tell():
+                file.write(json.dumps({"format": _FORMAT, "version": version("owt-data")}) + "\n")
             file.write(json.dumps(dataclasses.asdict(record)) + "\n")
         records.append(record)
         report(record)
@@ -183,23 +203,42 @@ def checksum(path: Path) -> str | None:
     """Return the SHA-256 of a file; None if it is missing."""
     if not path.exists():
         return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    with open_regular(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_journal(folder: Path) -> tuple[list[ShardRecord], int]:
-    """Return the valid records at the start of the journal, and their bytes. A kill or a power cut damages the rest."""
+    """Return the valid records at the start of the journal, and their bytes. A kill or a power cut damages the rest.
+
+    Raises:
+        DataError: another version wrote the journal, or its name is that of a pipe or a device.
+    """
     records, num_bytes = [], 0
     path = folder / _JOURNAL_NAME
     if not path.exists():
         return records, num_bytes
-    # A record without its line break would run into the next record.
-    with suppress(ValueError):
-        for line in path.read_bytes().splitlines(keepends=True):
+    with open_regular(path, "rb") as file:
+        header, *lines = file.read().splitlines(keepends=True) or [b""]
+    if not header.endswith(b"\n"):  # a line without its break would run into the next one
+        return records, num_bytes
+    writer = None
+    try:
+        writer = parse_record(JournalHeader, header, path, number=_FORMAT).version
+        num_bytes = len(header)
+        for line in lines:
             if not line.endswith(b"\n"):
                 break
             records.append(parse_json(ShardRecord, line))
             num_bytes += len(line)
+    except UnknownFieldError as error:
+        reject_format(path, _FORMAT, f"the unknown field {show_name(error)}", writer)
+    except DataError:
+        raise
+    except ValueError:
+        pass
     return records, num_bytes
 
 

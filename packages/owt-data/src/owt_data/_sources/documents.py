@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from owt_data._errors import check_column, check_integer, file_errors, not_format, not_text, not_utf8, one_line
+from owt_data._errors import check_column, check_integer, file_errors, not_format, not_text, not_utf8, one_line, show
 from owt_data._sources.json_lines import read_json_texts
 from owt_data._sources.names import BUILTIN, HUB, HubLayout, Source, find_source
 from owt_data._sources.rows import StartsDocument, every_row, read_lines
@@ -226,7 +226,7 @@ def _check_texts(table: pa.Table, column: str, name: str, before: int) -> pa.Arr
     try:
         combined.validate(full=True)  # checks UTF-8, which a file may declare wrongly
     except pa.ArrowInvalid as error:
-        raise not_utf8(name, f"in the column {column!r} ({one_line(error)})") from error
+        raise not_utf8(name, f"in the column {show(column)} ({one_line(error)})") from error
     return combined
 
 

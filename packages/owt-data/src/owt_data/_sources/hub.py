@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.utils import httpx
 
-from owt_data._errors import DataError, one_line
+from owt_data._errors import DataError, one_line, show, show_name
 from owt_data._paths import suggest_name
 from owt_data._sources.names import HubLayout, Source
 
@@ -54,7 +54,9 @@ class HubRows:
         except (httpx.HTTPError, OSError, ValueError) as error:
             remedy = "Check the name and the network, or set HF_HUB_OFFLINE=1 for a copy."
             got = f"neither ({_reason(error)}). {suggest_name(self._name, remedy)}"
-            raise DataError(f"{self._name!r} must be a file or a dataset of the Hugging Face hub, got {got}") from error
+            raise DataError(
+                f"{show(self._name)} must be a file or a dataset of the Hugging Face hub, got {got}"
+            ) from error
         self.layout = HubLayout(offline=offline, revision=revision, num_shards=self._rows.num_shards)
 
     @property
@@ -74,7 +76,9 @@ class HubRows:
         # Data that looks damaged may be a truncated answer. Hence no RejectedDocumentsError, which deletes shards.
         except _READ_ERRORS as error:
             found = f"{_reason(error)}. Run the same command again to resume."
-            raise DataError(f"{self._name} must be readable from the Hugging Face hub, got {found}") from error
+            raise DataError(
+                f"{show_name(self._name)} must be readable from the Hugging Face hub, got {found}"
+            ) from error
 
 
 def _reason(error: Exception) -> str:

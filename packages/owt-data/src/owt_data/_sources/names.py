@@ -4,13 +4,14 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pyarrow.fs import FileType
 
-from owt_data._errors import DataError, file_errors
+from owt_data._digests import file_sha256, file_state
+from owt_data._errors import DataError, RejectedDocumentsError, file_errors, show, show_name
 from owt_data._paths import check_type, group_by_split, is_uri, local_path
 
 BUILTIN = "builtin"
@@ -19,12 +20,6 @@ HUB = "hub"
 # `load_dataset("openwebtext")` named a script, which datasets no longer runs. This repository has the parquet files.
 _HUB_ALIASES = {"openwebtext": "Skylion007/openwebtext"}
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-_BLOCK_BYTES = 4 << 20
-
-# By path, size and time of the last change, of large files: a program often needs a digest more than once. The clock
-# of a file system has steps of milliseconds, in which a small file can be written again.
-_LARGE_BYTES = 64 << 20
-_DIGESTS: dict[tuple[str, int, int], bytes] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +38,8 @@ class Source:
     def digest(self, report: Callable[[float], None] | None = None) -> str:
         """Return the SHA-256 of the file contents, or of the name for `hub`.
 
+        A large file is read once. Its digest is kept in the user's cache folder until the file changes.
+
         Args:
             report: called with the share done, after each block.
 
@@ -51,30 +48,21 @@ class Source:
         """
         digest = hashlib.sha256(f"{self.kind}:{self.name if self.kind == HUB else ''}".encode())
         total, done = self.num_bytes or 1, 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            if report is not None:
+                report(min(1.0, done / total))
+
         for path in self.files:
-            with file_errors("readable", path), path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                key = (os.fspath(path.absolute()), stat.st_size, stat.st_mtime_ns)
-                known = _DIGESTS.get(key)
-                contents = hashlib.sha256()
-                while known is None and (block := file.read(_BLOCK_BYTES)):
-                    contents.update(block)
-                    done += len(block)
-                    if report is not None:
-                        report(done / total)
-            if known is None:
-                known = contents.digest()
-                if stat.st_size >= _LARGE_BYTES:
-                    _DIGESTS[key] = known
-            else:
-                done += stat.st_size
-            digest.update(known)
+            digest.update(bytes.fromhex(file_sha256(path, advance)))
         return digest.hexdigest()
 
     @property
     def num_bytes(self) -> int | None:
         """Size of all files; None for `hub`."""
-        return sum(path.stat().st_size for path in self.files) if self.files else None
+        return sum(file_state(path).size for path in self.files) if self.files else None
 
     @property
     def hub_address(self) -> tuple[str, str | None, str]:
@@ -82,6 +70,36 @@ class Source:
         repository, _, rest = self.name.partition(":")
         configuration, _, split = rest.partition(":")
         return _HUB_ALIASES.get(repository, repository), configuration or None, split or "train"
+
+
+class SourceStates:
+    """The files of sources, to notice that one of them changes while it is read.
+
+    Args:
+        sources: the sources, before their digests are computed.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self._before = {path: file_state(path) for source in sources for path in source.files}
+        # A second change of these may leave no trace in their states.
+        self._digests = {path: file_sha256(path) for path, state in self._before.items() if not state.is_settled}
+
+    def check_unchanged(self) -> None:
+        """Check that no file has changed.
+
+        Raises:
+            RejectedDocumentsError: a file has changed. Tokens of its text are useless.
+            DataError: a file cannot be read any more.
+        """
+        for path, before in self._before.items():
+            if file_state(path) != before or self._digests.get(path) not in (None, file_sha256(path)):
+                raise RejectedDocumentsError(
+                    f"{show_name(path)} must not change while it is read, got another size, time of change or "
+                    "contents. Run the same command again once it is complete."
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +141,10 @@ def find_source(names: str | Sequence[str]) -> Source:
     name = " ".join(given)
     if len(kinds) != 1 or not kinds <= {*_KINDS.values(), *alone}:
         got = " and ".join(sorted(kinds)) or "no files"
-        raise DataError(f"{name} must be files of one kind (.txt, .jsonl or .parquet), got {got}. Name one kind.")
+        raise DataError(
+            f"{show_name(name)} must be files of one kind (.txt, .jsonl or .parquet), got {show_name(got)}. Name one "
+            "kind."
+        )
     return Source(name=name, kind=kinds.pop(), files=tuple(path for _, files in found for path in files))
 
 
@@ -146,14 +167,16 @@ def _find_files(name: str) -> tuple[set[str], list[Path]]:
         raise DataError("The source must have a name, got an empty text. Name a file or a dataset.")
     if is_uri(name):
         constraint = "files on this machine or a dataset of the Hugging Face hub"
-        raise DataError(f"The source must be {constraint}, got {name!r}. Copy files of object storage here first.")
+        raise DataError(f"The source must be {constraint}, got {show(name)}. Copy files of object storage here first.")
     if name == BUILTIN:
         return {BUILTIN}, _builtin_files()
     path = Path(local_path(name))
     is_path = name.startswith((".", "/", "~", "file:/")) or name.endswith("/") or name.partition(":")[0].count("/") > 1
     if path.is_dir():
         if (path / "train.bin").exists():
-            raise DataError(f"{name} must hold text to prepare, got a folder of token files. Use it as it is.")
+            raise DataError(
+                f"{show_name(name)} must hold text to prepare, got a folder of token files. Use it as it is."
+            )
         files = [file for file in sorted(path.iterdir()) if _suffix(file) in _KINDS]
     elif glob.has_magic(name) and not path.exists():
         files = [file for file in sorted(map(Path, glob.glob(os.fspath(path)))) if _suffix(file) in _KINDS]  # noqa: PTH207

@@ -2,12 +2,13 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, check_integer
+from owt_data._errors import LARGEST, DataError, check_choice, check_integer
 from owt_data._options import OrderKind
 from owt_data._tokens.sequence import Tokens
 
@@ -30,14 +31,15 @@ def local_rows(global_batch_size: int, rank: int, world_size: int) -> range:
     return range(rank * local_batch_size, (rank + 1) * local_batch_size)
 
 
-def check_steps(start_step: int, stop_step: int) -> None:
-    """Check that a range of steps is not empty.
+def check_steps(start_step: int, stop_step: int, global_batch_size: int) -> None:
+    """Check that a range of steps is not empty, and that the indices of its windows fit into 64 bits.
 
     Raises:
-        DataError: it is empty, or begins before 0.
+        DataError: it is empty, begins before 0, or is too long.
     """
     check_integer("start_step", start_step, least=0)
     check_integer("stop_step", stop_step, least=start_step + 1)
+    check_integer("stop_step", stop_step, least=0, most=LARGEST // global_batch_size)
 
 
 def read_steps(
@@ -53,9 +55,10 @@ def read_steps(
     seed: int = 2357,
     prefetch_steps: int = 4,
 ) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    """Yield one worker's share of each step's batch, as `iter_steps` of `step_windows` does, without Ray.
+    """Iterate over one worker's share of each step's batch, as `iter_steps` of `step_windows` does, without Ray.
 
-    A thread reads ahead. It may wait for tokens that are being prepared.
+    The arguments are checked at the call. A thread reads ahead from the first `next` on. It may wait for tokens that
+    are being prepared.
 
     Args:
         tokens: `train` or `val` of `open_tokens` or of `prepare_in_background`.
@@ -69,15 +72,28 @@ def read_steps(
         seed: see `window_starts`.
         prefetch_steps: number of steps to read ahead.
 
-    Yields:
-        `(step, uint16[G/n, seq_len + 1])`.
+    Returns:
+        An iterator over `(step, uint16[G/n, seq_len + 1])`.
 
     Raises:
         DataError: an argument is out of its range, or the tokens cannot be read.
     """
     rows = np.array(local_rows(global_batch_size, rank, world_size))
-    check_steps(start_step, stop_step)
+    check_steps(start_step, stop_step, global_batch_size)
+    check_integer("seq_len", seq_len, least=1)
     check_integer("prefetch_steps", prefetch_steps, least=1)
+    check_choice("order", order, get_args(OrderKind))
+
+    def read_step(step: int) -> NDArray[np.uint16]:
+        return tokens.windows(step * global_batch_size + rows, seq_len=seq_len, order=order, seed=seed)
+
+    return _read_ahead(read_step, range(start_step, stop_step), prefetch_steps)
+
+
+def _read_ahead(
+    read_step: Callable[[int], NDArray[np.uint16]], steps: range, prefetch_steps: int
+) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    """Yield each step and its result, which a thread reads ahead."""
     read: queue.Queue[tuple[int, NDArray[np.uint16] | Exception]] = queue.Queue(prefetch_steps)
     stopped = threading.Event()
 
@@ -89,19 +105,18 @@ def read_steps(
                 continue
 
     def run() -> None:
-        for step in range(start_step, stop_step):
+        for step in steps:
             if stopped.is_set():
                 return
-            indices = step * global_batch_size + rows
             try:
-                put((step, tokens.windows(indices, seq_len=seq_len, order=order, seed=seed)))
+                put((step, read_step(step)))
             except Exception as error:  # of any kind: the consumer raises it
                 return put((step, error))
 
     # A daemon, because it may wait for tokens that never come when the process ends.
     threading.Thread(target=run, name="read-steps", daemon=True).start()
     try:
-        for _ in range(start_step, stop_step):
+        for _ in steps:
             step, windows = read.get()
             if isinstance(windows, Exception):
                 raise windows

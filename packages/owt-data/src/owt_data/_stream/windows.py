@@ -1,14 +1,15 @@
 """Token windows as Ray Datasets: rows of an order, or the batches of each step for one worker."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import ray.data
+import ray.exceptions
 from numpy.typing import NDArray
 
-from owt_data._errors import check_integer
+from owt_data._errors import DataError, check_integer
 from owt_data._options import OrderKind
 from owt_data._stream.direct import check_steps, local_rows
 from owt_data._tokens.sequence import Tokens
@@ -36,7 +37,7 @@ def token_windows(
     batch_size: int | None = None,
     concurrency: int | None = None,
 ) -> ray.data.Dataset:
-    """Stream the first `num_rows` windows of an order, one per row.
+    """Stream the first `num_rows` windows of an order, one per row, in this order.
 
     Args:
         tokens: `train` or `val` of `open_tokens`.
@@ -60,8 +61,19 @@ def token_windows(
     check_integer("num_rows", num_rows, least=1)
     read({"id": np.arange(1)})  # raises the errors of a task here
     num_blocks = -(-num_rows // batch_size) if batch_size is not None else _num_blocks(num_rows, 8 * seq_len)
-    rows = ray.data.range(num_rows, override_num_blocks=num_blocks)
-    return rows.map_batches(untyped(read), batch_size=None, concurrency=concurrency)
+    return _dataset(read, num_rows, num_blocks, concurrency)
+
+
+def _dataset(
+    read: Callable[[Batch], Batch], num_rows: int, num_blocks: int, concurrency: int | None = None
+) -> ray.data.Dataset:
+    """Return the rows that a function reads for the ids 0 to `num_rows - 1`, in the order of the ids."""
+    ids = ray.data.range(num_rows, override_num_blocks=num_blocks)
+    dataset = ids.map_batches(untyped(read), batch_size=None, concurrency=concurrency)
+    # Blocks keep the order of the ids, whichever task finishes first.
+    dataset.context.execution_options.preserve_order = True
+    dataset.context.raise_original_map_exception = True  # the errors of `read`, not of Ray
+    return dataset
 
 
 def _num_blocks(num_rows: int, row_bytes: int) -> int:
@@ -116,8 +128,8 @@ def step_windows(
     Raises:
         DataError: `world_size` does not divide `global_batch_size`, or an argument is out of its range.
     """
-    check_steps(start_step, stop_step)
     rows = local_rows(global_batch_size, rank, world_size)
+    check_steps(start_step, stop_step, global_batch_size)
     local_batch_size = len(rows)
     read = functools.partial(
         _read_steps,
@@ -132,11 +144,7 @@ def step_windows(
     )
     num_steps = stop_step - start_step
     num_blocks = _num_blocks(num_steps, 2 * local_batch_size * (seq_len + 1))
-    steps = ray.data.range(num_steps, override_num_blocks=num_blocks)
-    dataset = steps.map_batches(untyped(read), batch_size=None)
-    # Blocks keep the order of steps, whichever task finishes first.
-    dataset.context.execution_options.preserve_order = True
-    return dataset
+    return _dataset(read, num_steps, num_blocks)
 
 
 def _read_steps(
@@ -165,9 +173,16 @@ def iter_steps(
     Args:
         dataset: result of `step_windows`, or its iterator from Ray Train.
         prefetch_steps: least number of steps to read ahead.
+
+    Raises:
+        DataError: the tokens cannot be read, or a token is outside the vocabulary.
     """
     prefetch_batches = -(-prefetch_steps // _STEPS_PER_FETCH)
-    for batch in dataset.iter_batches(
-        batch_size=_STEPS_PER_FETCH, prefetch_batches=prefetch_batches, batch_format="numpy"
-    ):
-        yield from zip(batch["step"].tolist(), batch["tokens"], strict=True)
+    batches = dataset.iter_batches(batch_size=_STEPS_PER_FETCH, prefetch_batches=prefetch_batches, batch_format="numpy")
+    try:
+        for batch in batches:
+            yield from zip(batch["step"].tolist(), batch["tokens"], strict=True)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, DataError):
+            raise error.cause from error
+        raise

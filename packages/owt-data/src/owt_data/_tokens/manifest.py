@@ -4,22 +4,32 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pyarrow.fs import FileType
 
-from owt_data._errors import DataError, one_line
-from owt_data._json_types import parse_json
+from owt_data._errors import DataError, one_line, show_name
+from owt_data._json_types import parse_record
+from owt_data._options import check_options
 from owt_data._paths import BYTES_PER_TOKEN, check_type, file_info, join, normalize, read_blocks
 
 TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
 DTYPE: Literal["<u2"] = "<u2"
+FORMAT = 1
+"""Format of the manifest and the token files."""
+
+SplitKind = Literal["documents", "position", "start", "sources"]
+"""Kind of a split."""
+
+_MOST_IDS = 1 << 16
 _REMEDY = "Restore it from a copy, or delete the folder and prepare it again."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
     """Record of a token file."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     num_tokens: int
     """Number of tokens, including end-of-text tokens."""
@@ -34,6 +44,14 @@ class FileRecord:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Contents of `manifest.json`."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    format: Literal[1]
+    """Format of the manifest and the token files."""
+
+    version: str
+    """Version of owt-data that wrote the files."""
 
     tokenizer: str
     """Name of the tokenizer."""
@@ -59,16 +77,19 @@ class Manifest:
     options: dict[str, Any]
     """Result of `PrepareOptions.record`."""
 
-    version: str
-    """Version of owt-data that wrote the files."""
+    split: SplitKind
+    """Kind of the split: `sources` if each split had its own source, else as in `PrepareOptions.split`."""
 
-    revisions: dict[str, str] = dataclasses.field(default_factory=dict)
+    revisions: dict[str, str]
     """Commit of each hub dataset, by split; `all` for one source that was split."""
 
     def __post_init__(self) -> None:
         """Check that both token files are recorded."""
         if self.files.keys() != {TRAIN_NAME, VAL_NAME}:
             raise ValueError(f"files are {sorted(self.files)}")
+        if not 0 < self.vocab_size <= _MOST_IDS:
+            raise ValueError(f"vocab_size is {self.vocab_size}")
+        check_options(self.options)
 
     def to_json(self) -> str:
         """Return the contents of the file."""
@@ -85,7 +106,9 @@ def check_sizes(folder: str, manifest: Manifest) -> None:
         path, num_bytes = join(folder, name), BYTES_PER_TOKEN * record.num_tokens
         size = check_type(path, FileType.File, "a token file").size
         if size != num_bytes:
-            raise DataError(f"{path} must have {num_bytes} bytes as in {MANIFEST_NAME}, got {size}. {_REMEDY}")
+            raise DataError(
+                f"{show_name(path)} must have {num_bytes} bytes as in {MANIFEST_NAME}, got {size}. {_REMEDY}"
+            )
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
@@ -95,16 +118,16 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         folder: a folder on disk or in object storage.
 
     Raises:
-        DataError: the manifest is damaged or cannot be read.
+        DataError: the manifest is damaged, cannot be read, or has the format of another version.
     """
     path = join(normalize(os.fspath(folder)), MANIFEST_NAME)
-    found = file_info(path).type
-    if found is FileType.NotFound:
+    if file_info(path).type is FileType.NotFound:
         return None
-    # Reading a pipe could block, and reading a remote folder raises no error.
-    text = b"".join(read_blocks(path)) if found is FileType.File else b""
+    check_type(path, FileType.File, "a manifest of owt-data", _REMEDY)  # reading a pipe could block
     try:
-        return parse_json(Manifest, text)
+        return parse_record(Manifest, b"".join(read_blocks(path)), path, number=FORMAT)
+    except DataError:
+        raise
     except ValueError as error:
         found = f"another or a damaged one: {one_line(error)}"
-        raise DataError(f"{path} must be a manifest of owt-data, got {found}. {_REMEDY}") from error
+        raise DataError(f"{show_name(path)} must be a manifest of owt-data, got {found}. {_REMEDY}") from error

@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pyarrow.fs import FileType
 
-from owt_data._errors import DataError, file_errors
+from owt_data._errors import DataError, file_errors, show, show_name
 from owt_data._paths import (
     BYTES_PER_TOKEN,
     base_name,
@@ -27,7 +28,7 @@ from owt_data._prepare.growing_tokens import GrowingTokens
 from owt_data._prepare.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokenizers import vocab_size
 from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, check_sizes, read_manifest
-from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence, TokenSpan, concatenate
+from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence, TokenSpan, check_ids, concatenate
 
 # Share of validation at the end of `.bin` files, which have no split.
 _VAL_FRACTION = 0.1
@@ -53,11 +54,15 @@ class TokenData:
     """Number of token ids. Every token is smaller."""
 
     fingerprint: dict[str, Any]
-    """Fingerprint for checkpoints, equal for equal tokens of the same tokenizer."""
+    """Fingerprint for checkpoints, equal for equal tokens of the same tokenizer. Its entry `manifest` tells whether a
+    manifest vouches for the tokens: it is True for prepared folders, and False for files that were read instead."""
 
     source_fingerprint: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
     """Fingerprint of the text and the options, the same while a folder is prepared and after it. None for tokens that
     `prepare` has not made from one list of sources. The `fingerprint` of unfinished tokens is this one."""
+
+    digests: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """SHA-256 of each file on disk that has a manifest, by path, for `check_digests` and `verify_in_background`."""
 
 
 @file_errors("readable")
@@ -72,7 +77,8 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
     """Open token files, on disk or in object storage.
 
     With a manifest, the sizes are checked and its checksums are the fingerprint. Files without a manifest are read
-    once, for their fingerprint and to check that every id is in the vocabulary.
+    once, for their fingerprint and to check that every id is in the vocabulary. Ids are checked again, in all files,
+    when windows are read.
 
     Args:
         names: a folder with `train.bin` and `val.bin`; a `.bin` file or a glob of them, split 90/10 by position; a
@@ -85,7 +91,7 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
             fit together.
     """
     if isinstance(names, Mapping):
-        return _open_mixture({normalize(name): weight for name, weight in names.items()}, tokenizer)
+        return _open_mixture(names, tokenizer)
     by_split = group_by_split([names] if isinstance(names, str) else names)
     expanded = {split: [name for given in group for name in _expand(given)] for split, group in by_split.items()}
     return _open_splits(expanded, tokenizer) if "train" in expanded else _open_sequence(expanded["all"], tokenizer)
@@ -109,23 +115,37 @@ def _open_splits(paths: dict[str, list[str]], tokenizer: str) -> TokenData:
     """Open `.bin` files whose split is given."""
     others = [path for group in paths.values() for path in group if not base_name(path).endswith(".bin")]
     if others:
-        raise DataError(f"train=... and val=... must name .bin files, got {others[0]}. Name its token files.")
+        raise DataError(
+            f"train=... and val=... must name .bin files, got {show_name(others[0])}. Name its token files."
+        )
     spans = {split: [_span(path) for path in group] for split, group in paths.items()}
     digests = {split: [_scan(span, tokenizer) for span in group] for split, group in spans.items()}
-    tokens = {split: concatenate([_sequence_of(span) for span in group]) for split, group in spans.items()}
+    num_ids = vocab_size(tokenizer)
+    tokens = {split: concatenate([_sequence_of(span, num_ids) for span in group]) for split, group in spans.items()}
     return TokenData(
         names=[f"{split}={path}" for split, group in paths.items() for path in group],
         train=tokens["train"],
         val=tokens["val"],
         tokenizer=tokenizer,
-        vocab_size=vocab_size(tokenizer),
-        # Equal to the fingerprint of a folder with these two files.
-        fingerprint={"tokenizer": tokenizer}
+        vocab_size=num_ids,
+        # Equal to the fingerprint of a folder with these two files and no manifest.
+        fingerprint={"tokenizer": tokenizer, "manifest": False}
         | {f"{split}.bin": group[0] if len(group) == 1 else group for split, group in digests.items()},
     )
 
 
-def _open_mixture(weights: dict[str, float], tokenizer: str) -> TokenData:
+def _open_mixture(given: Mapping[str, float], tokenizer: str) -> TokenData:
+    weights: dict[str, float] = {}
+    named: dict[str, str] = {}
+    for name, weight in given.items():
+        path = normalize(name)
+        same = named.setdefault(path if is_uri(path) else os.path.realpath(path), name)
+        if same != name:
+            raise DataError(
+                f"The names of a mixture must be different files or folders, got {show_name(same)} and "
+                f"{show_name(name)}, which are the same. Give it once, with the sum of both weights."
+            )
+        weights[path] = weight
     opened = [open_tokens(name, tokenizer=tokenizer) for name in weights]
     return _combine(
         opened,
@@ -162,7 +182,7 @@ def _combine(
 ) -> TokenData:
     tokenizers = {data.tokenizer for data in opened}
     if len(tokenizers) != 1:
-        raise DataError(f"All tokens must be of one tokenizer, got {sorted(tokenizers)}. Prepare them with one.")
+        raise DataError(f"All tokens must be of one tokenizer, got {show(sorted(tokenizers))}. Prepare them with one.")
     return TokenData(
         names=names,
         train=train,
@@ -170,6 +190,7 @@ def _combine(
         tokenizer=opened[0].tokenizer,
         vocab_size=opened[0].vocab_size,
         fingerprint=fingerprint,
+        digests={path: sha256 for data in opened for path, sha256 in data.digests.items()},
     )
 
 
@@ -190,19 +211,23 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
         tokenizer, num_ids = manifest.tokenizer, manifest.vocab_size
     return TokenData(
         names=folder,
-        train=_sequence_of(spans[TRAIN_NAME]),
-        val=_sequence_of(spans[VAL_NAME]),
+        train=_sequence_of(spans[TRAIN_NAME], num_ids),
+        val=_sequence_of(spans[VAL_NAME], num_ids),
         tokenizer=tokenizer,
         vocab_size=num_ids,
-        fingerprint={"tokenizer": tokenizer, **digests},
+        fingerprint={"tokenizer": tokenizer, "manifest": manifest is not None, **digests},
         source_fingerprint=None if manifest is None else source_fingerprint(manifest),
+        digests={} if manifest is None or is_uri(folder) else {join(folder, name): digests[name] for name in digests},
     )
 
 
 def _open_growing(folder: Path, plan: Plan) -> TokenData:
     """Open a folder that is being prepared."""
     tokenizer = plan.options["tokenizer"]
-    train, val = (GrowingTokens(folder, split, is_one_source="all" in plan.layouts) for split in ("train", "val"))
+    train, val = (
+        GrowingTokens(folder, split, is_one_source="all" in plan.layouts, vocab_size=vocab_size(tokenizer))
+        for split in ("train", "val")
+    )
     return TokenData(
         names=str(folder),
         train=train,
@@ -217,7 +242,7 @@ def _open_growing(folder: Path, plan: Plan) -> TokenData:
 def _open_files(paths: list[str], tokenizer: str) -> TokenData:
     """Open `.bin` files as one sequence. The first 90 % of its tokens are for training."""
     spans = [_span(path) for path in paths]
-    whole = concatenate([_sequence_of(span) for span in spans])
+    whole = concatenate([_sequence_of(span, vocab_size(tokenizer)) for span in spans])
     boundary = round(len(whole) * (1 - _VAL_FRACTION))
     digests = [_scan(span, tokenizer) for span in spans]
     return TokenData(
@@ -228,48 +253,39 @@ def _open_files(paths: list[str], tokenizer: str) -> TokenData:
         vocab_size=vocab_size(tokenizer),
         fingerprint={
             "tokenizer": tokenizer,
+            "manifest": False,
             "split": boundary,
             "whole": digests[0] if len(digests) == 1 else digests,
         },
     )
 
 
-def _sequence_of(span: TokenSpan) -> TokenSequence:
-    return TokenSequence((span,) if len(span) else ())
+def _sequence_of(span: TokenSpan, num_ids: int) -> TokenSequence:
+    return TokenSequence((span,) if len(span) else (), num_ids)
 
 
 def _span(path: str) -> TokenSpan:
     """Return all tokens of a file as a span."""
     size = check_type(path, FileType.File, "a token file").size
     if size % BYTES_PER_TOKEN:
-        raise DataError(f"{path} must have an even number of bytes, two per token, got {size}. Write it again.")
+        raise DataError(
+            f"{show_name(path)} must have an even number of bytes, two per token, got {size}. Write it again."
+        )
     return TokenSpan(path=path, start=0, stop=size // BYTES_PER_TOKEN)
 
 
 def _scan(span: TokenSpan, tokenizer: str) -> str:
     """Return the SHA-256 of a file without a manifest, and check its format and ids."""
-    num_ids = vocab_size(tokenizer)
+    num_ids, start = vocab_size(tokenizer), 0
     digest = hashlib.sha256()
     for number, block in enumerate(read_blocks(span.path)):
         tokens = np.frombuffer(block, dtype="<u2")
         if number == 0:
             _check_format(span.path, block, tokens)
-        check_ids(tokens, num_ids, span.path, tokenizer)
+        check_ids(tokens, num_ids, span.path, start)
         digest.update(block)
+        start += len(tokens)
     return digest.hexdigest()
-
-
-def check_ids(tokens: NDArray[np.uint16], num_ids: int, name: str, tokenizer: str) -> None:
-    """Check that tokens are ids of a tokenizer.
-
-    Raises:
-        DataError: an id is outside the vocabulary.
-    """
-    largest = int(tokens.max(initial=0))
-    if largest >= num_ids:
-        constraint = f"below {num_ids}, the vocabulary of the tokenizer {tokenizer}"
-        remedy = "Name the right tokenizer or a folder with a manifest.json, or restore a damaged file."
-        raise DataError(f"The ids in {name} must be {constraint}, got {largest}. {remedy}")
 
 
 def _check_format(path: str, block: bytes, tokens: NDArray[np.uint16]) -> None:
@@ -278,4 +294,6 @@ def _check_format(path: str, block: bytes, tokens: NDArray[np.uint16]) -> None:
     if len(tokens) >= 64 and not tokens[1::2].any():
         found = "32-bit values, as every second one of 16 bits is 0"
     if found is not None:
-        raise DataError(f"{path} must hold raw uint16 tokens, got {found}. Write them with astype('<u2').tofile(...).")
+        raise DataError(
+            f"{show_name(path)} must hold raw uint16 tokens, got {found}. Write them with astype('<u2').tofile(...)."
+        )

@@ -1,21 +1,21 @@
 """Token sequences of one or more files, mixtures of sequences, and their windows."""
 
 import functools
-import mmap
 import os
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, file_errors
+from owt_data._errors import DataError, UnreadableError, show, show_name
 from owt_data._options import OrderKind
-from owt_data._paths import RemoteTokens, is_uri
+from owt_data._paths import BYTES_PER_TOKEN, LocalTokens, RemoteTokens, file_info, is_uri
 from owt_data._tokens.window_order import num_windows, shuffled, window_starts
 
 # Windows in a round of a mixture. Each round has the exact proportions.
@@ -77,6 +77,9 @@ class TokenSequence:
     spans: tuple[TokenSpan, ...]
     """The spans, in order."""
 
+    vocab_size: int | None = None
+    """Number of ids. A token that is not smaller raises a `DataError` when it is read. None: every token is valid."""
+
     def __len__(self) -> int:
         """Number of tokens."""
         return sum(map(len, self.spans))
@@ -93,16 +96,25 @@ class TokenSequence:
             if low < high:
                 spans.append(TokenSpan(path=span.path, start=span.start + low, stop=span.start + high))
             first += len(span)
-        return TokenSequence(tuple(spans))
+        return TokenSequence(tuple(spans), self.vocab_size)
 
     def read(self, start: int = 0, stop: int | None = None) -> NDArray[np.uint16]:
-        """Read the tokens `[start, stop)` into memory."""
+        """Read the tokens `[start, stop)` into memory.
+
+        Raises:
+            DataError: a file cannot be read, is cut short, or holds a token outside the vocabulary.
+        """
         tokens = np.empty((len(self) if stop is None else stop) - start, dtype=np.uint16)
         SequenceReader(self, in_order=True).copy(start, tokens)
+        self._check_ids(np.array([start]), tokens[None])
         return tokens
 
     def read_windows(self, starts: NDArray[np.int64], seq_len: int) -> NDArray[np.uint16]:
-        """Read the windows that begin at `starts`, `int64[N]`, as `uint16[N, seq_len + 1]`."""
+        """Read the windows that begin at `starts`, `int64[N]`, as `uint16[N, seq_len + 1]`.
+
+        Raises:
+            DataError: a file cannot be read, is cut short, or holds a token outside the vocabulary.
+        """
         windows = np.empty((len(starts), seq_len + 1), dtype=np.uint16)
         reader = SequenceReader(self)
         if any(is_uri(span.path) for span in self.spans):
@@ -111,7 +123,19 @@ class TokenSequence:
         else:
             for start, window in zip(starts.tolist(), windows, strict=True):
                 reader.copy(start, window)
+        self._check_ids(starts, windows)
         return windows
+
+    def _check_ids(self, starts: NDArray[np.int64], windows: NDArray[np.uint16]) -> None:
+        """Check the tokens of windows that begin at `starts`."""
+        if self.vocab_size is None or int(windows.max(initial=0)) < self.vocab_size:
+            return
+        row, column = np.unravel_index(int(np.argmax(windows >= self.vocab_size)), windows.shape)
+        position = int(starts[row] + column)
+        for span in self.spans:
+            if position < len(span):
+                check_ids(windows[row, column:], self.vocab_size, span.path, span.start + position)
+            position -= len(span)
 
     def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
         """Return the windows at these indices of an order, `uint16[N, seq_len + 1]`; see `window_starts`."""
@@ -126,7 +150,7 @@ class SequenceReader:
         self._spans = sequence.spans
         self._bounds = [0, *accumulate(map(len, self._spans))]
         opening = functools.partial(_open_file, in_order=in_order)
-        self._open: Callable[[str], Any] = functools.lru_cache(max_open_files)(opening)
+        self._open: Callable[[str], LocalTokens | RemoteTokens] = functools.lru_cache(max_open_files)(opening)
 
     def copy(self, start: int, out: NDArray[np.uint16]) -> None:
         """Copy the tokens from `start` on into `out`."""
@@ -134,20 +158,32 @@ class SequenceReader:
         while len(out):
             span = self._spans[number]
             first = span.start + start - self._bounds[number]
-            tokens = self._open(span.path)[first : min(first + len(out), span.stop)]
-            out[: len(tokens)] = tokens
-            out, start, number = out[len(tokens) :], start + len(tokens), number + 1
+            here = out[: span.stop - first]
+            if not self._open(span.path).copy(first, here):
+                raise UnreadableError(
+                    f"{show_name(span.path)} must have at least {BYTES_PER_TOKEN * span.stop} bytes, as when it was "
+                    f"opened, got {file_info(span.path).size or 0}. Restore the file, and run the same command again."
+                )
+            out, start, number = out[len(here) :], start + len(here), number + 1
 
 
-def _open_file(path: str, *, in_order: bool) -> NDArray[np.uint16] | RemoteTokens:
-    if is_uri(path):
-        return RemoteTokens(path)
-    with file_errors("readable", path), open(path, "rb") as file:  # noqa: PTH123 - names here are strings
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if not in_order:
-        # Else the system reads ahead megabytes of unneeded tokens for every window.
-        mapped.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(mapped, dtype="<u2")
+def _open_file(path: str, *, in_order: bool) -> LocalTokens | RemoteTokens:
+    return RemoteTokens(path) if is_uri(path) else LocalTokens(path, in_order=in_order)
+
+
+def check_ids(tokens: NDArray[np.uint16], vocab_size: int, path: str, start: int) -> None:
+    """Check that tokens, read from the token `start` of a file on, are ids of a vocabulary.
+
+    Raises:
+        DataError: an id is outside the vocabulary.
+    """
+    if int(tokens.max(initial=0)) >= vocab_size:
+        offset = int(np.argmax(tokens >= vocab_size))
+        raise DataError(
+            f"The ids in {show_name(path)} must be below {vocab_size}, the vocabulary of the tokenizer, got "
+            f"{tokens[offset]} at token {start + offset}. Name the right tokenizer or a folder with a "
+            "manifest.json, or restore a damaged file."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +205,12 @@ class TokenMixture:
 
     def __post_init__(self) -> None:
         """Check the weights."""
-        count, positive = len(self.sequences), all(weight > 0 for weight in self.weights)
-        fit = len(self.weights) == count > 0 and positive and sum(self.weights) < float("inf")
+        count, positive = len(self.sequences), all(0 < weight <= sys.float_info.max for weight in self.weights)
+        fit = len(self.weights) == count > 0 and positive and sum(map(float, self.weights)) < float("inf")
         if not fit or 0 in self._shares():
             raise DataError(
                 f"The weights must be {count} finite numbers, and give each sequence at least one window in {_ROUND}, "
-                f"got {list(self.weights)}. Raise the small ones, or leave out their sequences."
+                f"got {show(list(self.weights))}. Raise the small ones, or leave out their sequences."
             )
 
     def __len__(self) -> int:
@@ -227,11 +263,13 @@ class TokenMixture:
 
 
 def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:
-    """Join sequences."""
-    return TokenSequence(tuple(span for sequence in sequences for span in sequence.spans))
+    """Join sequences of one vocabulary."""
+    sizes = {sequence.vocab_size for sequence in sequences}
+    spans = tuple(span for sequence in sequences for span in sequence.spans)
+    return TokenSequence(spans, sizes.pop() if len(sizes) == 1 else None)
 
 
-def local_sequence(paths: Sequence[os.PathLike[str]]) -> TokenSequence:
+def local_sequence(paths: Sequence[os.PathLike[str]], vocab_size: int | None = None) -> TokenSequence:
     """Join complete local files. Empty files are left out."""
     sizes = [(os.fspath(path), os.path.getsize(path) // 2) for path in paths]
-    return TokenSequence(tuple(TokenSpan(path=path, start=0, stop=size) for path, size in sizes if size))
+    return TokenSequence(tuple(TokenSpan(path=path, start=0, stop=size) for path, size in sizes if size), vocab_size)

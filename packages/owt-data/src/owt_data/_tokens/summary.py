@@ -1,27 +1,27 @@
 """Counts and checksum of a token file, collected while its tokens are written or read."""
 
 import hashlib
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, FileRecord
+from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, FileRecord, SplitKind
 
 # By split, the file that may begin inside a document.
-_CONTINUING = {"position": VAL_NAME, "start": TRAIN_NAME}
+_CONTINUING: dict[SplitKind, str] = {"position": VAL_NAME, "start": TRAIN_NAME}
 
 
-def summary_of(name: str, options: dict[str, Any], end_of_text: int) -> "Summary":
+def summary_of(name: str, documents: str, split: SplitKind, end_of_text: int) -> "Summary":
     """Return an empty summary of a token file.
 
     Args:
         name: `train.bin` or `val.bin`.
-        options: `options` of the manifest.
+        documents: the kind of documents; see `PrepareOptions`.
+        split: how the text was split.
         end_of_text: the token that ends a document, or begins it.
     """
-    begins = options.get("documents") == "wikitext-titles"
-    return Summary(end_of_text, begins=begins, continues=_CONTINUING.get(options.get("split", "")) == name)
+    begins = documents == "wikitext-titles"
+    return Summary(end_of_text, begins=begins, continues=_CONTINUING.get(split) == name)
 
 
 class Summary:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from pyarrow.fs import FileType
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, show_name
 from owt_data._paths import BYTES_PER_TOKEN, base_name, check_type, file_info, join, normalize, read_blocks
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
@@ -35,7 +35,7 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
     check_type(name, FileType.Directory, "a folder that owt-data prepared")
     manifest = read_manifest(name)
     if manifest is None:
-        raise DataError(f"{folder} must hold {MANIFEST_NAME}, got no such file. Name a prepared folder.")
+        raise DataError(f"{show_name(folder)} must hold {MANIFEST_NAME}, got no such file. Name a prepared folder.")
     differences = _differences_of_manifest(manifest)
     total = sum(record.num_tokens for record in manifest.files.values()) or 1
     done = 0
@@ -74,7 +74,7 @@ def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: C
         return ["expected a file, found none"]
     if info.size != expected_size:
         return [f"expected {expected_size} bytes, found {info.size}"]
-    summary = summary_of(base_name(path), manifest.options, manifest.vocab_size - 1)
+    summary = summary_of(base_name(path), manifest.options["documents"], manifest.split, manifest.vocab_size - 1)
     for block in read_blocks(path):
         tokens = np.frombuffer(block, dtype="<u2")
         summary.add(tokens)

@@ -7,12 +7,12 @@ Domains", methods 2 and 3). The permutation is never stored, and every index of 
 """
 
 from collections.abc import Iterator
-from typing import assert_never
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, check_integer
+from owt_data._errors import DataError, check_choice, check_integer
 from owt_data._options import OrderKind
 
 WINDOW_ORDER_VERSION = 2
@@ -62,6 +62,7 @@ def window_starts(
     >>> window_starts(np.arange(4), order="shuffle", seed=6, num_tokens=41, seq_len=10).tolist()
     [10, 0, 30, 20]
     """
+    check_choice("order", order, get_args(OrderKind))
     count = num_windows(num_tokens, seq_len)
     if count == 0:
         needed = f"at least {seq_len + 1}, one window of {seq_len} inputs and a target"
@@ -77,11 +78,9 @@ def window_starts(
             np.multiply(block % count, seq_len, out=out)
         elif order == "shuffle":
             _shuffle(block, out, seed, count, num_tokens, seq_len)
-        elif order == "sequential-first":
+        else:  # sequential-first
             _shuffle(block, out, seed, count, num_tokens, seq_len)
             np.copyto(out, block * seq_len, where=block < count)
-        else:
-            assert_never(order)
     return starts
 
 

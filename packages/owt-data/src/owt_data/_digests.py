@@ -1,0 +1,144 @@
+"""SHA-256 of files. Those of large files are kept in the user's cache until the file changes."""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import ClassVar
+
+import platformdirs
+
+from owt_data._errors import DataError, file_errors, show_name
+from owt_data._json_types import parse_record
+from owt_data._paths import open_regular
+
+_FORMAT = 1
+_BLOCK_BYTES = 4 << 20
+
+# Smaller files are read each time: a cache would save less than a millisecond.
+_REMEMBERED_BYTES = 1 << 20
+
+# A file that has just been written can change again without another time of change, because clocks of file systems
+# have steps of up to two seconds.
+_SETTLED_S = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileState:
+    """State of a file, which differs once the file is written or replaced."""
+
+    size: int
+    """Size in bytes."""
+
+    inode: int
+    """Number of the file in its file system."""
+
+    mtime_ns: int
+    """Time of the last change of the contents, in nanoseconds since 1970."""
+
+    ctime_ns: int
+    """Time of the last change of the contents or of the attributes. No program can set it."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether a later change will change the state."""
+        return time.time_ns() - self.mtime_ns > _SETTLED_S * 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """Contents of a file of the cache."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    format: int
+    version: str
+    path: str
+    state: FileState
+    sha256: str
+
+
+def file_state(path: str | os.PathLike[str]) -> FileState:
+    """Return the state of a file.
+
+    Raises:
+        DataError: the file is missing.
+    """
+    with file_errors("readable", path):
+        found = os.stat(path)  # noqa: PTH116 - names here are strings
+    return FileState(size=found.st_size, inode=found.st_ino, mtime_ns=found.st_mtime_ns, ctime_ns=found.st_ctime_ns)
+
+
+def known_sha256(path: str | os.PathLike[str]) -> str | None:
+    """Return the SHA-256 of a file if the cache has it, without reading the file; else None."""
+    name = os.path.abspath(path)  # noqa: PTH100 - names here are strings
+    try:
+        entry = parse_record(_Entry, _entry_path(name).read_bytes(), "", number=_FORMAT)
+        return entry.sha256 if (entry.path, entry.state) == (name, file_state(name)) else None
+    except (OSError, ValueError):  # missing, of another version, or damaged: the file is read again
+        return None
+
+
+def file_sha256(path: str | os.PathLike[str], advance: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """Return the SHA-256 of a file. A large file is read once, until it changes.
+
+    Args:
+        path: the file.
+        advance: called with the number of bytes of each block.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    before = file_state(path)
+    known = known_sha256(path) if before.size >= _REMEMBERED_BYTES else None
+    if known is not None:
+        advance(before.size)
+        return known
+    digest = hashlib.sha256()
+    with file_errors("readable", path), open_regular(path, "rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            advance(len(block))
+    if before.size >= _REMEMBERED_BYTES and before.is_settled and file_state(path) == before:
+        _store(os.path.abspath(path), before, digest.hexdigest())  # noqa: PTH100 - names here are strings
+    return digest.hexdigest()
+
+
+def check_sha256(
+    path: str | os.PathLike[str], expected: str, advance: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Check the SHA-256 of a file.
+
+    Raises:
+        DataError: it is another one, or the file cannot be read.
+    """
+    found = file_sha256(path, advance)
+    if found != expected:
+        raise DataError(
+            f"{show_name(path)} must have the SHA-256 {expected} of its manifest, got {found}: the file is damaged. "
+            "Restore it from a copy, or prepare the text again."
+        )
+
+
+def _entry_path(name: str) -> Path:
+    key = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return platformdirs.user_cache_path("owt-data") / "digests" / f"{key}.json"
+
+
+def _store(name: str, state: FileState, sha256: str) -> None:
+    """Write an entry of the cache. Without a cache, the file is read again next time."""
+    entry = _Entry(format=_FORMAT, version=version("owt-data"), path=name, state=state, sha256=sha256)
+    path = _entry_path(name)
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(asdict(entry)))
+        os.replace(temporary, path)
+        for leftover in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed
+            leftover.unlink(missing_ok=True)

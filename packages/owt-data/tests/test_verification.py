@@ -1,0 +1,204 @@
+"""Verification of token files by their SHA-256, in this process and in the background."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from owt_data import DataError, PrepareOptions, check_digests, open_tokens, prepare, verify_in_background
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Token files of 2.2 MB, whose times of change lie in the past, as those of an earlier day."""
+    (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 32_000)
+    prepare(str(tmp_path / "book.txt"), tmp_path / "out", PrepareOptions(tokenizer="bytes"))
+    age(tmp_path / "out")
+    return tmp_path / "out"
+
+
+def age(folder):
+    for path in folder.glob("*.bin"):
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 3600))
+
+
+def flip(path, offset):
+    """Flip one bit of a token, so that its size and the range of its ids stay."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def verified(folder):
+    data = open_tokens(str(folder), tokenizer="bytes")
+    with verify_in_background(data) as verification:
+        return verification.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+def test_a_flipped_bit_is_found_in_the_background_and_at_first(name, folder):
+    assert verified(folder) is None
+    check_digests(open_tokens(str(folder), tokenizer="bytes"))
+    flip(folder / name, (folder / name).stat().st_size // 2 & ~1)
+    damage = verified(folder)
+    assert damage is not None
+    assert damage.startswith(f"{folder / name} must have the SHA-256 ")
+    assert damage.endswith(": the file is damaged. Restore it from a copy, or prepare the text again.")
+    with pytest.raises(DataError) as caught:
+        check_digests(open_tokens(str(folder), tokenizer="bytes"))
+    assert str(caught.value) == damage
+
+
+def test_a_second_verification_reads_no_large_file(folder):
+    shares = []
+    check_digests(open_tokens(str(folder), tokenizer="bytes"), report=shares.append)
+    assert shares[-1] == 1
+    # The file cannot be read any more, and root can read every file: a directory in its place would differ. Its state
+    # in the cache is enough.
+    (entry,) = [path for path in entries() if str(folder) in path.read_text()]
+    known = json.loads(entry.read_text())
+    entry.write_text(json.dumps({**known, "sha256": "0" * 64}))
+    with pytest.raises(DataError, match=r"train.bin must have the SHA-256 .*, got 0000"):
+        check_digests(open_tokens(str(folder), tokenizer="bytes"))
+
+
+def entries():
+    return sorted((platformdirs.user_cache_path("owt-data") / "digests").glob("*"))
+
+
+@pytest.mark.parametrize("damage", ["", "null", "[" * 5000, '{"format": 2, "version": "9.0"}'])
+def test_a_damaged_or_newer_cache_is_written_again(damage, folder):
+    check_digests(open_tokens(str(folder), tokenizer="bytes"))
+    (entry,) = [path for path in entries() if str(folder) in path.read_text()]
+    whole = entry.read_text()
+    entry.write_text(damage)
+    assert verified(folder) is None
+    assert entry.read_text() == whole
+
+
+def test_a_damaged_file_with_its_old_time_of_change_is_read_again(folder):
+    path = folder / "train.bin"
+    before = path.stat()
+    check_digests(open_tokens(str(folder), tokenizer="bytes"))
+    flip(path, 1000)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert "train.bin must have the SHA-256" in (verified(folder) or "")
+
+
+def test_a_cache_that_cannot_be_written_does_not_matter(folder, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert verified(folder) is None
+    check_digests(open_tokens(str(folder), tokenizer="bytes"))
+
+
+def test_the_cache_is_readable_by_its_owner_only(folder):
+    check_digests(open_tokens(str(folder), tokenizer="bytes"))
+    assert (platformdirs.user_cache_path("owt-data") / "digests").stat().st_mode & 0o077 == 0
+    assert not [path for path in entries() if path.suffix != ".json"]
+
+
+def test_a_file_that_is_missing_is_named(folder):
+    data = open_tokens(str(folder), tokenizer="bytes")
+    (folder / "val.bin").unlink()
+    with verify_in_background(data) as verification:
+        assert "val.bin must be readable, got No such file" in (verification.wait(TIMEOUT_S) or "")
+        assert verification.is_done
+
+
+def test_files_without_a_manifest_need_no_process(folder):
+    data = open_tokens(str(folder / "train.bin"), tokenizer="bytes")
+    with verify_in_background(data) as verification:
+        assert (verification.is_done, verification.poll()) == (True, None)
+
+
+def test_all_folders_of_a_mixture_are_verified(folder, tmp_path):
+    prepare(str(tmp_path / "book.txt"), tmp_path / "other", PrepareOptions(tokenizer="bytes", val_fraction=0.2))
+    flip(tmp_path / "other/val.bin", 100)
+    data = open_tokens({str(folder): 1, str(tmp_path / "other"): 2}, tokenizer="bytes")
+    with verify_in_background(data) as verification:
+        assert f"{tmp_path / 'other/val.bin'} must have" in (verification.wait(TIMEOUT_S) or "")
+
+
+@pytest.fixture
+def endless(folder) -> Path:
+    """Token files that take minutes to read, because they have no contents on disk, only a size."""
+    num_bytes = 1 << 39
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["train.bin"]["num_tokens"] = num_bytes // 2
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    os.truncate(folder / "train.bin", num_bytes)
+    return folder
+
+
+STARTED = """
+import os, sys, time
+from owt_data import open_tokens, verify_in_background
+verification = verify_in_background(open_tokens(sys.argv[1], tokenizer="bytes"))
+print(verification._process.pid, flush=True)
+if sys.argv[2] == "returns":
+    sys.exit()
+if sys.argv[2] == "forks" and os.fork() == 0:  # a child that keeps the pipe open
+    time.sleep(600)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["is killed", "returns", "forks"])
+def test_no_process_is_left_behind(end, endless):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STARTED, str(endless), end], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    if end == "is killed":
+        parent.kill()
+        parent.wait(TIMEOUT_S)
+    elif end == "forks":
+        os.kill(parent.pid, signal.SIGKILL)
+    else:
+        parent.wait(TIMEOUT_S)
+    wait_for(lambda: "digest_worker" not in command(pid))
+    if end == "forks":
+        os.killpg(parent.pid, signal.SIGKILL)
+    parent.communicate()
+
+
+def command(pid):
+    """The command of a process; empty if it has ended."""
+    found = subprocess.run(["ps", "-o", "command=", "-p", str(pid)], stdout=subprocess.PIPE, text=True, check=False)
+    return "" if "defunct" in found.stdout else found.stdout
+
+
+def wait_for(condition):
+    stop = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < stop
+        time.sleep(0.05)
+
+
+def test_the_process_has_the_lowest_priority_and_stop_ends_it(endless):
+    with verify_in_background(open_tokens(str(endless), tokenizer="bytes")) as verification:
+        assert verification._process is not None
+        process = verification._process
+        wait_for(lambda: os.getpriority(os.PRIO_PROCESS, process.pid) == 19)
+        assert verification.poll() is None
+        assert not verification.is_done
+    assert process.returncode == -signal.SIGKILL
+    assert verification.is_done
+
+
+def test_a_verification_that_is_killed_is_a_warning_and_no_damage(endless, caplog):
+    with verify_in_background(open_tokens(str(endless), tokenizer="bytes")) as verification:
+        assert verification._process is not None
+        os.kill(verification._process.pid, signal.SIGKILL)
+        assert verification.wait(TIMEOUT_S) is None
+    assert "the token files are not verified: the process ended with exit code -9" in caplog.text
