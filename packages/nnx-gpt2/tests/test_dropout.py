@@ -11,6 +11,7 @@ import pytest
 from nnx_gpt2 import (
     GPT2Config,
     abstract_train_state,
+    causal_attention,
     create_train_state,
     evaluate_tokens,
     generate,
@@ -18,6 +19,7 @@ from nnx_gpt2 import (
     mean_loss,
     merge,
 )
+from nnx_gpt2._dropout import dropout
 
 SGD = optax.sgd(1.0)
 
@@ -60,6 +62,29 @@ def test_embeddings_and_both_branches_of_each_layer_have_independent_masks(scan_
     np.testing.assert_allclose(sums, sums.round(), atol=1e-3)
     shares = np.bincount(sums.round().astype(int).ravel(), minlength=32) / sums.size
     np.testing.assert_allclose(shares, 1 / 32, atol=0.006)  # six standard deviations
+
+
+def slope(dropped, whole):
+    """Return the factor between the elements that were kept and the elements before, by least squares."""
+    dropped, whole = np.asarray(dropped, np.float64), np.asarray(whole, np.float64)
+    return (dropped * whole).sum() / np.square(whole[dropped != 0]).sum()
+
+
+def test_kept_elements_in_bfloat16_are_scaled_without_rounding_the_scale():
+    """1 - 0.1 is 0.8984 in bfloat16, and its inverse 1.1131."""
+    x = jax.random.normal(jax.random.key(0), (300, 300)).astype(jnp.bfloat16)
+    dropped = dropout(x, 0.1, jax.random.key(1))
+    assert dropped.dtype == jnp.bfloat16
+    assert slope(dropped, x) == pytest.approx(1 / 0.9, rel=2e-4)
+
+
+def test_kept_attention_weights_in_bfloat16_are_scaled_without_rounding_the_scale():
+    """The values are the identity: the output is the weights."""
+    q, k = jax.random.normal(jax.random.key(0), (2, 8, 64, 4, 64)).astype(jnp.bfloat16)
+    v = jnp.broadcast_to(jnp.eye(64, dtype=jnp.bfloat16)[None, :, None], q.shape)
+    dropped = causal_attention(q, k, v, dropout_rate=0.1, dropout_key=jax.random.key(1))
+    weights = causal_attention(q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32))
+    assert slope(dropped, weights) == pytest.approx(1 / 0.9, rel=2e-4)
 
 
 def test_each_step_has_its_own_key(dropping):

@@ -20,6 +20,7 @@ from nnx_gpt2 import (
     read_questions,
     split_params,
 )
+from nnx_gpt2._errors import shown
 
 
 @pytest.fixture
@@ -156,13 +157,17 @@ def test_questions_are_read_from_json_lines(tmp_path):
         '{"ctx": "a", "endings": ["b"], "label": 1}',
         '{"ctx": null, "endings": ["b"], "label": 0}',
         '{"ctx": "a", "endings": [1], "label": 0}',
+        '{"ctx": "a", "endings": ["b"], "label": 1e400}',
+        '{"ctx": "a", "endings": "b", "label": 0, "x": %s}' % ("9" * 5000),
+        "[" * 100_000,
+        "\\xff",
     ],
 )
 def test_lines_that_are_not_questions_are_rejected(tmp_path, line):
     path = tmp_path / "questions.jsonl"
     path.write_text('{"ctx": "a", "endings": ["b"], "label": 0}\n' + line + "\n")
     message = f"line 2 of {path} must be an object with ctx, a text, endings, texts, and label, the index of an "
-    message += f"ending, got {line!r}. Correct the line, or delete it."
+    message += f"ending, got {shown(line)}. Correct the line, or delete it."
     with pytest.raises(ValueError, match=re.escape(message)):
         list(read_questions(path))
 

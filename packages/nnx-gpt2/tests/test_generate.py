@@ -38,6 +38,30 @@ def test_greedy_is_the_likeliest_token_each_time_past_the_context_too(tiny, use_
         assert generate(model, [prompt], 30, temperature=0.0, use_cache=use_cache) == [text]
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_greedy_tokens_in_bfloat16_are_the_likeliest_by_exact_sums(use_cache):
+    """Logits are near -100, where neighbouring bfloat16 numbers differ by a half.
+
+    The blocks add nothing: the activations of a token at a position are the same with and without the cache.
+    """
+    config = GPT2Config(vocab_size=1000, seq_len=16, num_layers=1, num_heads=1, embed_dim=64, dtype="bfloat16")
+    params = jax.tree.map(
+        lambda x: jnp.zeros(x.shape), abstract_train_state(dataclasses.replace(config), optax.sgd(1.0)).params
+    )
+    draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 64))  # noqa: E731
+    # The first column, which the final norm makes large, has the same weight for each token.
+    params["wte"]["embedding"] = draw(0, config.padded_vocab_size).at[:, 0].set(-10.0)
+    params["wpe"]["embedding"] = draw(1, 16)
+    params["ln_f"] = {"scale": jnp.full(64, 0.1), "bias": jnp.zeros(64).at[0].set(10.0)}
+    model = merge(config, params)
+    texts = np.array(generate(model, [[token] for token in range(32)], 15, temperature=0.0, use_cache=use_cache))
+    x_MC = np.asarray(model.final_activations(jnp.asarray(texts)), np.float64)
+    head_VC = np.asarray(params["wte"]["embedding"][:1000].astype(jnp.bfloat16), np.float64)
+    logits = (x_MC @ head_VC.T).reshape(32, 16, 1000)
+    assert -110 < logits.max(axis=-1).min() < logits.max() < -80
+    np.testing.assert_array_equal(texts[:, 1:], logits[:, :-1].argmax(axis=-1))
+
+
 def test_prompts_of_unequal_length_do_not_affect_each_other(tiny):
     model = GPT2(dataclasses.replace(tiny, scan_layers=True), rngs=nnx.Rngs(0))
     prompts = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
@@ -190,5 +214,5 @@ def test_bad_arguments_are_rejected(model, prompts, options, message):
 
 
 def test_a_negative_number_of_tokens_is_rejected(model):
-    with pytest.raises(ValueError, match=r"max_new_tokens must not be negative, got -1\."):
+    with pytest.raises(ValueError, match=r"max_new_tokens must be 0 to 2147483647, got -1\."):
         generate(model, PROMPTS, -1, temperature=0.0)

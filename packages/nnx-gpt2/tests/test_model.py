@@ -90,9 +90,21 @@ def test_bfloat16_computes_in_bfloat16_and_stays_close(tiny, tokens):
     full = GPT2(tiny, rngs=nnx.Rngs(0))
     half = GPT2(dataclasses.replace(tiny, dtype="bfloat16"), rngs=nnx.Rngs(0))
     assert half.wte.embedding.dtype == jnp.float32
-    logits = half(tokens)
-    assert logits.dtype == jnp.bfloat16
-    np.testing.assert_allclose(logits.astype(jnp.float32), full(tokens), atol=0.02)
+    activations = half.final_activations(tokens)
+    assert activations.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half(tokens), full(tokens), atol=0.02)
+
+
+def test_logits_in_bfloat16_are_sums_in_float32(tiny, tokens):
+    """Neighbouring bfloat16 numbers near 100 differ by a half."""
+    model = GPT2(dataclasses.replace(tiny, dtype="bfloat16"), rngs=nnx.Rngs(0))
+    model.wte.embedding[...] = 10 * jax.random.normal(jax.random.key(0), model.wte.embedding.shape)
+    logits = model(tokens)
+    assert logits.dtype == jnp.float32
+    x_MC = np.asarray(model.final_activations(tokens), np.float64)
+    head_VC = np.asarray(value(model.wte.embedding)[:65].astype(jnp.bfloat16), np.float64)
+    assert np.abs(logits).max() > 100
+    np.testing.assert_allclose(logits.reshape(-1, 65), x_MC @ head_VC.T, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("options", [{"remat": "dots"}, {"remat": "full"}, {"scan_layers": True}])

@@ -20,10 +20,10 @@ def test_presets_take_changes():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_layers": 0}, "model.num_layers must be at least 1, got 0"),
+        ({"num_layers": 0}, "model.num_layers must be a whole number from 1 to 1048576, got 0"),
         ({"num_heads": 5}, "model.embed_dim must be a multiple of model.num_heads, got 768 and 5"),
         ({"dropout_rate": 1.0}, "model.dropout_rate must be in [0, 1), got 1.0"),
-        ({"mlp_dim": 0}, "model.mlp_dim must be at least 1, got 0"),
+        ({"mlp_dim": 0}, "model.mlp_dim must be a whole number from 1 to 1048576, got 0"),
         ({"norm_epsilon": 1.0}, "model.norm_epsilon must be between 0 and 1, got 1.0"),
     ],
 )
@@ -37,8 +37,8 @@ def test_bad_model_fields_are_named(fields, message):
     [
         ({"learning_rate": float("nan")}, "optimizer.learning_rate must be positive and finite, got nan"),
         ({"min_learning_rate": 1.0}, "must lie between 0 and optimizer.learning_rate (0.0006), got 1.0"),
-        ({"warmup_steps": -1}, "optimizer.warmup_steps must be a whole number, not negative, got -1"),
-        ({"decay_steps": -1}, "optimizer.decay_steps must be a whole number, not negative, got -1"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps must be a whole number from 0 to 2147483647, got -1"),
+        ({"decay_steps": 0}, "optimizer.decay_steps must be a whole number from 1 to 2147483647, got 0"),
         ({"clip_norm": float("inf")}, "optimizer.clip_norm must be finite and not negative, got inf"),
         ({"beta2": 1.0}, "optimizer.beta2 must be in [0, 1), got 1.0"),
     ],
@@ -46,3 +46,10 @@ def test_bad_model_fields_are_named(fields, message):
 def test_bad_optimizer_fields_are_named(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         OptimizerConfig(**fields)
+
+
+def test_parameters_in_bfloat16_are_rejected_for_training_before_anything_starts():
+    GPT2Config(dtype="bfloat16").check_trainable()
+    message = "model.param_dtype must be float32 or float64 for training, got 'bfloat16'. Set model.dtype to bfloat16"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GPT2Config(param_dtype="bfloat16").check_trainable()

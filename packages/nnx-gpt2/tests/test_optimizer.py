@@ -26,14 +26,32 @@ def by_name(tree):
         ({}, (0, 1, 4, 8, 12, 20), (2e-4, 4e-4, 1e-3, 5.5e-4, 1e-4, 1e-4)),
         ({"schedule": "constant"}, (0, 1, 4, 8, 12, 20), (2e-4, 4e-4, 1e-3, 1e-3, 1e-3, 1e-3)),
         ({"schedule": "wsd", "decay_steps": 4}, (0, 4, 8, 10, 12, 20), (2e-4, 1e-3, 1e-3, 5.5e-4, 1e-4, 1e-4)),
-        ({"schedule": "wsd"}, (4, 10, 11, 12), (1e-3, 1e-3, 5.5e-4, 1e-4)),  # a fifth of 12 steps is 2
+        ({"schedule": "wsd"}, (4, 10, 11, 12), (1e-3, 1e-3, 5.5e-4, 1e-4)),  # a fifth of 13 steps is 2
+        ({"schedule": "wsd", "decay_steps": 1}, (4, 11, 12), (1e-3, 1e-3, 1e-4)),
+        ({"schedule": "wsd", "decay_steps": 9}, (3, 4, 12), (8e-4, 9e-4, 1e-4)),  # no plateau: 8/9 of 9e-4, and 1e-4
         ({"schedule": "constant", "warmup_steps": 0}, (0, 5), (1e-3, 1e-3)),
     ],
 )
-def test_learning_rate_over_a_run_of_twelve_steps(fields, steps, rates):
+def test_learning_rate_over_a_run_of_thirteen_steps(fields, steps, rates):
+    """The steps are 0 to 12. A cosine from step 4 to step 12 is half way down at step 8."""
     config = OptimizerConfig(**{"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 4} | fields)
-    schedule = learning_rate_schedule(config, 12)
+    schedule = learning_rate_schedule(config, 13)
     np.testing.assert_allclose([float(schedule(step)) for step in steps], rates, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize(("max_steps", "warmup"), [(1, 0), (2, 0), (2, 1), (3, 2), (7, 3), (2000, 100), (2**31 - 1, 9)])
+def test_the_last_step_has_exactly_the_minimum(schedule, max_steps, warmup):
+    for smallest in (3e-5, 0.0):
+        config = OptimizerConfig(schedule=schedule, learning_rate=7e-4, min_learning_rate=smallest, warmup_steps=warmup)
+        assert learning_rate_schedule(config, max_steps)(max_steps - 1) == jnp.float32(smallest)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_a_run_that_ends_in_its_warmup_has_the_rates_of_the_warmup(schedule):
+    config = OptimizerConfig(schedule=schedule, learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=4)
+    rates = learning_rate_schedule(config, 3)
+    np.testing.assert_allclose([float(rates(step)) for step in range(3)], [2e-4, 4e-4, 6e-4], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -105,7 +123,7 @@ def test_updates_are_those_of_adamw_in_numpy():
 
 
 def test_runs_that_are_too_short_are_rejected():
-    with pytest.raises(ValueError, match="max_steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_steps must be at least 1 and at most 2147483647, got 0"):
         create_optimizer(OptimizerConfig(), 0)
     config = OptimizerConfig(schedule="wsd", warmup_steps=5, decay_steps=6)
     message = "optimizer.warmup_steps and optimizer.decay_steps must fit into the 10 steps of the run, got 5 and 6."

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from nnx_gpt2 import GPT2, GPT2Config, generate, mean_loss, split_params
+from nnx_gpt2._errors import one_line
 
 FOLDER = Path(__file__).parent / "fixtures" / "hf-gpt2-tiny"
 
@@ -219,6 +221,10 @@ def test_tensors_that_do_not_fit_are_named(copy, change, message):
             "config.json must describe a GPT-2, got an error in it: model.embed_dim must be a multiple of",
         ),
         ({"n_positions": 64}, "wpe.weight is [32, 48], not [64, 48]"),
+        ({"n_layer": 10**6}, "config.json, got 1000000 layers in config.json, and 28 tensors."),
+        ({"n_embd": 2**20, "n_head": 1}, "wte.weight is [300, 48], not [300, 1048576]"),
+        ({"n_layer": 10**400}, "model.num_layers must be a whole number from 1 to 1048576, got 1000"),
+        ({"activation_function": "a\nb"}, "got 'a\\nb'."),
     ],
 )
 def test_configs_of_other_models_are_rejected(copy, fields, message):
@@ -237,17 +243,23 @@ JSON, SAFETENSORS = "must be a file with a JSON object, got an error", "must be 
         ("config.json", b"{", f"{JSON} (Expecting property name"),
         ("config.json", b"[1]", f"{JSON} (cannot convert"),
         ("config.json", b"\xff", f"{JSON} ('utf-8' codec can't decode"),
+        ("config.json", b"[" * 100_000, f"{JSON} (maximum recursion depth exceeded"),
+        ("config.json", b'{"n_layer": ' + b"9" * 5000 + b"}", f"{JSON} (Exceeds the limit"),
+        ("model.safetensors.index.json", b'{"weight_map": ' * 100_000, f"{JSON} (maximum recursion depth exceeded"),
+        ("model.safetensors.index.json", b"[1]", f"{JSON} (cannot convert"),
+        ("model.safetensors", (100_000).to_bytes(8, "little") + b"[" * 100_000, SAFETENSORS),
+        ("model.safetensors", (2**64 - 1).to_bytes(8, "little") + b"{}", SAFETENSORS),
         ("model.safetensors.index.json", b"{}", "must have a weight_map from tensors to files in its folder"),
         (
             "model.safetensors.index.json",
             b'{"weight_map": {"wte.weight": "../model.safetensors"}}',
             "must have a weight_map from tensors to files in its folder",
         ),
-        ("model.safetensors", None, f"{SAFETENSORS} (No such file"),
+        ("model.safetensors", None, f"{SAFETENSORS} ([Errno 2] No such file"),
         ("model.safetensors", b"x" * 100, SAFETENSORS),
         ("model.safetensors", (FOLDER / "model.safetensors").read_bytes()[:-9], SAFETENSORS),
     ],
-    ids=range(9),
+    ids=range(15),
 )
 def test_a_damaged_file_is_named(copy, name, content, message):
     if content is None:
@@ -256,6 +268,41 @@ def test_a_damaged_file_is_named(copy, name, content, message):
         (copy / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(f"{name} {message}")):
         GPT2.from_pretrained(copy)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_a_pipe_or_a_device_is_rejected_before_it_is_opened(copy, name, kind):
+    (copy / name).unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(copy / name)
+    else:
+        (copy / name).symlink_to("/dev/zero")
+    code = f"""
+from nnx_gpt2 import GPT2
+try: GPT2.from_pretrained({str(copy)!r})
+except ValueError as error: print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert f"{name} must be a " in done.stdout
+    assert "got an error (it is no regular file). Save or download the model again." in done.stdout
+
+
+def test_a_long_value_with_line_breaks_is_one_short_line(copy):
+    change_config(copy, activation_function="gelu\n" * 1000)
+    with pytest.raises(
+        ValueError, match=r"got 'gelu\\ngelu\\n.*\.\.\..*gelu\\n'\. Only GPT-2 can be loaded\."
+    ) as caught:
+        GPT2.from_pretrained(copy)
+    assert len(str(caught.value)) < 300
+    assert str(caught.value).isprintable()
+
+
+def test_a_path_that_is_a_file_cannot_be_loaded(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    with pytest.raises(ValueError, match=re.escape(f"path or name must be a folder, got {one_line(path)}.")):
+        GPT2.from_pretrained(path)
 
 
 def test_a_field_that_describes_the_weights_cannot_be_changed():

@@ -13,6 +13,7 @@ from nnx_gpt2 import (
     create_optimizer,
     create_train_state,
     document_ids,
+    estimate_memory,
     make_eval_step,
     make_mesh,
     make_train_step,
@@ -40,6 +41,12 @@ def train(config, num_steps, *, grad_accum_steps=1, batch=None, optimizer=OPTIMI
         state, metrics = step(state, windows(config, seed=i) if batch is None else batch, jax.random.key(7))
         losses.append(float(metrics["loss"]))
     return state, np.array(losses)
+
+
+def without_schedules(opt_state):
+    """Return the state of an optimizer without the counts of its schedules, which count skipped steps too."""
+    counts = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
+    return jax.tree.map(lambda node: () if counts(node) else node, opt_state, is_leaf=counts)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -154,12 +161,12 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tiny
     state = create_train_state(tiny, rule, jax.random.key(0))
     params = {**state.params, "wte": {"embedding": state.params["wte"]["embedding"].at[3].set(jnp.inf)}}
     state = dataclasses.replace(state, params=params, opt_state=rule.init(params))
-    before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    before = jax.tree.map(np.asarray, (state.params, without_schedules(state.opt_state)))
     step = make_train_step(tiny, rule)
     state, metrics = step(state, windows(tiny), jax.random.key(7))
     assert not np.isfinite(float(metrics["loss"]))
     assert (int(state.step), int(state.num_skipped), int(metrics["num_skipped"])) == (1, 1, 1)
-    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, without_schedules(state.opt_state)))
 
     healthy = jax.tree.map(jnp.nan_to_num, state.params)
     healthy["wte"]["embedding"] = healthy["wte"]["embedding"].at[3].set(0.0)
@@ -178,12 +185,12 @@ def test_a_gradient_that_overflows_under_a_finite_loss_is_skipped(tiny):
     wte, wpe = (state.params[name]["embedding"] for name in ("wte", "wpe"))
     params = {**state.params, "wte": {"embedding": wte.at[0].set(0)}, "wpe": {"embedding": jnp.zeros_like(wpe)}}
     state = dataclasses.replace(state, params=params)
-    before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    before = jax.tree.map(np.asarray, (state.params, without_schedules(state.opt_state)))
     state, metrics = make_train_step(config, rule)(state, np.zeros((8, 17), np.uint16), jax.random.key(7))
     assert float(metrics["loss"]) == pytest.approx(np.log(65), abs=1e-5)
     assert not np.isfinite(float(metrics["grad_norm"]))
     assert (int(state.step), int(state.num_skipped), int(metrics["num_skipped_in_a_row"])) == (1, 1, 1)
-    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, without_schedules(state.opt_state)))
 
 
 def test_a_type_that_holds_just_the_vocabulary_is_accepted(tiny):
@@ -251,6 +258,67 @@ def test_skipped_steps_are_counted_in_all_and_in_a_row(tiny):
         assert int(metrics["num_skipped_in_a_row"]) == int(state.num_skipped_in_a_row)
         counts.append((int(metrics["num_skipped"]), int(metrics["num_skipped_in_a_row"])))
     assert counts == [(0, 0), (1, 1), (2, 2), (2, 0), (3, 1)]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_skipped_step_does_not_delay_the_schedule(tiny, name):
+    """AdamW's first update moves a bias by the learning rate, here of step 3. Its bias correction counts updates."""
+    rule = create_optimizer(dataclasses.replace(OPTIMIZER, name=name), 200)
+    state, step = create_train_state(tiny, rule, jax.random.key(0)), make_train_step(tiny, rule)
+    structure = jax.tree.structure(state)
+    for i in range(4):
+        batch = windows(tiny)
+        if i < 3:
+            batch[0, 0] = 65  # outside the vocabulary
+        state, _ = step(state, batch, jax.random.key(7))
+    moved = np.abs(state.params["ln_f"]["bias"]).max()
+    assert moved == pytest.approx(3e-3 * 4 / 6, rel=1e-3)  # step 3 of a warmup of 5 steps
+    counts = {
+        jax.tree_util.keystr(path): int(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
+        if jax.tree_util.keystr(path).endswith(".count")
+    }
+    assert set(counts.values()) == {1, 4}
+    assert jax.tree.structure(state) == structure
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_last_update_of_a_run_has_the_minimal_rate(tiny, schedule):
+    """A minimum of zero: the last of five steps changes nothing, the one before does."""
+    config = OptimizerConfig(schedule=schedule, learning_rate=3e-3, min_learning_rate=0.0, decay_steps=2)
+    rule = create_optimizer(config, 5)
+    state, step = create_train_state(tiny, rule, jax.random.key(0)), make_train_step(tiny, rule)
+    biases = []
+    for _ in range(5):
+        state, _ = step(state, windows(tiny), jax.random.key(7))
+        biases.append(np.asarray(state.params["ln_f"]["bias"]))
+    assert not np.array_equal(biases[2], biases[3])
+    np.testing.assert_array_equal(biases[3], biases[4])
+
+
+def test_parameters_in_bfloat16_are_rejected(tiny):
+    config, rule = dataclasses.replace(tiny, param_dtype="bfloat16"), create_optimizer(OPTIMIZER, 200)
+    for use in (
+        lambda: create_train_state(config, rule, jax.random.key(0)),
+        lambda: abstract_train_state(config, rule),
+        lambda: make_train_step(config, rule),
+        lambda: estimate_memory(config, global_batch_size=8),
+    ):
+        with pytest.raises(
+            ValueError, match=r"model\.param_dtype must be float32 or float64 for training, got 'bfloat16'"
+        ):
+            use()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_loss_and_gradient_norm_are_float32(tiny, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        config, rule = dataclasses.replace(tiny, dtype=dtype), create_optimizer(OPTIMIZER, 200)
+        if dtype == "float64":
+            config = dataclasses.replace(config, param_dtype=dtype)
+        state = create_train_state(config, rule, jax.random.key(0))
+        _, metrics = make_train_step(config, rule)(state, windows(config), jax.random.key(7))
+        assert (metrics["loss"].dtype, metrics["grad_norm"].dtype) == (jnp.float32, jnp.float32)
 
 
 def test_gradient_is_clipped_and_its_norm_reported(tiny):

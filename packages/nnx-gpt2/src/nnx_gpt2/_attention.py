@@ -60,8 +60,9 @@ def causal_attention(
         The weighted values, of the type of `v_BTNH`.
 
     Raises:
-        ValueError: the backend does not support the inputs.
+        ValueError: there are no positions, or the backend does not support the inputs.
     """
+    require(q_BTNH.shape[1] >= 1, "queries, keys and values", "have at least 1 position", q_BTNH.shape[1])
     drops = dropout_key is not None and dropout_rate > 0
     if backend == "auto":
         backend = "xla" if drops else _best(q_BTNH)
@@ -127,8 +128,7 @@ def _xla(
         q_block, k_seen, v_seen = q_BNTH[:, :, start:end], k_BNSH[:, :, :end], v_BNSH[:, :, :end]
         scores_BNTS = jnp.einsum("BNTH,BNSH->BNTS", q_block, k_seen, preferred_element_type=accumulate)
         scores_BNTS = jnp.where(visible_BNTS, scores_BNTS, jnp.finfo(accumulate).min)
-        weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1).astype(v_BTNH.dtype)
-        weights_BNTS = dropout(weights_BNTS, dropout_rate, key)
+        weights_BNTS = dropout(jax.nn.softmax(scores_BNTS, axis=-1), dropout_rate, key).astype(v_BTNH.dtype)
         outputs.append(jnp.einsum("BNTS,BNSH->BNTH", weights_BNTS, v_seen))
     return constrain(jnp.concatenate(outputs, axis=2).swapaxes(1, 2), *_HEADS)
 

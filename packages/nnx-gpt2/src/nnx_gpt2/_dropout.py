@@ -8,12 +8,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
     """Zero each element with probability `rate` and scale the others by `1 / (1 - rate)`.
 
-    Srivastava et al., 2014, in the inverted form. Without a key, or at rate 0, `x` is returned unchanged.
+    Srivastava et al., 2014, in the inverted form. Without a key, or at rate 0, `x` is returned unchanged. The scale is
+    not rounded to the type of `x`, only each result: in bfloat16, 1 - 0.1 would be 0.8984.
     """
     if key is None or rate == 0:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
+    scaled = x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)
+    return jnp.where(keep, scaled, jnp.zeros_like(scaled)).astype(x.dtype)
 
 
 def split_key(key: PRNGKeyArray | None, num: int) -> list[PRNGKeyArray | None]:

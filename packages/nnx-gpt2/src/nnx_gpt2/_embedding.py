@@ -1,8 +1,8 @@
-"""Embedding lookup with the table of the tied head, and the sum of both gradients in float32.
+"""Embedding lookup, the logits of the tied head, and the sum of both gradients of the table in float32.
 
 Each device of a mesh adds the gradients of its own tokens. Only the sum is sent.
 
-Shapes: P padded vocabulary, C width.
+Shapes: P padded vocabulary, C width, M tokens.
 """
 
 from functools import partial
@@ -43,6 +43,15 @@ def lookup(
         dtype: the type of the embeddings.
     """
     return _lookup(table_PC.astype(jnp.promote_types(dtype, jnp.float32)), tokens, dtype)
+
+
+def logits(x_MC: Float[Array, "M C"], head_PC: Float[Array, "P C"]) -> Float[Array, "M P"]:
+    """Apply the tied head: the products of `x_MC` with the rows of the table, in the type of `x_MC`.
+
+    Sums and results are float32 at least. In bfloat16, neighbouring numbers near 100 differ by a half.
+    """
+    accumulate = jnp.promote_types(x_MC.dtype, jnp.float32)
+    return jnp.einsum("MC,PC->MP", x_MC, head_PC.astype(x_MC.dtype), preferred_element_type=accumulate)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -1,9 +1,66 @@
 """The wording that all errors of this package share."""
 
+import numbers
 from typing import Any
+
+# Upper limits on the characters of a value, and of a text that an error composes of several values.
+_VALUE_CHARS, _TEXT_CHARS = 80, 400
+
+INT32_MAX = 2**31 - 1
+
+# Larger numbers would become infinite on a device.
+_FLOAT32_MAX = 3.4028234663852886e38
+
+
+def one_line(text: Any, limit: int = _VALUE_CHARS) -> str:
+    r"""Return a text for an error: without line breaks and control characters, its middle cut if it is too long.
+
+    >>> one_line("one" + chr(10) + "two")
+    'one\\ntwo'
+    >>> len(one_line("x" * 5000))
+    80
+    """
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
+    tail = limit // 4
+    return line if len(line) <= limit else f"{line[: limit - tail - 3]}...{line[-tail:]}"
+
+
+def shown(value: Any) -> str:
+    """Return the `repr` of a value for an error: on one line, at most 80 characters."""
+    try:
+        return one_line(repr(value))
+    except ValueError:  # Python writes no int of more than 4,300 digits
+        return "a number of more than 4,300 digits"
+
+
+def value_error(name: str, constraint: str, got: Any, remedy: str = "") -> ValueError:
+    """Return the error `<name> must <constraint>, got <got>. <remedy>`, on one line.
+
+    Args:
+        name: the name of the value. It may contain a path.
+        constraint: what must hold.
+        got: the value, or a text that describes it. A text shows values by `shown` or `one_line`.
+        remedy: a sentence that tells what to do.
+    """
+    found = one_line(got, _TEXT_CHARS) if isinstance(got, str) else shown(got)
+    return ValueError(f"{one_line(name, _TEXT_CHARS)} must {constraint}, got {found}. {remedy}".rstrip())
 
 
 def require(holds: bool, name: str, constraint: str, got: Any, remedy: str = "") -> None:
-    """Raise ValueError, `<name> must <constraint>, got <got>. <remedy>`, unless the constraint holds."""
+    """Raise `value_error` unless the constraint holds."""
     if not holds:
-        raise ValueError(f"{name} must {constraint}, got {got}. {remedy}".rstrip())
+        raise value_error(name, constraint, got, remedy)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number that a float32 can hold: neither infinite nor NaN, and no bool."""
+    return _is_a(numbers.Real, value) and abs(value) <= _FLOAT32_MAX
+
+
+def is_whole(value: Any, least: int, most: int | None = None) -> bool:
+    """Return whether a value is a whole number from `least` to `most`, of an integer type but not a bool."""
+    return _is_a(numbers.Integral, value) and least <= value and (most is None or value <= most)
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import is_whole, require, shown, value_error
 from nnx_gpt2._model import GPT2, split_params
 from nnx_gpt2._token_ids import check_ids
 from nnx_gpt2._train_step import make_eval_step
@@ -62,11 +62,12 @@ def evaluate_tokens(
     seq_len, num_predicted = model.config.seq_len, len(tokens) - 1
     stride = seq_len if stride is None else stride
     require(num_predicted >= 1, "tokens", "be at least 2", len(tokens))
-    require(1 <= stride <= seq_len, "stride", f"be 1 to {seq_len}, the model's context", stride)
-    require(batch_size >= 1, "batch_size", "be at least 1", batch_size)
+    require(is_whole(stride, 1, seq_len), "stride", f"be 1 to {seq_len}, the model's context", shown(stride))
+    require(is_whole(batch_size, 1), "batch_size", "be at least 1", shown(batch_size))
     length = min(seq_len, num_predicted)
     # The first token of each window. The last window ends with the tokens.
     starts = [min(start, num_predicted - length) for start in range(0, num_predicted - length + stride, stride)]
+    batch_size = min(batch_size, len(starts))
     step, params = make_eval_step(model.config, end_of_text=end_of_text), split_params(model)
     total, done = 0.0, 0
     for first in range(0, len(starts), batch_size):
@@ -103,10 +104,12 @@ class Question:
 
     def __post_init__(self) -> None:
         """Check the fields, which may come from a file."""
-        texts = (self.context, *self.choices)
-        require(all(isinstance(text, str) for text in texts), "context and choices", "be strings", texts)
+        are_choices = isinstance(self.choices, tuple) and all(isinstance(choice, str) for choice in self.choices)
+        are_texts = are_choices and isinstance(self.context, str)
+        require(are_texts, "context and choices", "be strings", (self.context, self.choices))
         num_choices = len(self.choices)
-        require(0 <= self.answer < num_choices, "answer", f"be the index of one of {num_choices} choices", self.answer)
+        is_index = is_whole(self.answer, 0, num_choices - 1)
+        require(is_index, "answer", f"be the index of one of {num_choices} choices", shown(self.answer))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,17 +134,19 @@ def read_questions(path: str | os.PathLike[str]) -> Iterator[Question]:
     Raises:
         ValueError: a line has another form. The message has its number.
     """
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
                 question = Question(context=row["ctx"], choices=tuple(row["endings"]), answer=int(row["label"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"line {number} of {path} must be an object with ctx, a text, endings, texts, and label, the index "
-                    f"of an ending, got {line.strip()[:80]!r}. Correct the line, or delete it."
+            except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+                raise value_error(
+                    f"line {number} of {path}",
+                    "be an object with ctx, a text, endings, texts, and label, the index of an ending",
+                    shown(line.decode(errors="replace").strip()),
+                    "Correct the line, or delete it.",
                 ) from error
             yield question
 
@@ -176,7 +181,7 @@ def evaluate_choices(
                 bool(context) and 1 <= len(choice) <= seq_len,
                 "a question",
                 f"have a context of at least 1 token and choices of 1 to {seq_len} tokens",
-                f"{len(context)} and {len(choice)} tokens in {question.context[:60]!r}",
+                f"{len(context)} and {len(choice)} tokens in {shown(question.context)}",
             )
         rows = [(context + choice)[-(seq_len + 1) :] for choice in choices]
         # Round the size up to limit the number of compiled programs. Attention does not see the padding on the right.

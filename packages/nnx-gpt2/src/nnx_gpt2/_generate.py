@@ -7,7 +7,6 @@ Shapes: B prompts, Q positions of a padded prompt, T context, W = T + 1 tokens, 
 H head width, V vocabulary, P padded vocabulary.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,10 +18,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from nnx_gpt2._attention import causal_attention
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, require, shown
 from nnx_gpt2._model import GPT2, Block
 from nnx_gpt2._model_config import GPT2Config
-from nnx_gpt2._token_ids import check_ids
+from nnx_gpt2._token_ids import check_end_of_text, check_ids
 
 # Smallest length of a padded prompt. Larger lengths are powers of two.
 _SMALLEST_PROMPT = 32
@@ -93,7 +92,7 @@ def generate(
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
     _check_sampling(
         model.config, rows, key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        vocab_size=vocab_size,
+        vocab_size=vocab_size, end_of_text=end_of_text,
     )  # fmt: skip
     context, max_drawn = model.config.seq_len, np.int32(max_new_tokens)
     draw = _Draw(
@@ -140,18 +139,28 @@ def _check_sampling(
     top_k: int | None,
     top_p: float | None,
     vocab_size: int,
+    end_of_text: int | None,
 ) -> None:
     context = config.seq_len
     require(len(rows) > 0, "prompts", "be at least 1", 0)
     for row in rows:
         require(1 <= row.size <= context, "each prompt", f"have 1 to {context} tokens, the model's context", row.size)
         check_ids(row[None], config.vocab_size, "each prompt's token ids")
-    require(max_new_tokens >= 0, "max_new_tokens", "not be negative", max_new_tokens)
-    require(0 <= temperature < math.inf, "temperature", "be finite and not negative", temperature)
-    require(top_k is None or top_k >= 1, "top_k", "be at least 1, or None", top_k)
-    require(top_p is None or 0 < top_p <= 1, "top_p", "be above 0 and at most 1, or None", top_p)
-    is_known = 1 <= vocab_size <= config.vocab_size
-    require(is_known, "vocab_size", f"be 1 to {config.vocab_size}, the model's", vocab_size)
+    is_share = top_p is None or (is_number(top_p) and 0 < top_p <= 1)
+    for name, value, constraint, holds in (
+        ("max_new_tokens", max_new_tokens, f"be 0 to {INT32_MAX}", is_whole(max_new_tokens, 0, INT32_MAX)),
+        ("temperature", temperature, "be finite and not negative", is_number(temperature) and temperature >= 0),
+        ("top_k", top_k, "be at least 1, or None", top_k is None or is_whole(top_k, 1)),
+        ("top_p", top_p, "be above 0 and at most 1, or None", is_share),
+        (
+            "vocab_size",
+            vocab_size,
+            f"be 1 to {(size := config.vocab_size)}, the model's",
+            is_whole(vocab_size, 1, size),
+        ),
+    ):
+        require(holds, name, constraint, shown(value))
+    check_end_of_text(end_of_text, config.vocab_size)
     needs_key = temperature > 0 and key is None
     require(not needs_key, "key", "be given to sample", key, "Pass key=jax.random.key(seed), or temperature=0.")
 

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from nnx_gpt2._embedding import HEAD_SPEC, lookup
+from nnx_gpt2._embedding import HEAD_SPEC, logits, lookup
 from nnx_gpt2._model import GPT2
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, axis_index, over_mesh, pmax, psum
+from nnx_gpt2._token_ids import check_windows
 
 _X_SPEC = PartitionSpec(BATCH_AXES)
 
@@ -39,6 +40,10 @@ def mean_loss(
         windows: token ids, of any integer type. W tokens have W - 1 predictions, each from the earlier tokens.
         segment_ids: segments of the W - 1 inputs; see `GPT2.__call__`.
         dropout_key: random key of the dropout. None disables dropout.
+
+    Raises:
+        ValueError: the windows are not integers of shape [batch, tokens], there are none, they have a single token, or,
+            outside jit, ids lie outside the vocabulary.
     """
     return _mean_head_loss(model.config, *_head_inputs(model, windows, segment_ids, dropout_key))
 
@@ -46,7 +51,11 @@ def mean_loss(
 def token_losses(
     model: GPT2, windows: Integer[Array, "B W"], *, segment_ids: Int[Array, "B T"] | None = None
 ) -> Float[Array, "B T"]:
-    """Cross-entropy of each prediction, in nats. For evaluation: `mean_loss` is the one to differentiate."""
+    """Cross-entropy of each prediction, in nats. For evaluation: `mean_loss` is the one to differentiate.
+
+    Raises:
+        ValueError: see `mean_loss`.
+    """
     split = over_mesh(partial(_losses_by_chunk, model.config), (_X_SPEC, HEAD_SPEC, _X_SPEC), _X_SPEC)
     return split(*_head_inputs(model, windows, segment_ids, None))
 
@@ -54,6 +63,7 @@ def token_losses(
 def _head_inputs(
     model: GPT2, windows: Array, segment_ids: Array | None, dropout_key: PRNGKeyArray | None
 ) -> tuple[Float[Array, "B T C"], Float[Array, "rows C"], Int[Array, "B T"]]:
+    check_windows(windows, model.config.vocab_size)
     windows = windows.astype(jnp.int32)
     inputs_BT, targets_BT = windows[:, :-1], windows[:, 1:]
     wte_BTC, head_PC = lookup(model.wte.embedding[...], inputs_BT, model.config.dtype)
@@ -142,11 +152,10 @@ def _chunk_losses(
     """Return the shifted exponentials of the logits, the losses, the sums of exponentials, and the target mask."""
     first = axis_index(TENSOR_AXIS) * len(head_PC)
     ids_P = first + jnp.arange(len(head_PC))
-    accumulate = jnp.promote_types(x_MC.dtype, jnp.float32)
-    logits_MP = jnp.einsum("MC,PC->MP", x_MC, head_PC, preferred_element_type=accumulate)
+    logits_MP = logits(x_MC, head_PC)
     if config.padded_vocab_size > config.vocab_size:
         # Mask the padding instead of slicing it off: a slice would copy the largest array of the step.
-        logits_MP = jnp.where((ids_P < config.vocab_size)[None], logits_MP, jnp.finfo(accumulate).min)
+        logits_MP = jnp.where((ids_P < config.vocab_size)[None], logits_MP, jnp.finfo(logits_MP.dtype).min)
     largest_M = pmax(logits_MP.max(axis=1), TENSOR_AXIS)
     exp_MP = jnp.exp(logits_MP - largest_M[:, None])
     sums_M = psum(exp_MP.sum(axis=1), TENSOR_AXIS)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from nnx_gpt2._errors import INT32_MAX, is_whole, require, shown
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._optimizer import create_optimizer
 from nnx_gpt2._optimizer_config import OptimizerConfig
@@ -51,8 +52,11 @@ def estimate_memory(
         mesh: the devices. None is a single device.
 
     Raises:
-        ValueError: the mesh does not divide the model.
+        ValueError: `global_batch_size` is below 1, or no multiple of the devices and microbatches, the mesh does not
+            divide the model, or its parameters are bfloat16.
     """
+    is_size = is_whole(global_batch_size, 1, INT32_MAX)
+    require(is_size, "global_batch_size", f"be 1 to {INT32_MAX}", shown(global_batch_size))
     rule = create_optimizer(OptimizerConfig() if optimizer is None else optimizer, 1000)
     step = make_train_step(config, rule, mesh, grad_accum_steps=grad_accum_steps)
     one_device = SingleDeviceSharding(jax.local_devices()[0])

@@ -1,6 +1,6 @@
 """Sizes of the mesh axes that a set of devices allows, in plain numbers. Imports no jax."""
 
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import is_whole, require, shown
 
 
 def check_mesh(
@@ -21,10 +21,10 @@ def check_mesh(
         ValueError: the axes do not divide the devices, `tensor` spans processes, or `fsdp` or `tensor` spans slices.
     """
     require(
-        fsdp >= 1 and tensor >= 1 and num_devices > 0 and num_devices % (fsdp * tensor) == 0,
+        is_whole(fsdp, 1) and is_whole(tensor, 1) and num_devices > 0 and num_devices % (fsdp * tensor) == 0,
         "mesh axes fsdp and tensor",
         f"be at least 1 and their product must divide the {num_devices} devices",
-        f"{fsdp} and {tensor}",
+        f"{shown(fsdp)} and {shown(tensor)}",
         "Choose other sizes, or another number of devices.",
     )
     require(

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._dropout import dropout, split_key
-from nnx_gpt2._embedding import lookup
+from nnx_gpt2._embedding import logits, lookup
 from nnx_gpt2._errors import require
 from nnx_gpt2._model_config import DType, GPT2Config
 from nnx_gpt2._params import Params, check_layers
@@ -202,7 +202,10 @@ class GPT2(nnx.Module):
         """
         folder = locate_pretrained(path_or_name, revision)
         config = read_config(folder, {"dtype": dtype, "param_dtype": param_dtype, **changes})
-        shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))))
+
+        def shapes() -> Any:
+            return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))))
+
         return merge(config, read_params(folder, config, shapes))
 
     def save_pretrained(
@@ -217,6 +220,7 @@ class GPT2(nnx.Module):
             max_shard_bytes: larger weights are split into several files with an index. A tensor is never split.
 
         Raises:
+            ValueError: `end_of_text` is no token id.
             OSError: `path` is a file, is below a file, or cannot be written.
         """
         write_pretrained(
@@ -232,13 +236,15 @@ class GPT2(nnx.Module):
     ) -> Float[Array, "B T V"]:
         """Return the logits of the token after each position, without the padding of the vocabulary.
 
+        They are float32 for a model in bfloat16 or float32, and float64 for a model in float64.
+
         Args:
             tokens: ids below `config.vocab_size`. T is at most `config.seq_len`.
             segment_ids: if given, attention stays within positions of the same segment (document).
             dropout_key: random key of the dropout. None disables dropout.
 
         Raises:
-            ValueError: T exceeds the context length, or, outside jit, ids lie outside the vocabulary.
+            ValueError: B or T is 0, T exceeds the context length, or, outside jit, ids lie outside the vocabulary.
         """
         check_ids(tokens, self.config.vocab_size)
         logits_MP = self.padded_logits(self.final_activations(tokens, segment_ids=segment_ids, dropout_key=dropout_key))
@@ -293,8 +299,8 @@ class GPT2(nnx.Module):
         return wte + wpe_TC[positions]
 
     def padded_logits(self, x_MC: Float[Array, "M C"]) -> Float[Array, "M P"]:
-        """Apply the tied head. The columns from `vocab_size` on are padding."""
-        return self.wte.attend(x_MC)
+        """Apply the tied head. The logits are float32 at least. The columns from `vocab_size` on are padding."""
+        return logits(x_MC, self.wte.embedding[...])
 
     def block(self, i: int) -> Block:
         """Return the block of layer `i`, from separate or stacked layers."""

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, require, shown
 
 DType = Literal["bfloat16", "float32", "float64"]
 AttentionBackend = Literal["auto", "xla", "cudnn", "splash"]
@@ -13,6 +13,10 @@ RematPolicy = Literal["none", "dots", "full"]
 # The token embedding is padded to a multiple of this number of rows, to fill the matrix units. Megatron-LM
 # (Shoeybi et al., 2019, arXiv:1909.08053, section 4) pads to the same number for the same reason.
 VOCAB_MULTIPLE = 128
+
+# Upper limits on the sizes, far above any model: token ids are int32, and XLA counts the elements of an array in int64.
+_MOST = {"vocab_size": INT32_MAX, "loss_chunk_tokens": INT32_MAX}
+_MOST_OTHERWISE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +55,7 @@ class GPT2Config:
     """Type of activations and matrix products. (float64 needs jax_enable_x64.)"""
 
     param_dtype: DType = "float32"
-    """Type of the stored parameters."""
+    """Type of the stored parameters. bfloat16 is for a model that is not trained: see `check_trainable`."""
 
     attention: AttentionBackend = "auto"
     """Attention kernel: `cudnn` (NVIDIA, bfloat16), `splash` (TPU), `xla` (any device), or `auto`."""
@@ -70,19 +74,20 @@ class GPT2Config:
         sizes = ("vocab_size", "seq_len", "num_layers", "num_heads", "embed_dim", "mlp_dim", "loss_chunk_tokens")
         for name in sizes:
             size = getattr(self, name)
-            is_default = size is None and name == "mlp_dim"
-            require(is_default or (isinstance(size, int) and size >= 1), f"model.{name}", "be at least 1", repr(size))
-        dim, num_heads, epsilon = self.embed_dim, self.num_heads, self.norm_epsilon
+            is_default, most = size is None and name == "mlp_dim", _MOST.get(name, _MOST_OTHERWISE)
+            holds = is_default or (isinstance(size, int) and is_whole(size, 1, most))
+            require(holds, f"model.{name}", f"be a whole number from 1 to {most}", shown(size))
+        dim, num_heads, epsilon, rate = self.embed_dim, self.num_heads, self.norm_epsilon, self.dropout_rate
         require(dim % num_heads == 0, "model.embed_dim", "be a multiple of model.num_heads", f"{dim} and {num_heads}")
         for name, constraint, holds in (
-            ("dropout_rate", "be in [0, 1)", 0 <= self.dropout_rate < 1),
-            ("norm_epsilon", "be between 0 and 1", isinstance(epsilon, float) and 0 < epsilon < 1),
+            ("dropout_rate", "be in [0, 1)", is_number(rate) and 0 <= rate < 1),
+            ("norm_epsilon", "be between 0 and 1", is_number(epsilon) and 0 < epsilon < 1),
             ("dtype", "be bfloat16, float32 or float64", self.dtype in get_args(DType)),
             ("param_dtype", "be bfloat16, float32 or float64", self.param_dtype in get_args(DType)),
             ("attention", "be auto, xla, cudnn or splash", self.attention in get_args(AttentionBackend)),
             ("remat", "be none, dots or full", self.remat in get_args(RematPolicy)),
         ):
-            require(holds, f"model.{name}", constraint, repr(getattr(self, name)))
+            require(holds, f"model.{name}", constraint, shown(getattr(self, name)))
 
     def check_axes(self, *, fsdp: int, tensor: int) -> None:
         """Reject sizes of the mesh axes `fsdp` and `tensor` that do not divide the model.
@@ -97,6 +102,23 @@ class GPT2Config:
             ("fsdp", fsdp, "embed_dim", self.embed_dim),
         ):
             require(dim % size == 0, f"mesh axis {axis}", f"divide model.{name} ({dim})", size, "Choose another size.")
+
+    def check_trainable(self) -> None:
+        """Reject parameters in bfloat16, which lose small updates: near 1 its numbers differ by 1/128 and 1/256.
+
+        The scale of a norm, 1 at the start, could not move at learning rates below 2e-3. Creating a training state and
+        a train step makes this check. An application can call it before it starts anything.
+
+        Raises:
+            ValueError: `param_dtype` is bfloat16.
+        """
+        require(
+            self.param_dtype != "bfloat16",
+            "model.param_dtype",
+            "be float32 or float64 for training",
+            shown(self.param_dtype),
+            "Set model.dtype to bfloat16 to compute in bfloat16.",
+        )
 
     @property
     def head_dim(self) -> int:

@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, muon
 
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import INT32_MAX, is_whole, require, shown
 from nnx_gpt2._optimizer_config import OptimizerConfig
 from nnx_gpt2._params import dotted_name
 
@@ -21,37 +21,41 @@ _MUON_RMS = 0.2
 def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[[ArrayLike], jax.Array]:
     """Return the learning rate schedule: linear warmup to the peak, then the schedule of the config.
 
-    Step `i` of a warmup of `w` steps has `(i + 1) / (w + 1)` of the peak: no step has rate zero. `cosine` decays to
-    the minimum at `max_steps` (Loshchilov and Hutter, 2017, arXiv:1608.03983, without restarts). `wsd` stays at the
-    peak and decays linearly over the last `decay_steps` (Hu et al., 2024, arXiv:2404.06395). `constant` stays at the
-    peak. A run may be shorter than its warmup.
+    The first step is 0, the last one `max_steps - 1`. Step `i` of a warmup of `w` steps has `(i + 1) / (w + 1)` of the
+    peak: no step has rate zero. `cosine` decays from the peak at step `w` to the minimum at the last step (Loshchilov
+    and Hutter, 2017, arXiv:1608.03983, without restarts). `wsd` stays at the peak, and over the last `decay_steps` the
+    rate falls by equal amounts, to the minimum at the last step (Hu et al., 2024, arXiv:2404.06395). `constant` stays
+    at the peak. A run of `cosine` or `constant` may be shorter than its warmup.
 
     Raises:
         ValueError: warmup and decay of `wsd` are longer than the run.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
-    first = peak / (warmup + 1)
-    if config.schedule == "cosine":
-        schedule = optax.warmup_cosine_decay_schedule(
-            init_value=first,
-            peak_value=peak,
-            warmup_steps=warmup,
-            decay_steps=max(max_steps, warmup + 1),
-            end_value=config.min_learning_rate,
-        )
-        return lambda step: jnp.asarray(schedule(step))
-    parts = [optax.linear_schedule(first, peak, warmup), optax.constant_schedule(peak)]
+    peak, end, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
+    parts = [optax.linear_schedule(peak / (warmup + 1), peak, warmup)]
     starts = [warmup]
-    if config.schedule == "wsd":
-        decay = max_steps // 5 if config.decay_steps is None else config.decay_steps
-        require(
-            warmup + decay <= max_steps,
-            "optimizer.warmup_steps and optimizer.decay_steps",
-            f"fit into the {max_steps} steps of the run",
-            f"{warmup} and {decay}",
-        )
-        parts.append(optax.linear_schedule(peak, config.min_learning_rate, max(decay, 1)))
-        starts.append(max_steps - decay)
+    match config.schedule:
+        case "cosine":
+            last = max(max_steps - 1, warmup)
+            parts += [
+                optax.cosine_decay_schedule(peak, max(last - warmup, 1), alpha=end / peak),
+                optax.constant_schedule(end),  # exactly, and also in a run of one step after the warmup
+            ]
+            starts += [last]
+        case "wsd":
+            decay = max(max_steps // 5, 1) if config.decay_steps is None else config.decay_steps
+            require(
+                warmup + decay <= max_steps,
+                "optimizer.warmup_steps and optimizer.decay_steps",
+                f"fit into the {max_steps} steps of the run",
+                f"{warmup} and {decay}",
+            )
+            first = peak * (1 - 1 / decay) + end / decay
+            parts += [optax.constant_schedule(peak), optax.linear_schedule(first, end, decay - 1)]
+            starts += [max_steps - decay]
+        case "constant":
+            parts += [optax.constant_schedule(peak)]
+        case _:
+            assert_never(config.schedule)
     schedule = optax.join_schedules(parts, starts)
     return lambda step: jnp.asarray(schedule(step))
 
@@ -97,9 +101,10 @@ def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientT
         max_steps: length of the run in steps, over which the learning rate decays.
 
     Raises:
-        ValueError: `max_steps` is below 1, or shorter than warmup and decay.
+        ValueError: `max_steps` is below 1, or shorter than warmup and decay of `wsd`.
     """
-    require(max_steps >= 1, "max_steps", "be at least 1", max_steps)
+    is_length = is_whole(max_steps, 1, INT32_MAX)
+    require(is_length, "max_steps", f"be at least 1 and at most {INT32_MAX}", shown(max_steps))
     schedule = learning_rate_schedule(config, max_steps)
     adamw = optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=weight_mask)
     match config.name:

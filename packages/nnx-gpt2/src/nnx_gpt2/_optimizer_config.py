@@ -1,10 +1,9 @@
 """The configuration of the optimizer. Imports no jax."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, require, shown
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -28,13 +27,13 @@ class OptimizerConfig:
     """Peak learning rate, reached at the end of the warmup."""
 
     min_learning_rate: float = 6e-5
-    """Learning rate at the last step of `cosine` and `wsd`. `constant` does not use it."""
+    """Learning rate of the last step of `cosine` and `wsd`. `constant` does not use it."""
 
     warmup_steps: int = 0
     """Steps of linear warmup. 0 starts at the peak."""
 
     decay_steps: int | None = None
-    """Steps of the final decay of `wsd`; None is a fifth of the run."""
+    """Steps of the final decay of `wsd`, at least 1; None is a fifth of the run."""
 
     weight_decay: float = 0.1
     """Decoupled weight decay of kernels and embeddings. Biases and norms do not decay."""
@@ -50,19 +49,19 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        peak, end = self.learning_rate, self.min_learning_rate
-        whole = "be a whole number, not negative"
+        peak, end, decay = self.learning_rate, self.min_learning_rate, self.decay_steps
+        between = f"lie between 0 and optimizer.learning_rate ({shown(peak)})"
         finite = "be finite and not negative"
         for name, constraint, holds in (
             ("name", f"be {' or '.join(get_args(OptimizerName))}", self.name in get_args(OptimizerName)),
             ("schedule", "be cosine, wsd or constant", self.schedule in get_args(ScheduleName)),
-            ("learning_rate", "be positive and finite", 0 < peak < math.inf),
-            ("min_learning_rate", f"lie between 0 and optimizer.learning_rate ({peak})", 0 <= end <= peak),
-            ("warmup_steps", whole, self.warmup_steps >= 0),
-            ("decay_steps", whole, self.decay_steps is None or self.decay_steps >= 0),
-            ("weight_decay", finite, 0 <= self.weight_decay < math.inf),
-            ("clip_norm", finite, 0 <= self.clip_norm < math.inf),
-            ("beta1", "be in [0, 1)", 0 <= self.beta1 < 1),
-            ("beta2", "be in [0, 1)", 0 <= self.beta2 < 1),
+            ("learning_rate", "be positive and finite", is_number(peak) and peak > 0),
+            ("min_learning_rate", between, is_number(peak) and is_number(end) and 0 <= end <= peak),
+            ("warmup_steps", f"be a whole number from 0 to {INT32_MAX}", is_whole(self.warmup_steps, 0, INT32_MAX)),
+            ("decay_steps", f"be a whole number from 1 to {INT32_MAX}", decay is None or is_whole(decay, 1, INT32_MAX)),
+            ("weight_decay", finite, is_number(self.weight_decay) and self.weight_decay >= 0),
+            ("clip_norm", finite, is_number(self.clip_norm) and self.clip_norm >= 0),
+            ("beta1", "be in [0, 1)", is_number(self.beta1) and 0 <= self.beta1 < 1),
+            ("beta2", "be in [0, 1)", is_number(self.beta2) and 0 <= self.beta2 < 1),
         ):
-            require(holds, f"optimizer.{name}", constraint, repr(getattr(self, name)))
+            require(holds, f"optimizer.{name}", constraint, shown(getattr(self, name)))

@@ -9,6 +9,7 @@ Shapes: C width.
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import INT32_MAX, is_whole, one_line, require, shown, value_error
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import Params
 
@@ -96,16 +97,30 @@ def _published(config: GPT2Config) -> dict[str, _Tensor]:
 def locate_pretrained(path_or_name: str | os.PathLike[str], revision: str | None) -> Path:
     """Return the folder of a saved model. A name that is not a folder is downloaded from the hub."""
     folder = Path(path_or_name)
-    return folder if folder.is_dir() else _download(str(path_or_name), revision)
+    with contextlib.suppress(OSError):  # such as a name that no file can have
+        if folder.exists():
+            require(folder.is_dir(), "path or name", "be a folder", one_line(folder))
+            return folder
+    return _download(str(path_or_name), revision)
 
 
-def read_params(folder: Path, config: GPT2Config, shapes: Any) -> Params:
-    """Read the parameters of a saved model into a tree of these shapes and types."""
-    expected = _published(config)
-    params = jax.tree.map(lambda like: like, shapes)
+def read_params(folder: Path, config: GPT2Config, make_shapes: Callable[[], Any]) -> Params:
+    """Read the parameters of a saved model into a tree.
+
+    Args:
+        folder: see `locate_pretrained`.
+        config: see `read_config`.
+        make_shapes: returns the tree's shapes and types. It is called after the config has been compared with the
+            files: those of a wrong config could be of any size.
+    """
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
+        has_layers = config.num_layers <= len(tensors)
+        found = f"{config.num_layers} layers in {_CONFIG}, and {len(tensors)} tensors"
+        require(has_layers, f"tensors in {folder}", f"be those of the GPT-2 in {_CONFIG}", found, _AGAIN)
+        expected = _published(config)
         _check_tensors(folder, tensors, expected)
+        params = make_shapes()
         fill = jax.jit(lambda stacked, leaf, layer: stacked.at[layer].set(leaf), donate_argnums=0)
         for name, tensor in expected.items():
             parent, key = _locate(params, tensor, config)
@@ -129,6 +144,8 @@ def write_pretrained(
     max_shard_bytes: int,
 ) -> None:
     """Write parameters and `config.json`; see `GPT2.save_pretrained`."""
+    is_id = end_of_text is None or is_whole(end_of_text, 0, INT32_MAX)
+    require(is_id, "end_of_text", "be None or a token id", shown(end_of_text))
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     itemsize = jnp.dtype(config.param_dtype).itemsize
@@ -168,36 +185,51 @@ def _download(name: str, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download  # an extra: local folders do not need it
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError as error:
-        raise ValueError(
-            f"path or name must be a folder, got {name}. To download it from the hub, install nnx-gpt2[hub]."
-        ) from error
+        remedy = "To download it from the hub, install nnx-gpt2[hub]."
+        raise value_error("path or name", "be a folder", one_line(name), remedy) from error
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=[_CONFIG, "*.safetensors", _INDEX]))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
-        raise ValueError(
-            f"path or name must be a folder, or a repository on the hub that can be reached, got {name}: {error}"
-        ) from error
+        constraint = "be a folder, or a repository on the hub that can be reached"
+        raise value_error("path or name", constraint, f"{one_line(name)}: {error}") from error
 
 
 def read_config(folder: Path, fields: dict[str, Any]) -> GPT2Config:
     """Read the config of a saved model, and set further fields."""
     path = folder / _CONFIG
-    try:
-        published = dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} must be a file with a JSON object, got an error ({error}). {_AGAIN}") from error
+    published = _read_object(path)
     for name, values in _SUPPORTED.items():
         value = published.get(name, values[0])
         choices = " or ".join(map(repr, values))
-        require(value in values, f"{name} in {path}", f"be {choices}", repr(value), "Only GPT-2 can be loaded.")
+        require(value in values, f"{name} in {path}", f"be {choices}", shown(value), "Only GPT-2 can be loaded.")
     rest: dict[str, Any] = {"norm_epsilon": published.get("layer_norm_epsilon", 1e-5)}
     try:
         config = GPT2Config(**{ours: published.get(theirs) for ours, theirs in _SIZES.items()}, **rest, **fields)
     except ValueError as error:
-        raise ValueError(f"{path} must describe a GPT-2, got an error in it: {error}") from error
+        found = f"an error in it: {str(error).rstrip('.')}"
+        raise value_error(str(path), "describe a GPT-2", found, _AGAIN) from error
     has_type = jax.config.read("jax_enable_x64") or "float64" not in (config.dtype, config.param_dtype)
     require(has_type, "jax_enable_x64", "be on for float64", "off", "Turn it on, or choose float32.")
     return config
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file."""
+    try:
+        _check_regular(path)
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise value_error(str(path), "be a file with a JSON object", f"an error ({error})", _AGAIN) from error
+
+
+def _check_regular(path: Path) -> None:
+    """Reject pipes and devices, which could block or have no end, before they are opened.
+
+    Raises:
+        OSError: the path is no regular file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
 
 
 def _describe(config: GPT2Config, end_of_text: int | None) -> dict[str, Any]:
@@ -272,21 +304,24 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Store
     tensors = {}
     for path in files:
         try:
+            _check_regular(path)
             file = stack.enter_context(safe_open(path, framework="numpy"))
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} must be a safetensors file, got an error ({error}). {_AGAIN}") from error
+        except (OSError, ValueError, SafetensorError) as error:
+            raise value_error(str(path), "be a safetensors file", f"an error ({error})", _AGAIN) from error
         for name in file.keys():  # noqa: SIM118 - no dict
             ours = name.removeprefix(_PREFIX)
-            require(ours not in tensors, f"each tensor in {folder}", "be stored once", f"{ours} twice", _AGAIN)
+            require(
+                ours not in tensors, f"each tensor in {folder}", "be stored once", f"{one_line(ours)} twice", _AGAIN
+            )
             tensors[ours] = _Stored(file, name)
     return {name: stored for name, stored in tensors.items() if not name.endswith(_BUFFERS)}
 
 
 def _indexed_files(index: Path) -> list[str]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(_read_object(index)["weight_map"].values()))
         is_valid = all(name == Path(name).name for name in names)  # not a path to somewhere else
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         names, is_valid = [], False
     require(is_valid, str(index), "have a weight_map from tensors to files in its folder", "another", _AGAIN)
     return names
@@ -295,7 +330,7 @@ def _indexed_files(index: Path) -> list[str]:
 def _check_tensors(folder: Path, tensors: dict[str, _Stored], expected: dict[str, _Tensor]) -> None:
     head = tensors.pop(_HEAD, None)
     problems = [f"{name} is missing" for name in expected if name not in tensors]
-    problems += [f"{name} is unknown" for name in tensors if name not in expected]
+    problems += [f"{one_line(name)} is unknown" for name in tensors if name not in expected]
     for name in filter(tensors.__contains__, expected):
         if (shape := tensors[name].shape()) != expected[name].shape:
             problems.append(f"{name} is {list(shape)}, not {list(expected[name].shape)}")

@@ -56,8 +56,10 @@ def create_train_state(
         mesh: the devices. None is the default device.
 
     Raises:
-        ValueError: the mesh does not divide the model.
+        ValueError: the parameters are bfloat16 (see `GPT2Config.check_trainable`), or the mesh does not divide the
+            model.
     """
+    config.check_trainable()
     create = partial(_create, config, optimizer)
     if mesh is None:
         return jax.jit(create)(key)
@@ -68,7 +70,12 @@ def create_train_state(
 def abstract_train_state(
     config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-    """Return the shapes, types and shardings of a state, without arrays, to restore a checkpoint."""
+    """Return the shapes, types and shardings of a state, without arrays, to restore a checkpoint.
+
+    Raises:
+        ValueError: see `create_train_state`.
+    """
+    config.check_trainable()
     shapes = jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
     if mesh is None:
         device = SingleDeviceSharding(jax.local_devices()[0])

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,13 @@ import optax
 from jax.sharding import Mesh, use_abstract_mesh
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import is_whole, require, shown
 from nnx_gpt2._loss import mean_loss, token_losses
 from nnx_gpt2._model import merge
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import Params
 from nnx_gpt2._sharding import DATA_AXIS, FSDP_AXIS, replicated
-from nnx_gpt2._token_ids import check_ids, have_known_ids
+from nnx_gpt2._token_ids import check_end_of_text, check_windows, have_known_ids
 from nnx_gpt2._train_state import TrainState, abstract_train_state
 
 # Size of the heaps of glibc's arenas: larger arrays are mapped again by each allocation.
@@ -44,8 +45,12 @@ def make_train_step(
 
     The metrics stay on the device: `loss` (nats per token) and `grad_norm` (before clipping), float32; `num_skipped`
     and `num_skipped_in_a_row`, int32. If the loss or the gradient is not finite, the step is skipped: it keeps the
-    parameters and the optimizer state, and counts itself as skipped. The loss of a batch with ids outside the
+    parameters and the moments of the optimizer, and counts itself as skipped. The loss of a batch with ids outside the
     vocabulary is NaN.
+
+    The learning rate is a function of the step: a skipped step advances the schedules of optax in the optimizer state
+    (`optax.ScaleByScheduleState`), which count from 0 as `state.step`. Adam's count for its bias correction is the
+    number of updates of its moments, so a skipped step does not advance it.
 
     Args:
         config: the model's shape.
@@ -55,10 +60,12 @@ def make_train_step(
         end_of_text: the token that ends a document. If given, attention stays within documents.
 
     Raises:
-        ValueError: the mesh does not divide the model, or `grad_accum_steps` is below 1. The step raises ValueError
-            if a batch is not integers of shape `[batch, tokens]`, or devices and microbatches do not divide it.
+        ValueError: the parameters are bfloat16 (see `GPT2Config.check_trainable`), the mesh does not divide the model,
+            `grad_accum_steps` is below 1, or `end_of_text` is no id of the model. The step raises ValueError if a batch
+            is not integers of shape `[batch, tokens]`, or devices and microbatches do not divide it.
     """
-    require(grad_accum_steps >= 1, "grad_accum_steps", "be at least 1", grad_accum_steps)
+    require(is_whole(grad_accum_steps, 1), "grad_accum_steps", "be at least 1", shown(grad_accum_steps))
+    check_end_of_text(end_of_text, config.vocab_size)
 
     def loss_fn(params: Params, windows: Integer[Array, "b W"], key: PRNGKeyArray) -> Float[Array, ""]:
         parts = _concurrent_parts(config, windows, mesh)
@@ -96,15 +103,14 @@ def make_train_step(
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-            params, opt_state = jax.tree.map(
-                partial(jnp.where, is_finite), (params, opt_state), (state.params, state.opt_state)
-            )
+            params = jax.tree.map(partial(jnp.where, is_finite), params, state.params)
+            opt_state = _kept_unless(is_finite, opt_state, state.opt_state)
             skipped = {
                 "num_skipped": state.num_skipped + ~is_finite,
                 "num_skipped_in_a_row": jnp.where(is_finite, 0, state.num_skipped_in_a_row + 1),
             }
         state = TrainState(step=state.step + 1, **skipped, params=params, opt_state=opt_state)
-        return state, {"loss": loss, "grad_norm": grad_norm, **skipped}
+        return state, {"loss": loss.astype(jnp.float32), "grad_norm": grad_norm.astype(jnp.float32), **skipped}
 
     shapes = abstract_train_state(config, optimizer, mesh)
     donated = 0 if _is_donated(shapes) else None
@@ -112,6 +118,17 @@ def make_train_step(
         return jax.jit(train_step, donate_argnums=donated)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     return jax.jit(train_step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
+
+
+def _kept_unless(is_update: Array, new: Any, old: Any) -> Any:
+    """Return the new state of the optimizer, or the old one with the new counts of its schedules."""
+    return jax.tree.map(
+        lambda new, old: new if _counts_steps(new) else jnp.where(is_update, new, old), new, old, is_leaf=_counts_steps
+    )
+
+
+def _counts_steps(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
 
 
 def _is_donated(shapes: TrainState) -> bool:
@@ -143,12 +160,11 @@ def _concurrent_parts(
 
 def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_microbatches: int) -> None:
     """Check what jit can see of a batch: its type and its shape."""
-    check_ids(windows, config.vocab_size, "windows")
-    require(windows.shape[1] >= 2, "windows", "have at least 2 tokens, an input and a target", windows.shape[1])
+    check_windows(windows, config.vocab_size)
     num_devices = 1 if mesh is None else mesh.shape[DATA_AXIS] * mesh.shape[FSDP_AXIS]
     batch_size = windows.shape[0]
     require(
-        batch_size > 0 and batch_size % (num_devices * num_microbatches) == 0,
+        batch_size % (num_devices * num_microbatches) == 0,
         "batch size",
         f"be a positive multiple of {num_devices} devices (the axes data and fsdp) x {num_microbatches} microbatches",
         batch_size,
@@ -171,7 +187,11 @@ def make_eval_step(
         mesh: the devices of the parameters. None is a single device.
         end_of_text: the token that ends a document. If given, attention stays within documents. Pass the same value
             as to `make_train_step`.
+
+    Raises:
+        ValueError: `end_of_text` is no id of the model.
     """
+    check_end_of_text(end_of_text, config.vocab_size)
 
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
         _check_windows(config, windows, mesh, 1)
