@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import ray
@@ -49,6 +51,8 @@ class S3Proxy(http.server.ThreadingHTTPServer):
         """Number of the requests to answer with 503."""
         self.changes: list[tuple[str, str]] = []
         """Method and path of each request that wrote or deleted, in the order of the answers."""
+        self.requests: set[tuple[str, str]] = set()
+        """Method and path, with its query, of the requests that were passed on. A repeated request counts once."""
         self.downloads: list[tuple[str, int]] = []
         """Path and size of each answer to a GET request."""
 
@@ -89,6 +93,7 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         path = self.path.partition("?")[0]
+        proxy.requests.add((self.command, self.path))
         if self.command in ("PUT", "POST", "DELETE"):
             proxy.changes.append((self.command, path))
         if self.command == "GET":
@@ -166,8 +171,17 @@ def cluster(s3):
 
 
 @pytest.fixture
-def nodes():
+def temporary():
+    """A folder for temporary files with a short name: the paths of sockets are limited."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def nodes(temporary, monkeypatch):
     """A cluster whose head has no CPUs, and nodes of one CPU each that are added to it."""
+    # Ray notes the address of the cluster in its temporary folder. Other programs would find it there.
+    monkeypatch.setenv("RAY_TMPDIR", str(temporary))
     flags = os.environ.pop("XLA_FLAGS", None)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)

@@ -119,9 +119,12 @@ CASES = {
     "newline in name": (launching(name="a\nb"), "name must be a printable text"),
     "name in bytes": (launching(name=b"run"), "name must be a printable text"),
     **{
-        f"{name}={value!r}": (launching(**{name: value}), f"{name} must be a whole number of at least 0, got {value!r}")
-        for name in ("max_failures", "data_cpus")
-        for value in BAD_INTS
+        f"{name}={value!r}": (
+            launching(**{name: value}),
+            f"{name} must be a whole number of at least {least}, got {value!r}",
+        )
+        for name, least in (("max_failures", -1), ("data_cpus", 0))
+        for value in (-2 if value == -1 else value for value in BAD_INTS)
     },
     **{
         f"{name}={value!r}": (launching(**{name: value}), f"{name} must be a number of at least 0, got {value!r}")

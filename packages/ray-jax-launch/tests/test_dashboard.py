@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from ray_jax_launch import LaunchError, connect, dashboard_url
-from ray_jax_launch._ray_internals import lacks_dashboard
+from ray_jax_launch._ray_internals.ray_cluster import lacks_dashboard
 
 
 def test_without_a_cluster_there_is_no_dashboard():

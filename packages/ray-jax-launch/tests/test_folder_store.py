@@ -13,9 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ray_jax_launch import Checkpoints, DamagedCheckpointError, intact_step
+from ray_jax_launch import (
+    Checkpoints,
+    DamagedCheckpointError,
+    UnsavedCheckpointError,
+    intact_step,
+    newest_metadata,
+)
 from ray_jax_launch._checkpoint.catalog import list_steps
 from ray_jax_launch._checkpoint.folder_store import FolderStore
+from ray_jax_launch._checkpoint.notices import notify_of_saves
 
 TREE = {"w": jnp.arange(1000.0)}
 
@@ -52,14 +59,13 @@ def empty_the_folder(checkpoint):
     return "checksums.json is missing"
 
 
-def remove_the_checksums_and_the_metadata(checkpoint):
+def remove_the_checksums(checkpoint):
     (checkpoint / "checksums.json").unlink()
-    shutil.rmtree(checkpoint / "metadata")
     return "checksums.json is missing"
 
 
 DAMAGES = [
-    flip_a_byte, cut_short, remove_a_file, spoil_the_checksums, empty_the_folder, remove_the_checksums_and_the_metadata
+    flip_a_byte, cut_short, remove_a_file, spoil_the_checksums, empty_the_folder, remove_the_checksums
 ]  # fmt: skip
 
 
@@ -142,12 +148,6 @@ def test_a_reader_raises_if_all_checkpoints_are_damaged(folder):
         checkpoints.restore_latest({"params": TREE})
 
 
-def test_a_checkpoint_without_checksums_counts_as_intact(folder):
-    """Versions before 0.3 could write such a checkpoint."""
-    (folder / "30" / "checksums.json").unlink()
-    assert intact_step(folder) == 30
-
-
 def test_every_file_has_a_checksum_without_wait(tmp_path):
     with Checkpoints(tmp_path, num_to_keep=3) as checkpoints:
         for step in (10, 20, 30):
@@ -159,6 +159,65 @@ def test_every_file_has_a_checksum_without_wait(tmp_path):
         # Orbax has written the last of them since version 0.12.
         assert found - set(files) - {"commit_success.txt"} == {"checksums.json", "_CHECKPOINT_METADATA"}
         assert len(files) > 10
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_announced(tmp_path, monkeypatch):
+    place, synced = tmp_path / "runs/checkpoints", {"before": set(), "after": set()}
+    real, announced = os.fsync, []
+
+    def fsync(file):
+        synced["after" if (place / "10").exists() else "before"].add(os.fstat(file).st_ino)
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with (
+        notify_of_saves(
+            lambda folder, step: announced.append((step, inode(place) in synced["after"])), announced.append
+        ),
+        Checkpoints(place) as checkpoints,
+    ):
+        assert {inode(tmp_path), inode(tmp_path / "runs")} <= synced["before"]
+        checkpoints.save(10, {"params": TREE, "opt_state": TREE}, metadata={}, score=1.0)
+    assert announced == [(10, True)]
+    files = [
+        path for path in (place / "10").rglob("*") if path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt")
+    ]
+    assert len(files) > 20
+    assert {str(path) for path in (place / "10", *files) if inode(path) not in synced["before"]} == set()
+
+
+def inode(path):
+    return path.stat().st_ino
+
+
+def test_a_checkpoint_of_another_command_is_not_replaced(tmp_path):
+    with Checkpoints(tmp_path) as first, Checkpoints(tmp_path) as second:
+        first.save(10, {"params": TREE}, metadata={"first": True})
+        first.wait()
+        with pytest.raises(UnsavedCheckpointError, match=r"/10 must not exist, got a checkpoint of another run\. Stop"):
+            second.save(10, {"params": TREE}, metadata={"first": False})
+    assert intact_step(tmp_path) == 10
+    assert newest_metadata(tmp_path) == {"first": True}
+
+
+def test_a_checkpoint_that_appears_after_the_check_is_not_deleted(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path) as first, Checkpoints(tmp_path) as second:
+        first.save(10, {"params": TREE}, metadata={"first": True})
+        first.wait()
+        with monkeypatch.context() as stale:
+            stale.setattr(FolderStore, "version", lambda self, step: None)  # as before the first save
+            with pytest.raises(UnsavedCheckpointError, match="/10 already exists"):
+                second.save(10, {"params": TREE}, metadata={"first": False})
+    assert intact_step(tmp_path) == 10
+    assert newest_metadata(tmp_path) == {"first": True}
+
+
+def test_files_in_place_of_a_half_written_checkpoint_are_deleted(tmp_path):
+    (tmp_path / "10.orbax-checkpoint-tmp").write_text("x")
+    (tmp_path / "10.orbax-checkpoint-tmp-2").symlink_to("/nowhere")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(10, {"params": TREE}, metadata={})
+    assert [path.name for path in tmp_path.iterdir()] == ["10"]
 
 
 def test_files_without_a_checksum_are_not_needed(folder):

@@ -154,7 +154,7 @@ def test_presets_set_what_ray_and_jax_need():
     tunables = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}:glibc.malloc.hugetlb=1"
     assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": tunables}
     assert worker_environment(cpu(2, 4))["JAX_NUM_CPU_DEVICES"] == "4"
-    assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": ""}
+    assert worker_environment(gpu(2))["JAX_PLATFORMS"] == "cuda"
     slice_ = scaling_config(tpu("v6e", "4x4"))
     assert (slice_.use_tpu, slice_.accelerator_type, slice_.topology) == (True, "TPU-V6E", "4x4")
     assert slice_.resources_per_worker == {"CPU": 1, "TPU": 4}
@@ -173,3 +173,31 @@ def test_workers_share_the_cpus_that_ray_data_leaves(num_cpus, share):
 def test_cpus_that_a_script_asks_for_are_not_shared():
     given = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
     assert share_cpus(given, 2, data_cpus=1) == given
+
+
+def test_gpu_workers_keep_the_folders_of_the_driver_and_lose_those_of_cuda_toolkits(monkeypatch, tmp_path):
+    files = {
+        "mounted": "libcuda.so.1",
+        "cuda": "libcudart.so.12",
+        "cudnn": "libcudnn.so.9",
+        "wheel": "libcublasLt.so.12",
+        "other": "libfoo.so",
+    }
+    for folder, name in files.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(str(tmp_path / folder) for folder in (*files, "missing")))
+    kept = ":".join(str(tmp_path / folder) for folder in ("mounted", "other", "missing"))
+    assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": kept}
+
+
+def test_a_library_path_without_cuda_toolkits_is_not_touched(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/nvidia/lib64:")
+    assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("text", "data_cpus"), [("cpu:1", 1), ("cpu:8", 1), ("cpu:9", 2), ("gpu:4x8", 1), ("cpu:1-9", 1), ("gpu:1000", 125)]
+)
+def test_eight_workers_share_a_cpu_for_ray_data(text, data_cpus):
+    assert parse_hardware(text).data_cpus == data_cpus

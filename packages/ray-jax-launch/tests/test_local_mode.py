@@ -193,28 +193,79 @@ except KeyboardInterrupt as error:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_signal_lets_the_loop_save_and_a_second_one_stops_it_at_once(tmp_path, number, saves):
-    arguments = [sys.executable, "-c", CTRL_C, str(tmp_path), "saves" if saves else "hangs"]
+def running_process(tmp_path, what):
+    """Start a process whose loop runs."""
+    arguments = [sys.executable, "-c", CTRL_C, str(tmp_path), what]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_of_one_stop_let_the_loop_save(tmp_path, number):
+    process = running_process(tmp_path, "saves")
     process.send_signal(number)
-    if not saves:
-        assert process.stdout.readline() == "ignored\n"
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=30)
+    assert output.startswith("interrupted stopped"), errors
+    assert "to continue" in output
+    remedy = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+    (line,) = errors.splitlines()
+    assert line.endswith(f"interrupted: the workers save what they have{remedy}")
+    saved = latest_step(tmp_path / "run" / "checkpoints")
+    assert saved is not None
+    assert saved >= 3
+
+
+def test_only_a_second_ctrl_c_stops_a_loop_that_does_not_return(tmp_path):
+    process = running_process(tmp_path, "hangs")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ignored\n"
+    for number in (signal.SIGTERM, signal.SIGHUP):
         process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.5)
+    process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=30)
     assert output.startswith("interrupted"), errors
-    assert "interrupted: the workers save what they have; press Ctrl-C again to stop at once" in errors
-    saved = latest_step(tmp_path / "run" / "checkpoints")
-    if saves:
-        assert saved is not None
-        assert saved >= 3
-        assert "to continue" in output
-    else:
-        assert saved is None
-        assert "interrupted: the workers stop at once; saved checkpoints stay" in errors
+    assert latest_step(tmp_path / "run" / "checkpoints") is None
+    assert "interrupted: the workers stop at once; saved checkpoints stay" in errors
+
+
+FAILED_SAVE = """
+import resource, signal, sys, time
+import jax.numpy as jnp
+from ray_jax_launch import *
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+
+def loop():
+    with Checkpoints() as checkpoints:
+        for step in range(1, 1000):
+            if step == 1:
+                checkpoints.save(step, {"state": {"w": jnp.ones(1 << 20)}}, metadata={})
+            stop_requested(step)
+            print(step, flush=True)
+            time.sleep(0.05)
+
+try:
+    launch(loop, hardware="local", storage_path=sys.argv[1], name="run")
+except UnsavedCheckpointError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_failed_save_ends_the_loop_at_its_next_step(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-c", FAILED_SAVE, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    *steps, error = process.stdout.splitlines()
+    assert error.startswith(f"checkpoint 1 in {tmp_path}/run/checkpoints must be written, got "), process.stderr
+    assert "was not saved" not in process.stderr
+    assert int(steps[-1]) < 999
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,16 @@ def test_workers_of_one_gpu_on_one_node_have_different_gpus(nodes, tmp_path):
     assert sorted(path.read_text() for path in tmp_path.glob("gpu-*")) == ["0", "1", "2", "3"]
 
 
+def test_gpu_workers_have_the_library_path_of_their_node_without_cuda_toolkits(nodes, tmp_path):
+    mounted, toolkit = tmp_path / "mounted", tmp_path / "toolkit"
+    for folder, name in ((mounted, "libcuda.so.1"), (toolkit, "libcudart.so.12")):
+        folder.mkdir()
+        (folder / name).touch()
+    nodes.add_node(num_cpus=1, num_gpus=1, env_vars={"LD_LIBRARY_PATH": f"{toolkit}:{mounted}"})
+    given = {"hardware": gpu(1), "storage_path": tmp_path, "name": "run"}
+    assert launch(lambda: os.environ["LD_LIBRARY_PATH"], **given).return_value == str(mounted)
+
+
 def test_a_worker_of_four_gpus_sees_all_of_them(nodes, tmp_path):
     nodes.add_node(num_cpus=1, num_gpus=4)
     launch(note_visible_device, {"folder": str(tmp_path)}, hardware=gpu(1, 4), storage_path=tmp_path, name="run")
@@ -329,8 +339,30 @@ def test_an_elastic_group_leaves_a_cpu_to_ray_data(nodes, tmp_path):
     assert launch(count_rows, {}, datasets=rows, **given).return_value == (1, 5)
 
 
-def test_the_error_of_a_cluster_that_requires_a_token_names_the_variable(tmp_path):
+def read_in_step(config):
+    """Read a dataset of this worker's own in step with the other workers, and return the number of rows."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    rows = ray.data.range(20_000, override_num_blocks=20).map_batches(lambda batch: batch, batch_size=None)
+    rows.context.execution_options.preserve_order = True
+    count = 0
+    for batch in rows.iter_batches(batch_size=1000):
+        count += len(batch["id"])
+        multihost_utils.sync_global_devices(str(count))
+    return jax.process_count(), count
+
+
+def test_four_workers_with_executors_of_their_own_share_a_cpu_for_ray_data(nodes, tmp_path):
+    hardware = cpu(4)
+    nodes.add_node(num_cpus=4 + hardware.data_cpus)
+    given = {"hardware": hardware, "storage_path": tmp_path, "name": "run", "data_cpus": hardware.data_cpus}
+    assert launch(read_in_step, {}, **given).return_value == (4, 20_000)
+
+
+def test_the_error_of_a_cluster_that_requires_a_token_names_the_variable(tmp_path, temporary):
     environment = os.environ | {"HOME": str(tmp_path), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    environment["RAY_TMPDIR"] = str(temporary)
     environment.pop("RAY_AUTH_MODE", None)  # Ray sets it in a process that started a cluster
     ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
     subprocess.run([*ray_command, "get-auth-token", "--generate"], check=True, env=environment, capture_output=True)

@@ -6,19 +6,25 @@ import logging
 import tarfile
 import time
 import zlib
+from importlib.metadata import version
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from pyarrow.fs import FileSelector
 
-from ray_jax_launch import Checkpoints, DamagedCheckpointError, LaunchError, intact_step, latest_step
-from ray_jax_launch._checkpoint.catalog import list_steps
+from ray_jax_launch import (
+    Checkpoints,
+    DamagedCheckpointError,
+    LaunchError,
+    intact_step,
+)
 from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._storage import join_path, open_uri
 
 TREE = {"w": jnp.arange(1000.0)}
-FILES = {"30/checkpoint.json", "30/process-0.tar", "30/process-0.params.tar"}
+FILES = {"checksums-0.json", "process-0.tar", "process-0.params.tar"}
+"""Names of the objects of a save."""
 
 
 @pytest.fixture
@@ -50,22 +56,29 @@ def names(uri):
     return {info.path[len(root) + 1 :] for info in infos if info.is_file}
 
 
-def flip_a_byte(uri, archive="30/process-0.params.tar"):
-    content = bytearray(read(uri, archive))
+def save_of(uri, step):
+    """The folder of the archives of a checkpoint, such as 30/<save>."""
+    return f"{step}/{json.loads(read(uri, f'{step}/checkpoint.json'))['save']}"
+
+
+def flip_a_byte(uri, archive="process-0.params.tar", step=30):
+    path = f"{save_of(uri, step)}/{archive}"
+    content = bytearray(read(uri, path))
     content[len(content) // 2] ^= 1
-    write(uri, archive, bytes(content))
-    return f"{archive.partition('/')[2]} does not have the checksum it was written with"
+    write(uri, path, bytes(content))
+    return f"{archive} does not have the checksum it was written with"
 
 
 def cut_short(uri):
-    content = read(uri, "30/process-0.params.tar")
-    write(uri, "30/process-0.params.tar", content[:-1])
+    path = f"{save_of(uri, 30)}/process-0.params.tar"
+    content = read(uri, path)
+    write(uri, path, content[:-1])
     return f"process-0.params.tar has {len(content) - 1} bytes, not {len(content)}"
 
 
 def remove_an_archive(uri):
     filesystem, root = open_uri(uri)
-    filesystem.delete_file(f"{root}/30/process-0.params.tar")
+    filesystem.delete_file(f"{root}/{save_of(uri, 30)}/process-0.params.tar")
     return "process-0.params.tar is missing"
 
 
@@ -109,61 +122,53 @@ def test_items_are_restored_one_by_one(uri):
 
 
 def test_a_checkpoint_is_its_archives_and_the_object_that_lists_them(uri):
-    assert {name for name in names(uri) if name.startswith("30/")} == FILES
+    save = save_of(uri, 30)
+    expected = {"30/checkpoint.json"} | {f"{save}/{name}" for name in FILES}
+    assert {name for name in names(uri) if name.startswith("30/")} == expected
     listing = json.loads(read(uri, "30/checkpoint.json"))
-    assert listing["parts"]["process-0.params.tar"][0] == len(read(uri, "30/process-0.params.tar"))
+    assert listing["archives"]["process-0.params.tar"][0] == len(read(uri, f"{save}/process-0.params.tar"))
     assert listing["metadata"] == {"step": 30}
-
-
-@pytest.mark.fault
-def test_archives_without_a_listing_are_no_checkpoint_and_are_deleted(uri, record_property):
-    record_property("fault", "a process is killed between the upload of its archives and the listing")
-    record_property("lost", "steps since the last checkpoint")
-    write(uri, "40/process-1.tar", b"half")
-    assert latest_step(uri) == 30
-    with Checkpoints(uri, read_only=True):
-        assert "40/process-1.tar" in names(uri)
-    with Checkpoints(uri):
-        assert "40/process-1.tar" not in names(uri)
+    assert (listing["format"], listing["version"]) == (1, version("ray-jax-launch"))
 
 
 @pytest.mark.fault
 def test_a_step_can_be_quarantined_twice_and_written_again(uri, record_property):
     record_property("fault", "newest checkpoint in object storage: damaged, written again, and damaged again")
     record_property("lost", "steps since the checkpoint before it")
+    before = set()
     for _ in range(2):
+        before |= {f"{save_of(uri, 30)}/{name}" for name in FILES}
         flip_a_byte(uri)
         with Checkpoints(uri, num_to_keep=3) as checkpoints:
             assert checkpoints.latest_step() == 20
             checkpoints.save(30, {"params": TREE}, metadata={})
         assert intact_step(uri) == 30
-        assert {name for name in names(uri) if name.startswith("30/")} == FILES
-    # A quarantined checkpoint is listed again by hand.
-    flip_a_byte(uri)
-    listing = read(uri, "30/checkpoint.json")
-    for _ in range(2):
-        write(uri, "30/checkpoint.json", listing)
-        with Checkpoints(uri, num_to_keep=3) as checkpoints:
-            assert checkpoints.latest_step() == 20
-        assert sorted(list_steps(uri)) == [10, 20]
+    listings = {f"30/checkpoint.json{suffix}" for suffix in ("", ".damaged", ".damaged2")}
+    expected = listings | before | {f"{save_of(uri, 30)}/{name}" for name in FILES}
+    assert {name for name in names(uri) if name.startswith("30/")} == expected
 
 
-def test_clean_up_keeps_the_archives_of_a_quarantined_checkpoint(uri):
+def test_a_quarantined_checkpoint_keeps_its_archives(uri, monkeypatch):
+    monkeypatch.setattr("ray_jax_launch._checkpoint.object_store._ABANDONED_AFTER_S", -60.0)
+    path = f"{save_of(uri, 30)}/process-0.params.tar"
     flip_a_byte(uri)
-    archive = read(uri, "30/process-0.params.tar")
-    for _ in range(2):
-        with Checkpoints(uri, num_to_keep=3) as checkpoints:
-            assert checkpoints.latest_step() == 20
-        assert {name for name in names(uri) if name.startswith("30/")} == {
-            "30/checkpoint.json.damaged", *(FILES - {"30/checkpoint.json"})
-        }  # fmt: skip
-    assert read(uri, "30/process-0.params.tar") == archive
+    archive, before = read(uri, path), names(uri)
+    with Checkpoints(uri, num_to_keep=1) as checkpoints:
+        for step in (30, 40):
+            checkpoints.save(step, {"params": TREE}, metadata={})
+    with Checkpoints(uri):
+        pass
+    expected = {name.replace(".json", ".json.damaged") for name in before if name.startswith("30/check")}
+    assert {name for name in names(uri) if not name.startswith("40/")} == expected | {
+        name for name in before if name.startswith("30/") and "/checkpoint" not in name
+    }
+    assert read(uri, path) == archive
 
 
 def test_an_archive_shorter_than_written_by_4_gib_is_damaged(uri):
     listing = json.loads(read(uri, "30/checkpoint.json"))
-    size, crc = listing["parts"]["process-0.params.tar"]
-    listing["parts"]["process-0.params.tar"] = [size + (1 << 32), crc]
+    size, crc = listing["archives"]["process-0.params.tar"]
+    listing["archives"]["process-0.params.tar"] = [size + (1 << 32), crc]
     write(uri, "30/checkpoint.json", json.dumps(listing).encode())
     assert ObjectStore(uri).find_damage(30) == f"process-0.params.tar has {size} bytes, not {size + (1 << 32)}"
 
@@ -187,7 +192,7 @@ def test_a_restore_downloads_the_items_that_are_asked_for(uri, proxy, like):
 def test_a_damaged_item_does_not_stop_the_restore_of_another_item(uri):
     with Checkpoints(uri, num_to_keep=4) as checkpoints:
         checkpoints.save(40, STATE, metadata={})
-    flip_a_byte(uri, "40/process-0.opt_state.tar")
+    flip_a_byte(uri, "process-0.opt_state.tar", 40)
     with Checkpoints(uri, read_only=True) as checkpoints:
         found = checkpoints.restore_latest({"params": STATE["params"]})
         assert found is not None
@@ -230,8 +235,8 @@ def test_each_node_downloads_an_archive_once(run_ranks, uri, proxy, tmp_path, mo
     (tmp_path / "node2").mkdir()
     prefix = ["env", f"TMPDIR={tmp_path}/node2"] if num_nodes == 2 else []
     assert run_ranks(RESTORES, [proxy.uri(uri)] * 2, prefix=prefix) == ["restored"] * 2
-    size = json.loads(read(uri, "40/checkpoint.json"))["parts"]["process-0.params.tar"][0]
-    assert proxy.downloaded_bytes("40/process-0.params.tar") == num_nodes * size
+    size = json.loads(read(uri, "40/checkpoint.json"))["archives"]["process-0.params.tar"][0]
+    assert proxy.downloaded_bytes("/process-0.params.tar") == num_nodes * size
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -241,7 +246,7 @@ def test_all_processes_of_a_node_raise_the_error_of_its_download(
 ):
     with Checkpoints(uri) as checkpoints:
         checkpoints.save(40, STATE, metadata={})
-    problem = flip_a_byte(uri, "40/process-0.opt_state.tar")
+    problem = flip_a_byte(uri, "process-0.opt_state.tar", 40)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert run_ranks(RESTORES, [uri] * 2) == [problem, f"process 0: {problem}"]
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -257,7 +262,7 @@ def busy(uri, proxy):
 
 @pytest.mark.fault
 def test_a_checkpoint_on_a_busy_server_is_not_damaged(uri, busy, proxy, caplog, record_property):
-    proxy.failing = "/30/process-0.params.tar"
+    proxy.failing = f"/{save_of(uri, 30)}/process-0.params.tar"
     proxy.num_failures = 40  # more than pyarrow's client tries again, in 6 s
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(busy, num_to_keep=3) as checkpoints:
@@ -278,7 +283,8 @@ def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(
 ):
     monkeypatch.setattr("ray_jax_launch._checkpoint.retry.DELAYS_S", ())  # pyarrow's client takes 6 s for each attempt
     before = names(uri)
-    proxy.failing, proxy.num_failures = f"/30/{name}", 1_000_000
+    proxy.failing = f"/30/{name}" if name == "checkpoint.json" else f"/{save_of(uri, 30)}/{name}"
+    proxy.num_failures = 1_000_000
     with pytest.raises(LaunchError, match=rf"{name} .* must be accessible, got .*503"):
         Checkpoints(busy)
     proxy.num_failures = 0
@@ -286,18 +292,6 @@ def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(
     assert intact_step(uri) == 30
     record_property("fault", f"the object storage answers 503 to every request for {name} of the newest checkpoint")
     record_property("lost", "nothing: the start is rejected, and succeeds when the storage works")
-
-
-def test_a_checkpoint_is_listed_after_its_upload_and_unlisted_before_its_deletion(uri, busy, proxy):
-    proxy.changes.clear()
-    with Checkpoints(busy, num_to_keep=3) as checkpoints:
-        checkpoints.save(40, {"params": TREE}, metadata={})
-    written = [path.rpartition("/40/")[2] for method, path in proxy.changes if "/40/" in path and method != "DELETE"]
-    assert "process-0.params.tar" in written[: written.index("checkpoint.json")]
-    assert "process-0.params.tar" not in written[written.index("checkpoint.json") :]
-    deleted = [path.rpartition("/10/")[2] for method, path in proxy.changes if "/10/" in path and method == "DELETE"]
-    assert deleted[0] == "checkpoint.json"
-    assert set(deleted) == {"checkpoint.json", "process-0.params.tar", "process-0.tar"}
 
 
 def link(name):
@@ -329,8 +323,8 @@ def test_an_archive_that_names_files_elsewhere_is_rejected(uri, member, tmp_path
         tar.addfile(tarfile.TarInfo("items/link/file"))
     archive = content.getvalue()
     listing = json.loads(read(uri, "30/checkpoint.json"))
-    listing["parts"]["process-0.params.tar"] = [len(archive), zlib.crc32(archive)]
-    write(uri, "30/process-0.params.tar", archive)
+    listing["archives"]["process-0.params.tar"] = [len(archive), zlib.crc32(archive)]
+    write(uri, f"{save_of(uri, 30)}/process-0.params.tar", archive)
     write(uri, "30/checkpoint.json", json.dumps(listing).encode())
     with Checkpoints(uri, read_only=True) as checkpoints:
         with pytest.raises(DamagedCheckpointError, match="must be a tar file of files with relative names, got"):

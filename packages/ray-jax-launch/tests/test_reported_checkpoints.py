@@ -97,6 +97,33 @@ def test_a_half_written_list_is_rebuilt(tmp_path, num_bytes, caplog, record_prop
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"checkpoint_results": [{"checkpoint_dir_name": ["a"]}]}',
+        '{"checkpoint_results": [], "latest_checkpoint_result": 1}',
+        '{"checkpoint_results": [], "current_report_index": 1e400, "checkpoint_report_indices": 1}',
+        None,
+    ],
+    ids=["deep", "name", "latest", "number", "pipe"],
+)
+def test_a_list_of_another_kind_is_rebuilt_or_repaired(tmp_path, text, record_property):
+    record_property("fault", "the list of a run's reported checkpoints holds something else")
+    record_property("lost", "nothing")
+    (tmp_path / "checkpoint_a").mkdir()
+    if text is None:
+        os.mkfifo(tmp_path / SNAPSHOT)
+    else:
+        (tmp_path / SNAPSHOT).write_text(text)
+    repair_snapshot(LocalFileSystem(), str(tmp_path))
+    state = json.loads((tmp_path / SNAPSHOT).read_text())
+    named = [entry["checkpoint_dir_name"] for entry in state["checkpoint_results"]]
+    assert named == ([] if text is not None and "current" in text else ["checkpoint_a"])
+    assert isinstance(state["current_report_index"], int)
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("deleted", [[-1], [0], [0, 1, 2]])
 def test_a_deleted_checkpoint_is_dropped_from_the_list(tmp_path, deleted, record_property):
     record_property("fault", "a reported checkpoint was deleted")

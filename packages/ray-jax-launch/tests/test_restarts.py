@@ -26,7 +26,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 from ray_jax_launch import DistributedConfig, LaunchError, OutOfMemoryError, TrainingFailed, cpu, launch
 from ray_jax_launch._train.backend import _DistributedBackend
 from ray_jax_launch._train.control_actor import start_control_actor
-from ray_jax_launch._train.failures import Preempted, note_traceback, to_raise
+from ray_jax_launch._train.failures import Preempted, Resized, note_traceback, to_raise
 from ray_jax_launch._train.restart_policy import RestartPolicy
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -99,8 +99,9 @@ def test_a_run_survives_a_taken_port_a_read_error_and_a_death_after_its_end(
     joining, reading, end = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
     # Either rank 0 fails first, or rank 1 dies first, which had joined the other program.
     assert joining.startswith("the workers could not start: jax.distributed.initialize: ")
-    assert joining.endswith("; the workers start again (failure 1 of at most 2)")
-    assert reading == "worker 0 failed: OSError: stale file handle; the workers start again (failure 2 of at most 2)"
+    assert joining.endswith("; the workers start again (failure 1 of at most 2 without a new checkpoint)")
+    what = "worker 0 failed: OSError: stale file handle; the workers start again"
+    assert reading == f"{what} (failure 2 of at most 2 without a new checkpoint)"
     assert end.startswith("worker 0 died, or no longer answers; this was after the training had ended")
 
 
@@ -190,14 +191,25 @@ def died(cause):
 
 
 @pytest.fixture
-def decide():
-    """Return a function from the failures of a group, by rank, to the decision of the policy."""
+def control():
+    """A control actor."""
     control = start_control_actor()
-    policy = RestartPolicy(control, max_failures=3, wait_for_resources_s=0)
-    yield lambda *failures: policy.make_decision(
-        failures[0] if isinstance(failures[0], TrainingFailedError) else WorkerGroupError("", dict(enumerate(failures)))
-    )
+    yield control
     ray.kill(control)
+
+
+@pytest.fixture
+def decide(control):
+    """Return a function from the failures of a group, by rank, to the decision of the policy."""
+    policy = RestartPolicy(control, max_failures=3, wait_for_resources_s=0)
+
+    def decide(*failures):
+        error = failures[0]
+        if not isinstance(error, TrainingFailedError):
+            error = WorkerGroupError("", dict(enumerate(failures)))
+        return policy.make_decision(error)
+
+    return decide
 
 
 @pytest.mark.parametrize(
@@ -260,6 +272,28 @@ def test_the_same_exception_ends_the_launch_only_twice_in_a_row(decide):
     assert decide(died(ray.exceptions.ActorDiedError())) == FailureDecision.RETRY
     assert decide(failure) == FailureDecision.RETRY
     assert decide(failure) == FailureDecision.RAISE
+
+
+def test_failures_with_a_new_checkpoint_between_them_do_not_add_up(control, decide):
+    died_again, same = died(ray.exceptions.ActorDiedError()), raised(lambda: {}["key"])
+    for step in range(5):
+        ray.get(control.save.remote("/run", step))
+        assert [decide(died_again) for _ in range(2)] == [FailureDecision.RETRY] * 2
+        assert decide(same) == FailureDecision.RETRY
+    assert decide(died_again) == FailureDecision.RAISE
+
+
+def test_a_resize_does_not_count_as_a_failure(decide):
+    resized = [Resized("saved at step 3")] * 2
+    assert [decide(*resized) for _ in range(10)] == [FailureDecision.RETRY] * 10
+
+
+@pytest.mark.parametrize("max_failures", [-1, 0])
+def test_the_number_of_failures_to_recover_from(control, max_failures):
+    policy = RestartPolicy(control, max_failures=max_failures, wait_for_resources_s=0)
+    failure = WorkerGroupError("", {0: died(ray.exceptions.ActorDiedError())})
+    expected = FailureDecision.RETRY if max_failures == -1 else FailureDecision.RAISE
+    assert [policy.make_decision(failure) for _ in range(20)] == [expected] * 20
 
 
 def test_the_wait_for_nodes_starts_again_after_each_loss(decide, monkeypatch):

@@ -35,6 +35,34 @@ def test_another_start_of_a_run_leaves_the_marker_of_the_first(tmp_path):
     assert [*(tmp_path / "run").iterdir()] == []
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ray_jax_launch._run_folder import making_run_folder
+
+with making_run_folder(Path(sys.argv[1]), "run"):
+    (Path(sys.argv[1]) / "run" / ".validate_storage_marker").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_start_deletes_the_markers_of_a_killed_launch(tmp_path):
+    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False).returncode == -signal.SIGKILL
+    assert len([*(tmp_path / "run").iterdir()]) == 2
+    with making_run_folder(tmp_path, "run") as folder:
+        assert [*(tmp_path / "run").glob(".launch-*")] == [folder.marker]
+    assert [*(tmp_path / "run").iterdir()] == []
+
+
+def test_a_young_marker_of_another_host_stays(tmp_path):
+    other = tmp_path / "run" / ".launch-0"
+    other.parent.mkdir()
+    other.write_text("another host")
+    with making_run_folder(tmp_path, "run"):
+        pass
+    assert other.exists()
+
+
 def test_a_marker_older_than_a_day_is_deleted(tmp_path):
     left = tmp_path / "run" / ".launch-0"
     left.parent.mkdir()

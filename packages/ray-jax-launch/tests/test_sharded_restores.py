@@ -55,7 +55,7 @@ def test_a_node_downloads_only_the_archives_with_shards_of_its_processes(
     assert run_ranks(SHARDS, [proxy.uri(uri)] * 2, axes, prefix=prefix) == ["restored"] * 2
     filesystem, root = open_uri(str(uri))
     with filesystem.open_input_stream(f"{root}/40/checkpoint.json") as stream:
-        sizes = {name: size for name, (size, _) in json.loads(stream.read())["parts"].items()}
+        sizes = {name: size for name, (size, _) in json.loads(stream.read())["archives"].items()}
     # The archive of process 0 also holds what is equal in all processes.
-    assert proxy.downloaded_bytes("40/process-0.params.tar") == 2 * sizes["process-0.params.tar"]
-    assert proxy.downloaded_bytes("40/process-1.params.tar") == num_downloads * sizes["process-1.params.tar"]
+    assert proxy.downloaded_bytes("/process-0.params.tar") == 2 * sizes["process-0.params.tar"]
+    assert proxy.downloaded_bytes("/process-1.params.tar") == num_downloads * sizes["process-1.params.tar"]

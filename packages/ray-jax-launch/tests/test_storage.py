@@ -10,12 +10,14 @@ from ray_jax_launch import (
     Checkpoints,
     LaunchError,
     as_storage_path,
+    check_no_credentials,
     intact_step,
     is_uri,
     join_path,
     latest_step,
     newest_metadata,
     open_uri,
+    without_credentials,
 )
 
 TREE = {"w": jnp.ones(3)}
@@ -92,7 +94,7 @@ def damage_metadata(place, step):
         return
     filesystem, root = open_uri(place)
     with filesystem.open_output_stream(f"{root}/{step}/checkpoint.json") as stream:
-        stream.write(b'{"parts": {')
+        stream.write(b'{"archives": {')
 
 
 def test_the_newest_readable_metadata_is_found(saved):
@@ -103,3 +105,48 @@ def test_the_newest_readable_metadata_is_found(saved):
         damage_metadata(saved, step)
     assert newest_metadata(saved) is None
     assert newest_metadata(join_path(saved, "nowhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "hidden"),
+    [
+        ("s3://AKIA:topsecret@bucket/runs", "s3://***@bucket/runs"),
+        ("S3://AKIA:top/secret+=@bucket", "S3://***@bucket"),  # an AWS key may have a slash
+        ("s3:/AKIA:topsecret@bucket/runs", "s3:/***@bucket/runs"),
+        (Path("s3://AKIA:topsecret@bucket"), "s3:/***@bucket"),
+        ("s3://AKIA@bucket", "s3://***@bucket"),
+        ("gs://topsecret@bucket/runs", "gs://***@bucket/runs"),
+        ("hf://topsecret@datasets/a/b", "hf://***@datasets/a/b"),
+        ("hdfs://user:topsecret@host:9000/runs", "hdfs://***@host:9000/runs"),
+        ("file://user:topsecret@host/runs", "file://***@host/runs"),
+        ("s3://b/r?access_key=AKIA&secret_key=topsecret&region=x", "s3://b/r?access_key=***&secret_key=***&region=x"),
+        ("s3://b/r?region=x&SESSION_TOKEN=topsecret", "s3://b/r?region=x&SESSION_TOKEN=***"),
+        ("s3://b/r?secret%5Fkey=topsecret", "s3://b/r?secret%5Fkey=***"),
+        ("https://host/x?X-Amz-Signature=topsecret", "https://host/x?X-Amz-Signature=***"),
+    ],
+)
+def test_credentials_in_a_uri_are_rejected_and_not_repeated(written, hidden):
+    for opens in (as_storage_path, lambda place: open_uri(str(place)), Checkpoints, latest_step):
+        with pytest.raises(LaunchError, match=r"Set AWS_ACCESS_KEY_ID .*, or GOOGLE_APPLICATION_CREDENTIALS") as found:
+            opens(written)
+        assert f"must be without credentials, got {hidden!r}. Set" in str(found.value)
+        assert "topsecret" not in str(found.value)
+    assert without_credentials(f"web=0.7:{written},b=1:s3://other") == f"web=0.7:{hidden},b=1:s3://other"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "gs://anonymous@bucket/runs",
+        "abfs://container@account/runs",
+        "hdfs://host:9000/a@b",
+        "s3://bucket/a:b@c?region=x&endpoint_override=http://127.0.0.1:9000",
+        "hf://datasets/someone/corpus@main/x.bin",
+        "a=1:s3://bucket,b=1:s3://other/x@2",
+        "me@home:runs",
+        "folder/key=value?token=3",
+    ],
+)
+def test_a_name_without_credentials_is_accepted(written):
+    check_no_credentials("data", written)
+    assert without_credentials(written) == written

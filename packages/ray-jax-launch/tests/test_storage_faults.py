@@ -78,23 +78,42 @@ with Checkpoints(sys.argv[1], verify=False) as checkpoints:
 """
 
 FULL = """
-import sys
+import gc, sys
 import jax.numpy as jnp
 from ray_jax_launch import Checkpoints, UnsavedCheckpointError, latest_step
 
 with Checkpoints(sys.argv[1], num_to_keep=1) as checkpoints:
     checkpoints.save(1, {"params": {"w": jnp.ones(10)}}, metadata={})
-    checkpoints.save(2, {"params": {"w": jnp.ones(8_000_000)}}, metadata={})
+    checkpoints.save(2, {"params": {f"w{n}": jnp.ones(200_000) for n in range(40)}}, metadata={})
     try:
         checkpoints.save(3, {"params": {"w": jnp.ones(10)}}, metadata={})
     except UnsavedCheckpointError as error:
         print(error)
         print("cause:", error.__cause__)
+    gc.collect()  # logs what tasks have raised
     assert checkpoints.latest_step() == checkpoints.durable_step() == latest_step(sys.argv[1]) == 1
     checkpoints.save(4, {"params": {"w": jnp.full(10, 4.0)}}, metadata={})
     checkpoints.wait()
     assert checkpoints.latest_step() == checkpoints.durable_step() == 4
     assert (checkpoints.restore(4, {"params": {"w": jnp.ones(10)}})["params"]["w"] == 4).all()
+"""
+
+FULL_LAUNCH = """
+import sys
+from ray_jax_launch import LaunchError, StorageFullError, launch
+
+def loop():
+    import jax.numpy as jnp
+    from ray_jax_launch import Checkpoints
+    with Checkpoints() as checkpoints:
+        checkpoints.save(1, {"params": {"w": jnp.ones(10)}}, metadata={})
+        checkpoints.save(2, {"params": {f"w{n}": jnp.ones(200_000) for n in range(40)}}, metadata={})
+
+try:
+    launch(loop, hardware="HARDWARE", storage_path=sys.argv[1], name="run")
+except StorageFullError as error:
+    assert not isinstance(error, LaunchError)
+    print("StorageFullError", error)
 """
 
 READ_ONLY = """
@@ -218,10 +237,29 @@ def test_a_permanent_read_error_ends_a_restore_with_one_message(folder, shim, re
 def test_a_full_disk_fails_the_save_and_keeps_the_checkpoints_before_it(tmp_path, in_mount_namespace, record_property):
     done = in_mount_namespace(f"mount -t tmpfs -o size=8m tmpfs {tmp_path}", FULL, tmp_path / "checkpoints")
     assert done.returncode == 0, done.stderr
-    assert "checkpoint 2 in" in done.stdout
-    assert "cause:" in done.stdout
-    assert "No space left" in done.stdout
+    message, cause = done.stdout.splitlines()
+    assert message == (
+        f"checkpoint 2 in {tmp_path}/checkpoints must be written, got No space left on device. The checkpoints before "
+        "it are unchanged. Free some space, then start again."
+    )
+    assert cause.startswith("cause: ")
+    assert done.stderr == ""  # no tracebacks of Orbax
     record_property("fault", "the disk is full while a checkpoint is saved")
+    record_property("lost", "steps since the last checkpoint")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("hardware", ["local", "cpu:1"])
+def test_a_full_disk_ends_the_launch_with_one_sentence(tmp_path, in_mount_namespace, hardware, record_property):
+    code = FULL_LAUNCH.replace("HARDWARE", hardware)
+    (tmp_path / "small").mkdir()
+    done = in_mount_namespace(f"mount -t tmpfs -o size=8m tmpfs {tmp_path}/small", code, tmp_path / "small")
+    assert done.returncode == 0, done.stderr
+    assert "StorageFullError checkpoint 2 in" in done.stdout
+    assert "got No space left on device. The" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "start again (failure" not in done.stderr
+    record_property("fault", f"the disk is full while a run on {hardware} saves")
     record_property("lost", "steps since the last checkpoint")
 
 

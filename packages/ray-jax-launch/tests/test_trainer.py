@@ -96,7 +96,7 @@ def test_a_script_of_rays_trainer_gets_joined_workers_metrics_and_mixed_datasets
     assert (result.error, result.checkpoint, result.best_checkpoints) == (None, None, [])
     assert result.path == str(tmp_path / "a run")
     assert Path(result.log_folder).is_dir()
-    assert (tmp_path / "reports").read_text() == "a run 2 ray_jax_launch._ray_internals\n"
+    assert (tmp_path / "reports").read_text() == "a run 2 ray_jax_launch._ray_internals.ray_train\n"
     lines = sorted(record.message for record in caplog.records if record.name == "ray_jax_launch")
     address = ray.util.get_node_ip_address()
     assert lines.pop(0) == "starting cpu:2"
@@ -137,7 +137,7 @@ def test_a_killed_script_continues_from_what_it_reported_and_so_does_the_next_st
     )
     result = trainer.fit()
     assert (tmp_path / "marker").exists()
-    assert result.return_value in (2, 3)
+    assert result.return_value in (1, 2, 3)  # Ray Train may not have seen the newest two reports
     assert "worker 1 died, or no longer answers; the workers start again (failure 1)" in caplog.text
     assert [metrics["number"] for _, metrics in result.best_checkpoints or []] == [3, 4]
     assert result.checkpoint is not None

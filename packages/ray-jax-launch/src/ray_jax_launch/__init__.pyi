@@ -15,6 +15,7 @@ from ._errors import LaunchError as LaunchError
 from ._errors import MismatchedCheckpointError as MismatchedCheckpointError
 from ._errors import OutOfMemoryError as OutOfMemoryError
 from ._errors import PermanentError as PermanentError
+from ._errors import StopRequestedError as StopRequestedError
 from ._errors import StorageFullError as StorageFullError
 from ._errors import TrainingFailed as TrainingFailed
 from ._errors import UnsavedCheckpointError as UnsavedCheckpointError
@@ -27,10 +28,12 @@ from ._hardware import tpu as tpu
 from ._scaling import scaling_config as scaling_config
 from ._storage import StoragePath as StoragePath
 from ._storage import as_storage_path as as_storage_path
+from ._storage import check_no_credentials as check_no_credentials
 from ._storage import check_run_name as check_run_name
 from ._storage import is_uri as is_uri
 from ._storage import join_path as join_path
 from ._storage import open_uri as open_uri
+from ._storage import without_credentials as without_credentials
 from ._train.backend import DistributedConfig as DistributedConfig
 from ._train.backend import backend_config as backend_config
 from ._train.backend import worker_environment as worker_environment
@@ -38,6 +41,7 @@ from ._train.datasets import RankedDataConfig as RankedDataConfig
 from ._train.datasets import RankedDataset as RankedDataset
 from ._train.fit_result import Result as Result
 from ._train.fit_result import SavedCheckpoint as SavedCheckpoint
+from ._train.interrupt import request_stop as request_stop
 from ._train.launch import launch as launch
 from ._train.trainer import JaxTrainer as JaxTrainer
 from ._train.worker_context import log_metrics as log_metrics

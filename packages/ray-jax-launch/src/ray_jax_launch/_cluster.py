@@ -2,80 +2,121 @@
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import AuthenticationError
 
+from ray_jax_launch._cluster_folder import ClusterFolder, mark_failed
+from ray_jax_launch._cluster_security import check_answers, protect_token
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
-from ray_jax_launch._ray_internals import connected_node, dashboard_address, lacks_dashboard, own_process_groups
-from ray_jax_launch._reaper import start_reaper
+from ray_jax_launch._ray_internals.ray_cluster import (
+    connected_node,
+    dashboard_address,
+    find_address,
+    lacks_dashboard,
+    only_this_machine,
+    own_processes,
+)
+from ray_jax_launch._reaper import Reaper
 
-# CPUs for Ray Data, in addition to the workers' CPUs: the minimum, and in a cluster started here. Ray Train reserves
-# its CPUs first. Without another CPU, Ray Data would wait forever.
-DATA_CPUS, _LOCAL_DATA_CPUS = 1, 2
-_CONNECT_TIMEOUT_S = 5
+# CPUs for Ray Data in a cluster started here, in addition to the workers' CPUs, if there are more than for its tasks.
+# Ray Train reserves its CPUs first. Without another CPU, Ray Data would wait forever.
+_LOCAL_DATA_CPUS = 2
 _POLL_S = 1.0
 
 _logger = logging.getLogger("ray_jax_launch")
+# Jobs of Ray, one per connection, whose workers' output Ray does not print.
+_silent_jobs: set[str] = set()
+
+# Of the cluster that this process started last.
+_started: tuple[ClusterFolder, Reaper] | None = None
 
 
 def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> None:
     """Connect to the cluster that `RAY_ADDRESS` names, or start a cluster on this machine.
 
     A started cluster has enough logical CPUs for the workers and for Ray Data, even if the machine has fewer. Its
-    workers have the priority of this process, unless `RAY_worker_niceness` is set. If this process is connected
-    already, or for `local` hardware, nothing happens.
+    workers have the priority of this process, unless `RAY_worker_niceness` is set. Its processes listen on the loopback
+    address alone, and no other user can read its files. They are deleted after the end of this process. If this process
+    is connected already, or for `local` hardware, nothing happens.
 
     Args:
         hardware: to launch; None if it is not known yet.
         dashboard: start Ray's dashboard with a cluster on this machine. See `dashboard_url`.
 
     Raises:
-        LaunchError: the cluster does not answer, or the dashboard is not installed.
+        LaunchError: the cluster does not answer, the dashboard is not installed, or Ray cannot start here.
     """
     if ray.is_initialized() or (hardware is not None and hardware.kind == "local"):
         return
+    try:
+        Path.cwd()  # Ray's processes start in it
+    except OSError as error:
+        raise LaunchError(
+            f"the working folder must exist, got a deleted one ({error.strerror}). Change to another folder."
+        ) from error
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = os.environ.get("RAY_ADDRESS")
     if address and address != "local":
-        try:
-            _check_answers(address)
-            ray.init(address=address, **quiet)
-        except (OSError, ValueError, AuthenticationError) as error:
-            # Ray names a rejected token only in the text of the error's cause.
-            if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error.__cause__):
-                raise LaunchError(
-                    f"RAY_ADDRESS must be a Ray cluster that admits this process, got {address}, which requires a "
-                    "token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token has another token."
-                ) from None
+        _join(address)
+    else:
+        _start(hardware or cpu(1), dashboard=dashboard)
+
+
+def _join(address: str) -> None:
+    """Connect to a cluster."""
+    shown = repr(address) if len(address) < 200 else f"{address[:100]!r}... ({len(address)} characters)"
+    try:
+        url = urlsplit(address if "://" in address else f"//{find_address(address)}")
+        check_answers(url.hostname or "", url.port or (10001 if url.scheme else 6379))
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _silent_jobs.add(ray.get_runtime_context().get_job_id())
+    except (OSError, ValueError, AuthenticationError) as error:
+        # Ray names a rejected token only in the text of the error's cause.
+        if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error.__cause__):
             raise LaunchError(
-                f"RAY_ADDRESS must be a Ray cluster that answers, got {address} ({error}). Start it, or unset "
-                "RAY_ADDRESS to run on this machine alone."
-            ) from error
-        return
+                f"RAY_ADDRESS must be a Ray cluster that admits this process, got {shown}, which requires a token. Set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token has another token."
+            ) from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
+        raise LaunchError(
+            f"RAY_ADDRESS must be a Ray cluster that answers, got {shown} ({reason}). Start it, or unset RAY_ADDRESS "
+            "to run on this machine alone."
+        ) from error
+
+
+def _start(hardware: Hardware, *, dashboard: bool) -> None:
+    """Start a cluster on this machine."""
+    global _started
     if dashboard and lacks_dashboard():
         raise LaunchError(
             "dashboard must be False where Ray's dashboard is not installed, got True. Install it: pip install "
             "'ray[default]'."
         )
-    workers = hardware.num_workers if hardware is not None else 1
     # Ray's default is the niceness 15. Each short task of another process would then hold up a training step.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    if _started is not None:  # its cluster has ended by `ray.shutdown`
+        for part in _started:
+            part.close()
+    protect_token()
+    folder = ClusterFolder()
+    reaper = Reaper(folder.path)
+    _started = folder, reaper
     try:
-        with own_process_groups():
+        with own_processes(reaper.watch), only_this_machine():
             ray.init(
                 address="local",
-                num_cpus=max(os.cpu_count() or 1, workers + _LOCAL_DATA_CPUS),
+                num_cpus=max(os.cpu_count() or 1, hardware.num_workers + max(_LOCAL_DATA_CPUS, hardware.data_cpus)),
                 include_dashboard=dashboard,
-                **quiet,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder.path),
             )
     except Exception as error:  # Ray raises Exception itself here
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
@@ -83,21 +124,8 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
             f"this machine must be able to run Ray, got {reason}. Free its memory, disk and ports, or set RAY_ADDRESS "
             "to a cluster."
         ) from error
-    node = connected_node()
-    assert node is not None, "ray.init has started it"
-    processes: Any = node.all_processes  # lists by kind; Ray declares it as empty
-    start_reaper(info.process.pid for infos in processes.values() for info in infos)
-
-
-def _check_answers(address: str) -> None:
-    """Connect to the cluster's port, because Ray itself would wait for minutes.
-
-    Raises:
-        OSError: the port does not answer.
-    """
-    if address != "auto":
-        url = urlsplit(address if "://" in address else f"ray://{address}")
-        socket.create_connection((url.hostname or "", url.port or 6379), timeout=_CONNECT_TIMEOUT_S).close()
+    _silent_jobs.add(ray.get_runtime_context().get_job_id())
+    reaper.watch_children()
 
 
 def dashboard_url() -> str | None:
@@ -106,15 +134,28 @@ def dashboard_url() -> str | None:
     return address if address is None or "://" in address else f"http://{address}"
 
 
+def is_silent() -> bool:
+    """Return whether Ray does not print what workers print, as `connect` has connected this process."""
+    return ray.get_runtime_context().get_job_id() in _silent_jobs
+
+
 def is_started_here() -> bool:
     """Return whether this process started the connected cluster, which then is this machine alone."""
     node = connected_node()
     return node is not None and node.head
 
 
-def log_folder() -> str:
-    """Return the folder of Ray's full logs on each node of the connected cluster."""
+def log_folder(*, of_failure: bool = False) -> str:
+    """Return the folder of Ray's full logs on each node of the connected cluster.
+
+    A cluster that this process started deletes them at its end, but not those of the newest failures.
+
+    Args:
+        of_failure: a launch has failed, and the logs must stay.
+    """
     node = connected_node()
+    if node is not None and node.head and _started is not None and of_failure:
+        mark_failed(_started[0].path)
     return "" if node is None else node.get_logs_dir_path()
 
 

@@ -1,4 +1,19 @@
-"""Errors of this package that a caller can catch or raise."""
+"""Errors of this package that a caller can catch or raise, and the form of a value in them."""
+
+_MOST_CHARACTERS = 80
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: in one line, and at most 80 characters of it.
+
+    >>> shown([1, 2]), len(shown("x" * 5000))
+    ('[1, 2]', 80)
+    """
+    text = repr(value)
+    if len(text) > _MOST_CHARACTERS:
+        end = _MOST_CHARACTERS // 4
+        text = f"{text[: _MOST_CHARACTERS - end - 1]}\N{HORIZONTAL ELLIPSIS}{text[-end:]}"
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class LaunchError(ValueError):
@@ -19,6 +34,10 @@ class PermanentError(RuntimeError):
     """
 
 
+class StopRequestedError(PermanentError):
+    """The driver has ended the launch by `request_stop`. The message is the reason."""
+
+
 class DamagedCheckpointError(ValueError):
     """A checkpoint is not what was written. From a search for an undamaged checkpoint: all are damaged."""
 
@@ -35,8 +54,8 @@ class UnsavedCheckpointError(RuntimeError):
     """A checkpoint could not be written. `__cause__` is the error that prevented it."""
 
 
-class StorageFullError(UnsavedCheckpointError, LaunchError):
-    """A checkpoint could not be written to full storage. `launch` does not restart, which would not help."""
+class StorageFullError(UnsavedCheckpointError, PermanentError):
+    """A checkpoint could not be written to full storage. `launch` does not restart, and raises it as it is."""
 
 
 class TrainingFailed(RuntimeError):

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._numbers import check_number
 
 # Ray's names of the TPU generations, by the names that users type.
@@ -29,6 +29,8 @@ _FORMS = (
     "auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY, "
     "tpu:TYPE:TOPOLOGY:SLICES or local, where WORKERS or SLICES may be a range such as 1-4 (elastic)"
 )
+
+_WORKERS_PER_DATA_CPU = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,15 @@ class Hardware:
     def is_elastic(self) -> bool:
         """True if the number of workers may change during training."""
         return self.min_workers < self.num_workers
+
+    @property
+    def data_cpus(self) -> int:
+        """CPUs for the tasks of Ray Data, in addition to the workers' CPUs: one for each eight workers, at least one.
+
+        Each worker that reads a dataset of its own runs its own executor. The executors take turns on a CPU, as a task
+        ends when it has read its block. An elastic group has the CPUs of its smallest size.
+        """
+        return -(-self.min_workers // _WORKERS_PER_DATA_CPU)
 
     @property
     def worker_counts(self) -> range:
@@ -135,18 +146,20 @@ def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices
     Raises:
         LaunchError: the type is unknown, the topology or a number is invalid.
     """
-    ray_type = _TPU_TYPES.get(accelerator_type.lower().removeprefix("tpu-"))
+    ray_type = _TPU_TYPES.get(str(accelerator_type).lower().removeprefix("tpu-"))
     if ray_type is None:
-        raise LaunchError(f"the TPU type must be one of {', '.join(_TPU_TYPES)}, got {accelerator_type!r}. Choose one.")
+        raise LaunchError(
+            f"the TPU type must be one of {', '.join(_TPU_TYPES)}, got {shown(accelerator_type)}. Choose one."
+        )
     num_slices, min_slices = _check_range(num_slices, min_slices, "TPU slices")
-    is_shape = re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", topology)
+    is_shape = re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", str(topology))
     chips = math.prod(int(length) for length in topology.split("x")) if is_shape else 0
     single_host = ray_type in _SINGLE_HOST_TYPES and chips <= _SINGLE_HOST_CHIPS
     per_host = chips if single_host else min(chips, _CHIPS_PER_HOST)
     if not chips or chips % per_host:
         raise LaunchError(
             f"the TPU topology must be a shape such as 4x4 or 2x2x2, of whole hosts of {_CHIPS_PER_HOST} chips, got "
-            f"{topology!r}. Choose another."
+            f"{shown(topology)}. Choose another."
         )
     return Hardware(
         kind="tpu",
@@ -170,6 +183,8 @@ def parse_hardware(text: str) -> Hardware:
     Raises:
         LaunchError: the text has another form, or a number is invalid.
     """
+    if not isinstance(text, str):
+        raise LaunchError(f"hardware must be {_FORMS}, got {shown(text)}. Choose one of these forms.")
     if text == "auto":
         raise LaunchError("hardware must be known without a cluster, got 'auto'. Connect, and call auto().")
     if text == "local":
@@ -180,7 +195,7 @@ def parse_hardware(text: str) -> Hardware:
         return make(int(match[2]), int(match[3] or 1), min_workers=int(match[1]) if match[1] else None)
     if kind == "tpu" and (match := re.fullmatch(rf"([^:]+):([^:]+)(?::(?:{_COUNT}-)?{_COUNT})?", rest)):
         return tpu(match[1], match[2], int(match[4] or 1), min_slices=int(match[3]) if match[3] else None)
-    raise LaunchError(f"hardware must be {_FORMS}, got {text!r}. Choose one of these forms.")
+    raise LaunchError(f"hardware must be {_FORMS}, got {shown(text)}. Choose one of these forms.")
 
 
 def _check_range(number: int, smallest: int | None, what: str) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import math
 import operator
 from typing import Any
 
-from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._errors import LaunchError, shown
 
 
 def check_number(name: str, value: Any, *, at_least: float, whole: bool = True, remedy: str = "Change it") -> Any:
@@ -26,5 +26,5 @@ def check_number(name: str, value: Any, *, at_least: float, whole: bool = True, 
         number = math.nan
     if isinstance(value, bool | str) or not at_least <= number < math.inf:
         kind = "whole number" if whole else "number"
-        raise LaunchError(f"{name} must be a {kind} of at least {at_least}, got {value!r}. {remedy}.")
+        raise LaunchError(f"{name} must be a {kind} of at least {at_least}, got {shown(value)}. {remedy}.")
     return number

@@ -1,8 +1,8 @@
-"""Kill the processes of a cluster after the driver that started it was killed.
+"""Kill the processes of a cluster after the driver that started it has ended, and delete the cluster's folder.
 
-On Linux Ray itself ends most of them, but two agents of the node first try for a minute to reach the control store,
-which is gone. On macOS no process ends with the driver. This module runs as a separate process. It waits for the end of
-its standard input, a pipe that only the driver holds open.
+On Linux Ray itself ends most processes of a killed driver, but two agents of the node first try for a minute to reach
+the control store, which is gone. On macOS no process ends with the driver. This module runs as a separate process. It
+reads what to do from its standard input, a pipe that only the driver holds open, until the pipe ends.
 """
 
 import contextlib
@@ -11,30 +11,52 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
+
+from ray_jax_launch._cluster_folder import clean_up
 
 # Processes that end by themselves do it within this time.
 _GRACE_S = 10.0
 
 
-def start_reaper(parents: Iterable[int]) -> None:
-    """Start the process that kills these processes and their present children, after this process has died."""
-    pids = sorted({pid for parent in parents for pid in (parent, *_children(parent))})
-    reader, writer = os.pipe()  # the writing end closes with this process
-    os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-m", "ray_jax_launch._reaper", *(f"{pid}={_birth(pid)}" for pid in pids)],
-        os.environ,
-        file_actions=[
-            (os.POSIX_SPAWN_DUP2, reader, 0),
-            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-            (os.POSIX_SPAWN_CLOSE, writer),
-        ],
-        setpgroup=0,  # Ctrl-C must reach only the driver
-    )
-    os.close(reader)
+class Reaper:
+    """The process that ends what a cluster leaves behind, started before the cluster.
+
+    Args:
+        folder: of the cluster (`ClusterFolder.path`).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        reader, self._writer = os.pipe()  # the writing end closes with this process
+        os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-m", "ray_jax_launch._reaper", str(folder.parent)],
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, reader, 0),
+                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+                (os.POSIX_SPAWN_CLOSE, self._writer),
+            ],
+            setpgroup=0,  # Ctrl-C must reach only the driver
+        )
+        os.close(reader)
+
+    def watch(self, pid: int) -> None:
+        """Kill this process after the driver has ended."""
+        self._send(str(pid))
+
+    def watch_children(self) -> None:
+        """Kill also the present children of the processes that it watches."""
+        self._send("children")
+
+    def close(self) -> None:
+        """Let it act now: the cluster has ended, and this process has not."""
+        os.close(self._writer)
+
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it was killed; the next start cleans up
+            os.write(self._writer, f"{line}\n".encode())
 
 
 def _children(parent: int) -> list[int]:
@@ -55,16 +77,20 @@ def _birth(pid: int) -> str:
     return subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
 
 
-def _main(births: dict[int, str]) -> None:
-    sys.stdin.buffer.read()  # returns when the driver has ended
+def _main(parent: Path) -> None:
+    births: dict[int, str] = {}
+    for line in sys.stdin:  # ends when the driver has ended
+        pids = [child for pid in [*births] for child in _children(pid)] if line == "children\n" else [int(line)]
+        births |= {pid: _birth(pid) for pid in pids}
     deadline_s = time.monotonic() + _GRACE_S
     while births and time.monotonic() < deadline_s:
-        time.sleep(0.2)
         births = {pid: birth for pid, birth in births.items() if birth and _birth(pid) == birth}
+        time.sleep(0.2 if births else 0)
     for pid in births:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    clean_up(parent)
 
 
 if __name__ == "__main__":
-    _main({int(pid): birth for pid, birth in (argument.split("=", 1) for argument in sys.argv[1:])})
+    _main(Path(sys.argv[1]))

@@ -1,6 +1,9 @@
 """The folder of a run, made for a launch: workers find it by a marker file."""
 
 import contextlib
+import fcntl
+import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -8,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ray_jax_launch._errors import LaunchError
-from ray_jax_launch._ray_internals import STORAGE_MARKER_NAME
+from ray_jax_launch._ray_internals.ray_train import STORAGE_MARKER_NAME
 from ray_jax_launch._storage import StoragePath, join_path, open_uri
 
 _MARKER = ".launch-"
-# A killed launch leaves its marker. A younger one may be that of a launch that still runs.
+# A killed launch leaves its marker. On this host its lock tells. That of another host counts as left after this time.
 _LEFT_AFTER_S = 24 * 3600.0
 
 
@@ -41,15 +44,16 @@ def making_run_folder(storage_path: StoragePath, name: str) -> Iterator[RunFolde
     run_path = run_path.absolute()
     marker = run_path / f"{_MARKER}{uuid.uuid4().hex}"
     made: list[Path] = []
+    lock = -1
     try:
         try:
             made += (path for path in (*reversed(run_path.parents), run_path) if not path.exists())
             run_path.mkdir(parents=True, exist_ok=True)
-            for left in run_path.glob(f"{_MARKER}*"):
-                with contextlib.suppress(FileNotFoundError):  # its launch has ended just now
-                    if time.time() - left.stat().st_mtime > _LEFT_AFTER_S:
-                        left.unlink()
-            marker.touch()
+            for other in run_path.glob(f"{_MARKER}*"):
+                with contextlib.suppress(OSError):  # its launch has ended just now
+                    if _is_left(other):
+                        other.unlink()
+            lock = _make_marker(marker)
         except OSError as error:
             raise LaunchError(
                 f"storage_path must be a folder that can be written, got {run_path} ({error.strerror}). Choose another."
@@ -61,7 +65,36 @@ def making_run_folder(storage_path: StoragePath, name: str) -> Iterator[RunFolde
             with contextlib.suppress(OSError):  # it does not exist, or there is something in it
                 path.rmdir()
         raise
-    _delete_markers(marker)
+    else:
+        _delete_markers(marker)
+    finally:
+        if lock >= 0:
+            os.close(lock)
+
+
+def _make_marker(marker: Path) -> int:
+    """Make a marker, which is locked from the moment that it has its name. Return the descriptor of the lock."""
+    new = marker.with_name(f".new{marker.name}")
+    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    os.write(lock, socket.gethostname().encode())
+    with contextlib.suppress(OSError):  # a file system without locks: the marker counts as left after a day
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    new.rename(marker)
+    return lock
+
+
+def _is_left(marker: Path) -> bool:
+    """Return whether the launch of a marker has ended."""
+    if time.time() - marker.stat().st_mtime > _LEFT_AFTER_S:
+        return True
+    with marker.open() as file:
+        if file.read() != socket.gethostname():
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # it is locked, or the file system has no locks
+            return False
+    return True
 
 
 def _delete_markers(marker: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._errors import LaunchError, shown
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -24,6 +24,14 @@ _URI = re.compile(rf"(?!file:){_SCHEME}//", re.IGNORECASE)
 _FILE_URI = re.compile("file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
 # `Path("s3://bucket")` has lost a slash, and a file's URI has no relative path.
 _LOST_URI = re.compile(f"{_SCHEME}/|file:", re.IGNORECASE)
+# The part of a URI before the @: `key:secret`, where the secret may have a slash, or a name alone. `host:9000/` is not.
+_USER = re.compile(rf"({_SCHEME})(/+)([^\s/?#@,]+|[^\s/?#@:,]*:(?!\d+/)[^\s@]*)@", re.IGNORECASE)
+_OPTION = re.compile(r"([?&])([^\s=&?#]+)=(?!\*\*\*)([^\s&,]+)")
+_SECRET_NAME = re.compile(r".*(?:key|secret|token|password|signature|credential)s?(?:[_-]?id)?|sig|sas", re.IGNORECASE)
+_HIDDEN = "***"
+# Where a name before the @ without a password is a credential. Elsewhere it is that of a container or a user.
+_KEY_ALONE = ("s3:", "gs:", "gcs:", "http:", "https:", "hf:")
+_ANONYMOUS = "anonymous"
 
 
 def as_storage_path(place: StoragePath) -> StoragePath:
@@ -37,11 +45,12 @@ def as_storage_path(place: StoragePath) -> StoragePath:
         A `Path` for a folder, a string for object storage.
 
     Raises:
-        LaunchError: the text is neither a folder nor a URI.
+        LaunchError: the text is neither a folder nor a URI, or is a URI with credentials.
 
     >>> as_storage_path("file:///data/my%20runs"), as_storage_path("s3://bucket/runs")
     (PosixPath('/data/my runs'), 's3://bucket/runs')
     """
+    check_no_credentials("a storage path", place)
     if is_uri(place):
         return place
     # Like a shell, this leaves `~name` as it is where nobody has that name.
@@ -50,10 +59,51 @@ def as_storage_path(place: StoragePath) -> StoragePath:
         text = unquote(match[1])
     if not text or "\0" in text or _LOST_URI.match(text):
         raise LaunchError(
-            f"a storage path must be a folder, or the text of a URI, got {place!r}. Name a folder, or a URI such as "
-            "s3://bucket/runs."
+            f"a storage path must be a folder, or the text of a URI, got {shown(place)}. Name a folder, or a URI "
+            "such as s3://bucket/runs."
         )
     return Path(text)
+
+
+def check_no_credentials(name: str, place: object) -> None:
+    """Check that no URI in a text has credentials: a run writes its URIs to files, trackers and the screen.
+
+    Args:
+        name: the name of the value in the message.
+        place: a text, which may have several URIs in it. Anything else is accepted.
+
+    Raises:
+        LaunchError: a URI has a user with a password, a key, or an option that is one. The message does not repeat it.
+    """
+    text = str(place) if isinstance(place, str | Path) else ""
+    hidden = without_credentials(text)
+    if hidden != text:
+        raise LaunchError(
+            f"{name} must be without credentials, got {shown(hidden)}. Set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS in the environment instead."
+        )
+
+
+def without_credentials(text: str) -> str:
+    """Return a text with `***` in the place of the credentials of each URI in it.
+
+    >>> without_credentials("s3://key:secret@bucket/runs?secret_key=secret&region=x")
+    's3://***@bucket/runs?secret_key=***&region=x'
+    """
+    if ":/" not in text:
+        return text
+    return _OPTION.sub(_hide_option, _USER.sub(_hide_user, text))
+
+
+def _hide_user(match: re.Match[str]) -> str:
+    scheme, slashes, user = match.groups()
+    is_name = ":" not in user and (user == _ANONYMOUS or scheme.lower() not in _KEY_ALONE)
+    return match[0] if is_name else f"{scheme}{slashes}{_HIDDEN}@"
+
+
+def _hide_option(match: re.Match[str]) -> str:
+    mark, name, _ = match.groups()
+    return f"{mark}{name}={_HIDDEN}" if _SECRET_NAME.fullmatch(unquote(name)) else match[0]
 
 
 def check_run_name(name: str) -> None:
@@ -64,8 +114,8 @@ def check_run_name(name: str) -> None:
     """
     if not isinstance(name, str) or not name.isprintable() or not name or name[0] in ". " or {*name} & {*"/?"}:
         raise LaunchError(
-            f"name must be a printable text that begins with no dot or space and has no / and ? in it, got {name!r}. "
-            "Choose another."
+            f"name must be a printable text that begins with no dot or space and has no / and ? in it, got "
+            f"{shown(name)}. Choose another."
         )
 
 
@@ -94,11 +144,12 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
         create: make the folder, which also checks that writing is allowed. A bucket is never made.
 
     Raises:
-        LaunchError: the scheme is unknown, the server does not answer within 20 s or denies access, or the URI is
-            that of a file.
+        LaunchError: the URI has credentials, its scheme is unknown, it is that of a file, or the server does not answer
+            within 20 s or denies access.
     """
     from pyarrow.fs import FileSystem, FileType  # half a second: only where object storage is used
 
+    check_no_credentials("the storage", uri)
     try:
         if _in_time(lambda: _file_info(uri)).type == FileType.File:
             raise NotADirectoryError("a file")

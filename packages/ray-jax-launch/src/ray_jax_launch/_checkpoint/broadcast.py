@@ -8,10 +8,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError
+from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError, StorageFullError
 
 _MIN_MESSAGE_BYTES = 1024
-_ERRORS = {error.__name__: error for error in (DamagedCheckpointError, DeletedCheckpointError, LaunchError)}
+_ERRORS = {
+    error.__name__: error for error in (DamagedCheckpointError, DeletedCheckpointError, LaunchError, StorageFullError)
+}
 
 
 def from_leader(compute: Callable[[], Any], leader: int = 0) -> Any:
@@ -28,7 +30,7 @@ def from_leader(compute: Callable[[], Any], leader: int = 0) -> Any:
     if leader == jax.process_index():
         try:
             message = {"result": compute()}
-        except (OSError, ValueError) as raised:
+        except (OSError, ValueError, StorageFullError) as raised:
             message, error = {"error": type(raised).__name__, "text": str(raised)}, raised
     messages = gather(message)
     for rank, other in enumerate(messages):

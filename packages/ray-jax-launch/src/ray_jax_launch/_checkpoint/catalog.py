@@ -4,14 +4,19 @@ Does not import jax, so that a driver can use it without touching the devices.
 """
 
 import logging
+import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ray_jax_launch._checkpoint.folder_store import FolderStore
 from ray_jax_launch._checkpoint.object_store import ObjectStore
-from ray_jax_launch._errors import DamagedCheckpointError
+from ray_jax_launch._checkpoint.retry import STORAGE_FULL
+from ray_jax_launch._errors import DamagedCheckpointError, StorageFullError, UnsavedCheckpointError
 from ray_jax_launch._storage import StoragePath, as_storage_path
+
+_MAX_CAUSE = 300
 
 _logger = logging.getLogger("ray_jax_launch")
 
@@ -49,7 +54,8 @@ def newest_metadata(folder: StoragePath) -> dict[str, Any] | None:
         folder: folder of the checkpoints, or a URI of object storage.
 
     Raises:
-        LaunchError: the storage cannot be read after several attempts.
+        LaunchError: the storage cannot be read after several attempts, or a newer version of this package wrote the
+            newest checkpoint.
     """
     store = open_store(folder)
     unreadable: set[int] = set()
@@ -66,8 +72,7 @@ def intact_step(folder: StoragePath, *, quarantine: bool = False) -> int | None:
     """Return the number of the newest checkpoint whose files have the sizes and checksums that were written.
 
     All files of the newest checkpoint are read. Older checkpoints are read only if newer ones are damaged. A checkpoint
-    that a running run deletes is skipped. In a folder, a checkpoint without checksums counts as intact, because
-    versions before 0.3 could write none.
+    that a running run deletes is skipped. A checkpoint of a newer version of this package is no damage.
 
     Args:
         folder: folder of the checkpoints, or a URI of object storage.
@@ -80,7 +85,8 @@ def intact_step(folder: StoragePath, *, quarantine: bool = False) -> int | None:
 
     Raises:
         DamagedCheckpointError: there are checkpoints, and all of them are damaged.
-        LaunchError: the storage cannot be read after several attempts. Nothing was changed.
+        LaunchError: the storage cannot be read after several attempts, or a newer version of this package wrote the
+            newest checkpoint. Nothing was changed.
     """
     store = open_store(folder)
     damaged: dict[int, str] = {}
@@ -109,4 +115,17 @@ def all_damaged(folder: StoragePath, damaged: Mapping[int, str]) -> DamagedCheck
     return DamagedCheckpointError(
         f"{folder} must hold an undamaged checkpoint, got damaged ones only ({listed}). Restore them from a copy, or "
         "start a new run in another folder."
+    )
+
+
+def unsaved(folder: StoragePath, step: int, error: BaseException) -> UnsavedCheckpointError:
+    """Return an error of one sentence for a save that failed, with the cause."""
+    # Errors of Orbax and tensorstore have the text of the system's errors, not the numbers.
+    full = next((text for text in map(os.strerror, STORAGE_FULL) if text in str(error)), None)
+    cause = (full or str(error).strip() or type(error).__name__).splitlines()[0][:_MAX_CAUSE].rstrip(".")
+    if full and not isinstance(folder, Path):  # object storage has no such error
+        cause = f"{full} in {tempfile.gettempdir()}, where it is written before the upload"
+    return (StorageFullError if full else UnsavedCheckpointError)(
+        f"checkpoint {step} in {folder} must be written, got {cause}. The checkpoints before it are unchanged. "
+        f"{'Free some space' if full else 'Check the storage'}, then start again."
     )

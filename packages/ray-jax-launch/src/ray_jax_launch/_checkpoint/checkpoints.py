@@ -1,15 +1,14 @@
 """Crash-safe numbered checkpoints, listed only after commit."""
 
-import errno
 import json
 import logging
 import math
-import os
 import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -17,24 +16,21 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from ray_jax_launch._checkpoint.broadcast import from_leader
-from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, open_store
-from ray_jax_launch._checkpoint.notices import notify
-from ray_jax_launch._checkpoint.pytree import as_wanted, to_save
-from ray_jax_launch._checkpoint.writers import RESERVED, make_writer
+from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, open_store, unsaved
+from ray_jax_launch._checkpoint.checksums import STEP_NAME
+from ray_jax_launch._checkpoint.notices import notify, notify_of_failure
+from ray_jax_launch._checkpoint.pytree import items_as_wanted, to_save
+from ray_jax_launch._checkpoint.writers import RESERVED, complete, make_writer
 from ray_jax_launch._errors import (
     DamagedCheckpointError,
     DeletedCheckpointError,
     LaunchError,
-    StorageFullError,
-    UnsavedCheckpointError,
 )
 from ray_jax_launch._numbers import check_number
 from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
 
 # `restore_latest` tries newer checkpoints at least this often, and for this time.
 _MIN_ATTEMPTS, _PATIENCE_S = 5, 60.0
-# A full disk, and a full quota. Errors of Orbax and tensorstore have the text of these errors, not the numbers.
-_STORAGE_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of Orbax, tensorstore and the file system if files are deleted while they are read.
 _READ_ERRORS = (OSError, ValueError, LookupError, RuntimeError)
 
@@ -90,7 +86,7 @@ class Checkpoints:
 
     Raises:
         DamagedCheckpointError: there are checkpoints, and all of them are damaged.
-        LaunchError: the storage cannot be read or written.
+        LaunchError: the storage cannot be read or written, or a newer version wrote a checkpoint.
 
     >>> import tempfile, jax.numpy as jnp
     >>> with Checkpoints(Path(tempfile.mkdtemp())) as checkpoints:
@@ -153,12 +149,13 @@ class Checkpoints:
             elif self._pending is not None:
                 # The save before the error is completed. The caller gets the error of the `with` block.
                 error = self._pending.done.exception()
-                if error is not None:
-                    _logger.error("checkpoint %s in %s was not saved: %s", self._pending.step, self._folder, error)
+                if error is not None and error is not exc.__cause__:
+                    _logger.error("%s", unsaved(self._folder, self._pending.step, error))
         finally:
             self._closed = True
-            self._thread.shutdown()
-            self._writer.close()
+            closing = self._thread.submit(self._writer.close)  # after the save
+            self._thread.shutdown(wait=False)
+            complete(closing)
 
     def latest_step(self) -> int | None:
         """Return the number of the newest checkpoint, or None. All processes return the same number.
@@ -198,7 +195,8 @@ class Checkpoints:
                 an item is not a tree; a leaf is not a number, is empty, or belongs to this process only; or this
                 object is read-only or closed.
             TypeError: the metadata cannot be JSON.
-            UnsavedCheckpointError: the save before failed.
+            UnsavedCheckpointError: this save cannot begin, or the save before failed; a `StorageFullError` if the
+                storage is full.
         """
         if self._closed or self._read_only:
             raise ValueError(
@@ -213,6 +211,8 @@ class Checkpoints:
             at_least=0 if newest is None else newest + 1,
             remedy="Continue from the newest checkpoint, or start a new run in another folder",
         )
+        if not STEP_NAME.fullmatch(str(step)):
+            raise LaunchError(f"step must be less than 10**18, got {str(step)[:40]}. Count steps from 0.")
         for name in items:
             if name in RESERVED or not re.fullmatch(r"[a-zA-Z][\w-]{0,99}", str(name), re.ASCII):
                 raise ValueError(
@@ -223,27 +223,36 @@ class Checkpoints:
         json.dumps(dict(metadata))
         # Numbers of jax and NumPy are not JSON.
         score = None if score is None or not math.isfinite(score) else float(score)
-        self._writer.begin(step, trees, dict(metadata), score)
+        try:
+            self._writer.begin(step, trees, dict(metadata), score)
+        except (OSError, ValueError) as error:  # of the file system, and of tensorstore
+            raise unsaved(self._folder, step, error) from error
         scores = self._select({**self._scores, step: score})
-        self._pending = _Pending(step, scores, self._thread.submit(self._finish, step, scores))
+        done = self._thread.submit(self._finish, step, scores)
+        self._pending = _Pending(step, scores, done)
+        done.add_done_callback(partial(self._report_failure, step))
+
+    def _report_failure(self, step: int, done: Future[None]) -> None:
+        """Report a save that has failed, so that the loop ends at its next step and not at its next save."""
+        error = done.exception()
+        if error is not None:
+            failure = unsaved(self._folder, step, error)
+            failure.__cause__ = error
+            notify_of_failure(failure)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being saved is durable and listed.
 
         Raises:
-            UnsavedCheckpointError: the checkpoint could not be written. `__cause__` is the reason.
-            StorageFullError: the storage is full.
+            UnsavedCheckpointError: the checkpoint could not be written. `__cause__` is the reason. A `StorageFullError`
+                if the storage is full.
         """
         if self._pending is None:
             return
         (step, scores, done), self._pending = self._pending, None
         error = done.exception()
         if error is not None:
-            is_full = any(os.strerror(number) in str(error) for number in _STORAGE_FULL)
-            raise (StorageFullError if is_full else UnsavedCheckpointError)(
-                f"checkpoint {step} in {self._folder} must be written, got {error}. The checkpoints before it are "
-                f"unchanged. {'Free some space' if is_full else 'Check the storage'}, then start again."
-            ) from error
+            raise unsaved(self._folder, step, error) from error
         self._scores = scores
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,13 +266,13 @@ class Checkpoints:
         Raises:
             ValueError: there is no checkpoint of this number.
             MismatchedCheckpointError: the checkpoint does not have these items, leaves or shapes.
-            DamagedCheckpointError: the checkpoint was damaged after it was verified (object storage only).
+            DamagedCheckpointError: the checkpoint was damaged after it was verified (in a folder: `checksums.json`).
             DeletedCheckpointError: this object is read-only, and the run deleted the checkpoint.
             LaunchError: the storage cannot be read, or a node does not see the folder.
         """
         self._check_exists(step)
         restored = self._reading(step, lambda: self._writer.restore(step, like))
-        return _as_wanted(like, restored)
+        return items_as_wanted(like, restored)
 
     def restore_latest(self, like: Mapping[str, Any]) -> Restored | None:
         """Read items of the newest undamaged checkpoint. A run can write and delete checkpoints at the same time.
@@ -320,7 +329,7 @@ class Checkpoints:
 
     def _read_copy(self, step: int, like: Mapping[str, Any]) -> Restored:
         metadata = self._store.metadata(step)
-        return Restored(step, _as_wanted(like, self._writer.restore_copy(step, like)), metadata)
+        return Restored(step, items_as_wanted(like, self._writer.restore_copy(step, like)), metadata)
 
     def _list(self) -> list[tuple[int, float | None]]:
         store = open_store(self._folder)
@@ -383,7 +392,3 @@ class Checkpoints:
                 self._store.delete(old)
             except (OSError, LaunchError) as error:
                 _logger.warning("checkpoint %s in %s cannot be deleted: %s", old, self._folder, error)
-
-
-def _as_wanted(like: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: as_wanted(tree, restored[name]) if name in restored else tree for name, tree in like.items()}

@@ -1,14 +1,31 @@
-"""Verification of a checkpoint's files and archives by their sizes and checksums."""
+"""Verification of a checkpoint's files and archives: their format, their sizes and their checksums.
+
+`checksums.json` of a folder and `checkpoint.json` of object storage hold the number of their format and the version of
+ray-jax-launch that wrote them, beside their own fields.
+"""
 
 import json
+import math
+import os
+import re
+import stat
 import zlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, TypeVar
 
 from ray_jax_launch._checkpoint.retry import ABSENT, retry
-from ray_jax_launch._errors import DamagedCheckpointError
+from ray_jax_launch._errors import DamagedCheckpointError, LaunchError
 
 BLOCK_BYTES = 1 << 22
+FORMAT = 1
+# The number of a checkpoint, which is the name of its folder. It fits 64 bits.
+STEP_NAME = re.compile("0|[1-9][0-9]{0,17}")
+_PACKAGE = "ray-jax-launch"
+_VERSION = re.compile(r"[0-9][\w.+!-]{0,40}", re.ASCII)
+# Names and sizes that no file system has are damage of the file that holds them.
+_MAX_NAME_BYTES, _MAX_BYTES = 255, 1 << 62
 
 T = TypeVar("T")
 Checksum = tuple[int, int]
@@ -48,6 +65,17 @@ class ChecksummedStream:
         self._crc = zlib.crc32(block, self._crc)
 
 
+def open_regular(path: Path, name: str) -> IO[bytes]:
+    """Open a regular file to read, without a buffer. Never waits for a writer, as the opening of a pipe does.
+
+    Raises:
+        DamagedCheckpointError: it is a folder, a pipe, a socket or a device.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise DamagedCheckpointError(f"{name} is no regular file")
+    return open(path, "rb", 0, opener=lambda file, flags: os.open(file, flags | os.O_NONBLOCK))
+
+
 def read_present(name: str, address: str, read: Callable[[], T]) -> T:
     """Call a function that reads a file of a checkpoint, and retry it.
 
@@ -64,17 +92,90 @@ def parse(name: str, content: bytes, convert: Callable[[Any], T]) -> T:
     """Convert the contents of a JSON file.
 
     Raises:
-        DamagedCheckpointError: the file is not JSON, or holds something else.
+        DamagedCheckpointError: the file is not JSON, is nested too deeply, or holds something else.
     """
     try:
         return convert(json.loads(content))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedCheckpointError(f"{name} cannot be read") from error
 
 
+def to_json(fields: Mapping[str, Any]) -> str:
+    """Return the JSON of a file with these fields, a format and a version."""
+    return json.dumps({"format": FORMAT, "version": version(_PACKAGE), **fields})
+
+
+def parse_fields(name: str, place: str, content: bytes, convert: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """Convert the fields of a file that `to_json` has made.
+
+    Args:
+        name: of the file.
+        place: of the file, for the message of a `LaunchError`.
+        content: of the file.
+        convert: a function for each field.
+
+    Raises:
+        DamagedCheckpointError: the file is not JSON, or a field is missing or holds something else.
+        LaunchError: a newer version of this package wrote the file.
+    """
+
+    def split(found: Any) -> tuple[int, str, dict[str, Any]]:
+        rest = dict(found)
+        number, writer = rest.pop("format"), rest.pop("version")
+        if type(number) is not int or number < 1 or not _VERSION.fullmatch(writer):
+            raise ValueError
+        return number, writer, rest
+
+    number, writer, found = parse(name, content, split)
+    problem = f"format {number}" if number > FORMAT else ""
+    if not problem:
+        fields = parse(name, content, lambda found: {field: to(found[field]) for field, to in convert.items()})
+        # After the fields that must be there: a changed letter in the name of a field is damage.
+        if unknown := sorted(found.keys() - convert.keys()):
+            problem = f"the field {unknown[0][:40]!r}"
+        else:
+            return fields
+    raise LaunchError(
+        f"{place} must have format {FORMAT}, which {_PACKAGE} {version(_PACKAGE)} reads, got {problem}, which "
+        f"{_PACKAGE} {writer} wrote. Install {_PACKAGE} {writer} or later."
+    )
+
+
 def to_checksums(found: Any) -> dict[str, Checksum]:
-    """Return checksums by name from JSON."""
-    return {name: (int(size), int(crc)) for name, (size, crc) in found.items()}
+    """Return checksums by name from JSON.
+
+    Raises:
+        ValueError, TypeError, AttributeError: a name is no relative path, or a number is no size or checksum.
+    """
+    checksums = {check_name(name): (size, crc) for name, (size, crc) in found.items()}
+    for number in (number for checksum in checksums.values() for number in checksum):
+        if type(number) is not int or not 0 <= number < _MAX_BYTES:
+            raise ValueError("no size or checksum")
+    return checksums
+
+
+def check_name(name: str) -> str:
+    """Return the name of a file, relative to the folder of a checkpoint.
+
+    Raises:
+        ValueError: the name leads out of the folder, or no file can have it.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
+        raise ValueError("no relative path")
+    if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in path.parts):
+        raise ValueError("a name that is too long")
+    return name
+
+
+def to_score(found: Any) -> float | None:
+    """Return a score from JSON; None if it is no finite number.
+
+    Raises:
+        OverflowError: it is a larger number than a float can be.
+    """
+    is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    return float(found) if is_number else None
 
 
 def compare(name: str, found: Checksum, written: Checksum) -> None:

@@ -1,37 +1,42 @@
 """Checkpoints in a folder, with checksums of their files.
 
 <folder>/<step>/<item>/...            files that Orbax wrote
-<folder>/<step>/checksums.json        sizes and checksums of all files of the items
+<folder>/<step>/checksums.json        sizes and checksums of all files of the items, with their format and a version
 <folder>/<step>.orbax-checkpoint-tmp  a checkpoint that is being written, or that a killed process left
 <folder>/<step>.damaged               a quarantined checkpoint
 <folder>/.trash/                      checkpoints that are being deleted
 
 A checkpoint becomes visible when Orbax renames `<step>.orbax-checkpoint-tmp` to `<step>` (`FolderWriter.commit` in
-`writers.py`): `steps` lists folders whose names are numbers.
+`writers.py`): `steps` lists folders whose names are numbers. Before that, its files and folders are on the disk.
+
+One command at a time writes to a folder. The caller's lock keeps others away.
 """
 
 import contextlib
-import json
 import os
-import re
 import shutil
 import uuid
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray_jax_launch._checkpoint.checksums import (
     BLOCK_BYTES,
+    STEP_NAME,
     Checksum,
     ChecksummedStream,
     compare,
+    open_regular,
     parse,
+    parse_fields,
     read_present,
     to_checksums,
+    to_json,
+    to_score,
 )
-from ray_jax_launch._checkpoint.retry import ABSENT, retry
-from ray_jax_launch._errors import DamagedCheckpointError, LaunchError
+from ray_jax_launch._checkpoint.retry import ABSENT, STORAGE_FULL, retry
+from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, StorageFullError
 
 METADATA, METRICS, SCORE = "metadata", "metrics", "score"
 CHECKSUMS = "checksums.json"
@@ -39,6 +44,8 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 # Orbax writes these after the checksums, and restores without them.
 _UNCHECKED = (CHECKSUMS, "_CHECKPOINT_METADATA", "commit_success.txt")
 _TRASH = ".trash"
+
+T = TypeVar("T")
 
 
 class FolderStore:
@@ -50,18 +57,29 @@ class FolderStore:
     def prepare(self) -> None:
         """Make the folder, and delete checkpoints that a killed process left half written or half deleted.
 
+        This would delete what another process is writing. Call it only while the caller's lock keeps other processes
+        away.
+
         Raises:
             LaunchError: the folder cannot be written.
+            StorageFullError: the disk is full.
         """
         try:
+            made = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
             self._folder.mkdir(parents=True, exist_ok=True)
+            for path in made:
+                _sync_folder(path.parent)
             for path in self._folder.glob(f"*{TEMPORARY}*"):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
             self._empty_trash()
             probe = self._folder / f".writable-{uuid.uuid4().hex}"
             probe.touch()
             probe.unlink()
         except OSError as error:
+            if error.errno in STORAGE_FULL:
+                raise StorageFullError(
+                    f"the folder of the checkpoints must have space, got {error}. Free some space, then start again."
+                ) from error
             raise LaunchError(
                 f"the folder of the checkpoints must be writable, got {error}. Change its permissions, or name another "
                 "folder."
@@ -87,26 +105,38 @@ class FolderStore:
 
         Raises:
             DamagedCheckpointError: the metadata cannot be read.
+            LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
         """
-        path = self._path(step) / METADATA / METADATA
-        return parse(METADATA, read_present(METADATA, str(path), path.read_bytes), lambda found: {**found})
+        self.files(step)  # the format comes first
+        return self._read_json(step, METADATA, lambda found: {**found})
 
     def score(self, step: int) -> float | None:
         """Return a checkpoint's score."""
-        # Before version 0.4, the file had the name of its folder.
-        names = (f"{METRICS}/{METADATA}", f"{METRICS}/{METRICS}")
-        metrics = next(filter(None, (self._read_json(step, name) for name in names)), None)
-        return metrics.get(SCORE) if isinstance(metrics, dict) else None
+        try:
+            return self._read_json(step, METRICS, lambda found: to_score(found[SCORE]))
+        except DamagedCheckpointError:
+            return None
+
+    def files(self, step: int) -> dict[str, Checksum]:
+        """Return the checksums of a checkpoint's files by name.
+
+        Raises:
+            DamagedCheckpointError: the checksums are missing or damaged.
+            LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
+        """
+        place = f"{CHECKSUMS} of checkpoint {step} in {self._folder}"
+        content = _read_content(self._path(step) / CHECKSUMS, CHECKSUMS)
+        return parse_fields(CHECKSUMS, place, content, {"files": to_checksums})["files"]
 
     def find_damage(self, step: int) -> str | None:
         """Read all files of a checkpoint. Return a description of the damage, or None.
 
         Raises:
-            LaunchError: the storage cannot be read.
+            LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
         """
         checkpoint = self._path(step)
         try:
-            for name, expected in self._files(step).items():
+            for name, expected in self.files(step).items():
                 self._read_file(checkpoint / name, name, expected)
         except DamagedCheckpointError as error:
             return str(error)
@@ -121,9 +151,7 @@ class FolderStore:
         Raises:
             DamagedCheckpointError: a file is not what was written.
         """
-        files: Mapping[str, Checksum | None] = self._files(step) or {
-            str(path.relative_to(self._path(step))): None for path in self._path(step).rglob("*") if path.is_file()
-        }
+        files = self.files(step)
         for name, expected in files.items():
             if Path(name).parts[0] in items:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +169,7 @@ class FolderStore:
         except OSError:
             return str(checkpoint)
         try:
-            files = self._files(step)
+            files = self.files(step)
         except DamagedCheckpointError:
             return str(checkpoint / CHECKSUMS)
         for name, (size, _) in files.items():
@@ -162,6 +190,7 @@ class FolderStore:
             number += 1
             target = checkpoint.with_name(f"{step}.damaged{number}")
         checkpoint.rename(target)
+        self.sync()
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint. It is renamed first, so that no incomplete checkpoint is ever listed."""
@@ -174,71 +203,66 @@ class FolderStore:
         """Make the files of a checkpoint that is still being written durable, and write their checksums beside them."""
         (checkpoint,) = self._folder.glob(f"{step}{TEMPORARY}*")
         files: dict[str, Checksum] = {}
+        folders = [checkpoint]
         for path in sorted(checkpoint.rglob("*")):
-            if path.is_file() and not (path.parent == checkpoint and path.name in _UNCHECKED):
-                files[str(path.relative_to(checkpoint))] = _read(path, sync=True)
-        temporary = checkpoint / f"{CHECKSUMS}.tmp"
-        with temporary.open("w") as file:
-            json.dump({"algorithm": "crc32", "files": files}, file)
+            if path.is_dir():
+                folders.append(path)
+            elif not (path.parent == checkpoint and path.name in _UNCHECKED):
+                name = str(path.relative_to(checkpoint))
+                files[name] = _read(path, name, sync=True)
+        with (checkpoint / CHECKSUMS).open("w") as file:
+            file.write(to_json({"files": files}))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, checkpoint / CHECKSUMS)
+        for folder in folders:
+            _sync_folder(folder)
 
     def sync(self) -> None:
         """Make the rename of a checkpoint durable."""
-        with contextlib.suppress(OSError):  # some file systems cannot, but rename in order
-            descriptor = os.open(self._folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        _sync_folder(self._folder)
 
     def _list(self) -> list[int]:
         with os.scandir(self._folder) as entries:
-            return [int(entry.name) for entry in entries if re.fullmatch("[0-9]+", entry.name) and entry.is_dir()]
+            return [int(entry.name) for entry in entries if STEP_NAME.fullmatch(entry.name) and entry.is_dir()]
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
 
-    def _files(self, step: int) -> dict[str, Checksum]:
-        """Return the checksums of the files by name, empty if a version before 0.3 wrote the checkpoint.
+    def _read_file(self, path: Path, name: str, expected: Checksum, copy: Path | None = None) -> None:
+        compare(name, read_present(name, str(path), partial(_read, path, name, expected[0], copy=copy)), expected)
 
-        Raises:
-            DamagedCheckpointError: the checksums are missing or damaged.
-        """
-        path = self._path(step) / CHECKSUMS
-        try:
-            content = retry(str(path), path.read_bytes)
-        except ABSENT as error:
-            if self._read_json(step, f"{METADATA}/{METADATA}") is None:
-                raise DamagedCheckpointError(f"{CHECKSUMS} is missing") from error
-            return {}  # a version before 0.3 wrote metadata without checksums
-        return parse(CHECKSUMS, content, lambda found: to_checksums(found["files"]))
-
-    def _read_file(self, path: Path, name: str, expected: Checksum | None, copy: Path | None = None) -> None:
-        found = read_present(name, str(path), partial(_read, path, expected and expected[0], copy=copy))
-        compare(name, found, expected or found)
-
-    def _read_json(self, step: int, name: str) -> Any:
-        """Return the contents of a JSON file beside the items; None if it is missing or damaged."""
-        path = self._path(step) / name
-        try:
-            content = retry(str(path), path.read_bytes)
-        except ABSENT:
-            return None
-        try:
-            return json.loads(content)
-        except ValueError:
-            return None
+    def _read_json(self, step: int, name: str, convert: Callable[[Any], T]) -> T:
+        """Convert the JSON file that Orbax keeps in the folder METADATA or METRICS, beside the items."""
+        return parse(name, _read_content(self._path(step) / name / METADATA, name), convert)
 
     def _empty_trash(self) -> None:
         shutil.rmtree(self._folder / _TRASH, ignore_errors=True)
 
 
-def _read(path: Path, expected_size: int | None = None, *, copy: Path | None = None, sync: bool = False) -> Checksum:
-    """Return size and CRC-32 of a file. The content is not read if the size is not the expected size."""
+def _read_content(path: Path, name: str) -> bytes:
+    """Return the bytes of a small file.
+
+    Raises:
+        DamagedCheckpointError: the file is missing, or no regular file.
+    """
+
+    def read() -> bytes:
+        with open_regular(path, name) as file:
+            return file.read()
+
+    return read_present(name, str(path), read)
+
+
+def _read(
+    path: Path, name: str, expected_size: int | None = None, *, copy: Path | None = None, sync: bool = False
+) -> Checksum:
+    """Return size and CRC-32 of a file. The content is not read if the size is not the expected size.
+
+    Raises:
+        DamagedCheckpointError: it is no regular file.
+    """
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(path.open("rb", buffering=0))
+        file = stack.enter_context(open_regular(path, name))
         target = None if copy is None else stack.enter_context(copy.open("wb"))
         size = os.fstat(file.fileno()).st_size
         if expected_size is not None and size != expected_size:
@@ -250,3 +274,20 @@ def _read(path: Path, expected_size: int | None = None, *, copy: Path | None = N
         if sync:
             os.fsync(file.fileno())
     return source.checksum()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    with contextlib.suppress(OSError):  # some file systems cannot, but rename in order
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

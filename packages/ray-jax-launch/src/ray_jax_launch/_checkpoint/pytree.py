@@ -166,3 +166,8 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the leaves by their names."""
     leaves = ocp.tree.to_flat_dict(tree).items()
     return {".".join(map(str, path)): tuple(getattr(x, "shape", ())) for path, x in leaves}
+
+
+def items_as_wanted(like: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return restored items with the types of the wanted ones."""
+    return {name: as_wanted(tree, restored[name]) if name in restored else tree for name, tree in like.items()}

@@ -13,7 +13,7 @@ from typing import Any
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from ray_jax_launch._checkpoint.retry import retry
-from ray_jax_launch._ray_internals import SNAPSHOT_NAME, write_file
+from ray_jax_launch._ray_internals.ray_train import SNAPSHOT_NAME, write_file
 
 _NAME = "checkpoint_dir_name"
 
@@ -38,15 +38,19 @@ def repair_snapshot(filesystem: FileSystem, folder: str) -> None:
 
 
 def _repair(filesystem: FileSystem, folder: str, path: str) -> None:
-    if filesystem.get_file_info(path).type == FileType.NotFound:
+    kind = filesystem.get_file_info(path).type
+    if kind == FileType.NotFound:
         return
-    with filesystem.open_input_stream(path) as file:
-        text = file.read().decode(errors="replace")
+    text = ""
+    if kind == FileType.File:  # a pipe would not end
+        with filesystem.open_input_stream(path) as file:
+            text = file.read().decode(errors="replace")
     try:
         state = json.loads(text)
         entries = [{"version": 0, "metrics": {}} | entry for entry in state["checkpoint_results"]]
         names = [entry[_NAME] for entry in entries]
-    except (ValueError, LookupError, TypeError):
+        _rebuild(state, entries, set())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         state, names = {}, _find_names(filesystem, folder, text)
         entries = [{"version": 0, _NAME: name, "metrics": {}} for name in names]
         _logger.warning("%s is damaged; found the checkpoints %s", path, ", ".join(names) or "none")
@@ -74,6 +78,9 @@ def _rebuild(state: dict[str, Any], entries: list[dict[str, Any]], missing: set[
     if not isinstance(indices, list) or len(indices) != len(entries):
         indices = list(range(len(entries)))
     kept = [(index, entry) for index, entry in zip(indices, entries, strict=True) if entry[_NAME] not in missing]
+    next_index = state.get("current_report_index")
+    if type(next_index) is not int:
+        next_index = max(indices, default=-1) + 1
     latest = state.get("latest_checkpoint_result") or {}
     if latest.get(_NAME) not in {entry[_NAME] for _, entry in kept}:
         latest = max(kept, key=lambda pair: pair[0], default=(0, None))[1]
@@ -91,7 +98,7 @@ def _rebuild(state: dict[str, Any], entries: list[dict[str, Any]], missing: set[
         "latest_checkpoint_result": latest,
         "pending_training_results": [entry for entry, _ in pending],
         "pending_validation_specs": [spec for _, spec in pending],
-        "current_report_index": state.get("current_report_index", max(indices, default=-1) + 1),
+        "current_report_index": next_index,
         **{
             key: state.get(key, [])
             for key in (

@@ -12,11 +12,13 @@ from ray_jax_launch._errors import LaunchError
 DELAYS_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
 # The file does not exist. This is an answer, not a failure.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# A full disk, and a full quota.
+STORAGE_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors that are not temporary. pyarrow sets no number for the answers of an object store.
 _PERMANENT = frozenset(
     {
-        errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE,
-        errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
+        *STORAGE_FULL, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENAMETOOLONG,
+        errno.ELOOP, errno.EINVAL,
     }
 )  # fmt: skip
 _PERMANENT_ANSWERS = ("ACCESS_DENIED", "NO_SUCH_BUCKET")

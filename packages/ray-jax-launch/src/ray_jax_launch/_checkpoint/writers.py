@@ -1,11 +1,15 @@
 """Writers and readers of checkpoints by Orbax: in a shared folder, or through local disks in object storage."""
 
 import contextlib
+import logging
 import re
 import shutil
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +48,7 @@ class FolderWriter:
     def __init__(self, folder: Path, store: FolderStore) -> None:
         self._folder, self._store = folder, store
         self._step = 0
+        _silence_tracebacks()
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         registry.add(None, ocp.args.PyTreeSave, _arrays_handler())
         self._writer = ocp.AsyncCheckpointer(
@@ -69,8 +74,9 @@ class FolderWriter:
         args[METADATA] = ocp.args.JsonSave(metadata)
         if score is not None:
             args[METRICS] = ocp.args.JsonSave({SCORE: score})
-        # Without `force`, each process would look for the step in its own, perhaps old, listing of the folder.
-        self._writer.save(self._folder / str(step), args=ocp.args.Composite(**args), force=True)
+        # Without `force`, a process looks for the step, and fails if it exists. With `force`, the first process deletes
+        # it. The others do nothing: they would look in their own, perhaps old, listing of the folder.
+        self._writer.save(self._folder / str(step), args=ocp.args.Composite(**args), force=jax.process_index() > 0)
 
     def commit(self, step: int) -> None:
         """Wait until the checkpoint is durable and listed. Can run in another thread."""
@@ -82,6 +88,8 @@ class FolderWriter:
         """Read the items that `like` names."""
         if jax.process_index() > 0:
             self._wait_until_visible(step)
+        else:
+            self._store.files(step)  # rejects a newer format
         checkpoint = self._folder / str(step)
 
         def read_trees() -> dict[str, Any]:
@@ -139,6 +147,7 @@ class ObjectWriter:
         self._store, self._run_id = store, run_id
         self._num_saves = 0
         self._staging = Staging(uri)
+        _silence_tracebacks()
         self._folder, self._listed = self._staging.path, ({}, None)
         rank = jax.process_index()
         # Every process is the primary host of its own disk. Of equal replicas, one process writes.
@@ -172,18 +181,18 @@ class ObjectWriter:
         self._writer.save(self._folder / "items", args=ocp.args.PyTreeSave(dict(items)))
 
     def commit(self, step: int) -> None:
-        save_id = f"{self._run_id}-{self._num_saves}"
+        save = f"{self._run_id}-{self._num_saves}"
         # A process that fails reaches both barriers too, so the others fail at once.
         with contextlib.ExitStack() as committed:
-            committed.callback(self._wait_for_all, key=f"{save_id}-committed")
+            committed.callback(self._wait_for_all, key=f"{save}-committed")
             with contextlib.ExitStack() as uploaded:
-                uploaded.callback(self._wait_for_all, key=f"{save_id}-uploaded")
+                uploaded.callback(self._wait_for_all, key=f"{save}-uploaded")
                 uploaded.callback(shutil.rmtree, self._folder, ignore_errors=True)
                 self._writer.wait_until_finished()
-                self._store.upload(step, jax.process_index(), save_id, self._folder)
+                self._store.upload(step, jax.process_index(), save, self._folder)
             if jax.process_index() == 0:
-                self._store.commit(step, jax.process_count(), save_id, *self._listed)
-        if self._store.version(step) is None:
+                self._store.commit(step, jax.process_count(), save, *self._listed)
+        if jax.process_index() > 0 and not self._store.is_listed(step, save):
             raise FileNotFoundError(f"process 0 has not listed checkpoint {step}. See its own error.")
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,6 +228,32 @@ def make_writer(folder: Path | str, store: Any, run_id: str) -> FolderWriter | O
     return ObjectWriter(folder, store, run_id)
 
 
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Return False for Orbax's warnings, and for the tracebacks that its threads and tasks log when a save fails.
+
+    There is a traceback for each array and each thread, thousands of lines. `commit` raises the error.
+    """
+    if record.levelno < logging.ERROR and "/orbax/checkpoint/" in record.pathname:
+        return False
+    trace = record.exc_info[2] if record.exc_info else None
+    return not any("/orbax/checkpoint/" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+
+
+def _silence_tracebacks() -> None:
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_shown)  # once, however often it is called
+    show = sys.unraisablehook
+    if show.__module__ == __name__:
+        return
+
+    def hook(unraisable: Any) -> None:
+        # tensorstore completes the write of an array after the write of another array has failed and ended the loop.
+        if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+            show(unraisable)
+
+    sys.unraisablehook = hook
+
+
 def _read(checkpoint: Path, read: Callable[[], T]) -> T:
     """Call a function of Orbax that reads from a folder, and retry it (see `retry`)."""
 
@@ -252,3 +287,16 @@ def _saved_tree(folder: Path) -> Any:
     """Return Orbax's metadata of the leaves in a folder."""
     # Orbax declares its own path class, but accepts any.
     return ocp.PyTreeCheckpointHandler().metadata(folder).tree  # pyright: ignore[reportArgumentType]
+
+
+def complete(closing: Future[None]) -> None:
+    """Wait for the end of a save, also after Ctrl-C. If Python ended before, threads of Orbax would fail, or hang."""
+    interrupt = None
+    while not closing.done():
+        try:
+            wait([closing])
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    closing.result()

@@ -1,24 +1,48 @@
 """Backends of Ray Train that join the workers by `jax.distributed`, and the workers' environment."""
 
 import contextlib
+import functools
 import os
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.train.backend import Backend
 from ray.train.v2.jax.config import JaxConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_jax_launch._cluster import is_started_here
+from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware
-from ray_jax_launch._ray_internals import JaxBackend, WorkerGroupStartupFailedError
+from ray_jax_launch._ray_internals.ray_train import JaxBackend, WorkerGroupStartupFailedError
 
 # XLA's CPU backend allocates the temporary arrays of each step again, and by default each step pays for their pages: a
 # quarter of a small step (train_step_baby.md in benchmarks/results). With these settings glibc keeps arrays of up to
 # 64 MiB, and uses huge pages. Other C libraries ignore them.
 _GLIBC_TUNABLES = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}:glibc.malloc.hugetlb=1"
+
+# Libraries that jax brings, as files of CUDA toolkits and of cuDNN.
+_TOOLKIT = tuple(
+    f"lib{name}.so"
+    for name in (
+        "cublas", "cublasLt", "cudart", "cudnn", "cufft", "cupti", "cusolver", "cusparse", "nccl", "nvJitLink", "nvrtc",
+    )
+)  # fmt: skip
+_TASK_TIMEOUT_S = 60.0
+
+# The node's address in a cluster on this machine alone.
+_LOOPBACK = "127.0.0.1"
+
+
+# An elastic group starts on the nodes that it saw. If one of them has just been lost, the start fails, and the next
+# start sees the remaining nodes. A short timeout makes this fast.
+_ELASTIC_START_TIMEOUT_S = 15
+_REPORTS_EVERY_S = 0.5
 
 
 @dataclass
@@ -102,22 +126,37 @@ def _restartable(worker_group: Any) -> Iterator[None]:
 
 
 def _free_address() -> str:
+    host = ray.util.get_node_ip_address()
     with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        probe.bind((host if host == _LOOPBACK else "", 0))
+        return f"{host}:{probe.getsockname()[1]}"
 
 
 def _initialize(coordinator: str, num_processes: int, process_id: int, timeouts: DistributedConfig) -> None:
     import jax  # only in workers: on TPUs a driver that uses jax locks the chips
 
+    is_alone = coordinator.startswith(f"{_LOOPBACK}:")
+    if is_alone:
+        _keep_gloo_on_loopback()
     jax.distributed.initialize(
         coordinator,
         num_processes,
         process_id,
+        coordinator_bind_address=coordinator if is_alone else None,  # jax's own: all interfaces
         initialization_timeout=timeouts.initialization_timeout_s,
         heartbeat_timeout_seconds=timeouts.heartbeat_timeout_s,
         shutdown_timeout_seconds=timeouts.shutdown_timeout_s,
     )
+
+
+def _keep_gloo_on_loopback() -> None:
+    """Let gloo, the collectives of CPUs, listen on the loopback address. jax 0.10 has no option for its address.
+
+    By default gloo listens on the address of the machine's name, which often is that of a network.
+    """
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  # compiled; see _initialize
+
+    _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=_LOOPBACK)
 
 
 def _shutdown() -> None:
@@ -132,7 +171,10 @@ def backend_config(hardware: Hardware) -> JaxConfig:
 
 
 def worker_environment(hardware: Hardware) -> dict[str, str]:
-    """Return environment variables for the workers. They must be set before a worker imports jax."""
+    """Return environment variables for the workers. They must be set before a worker imports jax.
+
+    For GPUs of a connected cluster, this waits for a task on one of its nodes.
+    """
     if hardware.kind == "cpu":
         devices = hardware.devices_per_worker
         return {
@@ -143,5 +185,73 @@ def worker_environment(hardware: Hardware) -> dict[str, str]:
         }
     if hardware.kind == "tpu":
         return {"JAX_PLATFORMS": "tpu"}
-    # jax has its own CUDA libraries. A path to other CUDA libraries would make it load these first.
-    return {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": ""}
+    environment = {"JAX_PLATFORMS": "cuda"}
+    if is_started_here() and "NCCL_SOCKET_IFNAME" not in os.environ and sys.platform == "linux":
+        environment["NCCL_SOCKET_IFNAME"] = "lo"  # NCCL's own choice is an interface to other machines
+    # jax has its own CUDA libraries. It would load others first.
+    paths, without_cuda = _library_paths_of_a_gpu_node()
+    return environment if without_cuda == paths else {**environment, "LD_LIBRARY_PATH": without_cuda}
+
+
+def _library_paths_of_a_gpu_node() -> tuple[str, str]:
+    """Return `_library_paths` of a node with GPUs of the connected cluster, else of this process.
+
+    The workers inherit the environment of their node. The nodes with GPUs are taken to be alike.
+    """
+    nodes = [] if is_started_here() or not ray.is_initialized() else ray.nodes()
+    for node in nodes:
+        if node["Alive"] and node["Resources"].get("GPU", 0) >= 1:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            task = ray.remote(_library_paths).options(num_cpus=0, scheduling_strategy=there)
+            with contextlib.suppress(RayError):  # it was just lost, or does not answer in time
+                return ray.get(task.remote(), timeout=_TASK_TIMEOUT_S)
+    return _library_paths()
+
+
+def _library_paths() -> tuple[str, str]:
+    """Return `LD_LIBRARY_PATH`, and the same without the folders of CUDA toolkits.
+
+    A folder with the GPUs' driver, which containers of clusters mount, stays.
+    """
+    paths = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return ":".join(paths), ":".join(path for path in paths if not _holds_toolkit(Path(path)))
+
+
+def _holds_toolkit(folder: Path) -> bool:
+    try:
+        names = os.listdir(folder)  # noqa: PTH208  # names alone: there can be thousands
+    except OSError:
+        return False
+    return any(name.startswith(_TOOLKIT) for name in names) and "libcuda.so.1" not in names
+
+
+def check_env_vars(runtime_env: Any) -> None:
+    """Check the environment variables of a runtime environment.
+
+    Raises:
+        LaunchError: they are not texts by name.
+    """
+    variables = (runtime_env or {}).get("env_vars") or {}
+    if not isinstance(variables, Mapping) or not all(
+        isinstance(text, str) for text in (*variables, *variables.values())
+    ):
+        raise LaunchError(f'env_vars must be texts by name, got {variables!r}. Write them as in {{"NAME": "1"}}.')
+
+
+@contextlib.contextmanager
+def train_settings(hardware: Hardware) -> Iterator[None]:
+    """Set environment variables of Ray Train that have no argument. The user's own values win."""
+    # Ray Train takes a report of each worker at most once per interval, by default every 2 s.
+    settings: dict[str, str] = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(_REPORTS_EVERY_S)}
+    if hardware.is_elastic:
+        settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ELASTIC_START_TIMEOUT_S)
+    if is_started_here():
+        # A cluster of this machine alone has no preemptions. The watcher is a process that takes seconds to start.
+        settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    settings = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings:
+            del os.environ[name]

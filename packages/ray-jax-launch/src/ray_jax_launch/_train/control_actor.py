@@ -1,21 +1,26 @@
 """The control actor: carries stop requests to the workers of a launch, and their metrics and log lines to the driver.
 
 Workers and driver poll it, and no call waits in it. Ray runs the calls of one process in their order, as the actor has
-one thread: each rank's metrics stay in order. Its process imports little.
+one thread: each rank's metrics stay in order. Its process imports little. If it dies, Ray starts it again: the workers'
+next polls, and the driver's copy of `ControlState`, tell it what it has forgotten.
 """
 
 import contextlib
 import logging
 import threading
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_jax_launch._lost_cluster import ClusterWatch, is_lost
 
 Metrics = dict[str, Any]
 ControlHandle = Any
@@ -24,7 +29,49 @@ ControlHandle = Any
 OnMetrics = Callable[[int, Metrics], None]
 """Function of a rank and its metrics."""
 
-StopReason = Literal["interrupt", "preemption"]
+StopReason = Literal["interrupt", "preemption", "resize", "failure"]
+
+
+class StopRequest(NamedTuple):
+    """A request to stop, with its reason.
+
+    After an `interrupt` the launch ends. After a `preemption` or a `resize` of an elastic group, the workers start
+    again. Before these three, the loop saves. A `failure` ends the launch, and nothing is saved.
+    """
+
+    reason: StopReason
+    text: str = ""
+    """The error of a failure."""
+
+
+@dataclass
+class ControlState:
+    """State of a launch, which the control actor must still know after it has died."""
+
+    request: StopRequest | None = None
+    """A stop request for all groups of workers."""
+
+    is_acknowledged: bool = False
+    """True once the loop has returned because of an interrupt."""
+
+    finished: tuple[Any] | None = None
+    """The value that `mark_finished` was given, which is the launch's result if the loop fails later."""
+
+    saved: tuple[Any, int] | None = None
+    """The place of the loop's `Checkpoints`, and the newest complete step."""
+
+    num_reported: int = 0
+    """Number of checkpoints that were reported to Ray Train."""
+
+    num_failures: int = 0
+    """Number of failures since the last progress."""
+
+    progress: tuple[Any, int] = (None, 0)
+    """`saved` and `num_reported` at the last failure."""
+
+    latest: Metrics = field(default_factory=dict)
+    """The last value of each metric that rank 0 logged or reported."""
+
 
 # Metrics that the driver has not collected yet. If it never collects, the oldest are dropped.
 _MAX_UNREAD = 10_000
@@ -37,103 +84,124 @@ _logger = logging.getLogger("ray_jax_launch")
 class _Group:
     """The workers of one start, and how far they have agreed to stop."""
 
-    reason: StopReason | None = None
+    request: StopRequest | None = None
     next_steps: dict[int, int] = field(default_factory=dict)
     """By rank, the first step that it has not passed."""
+
+
+class Collected(NamedTuple):
+    """Metrics, lines and state that the driver collects."""
+
+    actor: str
+    """Differs after each start of the actor."""
+
+    metrics: list[tuple[int, Metrics]]
+    """New metrics, by rank."""
+
+    lines: list[tuple[int, str]]
+    """New log lines, by level."""
+
+    state: ControlState
 
 
 class ControlActor:
     """Actor of a launch, on the driver's node: carries stop requests, metrics and log lines."""
 
     def __init__(self) -> None:
+        self._id = uuid.uuid4().hex
         self._unread: deque[tuple[int, Metrics]] = deque(maxlen=_MAX_UNREAD)
         self._lines: list[tuple[int, str]] = []
-        self._latest: Metrics = {}
         self._groups: dict[str, _Group] = {}
-        self._interrupted = False
-        self._acknowledged = False
-        self._finished: tuple[Any] | None = None
-        self._saved: tuple[Any, int] | None = None
+        self._state = ControlState()
+
+    def state(self) -> ControlState:
+        """Return what the actor knows of the launch."""
+        return self._state
+
+    def resume(self, before: ControlState) -> None:
+        """Add what the actor knew before it died, unless it has learned something newer since."""
+        latest = before.latest | self._state.latest
+        for item in fields(ControlState):
+            if getattr(self._state, item.name) == getattr(ControlState(), item.name):
+                setattr(self._state, item.name, getattr(before, item.name))
+        self._state.latest = latest
 
     def record(self, rank: int, metrics: Metrics) -> None:
         """Add metrics that a worker logged. With a text among them, they are a message, and not the latest metrics."""
         self._unread.append((rank, metrics))
         if rank == 0 and not any(isinstance(value, str) for value in metrics.values()):
-            self._latest |= metrics
+            self._state.latest |= metrics
 
-    def report(self, metrics: Metrics) -> None:
+    def report(self, metrics: Metrics, *, has_checkpoint: bool) -> None:
         """Add metrics that rank 0 reported to Ray Train."""
-        self._latest |= metrics
+        self._state.latest |= metrics
+        self._state.num_reported += has_checkpoint
 
     def log(self, line: str, level: int = logging.WARNING) -> None:
         """Add a line that the driver logs."""
         self._lines.append((level, line))
 
-    def save(self, folder: Any, step: int) -> None:
+    def save(self, place: Any, step: int) -> None:
         """Note the newest complete step of the loop's `Checkpoints`, and their folder or URI."""
-        self._saved = (folder, step)
+        self._state.saved = (place, step)
 
-    def saved(self) -> tuple[Any, int] | None:
-        """Return what `save` was given last."""
-        return self._saved
+    def finish(self, return_value: Any) -> None:
+        """Note that the work is done and saved, and the result of the launch if the loop fails after this."""
+        self._state.finished = (return_value,)
 
-    def collect(self) -> tuple[list[tuple[int, Metrics]], list[tuple[int, str]]]:
-        """Return, and forget, the metrics by rank and the lines by level that have come since the last call."""
-        collected = list(self._unread), list(self._lines)
+    def collect(self) -> Collected:
+        """Return the state, and what has come since the last call."""
+        collected = Collected(self._id, list(self._unread), list(self._lines), self._state)
         self._unread.clear()
         self._lines.clear()
         return collected
 
-    def latest(self) -> Metrics:
-        """Return the last value of each metric that rank 0 logged or reported."""
-        return self._latest
+    def count_failure(self) -> int:
+        """Count a failure. Return the number of failures since a checkpoint became complete, or from the beginning."""
+        progress = (self._state.saved, self._state.num_reported)
+        self._state.num_failures = 1 if progress != self._state.progress else self._state.num_failures + 1
+        self._state.progress = progress
+        return self._state.num_failures
 
-    def interrupt(self) -> bool:
+    def request_stop(self, reason: StopReason, text: str = "") -> bool:
         """Request a stop of this group of workers and of later ones. Return whether any worker polls."""
-        self._interrupted = True
+        self._state.request = StopRequest(reason, text)
         return bool(self._groups)
 
+    def request_resize(self) -> None:
+        """Request a stop of the newest group that polls, which then starts again with another number of workers."""
+        for group in list(self._groups.values())[-1:]:
+            group.request = group.request or StopRequest("resize")
+
     def poll(
-        self, group: str, size: int, rank: int, *, is_preempted: bool, next_step: int | None
-    ) -> tuple[StopReason | None, int | None]:
-        """Return the reason of a stop request, and the step to stop at; None for what is not known yet.
+        self, group: str, size: int, rank: int, *, request: StopRequest | None, next_step: int | None
+    ) -> tuple[StopRequest | None, int | None]:
+        """Return the stop request, and the step to stop at; None for what is not known yet.
 
         Args:
             group: the start of the workers that the caller belongs to.
             size: the number of workers in the group.
             rank: the caller's.
-            is_preempted: a node of the group is about to be preempted.
+            request: a stop request that the caller knows; the first one of a group stays.
             next_step: the first step that the caller has not passed and will not pass until it knows the step to stop
                 at; None before it knows of a stop request. All ranks stop at the latest of these steps.
         """
         entry = self._groups.setdefault(group, _Group())
-        if entry.reason is None and (self._interrupted or is_preempted):
-            entry.reason = "interrupt" if self._interrupted else "preemption"
+        entry.request = entry.request or request or self._state.request
         if next_step is not None:
             entry.next_steps[rank] = next_step
-        return entry.reason, max(entry.next_steps.values()) if len(entry.next_steps) == size else None
+        return entry.request, max(entry.next_steps.values()) if len(entry.next_steps) == size else None
 
     def acknowledge(self) -> None:
         """Note that the loop returned because of an interrupt."""
-        self._acknowledged = True
-
-    def acknowledged(self) -> bool:
-        """Return whether the loop returned because of an interrupt."""
-        return self._acknowledged
-
-    def finish(self, return_value: Any) -> None:
-        """Note that the work is done and saved, and the result of the launch if the loop fails after this."""
-        self._finished = (return_value,)
-
-    def finished(self) -> tuple[Any] | None:
-        """Return the value that `finish` was given, or None before that."""
-        return self._finished
+        self._state.is_acknowledged = True
 
 
 def start_control_actor() -> ControlHandle:
-    """Start the actor on this node. It lives as long as its handle."""
+    """Start the actor on this node. It lives as long as its handle, in a new process if its process dies."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(ControlActor).options(num_cpus=0, scheduling_strategy=here).remote()
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+    return ray.remote(ControlActor).options(**options).remote()
 
 
 class LocalControl:
@@ -164,17 +232,27 @@ def forwarding(control: ControlHandle, on_metrics: OnMetrics | None, renew: Call
     forward = on_metrics or _do_nothing
 
     def collect() -> None:
-        stopping = False
+        stopping, before = False, None
         while not stopping:
             stopping = stop.wait(_COLLECT_EVERY_S)
             renew()
-            logged, lines = answer(control.collect.remote())
-            for rank, metrics in logged:
+            try:
+                collected: Collected = answer(control.collect.remote())
+            except RayError:
+                if is_lost() or ClusterWatch().loss(is_suspected=True) is not None:
+                    return
+                raise
+            if before is not None and collected.actor != before.actor:
+                control.resume.remote(before.state)
+                _logger.info("the control actor died, and has started again")
+                collected = collected._replace(state=before.state)  # until the actor has got it
+            before = collected
+            for rank, metrics in collected.metrics:
                 try:
                     forward(rank, metrics)
                 except Exception:  # the user's function may raise anything, and the run must not end by it
                     _logger.exception("on_metrics failed; it gets the next metrics all the same")
-            for level, line in lines:
+            for level, line in collected.lines:
                 _logger.log(level, line)
 
     thread = threading.Thread(target=collect, name="collect-metrics", daemon=True)
@@ -183,7 +261,25 @@ def forwarding(control: ControlHandle, on_metrics: OnMetrics | None, renew: Call
         yield
     finally:
         stop.set()
-        thread.join()
+        if not is_lost():
+            thread.join()
+
+
+@contextlib.contextmanager
+def showing_info() -> Iterator[None]:
+    """Print what this package logs at level INFO, unless the program has configured logging."""
+    if _logger.hasHandlers():
+        yield
+        return
+    handler, level = logging.StreamHandler(), _logger.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    _logger.addHandler(handler)
+    _logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _logger.removeHandler(handler)
+        _logger.setLevel(level)
 
 
 def _do_nothing(rank: int, metrics: Metrics) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 import ray.data
 from ray.train import DataConfig
 
+from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware
-from ray_jax_launch._ray_internals import DefaultAutoscalingCoordinator, ResourceRequestPriority, datasets_to_split
+from ray_jax_launch._lost_cluster import is_lost
+from ray_jax_launch._ray_internals.ray_cluster import DefaultAutoscalingCoordinator, ResourceRequestPriority
+from ray_jax_launch._ray_internals.ray_train import datasets_to_split
 
 _RENEW_EVERY_S = 20
 
@@ -43,6 +46,20 @@ class RankedDataConfig(DataConfig):
             {**split[rank], **{name: in_order(make(rank, world_size)) for name, make in ranked.items()}}
             for rank in range(world_size)
         ]
+
+
+def check_datasets(datasets: Any) -> None:
+    """Check the datasets of a trainer.
+
+    Raises:
+        LaunchError: they are not Ray Datasets or functions by name.
+    """
+    for name, dataset in (datasets or {}).items() if isinstance(datasets, Mapping | None) else [("all", datasets)]:
+        if not callable(dataset) and not isinstance(dataset, ray.data.Dataset):
+            raise LaunchError(
+                f"datasets must be Ray Datasets or functions by name, got {dataset!r} for {name}. Make it a Dataset, "
+                "such as ray.data.from_items(...), or a function that returns one."
+            )
 
 
 def for_group(datasets: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,4 +146,5 @@ def reserving(hardware: Hardware, name: str, num_cpus: int) -> Iterator[Callable
     try:
         yield reservation.renew
     finally:
-        reservation.cancel()
+        if not is_lost():
+            reservation.cancel()

@@ -14,6 +14,8 @@ from ray_jax_launch._errors import (
     LaunchError,
     OutOfMemoryError,
     PermanentError,
+    StopRequestedError,
+    StorageFullError,
     TrainingFailed,
 )
 from ray_jax_launch._train.control_actor import ControlHandle, Metrics
@@ -30,6 +32,10 @@ class WorkersFailed(TrainingFailed, TrainingFailedError):
 
 class Preempted(Exception):
     """Raised in a worker after its loop has saved and returned because a node is preempted."""
+
+
+class Resized(Exception):
+    """Raised in a worker after its loop has saved and returned because the group gets another number of workers."""
 
 
 def note_traceback(
@@ -78,6 +84,11 @@ def is_preemption(failure: Exception) -> bool:
     return isinstance(cause, Preempted) or (isinstance(cause, RayActorError) and cause.preempted)
 
 
+def is_resize(failure: Exception) -> bool:
+    """Return whether a worker has stopped for another number of workers."""
+    return isinstance(_cause(failure), Resized)
+
+
 def fingerprint(failure: Exception, details: str) -> str | None:
     """Return a text that is equal for failures of the same cause; None if a machine may be the cause.
 
@@ -101,9 +112,9 @@ def to_raise(failures: Mapping[int, Exception], hardware: object, log_folder: st
     """
     rank, details = first_failure(failures)
     failure = failures[rank]
-    if isinstance(failure, LaunchError | DamagedCheckpointError):
-        # Its traceback in the worker does not help the user.
-        return (LaunchError if isinstance(failure, LaunchError) else DamagedCheckpointError)(str(failure))
+    for cls in (LaunchError, DamagedCheckpointError, StorageFullError, StopRequestedError):
+        if isinstance(failure, cls):
+            return cls(str(failure))  # its traceback in the worker does not help the user
     shortage = _shortage(failure)
     if shortage is not None:
         error: Exception = OutOfMemoryError(
@@ -141,4 +152,4 @@ class ForwardReports(UserCallback):
 
     def after_report(self, run_context: Any, metrics: list[Metrics], checkpoint: Checkpoint | None) -> None:
         """Forward the metrics that rank 0 reported."""
-        self._control.report.remote(metrics[0])
+        self._control.report.remote(metrics[0], has_checkpoint=checkpoint is not None)

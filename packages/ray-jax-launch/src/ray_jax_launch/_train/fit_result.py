@@ -62,11 +62,11 @@ class Result(ray.train.Result):
 
 def make_result(result: ray.train.Result, control: ControlHandle, return_value: Any, log_folder: str) -> Result:
     """Return Ray's result with what the control actor knows."""
-    saved, latest = answer(control.saved.remote()), answer(control.latest.remote())
+    state = answer(control.state.remote())
     given = {field.name: getattr(result, field.name) for field in fields(result)}
     given |= {
-        "metrics": {**(result.metrics or {}), **latest},
-        "checkpoint": result.checkpoint or (SavedCheckpoint(*saved) if saved is not None else None),
+        "metrics": {**(result.metrics or {}), **state.latest},
+        "checkpoint": result.checkpoint or (SavedCheckpoint(*state.saved) if state.saved is not None else None),
         "error": None,
         "return_value": return_value,
     }

@@ -15,9 +15,10 @@ from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._numbers import check_number
 from ray_jax_launch._scaling import LabelSelector
 from ray_jax_launch._storage import StoragePath, as_storage_path, check_run_name, join_path
+from ray_jax_launch._train.backend import check_env_vars
 from ray_jax_launch._train.control_actor import OnMetrics
 from ray_jax_launch._train.fit_result import Result
-from ray_jax_launch._train.trainer import AnyDataset, JaxTrainer, TrainLoop, check_env_vars
+from ray_jax_launch._train.trainer import AnyDataset, JaxTrainer, TrainLoop
 
 
 def launch(
@@ -44,9 +45,12 @@ def launch(
 ) -> Result:
     """Run `train_loop(config)` on every worker under Ray Train and wait for its end.
 
-    When a worker fails, all workers start again in new processes, at most `max_failures` times. The loop should then
-    continue from its newest checkpoint (see `Checkpoints`). Preemptions do not count. A loop that raises the same
-    exception at the same place twice in a row, or a `PermanentError`, does not start again.
+    When a worker fails, or Ray Train's controller, all workers start again in new processes, at most `max_failures`
+    times without a new checkpoint between the failures. The loop should then continue from its newest checkpoint (see
+    `Checkpoints`). Preemptions do not count. A loop that raises the same exception at the same place twice without a
+    new checkpoint, or a `PermanentError`, does not start again.
+
+    What the loop prints is logged at level INFO, and shown unless the program has configured logging.
 
     With `hardware="local"` the loop runs in this process: it starts in seconds, and raises its own exceptions.
 
@@ -68,8 +72,9 @@ def launch(
         on_metrics: called in a thread of this process with the rank and the metrics of each `log_metrics`, in each
             rank's order. Its exceptions are logged, and the run continues.
         data_cpus: CPUs for the tasks of Ray Data, in addition to the workers' CPUs, if the loop makes its own datasets.
-            By default 1 with `datasets`, else 0.
-        max_failures: the number of failures of the group to recover from.
+            By default `Hardware.data_cpus` with `datasets`, else 0.
+        max_failures: the number of failures in a row to recover from, without a new checkpoint between them; -1 for any
+            number.
         preemption_grace_s: seconds that workers on other nodes have to save after a preempted node is gone.
         wait_for_resources_s: seconds to wait for an autoscaler, or a person, to add missing nodes.
         env_vars: environment variables of the workers, set before jax is imported. They win over those that
@@ -84,10 +89,12 @@ def launch(
         TypeError: `train_loop`, `config` or `datasets` cannot be pickled.
         OutOfMemoryError: memory could not be allocated, or Ray's memory monitor killed workers twice in a row.
         DamagedCheckpointError: all checkpoints of the run are damaged.
+        StorageFullError: a checkpoint could not be written, because the storage is full.
         TrainingFailed: workers failed more than `max_failures` times, or too few nodes for an elastic group came in
             time.
-        KeyboardInterrupt: Ctrl-C or SIGTERM. A loop that calls `stop_requested` has saved and returned. A second Ctrl-C
-            does not wait for it. All workers have stopped.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP. A loop that calls `stop_requested` has saved and returned. A
+            second Ctrl-C, a second later or more, does not wait for it. All workers have stopped.
+        StopRequestedError: this process has called `request_stop`.
         Exception: with `local` hardware, what the loop raised, as it is.
     """
     if (hardware is None) == (scaling_config is None):
@@ -106,7 +113,7 @@ def launch(
             f"{next(iter(shape))} must be None with a scaling_config, got {next(iter(shape.values()))!r}. Put it into "
             "the scaling_config."
         )
-    check_number("max_failures", max_failures, at_least=0)
+    check_number("max_failures", max_failures, at_least=-1)
     if name is not None:
         check_run_name(name)
     storage_path = None if storage_path is None else as_storage_path(storage_path)
@@ -133,7 +140,6 @@ def launch(
         on_metrics=on_metrics,
         data_cpus=data_cpus,
         wait_for_resources_s=wait_for_resources_s,
-        prints=False,
     )
     trainer.shape = shape
     result = trainer.fit()

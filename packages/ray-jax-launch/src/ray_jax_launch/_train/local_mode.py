@@ -4,12 +4,13 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ray.train import LoggingConfig, RunConfig
 
 from ray_jax_launch._cluster import log_folder
-from ray_jax_launch._ray_internals import LocalReports
+from ray_jax_launch._ray_internals.ray_train import LocalReports
 from ray_jax_launch._train.control_actor import LocalControl, OnMetrics, forwarding
 from ray_jax_launch._train.fit_result import Result, make_result
 from ray_jax_launch._train.interrupt import Interrupt
@@ -34,7 +35,7 @@ def fit_locally(
     control = LocalControl()
     name = run_config.name
     assert name is not None, "Ray has made one"
-    reports = LocalReports(run_config, dict(datasets), control.report.remote)
+    reports = LocalReports(run_config, dict(datasets), partial(control.report.remote, has_checkpoint=False))
     interrupt = Interrupt(control)
     runtime_env: Any = run_config.worker_runtime_env or {}
     try:
@@ -48,7 +49,7 @@ def fit_locally(
             return_value = _run(train_loop, Session(control, run_path, name, None), control)
     finally:
         interrupt.restore()
-    if control.acknowledged.remote():
+    if control.state.remote().is_acknowledged:
         raise KeyboardInterrupt("stopped: launch it again, with the same storage_path and name, to continue")
     return make_result(reports.result(), control, return_value, log_folder())
 
@@ -58,7 +59,7 @@ def _run(train_loop: Callable[[], Any], session: Session, control: LocalControl)
     try:
         return run_local_loop(train_loop, session)
     except Exception as error:  # the loop may raise anything, and after `mark_finished` nothing may fail the run
-        finished = control.finished.remote()
+        finished = control.state.remote().finished
         if finished is None:
             raise
         what = f"the loop failed: {type(error).__name__}: {error}"

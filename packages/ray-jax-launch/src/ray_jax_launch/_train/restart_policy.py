@@ -1,27 +1,60 @@
 """Policy of restarts: decides in Ray Train's controller whether a failed group of workers starts again."""
 
+import logging
 import math
 import time
 
-import ray
 from ray.train import ControllerError, FailureConfig, PreemptionError, TrainingFailedError, WorkerGroupError
 
-from ray_jax_launch._ray_internals import (
+from ray_jax_launch._ray_internals.ray_train import (
     FailureDecision,
     FailurePolicy,
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
 )
-from ray_jax_launch._train.control_actor import ControlHandle
-from ray_jax_launch._train.failures import fingerprint, first_failure, in_a_line, is_permanent, is_preemption
+from ray_jax_launch._train.control_actor import ControlHandle, answer
+from ray_jax_launch._train.failures import (
+    fingerprint,
+    first_failure,
+    in_a_line,
+    is_permanent,
+    is_preemption,
+    is_resize,
+)
 
 # Lost nodes come back, or an autoscaler replaces them, within this time or the user's `wait_for_resources_s`.
 _MIN_RESTART_WAIT_S = 240.0
+
+_logger = logging.getLogger("ray_jax_launch")
 
 
 def restart_wait_s(wait_for_resources_s: float) -> float:
     """Return the seconds that a group waits for nodes before it starts again."""
     return max(wait_for_resources_s, _MIN_RESTART_WAIT_S)
+
+
+def restart_without_controller(control: ControlHandle, config: FailureConfig | None) -> bool:
+    """Count the death of Ray Train's controller, which ends its workers, as a failure. Called in the driver.
+
+    Returns:
+        Whether the workers start again.
+    """
+    max_failures = _limit((config or FailureConfig()).max_failures)
+    num_failures: int = answer(control.count_failure.remote())
+    if num_failures > max_failures:
+        return False
+    _logger.warning("Ray Train's controller died; %s", _describe(num_failures, max_failures))
+    return True
+
+
+def _limit(number: int) -> float:
+    return math.inf if number < 0 else number
+
+
+def _describe(num_failures: int, max_failures: float) -> str:
+    """Return a clause on a restart, for the log."""
+    limit = "" if max_failures == math.inf else f" of at most {max_failures} without a new checkpoint"
+    return f"the workers start again (failure {num_failures}{limit})"
 
 
 class RestartPolicy(FailurePolicy):
@@ -31,7 +64,8 @@ class RestartPolicy(FailurePolicy):
 
     Args:
         control: the control actor, which carries log lines to the driver.
-        max_failures: failures to recover from; -1 for any number. Preemptions do not count.
+        max_failures: failures in a row to recover from, without a new checkpoint between them; -1 for any number.
+            Preemptions do not count.
         max_preemptions: preemptions to recover from; -1 for any number.
         wait_for_resources_s: seconds to wait for nodes when the cluster has too few to start the group again.
     """
@@ -41,16 +75,15 @@ class RestartPolicy(FailurePolicy):
     ) -> None:
         super().__init__(FailureConfig(max_failures=max_failures))
         self._control = control
-        self._max_failures = math.inf if max_failures < 0 else max_failures
-        self._preemptions_left = math.inf if max_preemptions < 0 else max_preemptions
+        self._max_failures = _limit(max_failures)
+        self._preemptions_left = _limit(max_preemptions)
         self._wait_s = restart_wait_s(wait_for_resources_s)
         self._waiting_since_s: float | None = None
-        self._num_failures = 0
         self._last: str | None = None
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Return whether to retry or to raise. Called once for each failure of the group."""
-        if ray.get(self._control.finished.remote()) is not None:
+        if answer(self._control.state.remote()).finished is not None:
             return FailureDecision.RAISE  # `launch` then returns the result that `mark_finished` was given
         if isinstance(training_failed_error, ControllerError):
             cause = training_failed_error.controller_failure
@@ -58,7 +91,8 @@ class RestartPolicy(FailurePolicy):
                 return self._wait_for_nodes()
             self._waiting_since_s = None
             if isinstance(cause, WorkerGroupStartupFailedError):
-                return self._count(f"the workers could not start: {str(cause).strip().splitlines()[-1]}")
+                what = f"the workers could not start: {str(cause).strip().splitlines()[-1]}"
+                return self._retry(what, self._count())
             return FailureDecision.RAISE
         self._waiting_since_s = None
         if isinstance(training_failed_error, PreemptionError):
@@ -70,23 +104,30 @@ class RestartPolicy(FailurePolicy):
         # When one rank is preempted, the collectives of other ranks fail too.
         if any(is_preemption(failure) for failure in failures.values()):
             return self._restart_after_preemption()
+        if any(is_resize(failure) for failure in failures.values()):
+            self._log(
+                "the cluster has room for another number of workers; the workers start again, from where they were"
+            )
+            return FailureDecision.RETRY
         rank, details = first_failure(failures)
         failure = failures[rank]
         what = in_a_line(rank, failure)
         if is_permanent(failure):
             return FailureDecision.RAISE
-        before, self._last = self._last, fingerprint(failure, details)
+        num_failures = self._count()
+        before, self._last = self._last if num_failures > 1 else None, fingerprint(failure, details)
         if self._last is not None and self._last == before:
             self._log(f"{what}; the workers do not start again, because they failed in the same way before")
             return FailureDecision.RAISE
-        return self._count(what)
+        return self._retry(what, num_failures)
 
-    def _count(self, what: str) -> FailureDecision:
-        self._num_failures += 1
-        if self._num_failures > self._max_failures:
+    def _count(self) -> int:
+        return answer(self._control.count_failure.remote())
+
+    def _retry(self, what: str, num_failures: int) -> FailureDecision:
+        if num_failures > self._max_failures:
             return FailureDecision.RAISE
-        limit = "" if self._max_failures == math.inf else f" of at most {self._max_failures}"
-        self._log(f"{what}; the workers start again (failure {self._num_failures}{limit})")
+        self._log(f"{what}; {_describe(num_failures, self._max_failures)}")
         return FailureDecision.RETRY
 
     def _restart_after_preemption(self) -> FailureDecision:

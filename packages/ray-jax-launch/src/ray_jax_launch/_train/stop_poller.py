@@ -6,8 +6,9 @@ import time
 import ray
 import ray.train
 
-from ray_jax_launch._ray_internals import preemption_noticed
-from ray_jax_launch._train.control_actor import ControlHandle, StopReason
+from ray_jax_launch._errors import StopRequestedError
+from ray_jax_launch._ray_internals.ray_train import preemption_noticed
+from ray_jax_launch._train.control_actor import ControlHandle, StopRequest
 
 _POLL_EVERY_S = 0.5
 
@@ -15,17 +16,18 @@ _POLL_EVERY_S = 0.5
 class StopPoller:
     """Polls the control actor for a stop request, and then for a step that no rank has passed.
 
-    The thread answers for the loop, which may be waiting in a collective for a rank that already waits to stop.
+    The thread answers for the loop, which may be waiting in a collective for a rank that already waits to stop. It
+    polls until the process ends: a control actor that has started again learns from it what the ranks have agreed on.
 
     Attributes:
         step: the last step that the loop passed to `stop_requested`.
-        reason: the reason of the stop request, or None.
+        request: the stop request, or None.
         acknowledged: `stop_requested` has returned True.
     """
 
     def __init__(self, control: ControlHandle) -> None:
         self.step = -1
-        self.reason: StopReason | None = None
+        self.request: StopRequest | None = None
         self.acknowledged = False
         self._control = control
         self._preemption_noticed = preemption_noticed()
@@ -40,12 +42,17 @@ class StopPoller:
         threading.Thread(target=self._poll, args=(group, size, rank), name="stop-poller", daemon=True).start()
 
     def stop_requested(self, step: int) -> bool:
-        """Return whether to stop at this step. Wait for the other ranks once a stop is requested."""
+        """Return whether to stop at this step. Wait for the other ranks once a stop is requested.
+
+        Raises:
+            StopRequestedError: the launch must fail.
+        """
         with self._lock:
             self.step = step
-            requested = self.reason is not None
-        if not requested:
+            request = self.request
+        if request is None:
             return False
+        _check(request)
         self._agreed.wait()
         self.acknowledged = step >= self._stop_step
         return self.acknowledged
@@ -53,16 +60,16 @@ class StopPoller:
     def _poll(self, group: str, size: int, rank: int) -> None:
         next_step = None
         while True:
-            is_preempted = self._preemption_noticed()
-            answer = self._control.poll.remote(group, size, rank, is_preempted=is_preempted, next_step=next_step)
-            reason, stop_step = ray.get(answer)
+            known = self.request or (StopRequest("preemption") if self._preemption_noticed() else None)
+            request, stop_step = ray.get(
+                self._control.poll.remote(group, size, rank, request=known, next_step=next_step)
+            )
             if stop_step is not None:
                 self._stop_step = stop_step
                 self._agreed.set()
-                return
-            if reason is not None and next_step is None:
+            if request is not None and next_step is None:
                 with self._lock:  # from here on the loop waits when it comes to the next step
-                    self.reason, next_step = reason, self.step + 1
+                    self.request, next_step = request, self.step + 1
             else:
                 time.sleep(_POLL_EVERY_S)
 
@@ -72,13 +79,24 @@ class LocalStop:
 
     def __init__(self, control: ControlHandle) -> None:
         self.step = -1
-        self.reason: StopReason | None = None
+        self.request: StopRequest | None = None
         self.acknowledged = False
         self._control = control
 
     def stop_requested(self, step: int) -> bool:
-        """Return whether to stop at this step."""
+        """Return whether to stop at this step.
+
+        Raises:
+            StopRequestedError: the launch must fail.
+        """
         self.step = step
-        self.reason, _ = self._control.poll.remote("", 1, 0, is_preempted=False, next_step=None)
-        self.acknowledged = self.reason is not None
+        self.request, _ = self._control.poll.remote("", 1, 0, request=None, next_step=None)
+        if self.request is not None:
+            _check(self.request)
+        self.acknowledged = self.request is not None
         return self.acknowledged
+
+
+def _check(request: StopRequest) -> None:
+    if request.reason == "failure":
+        raise StopRequestedError(request.text)

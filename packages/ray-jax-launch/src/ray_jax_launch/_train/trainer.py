@@ -4,14 +4,15 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.data
 from pyarrow.fs import LocalFileSystem
+from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
+from ray.exceptions import RayActorError
 from ray.train import (
     Checkpoint,
     DataConfig,
@@ -28,29 +29,40 @@ from ray.train.v2.jax import JaxTrainer as RayJaxTrainer
 from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._checkpoint.ray_snapshot import repair_snapshot
-from ray_jax_launch._cluster import DATA_CPUS, auto, check_resources, connect, is_started_here, log_folder
+from ray_jax_launch._cluster import auto, check_resources, connect, is_silent, is_started_here, log_folder
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, parse_hardware
+from ray_jax_launch._lost_cluster import ClusterLostError, end_actor, wait_for
 from ray_jax_launch._numbers import check_number
-from ray_jax_launch._ray_internals import AtomicSnapshots, Trainer, WaitingPolicy
+from ray_jax_launch._ray_internals.ray_cluster import hide_cluster_messages, placement_groups, remove_placement_groups
+from ray_jax_launch._ray_internals.ray_train import AtomicSnapshots, Trainer, WaitingPolicy
 from ray_jax_launch._run_folder import RunFolder, making_run_folder
 from ray_jax_launch._scaling import hardware_of, resources_of, share_cpus
 from ray_jax_launch._scaling import scaling_config as scaling_of
 from ray_jax_launch._storage import as_storage_path, check_run_name, open_uri
-from ray_jax_launch._train.backend import backend_config, worker_environment
-from ray_jax_launch._train.control_actor import ControlHandle, OnMetrics, forwarding, start_control_actor
-from ray_jax_launch._train.datasets import RankedDataConfig, RankedDataset, for_group, for_one, reserving
+from ray_jax_launch._train.backend import backend_config, check_env_vars, train_settings, worker_environment
+from ray_jax_launch._train.control_actor import (
+    ControlHandle,
+    OnMetrics,
+    answer,
+    forwarding,
+    showing_info,
+    start_control_actor,
+)
+from ray_jax_launch._train.datasets import (
+    RankedDataConfig,
+    RankedDataset,
+    check_datasets,
+    for_group,
+    for_one,
+    reserving,
+)
 from ray_jax_launch._train.failures import ForwardReports, WorkersFailed, first_failure, in_a_line, to_raise
 from ray_jax_launch._train.fit_result import Result, make_result
 from ray_jax_launch._train.interrupt import Interrupt
 from ray_jax_launch._train.local_mode import fit_locally
-from ray_jax_launch._train.restart_policy import RestartPolicy, restart_wait_s
+from ray_jax_launch._train.restart_policy import RestartPolicy, restart_wait_s, restart_without_controller
 from ray_jax_launch._train.worker_context import Session, run_loop
-
-# An elastic group starts on the nodes that it saw. If one of them has just been lost, the start fails, and the next
-# start sees the remaining nodes. A short timeout makes this fast.
-_ELASTIC_START_TIMEOUT_S = 15
-_REPORTS_EVERY_S = 0.5
 
 TrainLoop = Callable[[], Any] | Callable[[dict[str, Any]], Any]
 AnyDataset = ray.data.Dataset | Callable[[], ray.data.Dataset] | RankedDataset
@@ -82,11 +94,9 @@ class JaxTrainer(RayJaxTrainer):
         hardware: a preset in place of `scaling_config`, or its text such as `gpu:4x8`, `auto` or `local`.
         on_metrics: called in a thread of this process with the rank and the metrics of each `log_metrics`, in each
             rank's order. Its exceptions are logged, and the run continues.
-        data_cpus: CPUs for the tasks of Ray Data, in addition to the workers' CPUs. By default 1 with `datasets`,
-            else 0.
+        data_cpus: CPUs for the tasks of Ray Data, in addition to the workers' CPUs. By default `Hardware.data_cpus`
+            with `datasets`, else 0.
         wait_for_resources_s: seconds to wait for an autoscaler, or a person, to add missing nodes.
-        prints: log what the loop prints, at level INFO. If the program has not configured logging, show what this
-            package logs at this level. `launch` does neither.
 
     Attributes:
         shape: arguments of `ray_jax_launch.scaling_config` beside the hardware.
@@ -111,7 +121,6 @@ class JaxTrainer(RayJaxTrainer):
         on_metrics: OnMetrics | None = None,
         data_cpus: int | None = None,
         wait_for_resources_s: float = 0.0,
-        prints: bool = True,
     ) -> None:
         if resume_from_checkpoint is not None:
             raise LaunchError(
@@ -132,24 +141,24 @@ class JaxTrainer(RayJaxTrainer):
             if given is not None and not isinstance(given, wanted):
                 name = wanted.__name__
                 raise LaunchError(f"{what} must be a {name}, got {given!r}. Make it a {name}(...), or leave it out.")
-        self._data_cpus = (DATA_CPUS if datasets else 0) if data_cpus is None else data_cpus
+        self._data_cpus = 0 if data_cpus is None and not datasets else data_cpus
         run_config = run_config or RunConfig()
         failures = run_config.failure_config or FailureConfig()
-        for what, number, least in (("data_cpus", self._data_cpus, 0), ("max_failures", failures.max_failures, -1)):
-            check_number(what, number, at_least=least)
+        check_number("data_cpus", self._data_cpus or 0, at_least=0)
+        check_number("max_failures", failures.max_failures, at_least=-1)
         for what, seconds in (
             ("preemption_grace_s", failures.preemption_grace_s),
             ("wait_for_resources_s", wait_for_resources_s),
         ):
             check_number(what, seconds, at_least=0, whole=False)
         check_run_name(run_config.name or "")
-        _check_datasets(datasets)
+        check_datasets(datasets)
         check_env_vars(run_config.worker_runtime_env)
         self._hardware = hardware if isinstance(hardware, Hardware | None) else _parse(hardware)
         if self._hardware is not None:
             scaling_config = scaling_of(self._hardware)
         self._is_auto = isinstance(hardware, str) and hardware == "auto"
-        self._on_metrics, self._wait_s, self._prints = on_metrics, wait_for_resources_s, prints
+        self._on_metrics, self._wait_s = on_metrics, wait_for_resources_s
         self._given_jax_config = None if type(jax_config) is JaxConfig else jax_config
         self.shape: dict[str, Any] = {}
         super().__init__(
@@ -173,9 +182,12 @@ class JaxTrainer(RayJaxTrainer):
     def fit(self) -> Result:
         """Run the loop on every worker and wait for its end.
 
-        When a worker fails, all workers start again in new processes, at most `FailureConfig(max_failures=)` times. The
-        loop should then continue from its newest checkpoint. Preemptions do not count. A loop that raises the same
-        exception at the same place twice in a row, or a `PermanentError`, does not start again.
+        When a worker fails, or Ray Train's controller, all workers start again in new processes, at most
+        `FailureConfig(max_failures=)` times without a new checkpoint between the failures. The loop should then
+        continue from its newest checkpoint. Preemptions do not count. A loop that raises the same exception at the same
+        place twice without a new checkpoint, or a `PermanentError`, does not start again.
+
+        What the loop prints is logged at level INFO, and shown unless the program has configured logging.
 
         Raises:
             LaunchError: a path is invalid; the cluster has too few resources or does not answer; the storage cannot be
@@ -185,15 +197,16 @@ class JaxTrainer(RayJaxTrainer):
             DamagedCheckpointError: all checkpoints of the run are damaged.
             TrainingFailed: workers failed too often, or too few nodes for an elastic group came in time. It is also a
                 `ray.train.TrainingFailedError`.
-            KeyboardInterrupt: Ctrl-C or SIGTERM. A loop that calls `stop_requested` has saved and returned. A second
-                Ctrl-C does not wait for it. All workers have stopped.
+            KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP. A loop that calls `stop_requested` has saved and returned. A
+                second Ctrl-C, a second later or more, does not wait for it. All workers have stopped.
+            StopRequestedError: the program has called `request_stop`.
             Exception: in local mode, what the loop raised, as it is.
         """
-        with self._folder() as folder, _showing_info(self._prints):
+        with self._folder() as folder, showing_info():
             hardware, scaling = self._connect()
+            self._data_cpus = hardware.data_cpus if self._data_cpus is None else self._data_cpus
             if hardware.kind != "local" and is_started_here():
                 scaling = share_cpus(scaling, ray.cluster_resources().get("CPU", 0), self._data_cpus)
-            run_config = self._run_config(folder, hardware)
             if hardware.kind != "local":
                 check_resources(
                     hardware,
@@ -201,6 +214,7 @@ class JaxTrainer(RayJaxTrainer):
                     wait_for_resources_s=self._wait_s,
                     resources_per_worker=resources_of(scaling),
                 )
+            run_config = self._run_config(folder, hardware)
             self._repair(run_config, folder)
             if hardware.kind == "local":
                 return fit_locally(
@@ -220,7 +234,6 @@ class JaxTrainer(RayJaxTrainer):
 
     def _connect(self) -> tuple[Hardware, ScalingConfig]:
         """Start Ray if it is needed, and return the hardware."""
-        self._is_connected_before = ray.is_initialized()
         if self._is_auto:
             connect()
             hardware = auto()
@@ -264,12 +277,62 @@ class JaxTrainer(RayJaxTrainer):
     def _fit_group(
         self, hardware: Hardware, scaling: ScalingConfig, run_config: RunConfig, folder: RunFolder | None
     ) -> Result:
+        if is_silent():
+            hide_cluster_messages()
         control = start_control_actor()
         interrupt = Interrupt(control)
+        try:
+            interrupt.install()
+            with (
+                reserving(hardware, f"{folder and folder.path}/{run_config.name}", self._data_cpus or 0) as renew,
+                forwarding(control, self._on_metrics, renew),
+                train_settings(hardware),
+            ):
+                while True:
+                    trainer = self._trainer(hardware, scaling, run_config, folder, control)
+                    trainer.on_start, trainer.wait = interrupt.attach, wait_for
+                    others = placement_groups()
+                    try:
+                        return_value = _fit(trainer, control)
+                        break
+                    except (RayActorError, RayOutOfMemoryError) as error:
+                        # Ray Train's controller has died, and its workers with it.
+                        if interrupt.is_requested:
+                            raise KeyboardInterrupt from error
+                        if not restart_without_controller(control, run_config.failure_config):
+                            what = f"Ray Train's controller died, and with it {hardware}"
+                            raise WorkersFailed(what, None, str(error), log_folder(of_failure=True)) from error
+                        # On another cluster, Ray Train has an actor that does this, unless the controller dies early.
+                        remove_placement_groups(placement_groups() - others)
+                        self._repair(run_config, folder)
+            if answer(control.state.remote()).is_acknowledged:
+                raise KeyboardInterrupt("stopped: launch it again, with the same storage_path and name, to continue")
+            return make_result(trainer.outcome, control, return_value, log_folder())
+        except SystemExit:
+            raise KeyboardInterrupt from None  # see Interrupt
+        except ClusterLostError as error:
+            raise WorkersFailed(str(error), None, "", log_folder(of_failure=True)) from None
+        except WorkerGroupError as error:
+            raise to_raise(error.worker_failures, hardware, log_folder(of_failure=True)) from None  # Ray's repeats it
+        except PreemptionError as error:
+            raise WorkersFailed(f"{hardware} lost nodes", None, str(error), log_folder(of_failure=True)) from error
+        except TrainingFailedError as error:
+            what = f"{hardware} could not be started, or lost a worker while it was"
+            raise WorkersFailed(what, None, str(error), log_folder(of_failure=True)) from error
+        finally:
+            interrupt.restore()
+            end_actor(control)
+
+    def _trainer(
+        self,
+        hardware: Hardware,
+        scaling: ScalingConfig,
+        run_config: RunConfig,
+        folder: RunFolder | None,
+        control: ControlHandle,
+    ) -> Trainer:
         path, marker = folder or (None, None)
-        # Ray itself prints the output of workers, and much more, if the program has started or connected it.
-        prints = self._prints and not self._is_connected_before
-        session = Session(control, path, run_config.name or "", marker, prints=prints)
+        session = Session(control, path, run_config.name or "", marker, prints=is_silent())
         trainer = Trainer(
             functools.partial(run_loop, self._get_train_func(), session),
             jax_config=self._given_jax_config or backend_config(hardware),
@@ -281,8 +344,6 @@ class JaxTrainer(RayJaxTrainer):
             ),
             validation_config=self.validation_config,
         )
-        trainer.is_cluster_temporary = is_started_here()
-        trainer.on_start = interrupt.attach
         failures = run_config.failure_config or FailureConfig()
         trainer.policies = {
             "failure_policy": RestartPolicy(
@@ -293,32 +354,9 @@ class JaxTrainer(RayJaxTrainer):
             )
         }
         if hardware.is_elastic:
-            wait_s = restart_wait_s(self._wait_s)
-            trainer.policies["scaling_policy"] = WaitingPolicy(scaling, control.log.remote, wait_s)
-        try:
-            interrupt.install()
-            with (
-                reserving(hardware, f"{path}/{run_config.name}", self._data_cpus) as renew,
-                forwarding(control, self._on_metrics, renew),
-                _train_settings(hardware),
-            ):
-                return_value = _fit(trainer, control)
-            if ray.get(control.acknowledged.remote()):
-                raise KeyboardInterrupt("stopped: launch it again, with the same storage_path and name, to continue")
-            return make_result(trainer.outcome, control, return_value, log_folder())
-        except SystemExit:
-            raise KeyboardInterrupt from None  # see Interrupt
-        except WorkerGroupError as error:
-            # Ray's error repeats the traceback.
-            raise to_raise(error.worker_failures, hardware, log_folder()) from None
-        except PreemptionError as error:
-            raise WorkersFailed(f"{hardware} lost nodes", None, str(error), log_folder()) from error
-        except TrainingFailedError as error:
-            what = f"{hardware} could not be started, or lost a worker while it was"
-            raise WorkersFailed(what, None, str(error), log_folder()) from error
-        finally:
-            interrupt.restore()
-            ray.kill(control)
+            send, wait_s = (control.log.remote, control.request_resize.remote), restart_wait_s(self._wait_s)
+            trainer.policies["scaling_policy"] = WaitingPolicy(scaling, *send, wait_s)
+        return trainer
 
 
 def _parse(text: Any) -> Hardware | None:
@@ -328,73 +366,15 @@ def _parse(text: Any) -> Hardware | None:
     return None if text == "auto" else parse_hardware(text)
 
 
-def _check_datasets(datasets: Any) -> None:
-    for name, dataset in (datasets or {}).items() if isinstance(datasets, Mapping | None) else [("all", datasets)]:
-        if not callable(dataset) and not isinstance(dataset, ray.data.Dataset):
-            raise LaunchError(
-                f"datasets must be Ray Datasets or functions by name, got {dataset!r} for {name}. Make it a Dataset, "
-                "such as ray.data.from_items(...), or a function that returns one."
-            )
-
-
-def check_env_vars(runtime_env: Any) -> None:
-    """Check the environment variables of a runtime environment.
-
-    Raises:
-        LaunchError: they are not texts by name.
-    """
-    variables = (runtime_env or {}).get("env_vars") or {}
-    if not isinstance(variables, Mapping) or not all(
-        isinstance(text, str) for text in (*variables, *variables.values())
-    ):
-        raise LaunchError(f'env_vars must be texts by name, got {variables!r}. Write them as in {{"NAME": "1"}}.')
-
-
 def _fit(trainer: Trainer, control: ControlHandle) -> Any:
     """Train, and return the value of rank 0."""
     try:
         return trainer.fit().return_value
     except WorkerGroupError as error:
-        finished = ray.get(control.finished.remote())
+        finished = answer(control.state.remote()).finished
         if finished is None:
             raise
         rank, _ = first_failure(error.worker_failures)
         what = in_a_line(rank, error.worker_failures[rank])
         _logger.warning("%s; this was after the training had ended, and nothing is lost", what)
         return finished[0]
-
-
-@contextlib.contextmanager
-def _showing_info(is_wanted: bool) -> Iterator[None]:
-    """Print what this package logs at level INFO, unless the program has configured logging."""
-    if not is_wanted or _logger.hasHandlers():
-        yield
-        return
-    handler, level = logging.StreamHandler(), _logger.level
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    _logger.addHandler(handler)
-    _logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        _logger.removeHandler(handler)
-        _logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _train_settings(hardware: Hardware) -> Iterator[None]:
-    """Set environment variables of Ray Train that have no argument. The user's own values win."""
-    # Ray Train takes a report of each worker at most once per interval, by default every 2 s.
-    settings: dict[str, str] = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(_REPORTS_EVERY_S)}
-    if hardware.is_elastic:
-        settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ELASTIC_START_TIMEOUT_S)
-    if is_started_here():
-        # A cluster of this machine alone has no preemptions. The watcher is a process that takes seconds to start.
-        settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    settings = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name in settings:
-            del os.environ[name]

@@ -16,18 +16,23 @@ from typing import Any, TextIO
 import ray
 import ray.train
 import ray.train.collective
+from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from ray.util.metrics import Gauge
 
-from ray_jax_launch._checkpoint.notices import notify_of_steps
+from ray_jax_launch._checkpoint.notices import notify_of_saves
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._storage import StoragePath
 from ray_jax_launch._train.control_actor import ControlHandle, LocalControl, answer
-from ray_jax_launch._train.failures import Preempted, note_traceback
+from ray_jax_launch._train.failures import Preempted, Resized, note_traceback
 from ray_jax_launch._train.stop_poller import LocalStop, StopPoller
 
 # A network file system may show a new file to other nodes late.
 _SHARED_WITHIN_S = 10.0
 _LOOK_FOR_DEVICES_EVERY_S = 0.5
+# A longer line of a loop's output is sent in parts.
+_MAX_LINE, _RETURN = 8192, "\r"
+# Ray prints the progress bars of Ray Data for the driver, which only Ray's own log monitor can show.
+_PROGRESS_BAR = RAY_TQDM_MAGIC
 
 
 @dataclass
@@ -47,6 +52,8 @@ class Session:
 
     gauges: dict[str, Gauge] = field(default_factory=dict)
     poller: StopPoller | LocalStop | None = None
+    failed_saves: list[Exception] = field(default_factory=list)
+    """Errors of saves in the background of this process."""
 
     @property
     def is_local(self) -> bool:
@@ -78,7 +85,10 @@ def run_loop(train_loop: Callable[[], Any], session: Session) -> Any:
 
 
 class _Tee(io.TextIOBase):
-    """A stream that also sends its complete lines to the driver, which logs them at level INFO."""
+    """A stream that also sends its complete lines to the driver, which logs them at level INFO.
+
+    Of a line that is written again and again after carriage returns, such as a progress bar, it sends the last state.
+    """
 
     def __init__(self, stream: TextIO, control: ControlHandle) -> None:
         self._stream, self._control, self._held = stream, control, ""
@@ -86,14 +96,24 @@ class _Tee(io.TextIOBase):
 
     def write(self, text: str, /) -> int:
         """Write the text, and send the lines that it completes."""
-        *lines, self._held = (self._held + text).split("\n")
+        *lines, held = (self._held + text).split("\n")
+        held = _shown(held)
+        if len(held) > _MAX_LINE:
+            lines, held = [*lines, held], ""
+        self._held = held
         for line in lines:
-            self._control.log.remote(f"worker {self._rank}: {line}", logging.INFO)
+            if _PROGRESS_BAR not in line:
+                self._control.log.remote(f"worker {self._rank}: {_shown(line).rstrip(_RETURN)}", logging.INFO)
         return self._stream.write(text)
 
     def flush(self) -> None:
         """Flush the stream."""
         self._stream.flush()
+
+
+def _shown(line: str) -> str:
+    """Return what a terminal shows of a line: what follows the last carriage return that text follows."""
+    return line[line.rstrip(_RETURN).rfind(_RETURN) + 1 :]
 
 
 def run_local_loop(train_loop: Callable[[], Any], session: Session) -> Any:
@@ -116,7 +136,7 @@ def _with_notices(train_loop: Callable[[], Any], session: Session) -> Any:
     ended = threading.Event()
     thread = threading.Thread(target=_log_devices, args=(session.control, worker, ended), daemon=True)
     thread.start()
-    with notify_of_steps(session.control.save.remote):
+    with notify_of_saves(session.control.save.remote, session.failed_saves.append):
         try:
             return train_loop()
         finally:
@@ -231,16 +251,26 @@ def mark_finished(return_value: Any = None) -> None:
 
 
 def stop_requested(step: int) -> bool:
-    """Return whether to save and return now: the user pressed Ctrl-C, or a node is about to be preempted.
+    """Return whether to save and return now.
 
-    True at the same step on every rank. Before that, a call takes a lock and sends nothing. After an interrupt,
-    `launch` raises KeyboardInterrupt once the loop has returned. After a preemption notice, the group starts again
-    without the node.
+    True at the same step on every rank, after one of these:
+
+    - Ctrl-C, SIGTERM or SIGHUP: once the loop has returned, `launch` raises KeyboardInterrupt.
+    - A notice that a node will be preempted: once the loop has returned, the group starts again without the node.
+    - An elastic group has room for another number of workers: it starts again with this number.
+
+    Otherwise a call takes a lock and sends nothing.
 
     Args:
         step: the loop's step, which only grows. Every rank calls this at the same steps.
+
+    Raises:
+        UnsavedCheckpointError: a save in the background of this process has failed.
+        StopRequestedError: the driver has called `request_stop`.
     """
     session = current_session()
+    if session.failed_saves:
+        raise session.failed_saves.pop()
     if session.poller is None:
         session.poller = (LocalStop if session.is_local else StopPoller)(session.control)
     return session.poller.stop_requested(step)
@@ -259,13 +289,14 @@ def _acknowledge_stop() -> None:
     Raises:
         Preempted: a node is preempted, and the loop must continue on other nodes. If it returned, Ray Train would treat
             the run as finished.
+        Resized: the loop must continue with another number of workers.
     """
     poller = current_session().poller
-    if poller is None or not poller.acknowledged:
+    if poller is None or not poller.acknowledged or poller.request is None:
         return
-    if poller.reason == "interrupt":
+    if poller.request.reason == "interrupt":
         answer(current_session().control.acknowledge.remote())
-    else:
-        # Ray Train stops all workers when the first worker raises, and another worker may still be saving.
-        ray.train.collective.barrier()
-        raise Preempted(f"saved at step {poller.step}, as a node is preempted")
+        return
+    # Ray Train stops all workers when the first worker raises, and another worker may still be saving.
+    ray.train.collective.barrier()
+    raise (Preempted if poller.request.reason == "preemption" else Resized)(f"saved at step {poller.step}")

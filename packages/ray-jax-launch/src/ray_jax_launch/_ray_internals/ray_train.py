@@ -1,32 +1,18 @@
-"""Every use of Ray's private modules, each with what Ray 2.60's public API lacks. The other modules import from here.
-
-These names may change with any version of Ray: `pyproject.toml` bounds it. To import this file takes three seconds more
-than `ray` alone, as Ray Train does; `launch` and its workers import Ray Train in any case.
-"""
+"""Every use of Ray Train's private modules, each with what Ray 2.60's public API lacks."""
 
 import contextlib
-import functools
+import logging
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ray
 from pyarrow.fs import FileSystem, LocalFileSystem
-from ray._private import services, worker
-from ray._private.node import Node
-from ray._private.utils import get_dashboard_dependency_error
 from ray.actor import ActorHandle
-
-# Reserves CPUs for the tasks of Ray Data. `ray.autoscaler.sdk.request_resources` is one request for all of a cluster,
-# and Ray Train does not take it into account when it sizes an elastic group.
-from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import (
-    ResourceRequestPriority as ResourceRequestPriority,
-)
-from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
-    DefaultAutoscalingCoordinator as DefaultAutoscalingCoordinator,
-)
 from ray.train import Checkpoint, CheckpointUploadMode, DataConfig, Result, RunConfig, ScalingConfig
 
 # Ray Train starts their actors in any case, each a process that takes seconds to start.
@@ -47,42 +33,22 @@ from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.failure_handling import FailureDecision as FailureDecision
 from ray.train.v2._internal.execution.failure_handling import FailurePolicy as FailurePolicy
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
-from ray.train.v2._internal.execution.scaling_policy.scaling_policy import NoopDecision
+from ray.train.v2._internal.execution.scaling_policy.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 from ray.train.v2._internal.execution.training_report import _TrainingReport
+
+# The trainer waits for its controller in C++, and therefore without end if its cluster is lost.
+from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.jax import JaxTrainer
 from ray.train.v2.jax.config import _JaxBackend
 
 from ray_jax_launch._errors import LaunchError
 
+_logger = logging.getLogger("ray_jax_launch")
 SNAPSHOT_NAME, STORAGE_MARKER_NAME = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, VALIDATE_STORAGE_MARKER_FILENAME
 
 # It knows TPU slices. Ray has no public name for it: `JaxConfig` takes no other backend.
 JaxBackend = _JaxBackend
-
-
-@contextlib.contextmanager
-def own_process_groups() -> Iterator[None]:
-    """Start Ray's processes in process groups of their own while the block runs.
-
-    `timeout`, job schedulers and service managers send SIGTERM to the group of the command. The driver handles it and
-    needs its cluster to do that. Ray has no option for this: it protects its processes from SIGINT alone.
-    """
-    start = services.ConsolePopen
-    services.ConsolePopen = functools.partial(start, process_group=0)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = start
-
-
-def connected_node() -> Node | None:
-    """Return the node that this process is connected to, or None.
-
-    `ray.init` alone returns its log folder, and another library may have called it. Nothing public lists its processes
-    or tells whether this process started it.
-    """
-    return worker.global_worker.node
 
 
 def preemption_noticed() -> Callable[[], bool]:
@@ -93,16 +59,6 @@ def preemption_noticed() -> Callable[[], bool]:
     """
     context = get_train_context().preemption_context
     return lambda: context.preemption_info is not None
-
-
-def dashboard_address() -> str | None:
-    """Return the host and port of the connected cluster's dashboard, or None. Ray's public name is deprecated."""
-    return getattr(connected_node(), "webui_url", None) or None
-
-
-def lacks_dashboard() -> bool:
-    """Return whether packages of the dashboard are missing. Ray says so only in its own log."""
-    return get_dashboard_dependency_error() is not None
 
 
 def datasets_to_split(config: DataConfig) -> Any:
@@ -136,21 +92,42 @@ class AtomicSnapshots(ControllerCallback):
 
 
 class WaitingPolicy(ElasticScalingPolicy):
-    """Ray's elastic policy, which says that it waits for nodes, and ends. Ray's own waits in silence, without limit.
+    """Ray's elastic policy for loops that save before the number of workers changes.
+
+    Ray's own stops healthy workers at once when the cluster has room for more of them, and they lose what they have not
+    saved. This one requests a stop, and the group starts again once its loop has saved and returned. If no loop calls
+    `stop_requested`, the group keeps its size.
+
+    It also says that it waits for nodes, and ends. Ray's own waits in silence, without limit.
 
     Args:
         scaling_config: of an elastic group.
         log: called with a line.
+        request_resize: called when the cluster has room for another number of workers, perhaps several times.
         wait_s: seconds to wait, at the start and each time that too few nodes are left.
     """
 
     _QUIET_S = 10.0  # the coordinator of resources needs some seconds to answer
 
-    def __init__(self, scaling_config: ScalingConfig, log: Callable[[str], None], wait_s: float) -> None:
+    def __init__(
+        self,
+        scaling_config: ScalingConfig,
+        log: Callable[[str], Any],
+        request_resize: Callable[[], Any],
+        wait_s: float,
+    ) -> None:
         super().__init__(scaling_config)
-        self._log, self._wait_s = log, wait_s
+        self._log, self._request_resize, self._wait_s = log, request_resize, wait_s
         self._since_s: float | None = None
         self._has_logged = False
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
+        """Request a stop where Ray would resize, and let the group run until then."""
+        decision = super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
+        if not isinstance(decision, ResizeDecision):
+            return decision
+        self._request_resize()
+        return NoopDecision()
 
     def make_decision_for_non_running_worker_group(self) -> Any:
         """Return whether to start the group.
@@ -196,32 +173,45 @@ class Trainer(JaxTrainer):
     Ray's handler stops the workers at once. No argument replaces the handler or a policy, or leaves out an actor.
 
     Attributes:
-        is_cluster_temporary: the cluster ends with this process. It needs no actor that cleans up after the controller.
         policies: arguments of Ray Train's controller: `failure_policy`, and `scaling_policy` of an elastic group.
         on_start: called with Ray Train's controller, in the main thread alone.
+        wait: returns the result of a call of the controller.
         outcome: what the controller returned, also if `fit` raises its error.
     """
 
-    is_cluster_temporary: bool
     policies: dict[str, Any]
     on_start: Callable[[ActorHandle], None]
+    wait: Callable[[Any], Any]
     outcome: Result
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
-        if self.is_cluster_temporary:
-            callbacks = [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
+        # Its actor stays forever if the controller dies early. The driver removes the placement groups of a dead
+        # controller, and Ray those of a dead driver.
+        callbacks = [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
         if self.datasets:
             return callbacks
         no_datasets = _NoDatasetsCallback(self.train_run_context, {})
         return [no_datasets if isinstance(one, DatasetsCallback) else one for one in callbacks]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        self.outcome = super()._initialize_and_run_controller(**arguments | self.policies)
+        """Run the controller as Ray does, but wait for it by `wait`."""
+        module: Any = data_parallel_trainer
+        variables = module.get_env_vars_to_propagate()
+        variables.setdefault(
+            module.RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR, module.DEFAULT_RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_VALUE
+        )
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "label_selector": {module.ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
+            "runtime_env": {"env_vars": variables},
+        }
+        controller = ray.remote(**options)(module.TrainController).remote(**arguments | self.policies)
+        if threading.current_thread() is threading.main_thread():
+            self.on_start(controller)
+        self.wait(controller.run.remote())
+        self.outcome = self.wait(controller.get_result.remote())
         return self.outcome
-
-    def _register_sigint_handler(self, controller: ActorHandle) -> None:
-        self.on_start(controller)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,137 @@
+"""Every use of Ray's private modules that concerns clusters, each with what Ray 2.60's public API lacks."""
+
+import atexit
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+from ray._private import ray_constants, services, worker
+from ray._private.node import Node
+from ray._private.utils import get_dashboard_dependency_error
+from ray._raylet import PlacementGroupID
+
+# Reserves CPUs for the tasks of Ray Data. `ray.autoscaler.sdk.request_resources` is one request for all of a cluster,
+# and Ray Train does not take it into account when it sizes an elastic group.
+from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import (
+    ResourceRequestPriority as ResourceRequestPriority,
+)
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+    DefaultAutoscalingCoordinator as DefaultAutoscalingCoordinator,
+)
+from ray.util import placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+_logger = logging.getLogger("ray_jax_launch")
+
+
+@contextlib.contextmanager
+def own_processes(on_start: Callable[[int], None]) -> Iterator[None]:
+    """Start Ray's processes in process groups of their own while the block runs.
+
+    `timeout`, job schedulers and service managers send SIGTERM to the group of the command. The driver handles it and
+    needs its cluster to do that. Ray has no option for this: it protects its processes from SIGINT alone.
+
+    Args:
+        on_start: called with the pid of each process.
+    """
+    start = services.ConsolePopen
+
+    def start_and_tell(*args: Any, **kwargs: Any) -> Any:
+        process = start(*args, **kwargs, process_group=0)
+        on_start(process.pid)
+        return process
+
+    services.ConsolePopen = start_and_tell
+    try:
+        yield
+    finally:
+        services.ConsolePopen = start
+
+
+@contextlib.contextmanager
+def only_this_machine() -> Iterator[None]:
+    """Give a cluster that starts while the block runs the loopback address, on which alone its processes then listen.
+
+    This is Ray's default on macOS. `ray.init(_node_ip_address="127.0.0.1")` uses another address of the machine, and
+    Ray reads the environment variable when it is imported.
+    """
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    in_environment = os.environ.get(name)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[name] = "0"  # for the processes of the cluster
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        del os.environ[name]
+        if in_environment is not None:
+            os.environ[name] = in_environment
+
+
+def find_address(address: str) -> str:
+    """Return host and port at which Ray looks for the cluster of this address, which may be `auto`.
+
+    For `auto` Ray reads a file that `ray start` has written. It replaces names of the loopback address.
+
+    Raises:
+        ValueError: it is no address.
+        ConnectionError: there is no cluster for `auto`.
+    """
+    found = services.canonicalize_bootstrap_address(address)
+    assert found is not None, "it is None for the address `local` alone"
+    return found
+
+
+def connected_node() -> Node | None:
+    """Return the node that this process is connected to, or None.
+
+    `ray.init` alone returns its log folder, and another library may have called it. Nothing public lists its processes
+    or tells whether this process started it.
+    """
+    return worker.global_worker.node
+
+
+def hide_cluster_messages() -> None:
+    """Log at level DEBUG what Ray prints in the driver of deaths in the cluster.
+
+    For each process that dies, Ray prints several hundred characters, and for a raylet its last log. No option of
+    `ray.init` prevents this: `log_to_driver=False` does not. The driver says itself what matters of these deaths.
+    """
+    worker.print_to_stdstream = lambda data, ignore_prefix=False: _logger.debug("%s", data.get("lines"))
+
+
+def abandon_cluster() -> None:
+    """Kill the processes of a cluster that this process started, and prevent that Ray disconnects when it exits."""
+    atexit.unregister(worker.shutdown)
+    node = connected_node()
+    if node is not None and node.head:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+def placement_groups() -> set[str]:
+    """Return the ids of this driver's placement groups. An id ends with that of its job."""
+    job = ray.get_runtime_context().get_job_id()
+    return {id for id, row in placement_group_table().items() if row["state"] != "REMOVED" and id.endswith(job)}
+
+
+def remove_placement_groups(ids: set[str]) -> None:
+    """Remove placement groups, with the actors in them.
+
+    Ray removes the group of a dead controller only when the driver has ended too. Nothing public makes a handle of an
+    id.
+    """
+    for id in ids:
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(id))))
+
+
+def dashboard_address() -> str | None:
+    """Return the host and port of the connected cluster's dashboard, or None. Ray's public name is deprecated."""
+    return getattr(connected_node(), "webui_url", None) or None
+
+
+def lacks_dashboard() -> bool:
+    """Return whether packages of the dashboard are missing. Ray says so only in its own log."""
+    return get_dashboard_dependency_error() is not None

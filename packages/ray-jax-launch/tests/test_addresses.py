@@ -1,0 +1,115 @@
+"""`RAY_ADDRESS` of what is no Ray cluster: one sentence, within 30 s. Real servers."""
+
+import contextlib
+import errno
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import ray
+
+from ray_jax_launch import LaunchError, connect
+
+SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+NOT_FOUND = bytes([0, 0, 1, 1, 4, 0, 0, 0, 1, 0x8D])  # headers with the status 404
+
+
+@contextlib.contextmanager
+def serving(answer):
+    """A server that sends each client an answer and nothing more. Yields its port."""
+    with socket.create_server(("0.0.0.0", 0)) as server, contextlib.ExitStack() as clients:
+
+        def accept():
+            while True:
+                client, _ = server.accept()
+                if ended:
+                    client.close()
+                    return
+                clients.enter_context(client).sendall(answer)
+
+        ended = False
+        thread = threading.Thread(target=accept)
+        thread.start()
+        port = server.getsockname()[1]
+        yield port
+        ended = True
+        socket.create_connection(("127.0.0.1", port)).close()
+        thread.join()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        pytest.param(b"", "timed out", id="says nothing"),
+        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "it is no Ray cluster", id="HTTP"),
+        pytest.param(SETTINGS, "timed out", id="HTTP/2 without an answer"),
+        pytest.param(SETTINGS + NOT_FOUND, "it is no Ray cluster", id="another server of HTTP/2"),
+    ],
+)
+def test_a_port_that_is_no_cluster_is_reported_within_30_s(monkeypatch, scheme, answer, reason, record_property):
+    record_property("fault", f"RAY_ADDRESS={scheme}... of a port that is no Ray cluster: {reason}")
+    record_property("lost", "nothing: rejected before the start")
+    with serving(answer) as port:
+        monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{port}")
+        began_s = time.monotonic()
+        with pytest.raises(LaunchError, match=rf"^RAY_ADDRESS must be a Ray cluster .* \(({reason})\)\. Start it, or "):
+            connect()
+    assert time.monotonic() - began_s < 30
+    assert not ray.is_initialized()
+
+
+def test_a_web_server_is_no_cluster(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("0.0.0.0", 0), http.server.BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
+    with pytest.raises(LaunchError, match=r"^RAY_ADDRESS must be a Ray cluster that answers, got .*it is no Ray clust"):
+        connect()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("address", ["foo", "1:2:3", "a\nb:3", "127.0.0.1:99999", "127.0.0.1:x", "x" * 5000, "ray://"])
+def test_an_address_that_is_none_is_reported_in_one_short_sentence(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(LaunchError, match=r"^RAY_ADDRESS must be a Ray cluster that answers, got ") as raised:
+        connect()
+    assert len(str(raised.value).splitlines()) == 1
+    assert len(str(raised.value)) < 500
+
+
+def test_the_file_of_a_cluster_that_is_gone_is_not_waited_for(monkeypatch, tmp_path):
+    """`ray start` leaves a file with its address, which Ray reads for the address `auto`."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{port}")
+    code = "from ray_jax_launch import connect; connect()"
+    # Ray prefers a cluster whose process it finds, such as that of another test.
+    patch = "from ray._private import services; services.find_gcs_addresses = lambda: set();"
+    patch += "services.find_gcs_addresses.cache_clear = lambda: None"
+    environment = os.environ | {"RAY_ADDRESS": "auto", "RAY_TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{patch}\n{code}"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "LaunchError: RAY_ADDRESS must be a Ray cluster that answers, got 'auto' (" in done.stderr
+    assert f"[Errno {errno.ECONNREFUSED}]" in done.stderr
+
+
+def test_a_deleted_working_folder_is_reported(tmp_path):
+    code = (
+        "import os, sys; from ray_jax_launch import connect; os.mkdir(sys.argv[1]); os.chdir(sys.argv[1]);"
+        "os.rmdir(sys.argv[1]); connect()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith(
+        "ray_jax_launch._errors.LaunchError: the working folder must exist, got a deleted one"
+    )

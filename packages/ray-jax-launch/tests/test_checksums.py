@@ -1,0 +1,226 @@
+"""The files that describe a checkpoint, `checksums.json` and `checkpoint.json`: their format, and damage."""
+
+import json
+import logging
+import os
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ray_jax_launch import Checkpoints, LaunchError, intact_step, latest_step, newest_metadata
+from ray_jax_launch._checkpoint.catalog import list_steps
+from ray_jax_launch._storage import open_uri
+
+TREE = {"w": jnp.arange(1000.0)}
+VERSION = version("ray-jax-launch")
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture
+def saved(place):
+    """Checkpoints 10 and 20."""
+    with Checkpoints(place) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, {"params": TREE}, metadata={"step": step}, score=step)
+    return place
+
+
+def read_description(place):
+    """Return the fields of the file that describes checkpoint 20."""
+    if isinstance(place, Path):
+        return json.loads((place / "20/checksums.json").read_text())
+    filesystem, root = open_uri(place)
+    with filesystem.open_input_stream(f"{root}/20/checkpoint.json") as stream:
+        return json.loads(stream.read())
+
+
+def write_description(place, text):
+    if isinstance(place, Path):
+        (place / "20/checksums.json").write_text(text)
+        return
+    filesystem, root = open_uri(place)
+    with filesystem.open_output_stream(f"{root}/20/checkpoint.json") as stream:
+        stream.write(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"format": 2, "version": "9.1.0"}, "format 2, which ray-jax-launch 9.1.0 wrote. Install ray-jax-launch 9.1.0"),
+        ({"format": 2, "version": "9.1.0", "files": None}, "format 2, which ray-jax-launch 9.1.0 wrote"),
+        ({"new": 1, "version": "9.1.0"}, "the field 'new', which ray-jax-launch 9.1.0 wrote"),
+    ],
+    ids=["newer", "newer without a field", "unknown field"],
+)
+def test_a_checkpoint_of_a_newer_version_is_rejected_and_stays(saved, caplog, change, problem):
+    fields = {key: value for key, value in (read_description(saved) | change).items() if value is not None}
+    write_description(saved, json.dumps(fields))
+    expected = f"must have format 1, which ray-jax-launch {VERSION} reads, got {problem}"
+    for action in (
+        lambda: Checkpoints(saved),
+        lambda: intact_step(saved, quarantine=True),
+        lambda: newest_metadata(saved),
+    ):
+        with pytest.raises(LaunchError, match=re.escape(expected)) as rejected:
+            action()
+        assert "\n" not in str(rejected.value)
+    with Checkpoints(saved, read_only=True) as checkpoints:
+        for read in (
+            lambda: checkpoints.restore(20, {"params": TREE}),
+            lambda: checkpoints.restore_latest({"params": TREE}),
+        ):
+            with pytest.raises(LaunchError, match=re.escape(expected)):
+                read()
+    assert sorted(list_steps(saved)) == [10, 20]
+    assert not caplog.records
+
+
+def change_checksum(place, value):
+    """Return the text in which the first file or archive has another checksum."""
+    fields = read_description(place)
+    name = "files" if isinstance(place, Path) else "archives"
+    first = next(iter(fields[name]))
+    return json.dumps(fields | {name: fields[name] | {first: value}})
+
+
+def add_file(place, file):
+    fields = read_description(place)
+    name = "files" if isinstance(place, Path) else "archives"
+    return json.dumps(fields | {name: fields[name] | {file: [0, 0]}})
+
+
+def without(place, name):
+    return json.dumps({key: value for key, value in read_description(place).items() if key != name})
+
+
+DAMAGED = {
+    "deep": lambda place: DEEP,
+    "deep field": lambda place: json.dumps(read_description(place))[:-1] + f', "metadata": {DEEP}}}',
+    "list": lambda place: "[]",
+    "no format": lambda place: without(place, "format"),
+    "no version": lambda place: without(place, "version"),
+    "no checksums": lambda place: without(place, "files" if isinstance(place, Path) else "archives"),
+    "changed letter": lambda place: json.dumps(read_description(place)).replace('"files"', '"fjles"'),
+    "format 0": lambda place: json.dumps(read_description(place) | {"format": 0}),
+    "format true": lambda place: json.dumps(read_description(place) | {"format": True}),
+    "format 1e400": lambda place: json.dumps(read_description(place)).replace('"format": 1', '"format": 1e400'),
+    "version of two lines": lambda place: json.dumps(read_description(place) | {"version": "1\n2"}),
+    "size 10**400": lambda place: change_checksum(place, [10**400, 0]),
+    "size 1e400": lambda place: change_checksum(place, [float("inf"), 0]),
+    "size -1": lambda place: change_checksum(place, [-1, 0]),
+    "size 1.5": lambda place: change_checksum(place, [1.5, 0]),
+    "size true": lambda place: change_checksum(place, [True, 0]),
+    "checksum text": lambda place: change_checksum(place, [1, "0"]),
+    "three numbers": lambda place: change_checksum(place, [1, 2, 3]),
+    "number of 5,000 digits": lambda place: change_checksum(place, [1, 2]).replace("[1, 2]", f"[1{'0' * 5000}, 2]"),
+    "name above": lambda place: add_file(place, "../file"),
+    "absolute name": lambda place: add_file(place, "/etc/hostname"),
+    "name with a null": lambda place: add_file(place, "a\0b"),
+    "name of half a character": lambda place: add_file(place, "\ud800"),
+    "name of 300 letters": lambda place: add_file(place, "a" * 300),
+    "empty name": lambda place: add_file(place, ""),
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_description_is_damage(saved, caplog, damage, record_property):
+    write_description(saved, DAMAGED[damage](saved))
+    with Checkpoints(saved, read_only=True, num_best_to_keep=1) as checkpoints:
+        found = checkpoints.restore_latest({"params": TREE})
+    assert found is not None
+    assert found.step == 10
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(saved, num_best_to_keep=1) as checkpoints:
+        assert checkpoints.latest_step() == 10
+    (line,) = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
+    name = "checksums.json" if isinstance(saved, Path) else "checkpoint.json"
+    assert line == f"checkpoint 20 in {saved} is damaged ({name} cannot be read): going back to checkpoint 10"
+    record_property("fault", f"the description of the newest checkpoint is damaged: {damage}")
+    record_property("lost", "steps since the checkpoint before it")
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+def folder(path):
+    path.mkdir()
+
+
+@pytest.fixture
+def in_folder(tmp_path):
+    """Checkpoints 10 and 20, in a folder."""
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, {"params": TREE}, metadata={"step": step}, score=step)
+    return tmp_path
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", ["checksums.json", "metadata/metadata", "metrics/metadata", "params/_METADATA"])
+@pytest.mark.parametrize("make", [pipe, device, folder])
+def test_a_file_that_is_no_regular_file_is_damage(in_folder, name, make, record_property):
+    (in_folder / "20" / name).unlink()
+    make(in_folder / "20" / name)
+    if name in ("checksums.json", "metadata/metadata"):
+        assert newest_metadata(in_folder) == {"step": 10}
+    with Checkpoints(in_folder, read_only=True, num_best_to_keep=1) as checkpoints:
+        assert checkpoints.latest_step() == 20
+    with Checkpoints(in_folder, num_best_to_keep=1) as checkpoints:
+        assert checkpoints.latest_step() == 10
+    assert (in_folder / "20.damaged").is_dir()
+    record_property("fault", f"a {make.__name__} in place of {name} of the newest checkpoint")
+    record_property("lost", "steps since the checkpoint before it")
+
+
+@pytest.mark.fault
+def test_metadata_that_is_nested_too_deeply_is_damage(in_folder, record_property):
+    (in_folder / "20/metadata/metadata").write_text(DEEP)
+    assert newest_metadata(in_folder) == {"step": 10}
+    assert intact_step(in_folder) == 10
+    record_property("fault", "the metadata of the newest checkpoint is JSON of 100,000 levels")
+    record_property("lost", "steps since the checkpoint before it")
+
+
+@pytest.mark.parametrize("score", ["1e400", "NaN", "true", '"low"', "1" + "0" * 400, DEEP])
+def test_a_score_that_is_no_number_is_ignored(in_folder, score):
+    (in_folder / "20/metrics/metadata").write_text(f'{{"score": {score}}}')
+    with Checkpoints(in_folder, num_to_keep=1, num_best_to_keep=1, verify=False) as checkpoints:
+        checkpoints.save(30, {"params": TREE}, metadata={}, score=30.0)
+    assert sorted(list_steps(in_folder)) == [10, 30]
+
+
+@pytest.mark.parametrize(
+    "name", ["9" * 23, "9" * 255, "007", "1e3", "\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT TWO}"]
+)
+def test_a_folder_whose_name_is_no_step_is_no_checkpoint(place, name):
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(1, {"params": TREE}, metadata={})
+    if isinstance(place, Path):
+        (place / name).mkdir()
+    else:
+        filesystem, root = open_uri(place)
+        with filesystem.open_output_stream(f"{root}/{name}/checkpoint.json") as stream:
+            stream.write(b"{}")
+    assert latest_step(place) == 1
+    with Checkpoints(place) as checkpoints:
+        assert checkpoints.latest_step() == 1
+
+
+def test_a_step_that_no_folder_can_have_is_rejected(place):
+    with Checkpoints(place) as checkpoints:
+        with pytest.raises(LaunchError, match=r"^step must be less than 10\*\*18, got 10{39}\. "):
+            checkpoints.save(10**400, {"params": TREE}, metadata={})
+        checkpoints.save(10**18 - 1, {"params": TREE}, metadata={})
+        checkpoints.wait()
+        restored = checkpoints.restore(10**18 - 1, {"params": TREE})["params"]["w"]
+        np.testing.assert_array_equal(restored, TREE["w"])

@@ -1,0 +1,72 @@
+"""An elastic group that gets another number of workers, on a cluster of several nodes of this machine."""
+
+import sys
+import threading
+import time
+
+import pytest
+import ray.cloudpickle
+from ray.train import ScalingConfig
+
+from ray_jax_launch import launch
+
+# Workers cannot import this file: their functions are sent to them.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def save_only_when_asked(config):
+    """Count steps until the group has two workers, and then ten more. Save only after a stop request."""
+    import jax
+
+    from ray_jax_launch import Checkpoints, log_metrics, stop_requested
+
+    with Checkpoints() as checkpoints:
+        start = checkpoints.latest_step() or 0
+        for step in range(start + 1, 10_000):
+            time.sleep(0.05)
+            log_metrics({"start": start, "step": step, "workers": jax.process_count()})
+            if stop_requested(step):
+                checkpoints.save(step, {"state": {"step": step}}, metadata={})
+                return None
+            if jax.process_count() == 2 and step == start + 10:
+                return step
+
+
+@pytest.mark.fault
+def test_an_elastic_group_saves_before_it_grows(nodes, tmp_path, caplog, record_property):
+    record_property("fault", "a node joins an elastic run")
+    record_property("lost", "nothing")
+    nodes.add_node(num_cpus=1)
+    seen, results, has_begun = [], [], threading.Event()
+
+    def note(rank, metrics):
+        if rank == 0:
+            seen.append((metrics["workers"], metrics["start"], metrics["step"]))
+            if metrics["step"] == 20:
+                has_begun.set()
+
+    def run():
+        results.append(
+            launch(
+                save_only_when_asked,
+                {},
+                scaling_config=ScalingConfig(num_workers=(1, 2), elastic_resize_monitor_interval_s=2),
+                storage_path=tmp_path,
+                name="run",
+                on_metrics=note,
+                max_failures=0,
+            )
+        )
+
+    running = threading.Thread(target=run)  # a node can be added in the main thread only
+    running.start()
+    assert has_begun.wait(120)
+    nodes.add_node(num_cpus=1)
+    running.join(180)
+    assert not running.is_alive()
+    last = max(step for workers, _, step in seen if workers == 1)
+    assert {start for workers, start, _ in seen if workers == 2} == {last}
+    assert last >= 20
+    assert results[0].return_value == last + 10
+    text = "the cluster has room for another number of workers; the workers start again, from where they were"
+    assert text in [record.message for record in caplog.records]

@@ -1,0 +1,152 @@
+"""Saves to object storage: their names, their requests, and two commands that save the same run."""
+
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pyarrow.fs import FileSelector
+
+from ray_jax_launch import Checkpoints, UnsavedCheckpointError, intact_step, latest_step
+from ray_jax_launch._storage import join_path, open_uri
+
+TREE = {"w": jnp.arange(1000.0)}
+FILES = {"checksums-0.json", "process-0.tar", "process-0.params.tar"}
+"""Names of the objects of a save."""
+
+
+@pytest.fixture
+def uri(s3, tmp_path):
+    """Checkpoints 10, 20 and 30."""
+    uri = join_path(s3, tmp_path.name, "checkpoints")
+    with Checkpoints(uri, num_to_keep=3) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, {"params": {"w": TREE["w"] + step}}, metadata={"step": step})
+    return uri
+
+
+def write(uri, name, content):
+    filesystem, root = open_uri(uri)
+    with filesystem.open_output_stream(f"{root}/{name}") as stream:
+        stream.write(content)
+
+
+def names(uri):
+    filesystem, root = open_uri(uri)
+    infos = filesystem.get_file_info(FileSelector(root, recursive=True))
+    return {info.path[len(root) + 1 :] for info in infos if info.is_file}
+
+
+# A command that dies between the upload of its archives and the listing.
+DIES = """
+import os, sys
+import jax.numpy as jnp
+from ray_jax_launch import Checkpoints
+from ray_jax_launch._checkpoint.object_store import ObjectStore
+
+with Checkpoints(sys.argv[1]) as checkpoints:
+    print("opened", checkpoints.latest_step(), flush=True)
+    sys.stdin.readline()
+    ObjectStore.commit = lambda *args: os._exit(0)
+    checkpoints.save(10, {"params": {"w": jnp.zeros(1000)}}, metadata={})
+"""
+
+
+@pytest.fixture
+def other(s3, tmp_path):
+    """A second command on a run without checkpoints. It saves step 10 on a line of input, and dies before it lists."""
+    place = join_path(s3, tmp_path.name, "two")
+    process = subprocess.Popen(
+        [sys.executable, "-c", DIES, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "opened None\n"
+    yield place, process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.fault
+def test_a_second_command_that_dies_before_it_lists_leaves_the_durable_checkpoint_intact(other, record_property):
+    place, process = other
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(10, {"params": TREE}, metadata={})
+    process.communicate("now\n", timeout=60)
+    saves = {name.split("/")[1] for name in names(place) if "/process-" in name}
+    assert len(saves) == 2
+    assert intact_step(place) == 10
+    with Checkpoints(place) as checkpoints:
+        np.testing.assert_array_equal(checkpoints.restore(10, {"params": TREE})["params"]["w"], TREE["w"])
+    record_property("fault", "two commands save the same step of a run, and the second one dies before it lists it")
+    record_property("lost", "nothing")
+
+
+def test_a_start_deletes_no_archives_that_another_command_may_be_writing(other):
+    place, process = other
+    process.communicate("now\n", timeout=60)
+    uploaded = names(place)
+    assert {name.split("/")[2] for name in uploaded} == FILES
+    with Checkpoints(place, num_to_keep=1) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, {"params": TREE}, metadata={})
+    assert {name for name in names(place) if name.startswith("10/")} == uploaded
+
+
+def test_a_step_that_another_command_has_listed_is_not_replaced(uri):
+    with Checkpoints(uri) as first, Checkpoints(uri) as second:
+        first.save(40, {"params": TREE}, metadata={"first": True})
+        first.wait()
+        second.save(40, {"params": TREE}, metadata={"first": False})
+        with pytest.raises(UnsavedCheckpointError, match=r"checkpoint 40 in .* must not exist, got one of another run"):
+            second.wait()
+    with Checkpoints(uri) as checkpoints:
+        assert checkpoints.metadata(40) == {"first": True}
+        np.testing.assert_array_equal(checkpoints.restore(40, {"params": TREE})["params"]["w"], TREE["w"])
+
+
+@pytest.mark.fault
+def test_archives_without_a_listing_are_no_checkpoint_and_are_deleted_after_a_day(uri, monkeypatch, record_property):
+    record_property("fault", "a process is killed between the upload of its archives and the listing")
+    record_property("lost", "steps since the last checkpoint")
+    saved = names(uri)
+    left = {"40/0a-1/process-1.tar", "30/0a-2/process-1.tar"}
+    for name in left:
+        write(uri, name, b"half")
+    assert latest_step(uri) == 30
+    with Checkpoints(uri):
+        assert names(uri) == saved | left
+    monkeypatch.setattr("ray_jax_launch._checkpoint.object_store._ABANDONED_AFTER_S", -60.0)
+    with Checkpoints(uri, read_only=True):
+        assert names(uri) == saved | left
+    with Checkpoints(uri):
+        assert names(uri) == saved
+    assert intact_step(uri) == 30
+
+
+def test_a_checkpoint_is_listed_after_its_upload_and_unlisted_before_its_deletion(uri, proxy):
+    archives = {name for name in names(uri) if name.startswith("10/") and name != "10/checkpoint.json"}
+    proxy.changes.clear()
+    with Checkpoints(proxy.uri(uri), num_to_keep=3) as checkpoints:
+        checkpoints.save(40, {"params": TREE}, metadata={})
+    written = [path.rpartition("/")[2] for method, path in proxy.changes if "/40/" in path and method != "DELETE"]
+    assert "process-0.params.tar" in written[: written.index("checkpoint.json")]
+    assert "process-0.params.tar" not in written[written.index("checkpoint.json") :]
+    # The archives are deleted by one request to the bucket.
+    deletions = [path for method, path in proxy.changes if method == "DELETE" or path == "/bucket"]
+    assert deletions[0].endswith("/10/checkpoint.json")
+    assert deletions[1] == "/bucket"
+    assert not archives & names(uri)
+
+
+@pytest.mark.parametrize("num_items", [1, 8])
+def test_a_save_needs_few_requests(uri, proxy, num_items):
+    items = {f"item{number}": TREE for number in range(num_items)}
+    with Checkpoints(proxy.uri(uri), num_to_keep=2) as checkpoints:
+        for step in (40, 50):
+            proxy.requests.clear()
+            checkpoints.save(step, items, metadata={})
+            checkpoints.wait()
+    # Three for an upload: of the items, what Orbax keeps, the checksums, and the listing. The rest is for the deletion
+    # of the checkpoint before, and does not grow with the number of items.
+    assert len(proxy.requests) <= 3 * (num_items + 3) + 13

@@ -1,0 +1,261 @@
+"""Stop requests, and the deaths of the processes that carry them. Real launches on a cluster of this machine."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+import ray.cloudpickle
+
+from ray_jax_launch import StopRequestedError, cpu, latest_step, launch, request_stop
+from ray_jax_launch._train.control_actor import StopRequest, answer, start_control_actor
+from ray_jax_launch._train.interrupt import Interrupt
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+# Workers cannot import this file: their functions are sent to them.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def save_when_asked(config):
+    """Train without end, until a stop is requested."""
+    import jax
+    import jax.numpy as jnp
+
+    from ray_jax_launch import Checkpoints, log_metrics, stop_requested
+
+    with Checkpoints() as checkpoints:
+        step = checkpoints.latest_step() or 0
+        while True:
+            step += 1
+            time.sleep(0.02)
+            log_metrics({"step": step})
+            if config["polls"] and stop_requested(step):
+                checkpoints.save(step, {"state": {"step": jnp.int32(step)}}, metadata={})
+                return jax.process_index()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("polls", [True, False])
+def test_ctrl_c_lets_a_loop_that_polls_save_and_ends_any_other(tmp_path, polls, caplog):
+    seen = []
+
+    def interrupt_at_20(rank, metrics):
+        seen.append(metrics["step"])
+        if metrics["step"] == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with (
+        pytest.raises(KeyboardInterrupt, match="to continue" if polls else "^$"),
+        caplog.at_level(logging.WARNING, "ray_jax_launch"),
+    ):
+        launch(
+            save_when_asked,
+            {"polls": polls},
+            hardware=cpu(1),
+            storage_path=tmp_path,
+            name="run",
+            on_metrics=interrupt_at_20,
+        )
+    assert signal.getsignal(signal.SIGINT) == before
+    saved = latest_step(tmp_path / "run" / "checkpoints")
+    if polls:
+        assert saved is not None
+        assert saved == seen[-1]
+        assert saved >= 20
+        assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == [
+            "interrupted: the workers save what they have; press Ctrl-C again to stop at once"
+        ]
+    else:
+        assert saved is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_launch_whose_loop_does_not_poll(number):
+    control, before = start_control_actor(), signal.getsignal(number)
+    interrupt = Interrupt(control)
+    interrupt.install()
+    try:
+        assert signal.getsignal(number) != before
+        with pytest.raises(SystemExit):
+            signal.raise_signal(number)
+        signal.raise_signal(number)  # of the same stop: the launch is already ending
+    finally:
+        interrupt.restore()
+        ray.kill(control)
+    assert signal.getsignal(number) == before
+
+
+def test_a_process_that_ignores_sighup_ignores_it_during_a_launch_too():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    control = start_control_actor()
+    interrupt = Interrupt(control)
+    interrupt.install()
+    try:
+        signal.raise_signal(signal.SIGHUP)
+        assert answer(control.state.remote()).request is None
+    finally:
+        interrupt.restore()
+        ray.kill(control)
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_only_a_second_ctrl_c_after_a_second_does_not_wait_for_a_loop_that_polls(monkeypatch):
+    now_s = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
+    monkeypatch.setattr("ray_jax_launch._train.interrupt.time", clock)
+    control = start_control_actor()
+    poll = partial(control.poll.remote, "group", 1, 0, request=None, next_step=None)
+    assert ray.get(poll()) == (None, None)
+    interrupt = Interrupt(control)
+    interrupt.install()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert ray.get(poll()) == (StopRequest("interrupt"), None)
+        now_s += 100
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
+        now_s += 0.5
+        signal.raise_signal(signal.SIGINT)
+        now_s += 0.6
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        interrupt.restore()
+        ray.kill(control)
+
+
+def fail_when_asked(config):
+    from ray_jax_launch import log_metrics, stop_requested
+
+    step = 0
+    while True:
+        step += 1
+        log_metrics({"step": step})
+        assert not stop_requested(step)
+        time.sleep(0.02)
+
+
+def test_the_driver_can_make_a_launch_fail(tmp_path):
+    def request(rank, metrics):
+        if metrics["step"] == 5:
+            request_stop("the tokens are damaged")
+
+    with pytest.raises(StopRequestedError) as failed:
+        launch(fail_when_asked, {}, hardware=cpu(2), storage_path=tmp_path, name="run", on_metrics=request)
+    assert str(failed.value) == "the tokens are damaged"
+
+
+def print_much():
+    import sys
+
+    sys.stdout.write("hello from the loop\n")
+    for step in range(20_000):
+        sys.stdout.write(f"step {step}\r")
+    held = len(getattr(sys.stdout, "_held"))  # noqa: B009 - of the stream that replaces standard output
+    sys.stdout.write("\nthe end\r\n")
+    return held
+
+
+def test_what_a_loop_prints_is_logged_and_a_progress_bar_stays_short(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "ray_jax_launch"):
+        result = launch(print_much, hardware=cpu(1), storage_path=tmp_path, name="run")
+    printed = [record.message for record in caplog.records if record.message.startswith("worker 0: ")]
+    assert printed == ["worker 0: hello from the loop", "worker 0: step 19999", "worker 0: the end"]
+    assert result.return_value < 30
+
+
+def train_slowly(config):
+    """Save every ten steps, until a file asks for the end."""
+    import jax
+
+    from ray_jax_launch import Checkpoints, log_metrics, stop_requested
+
+    with Checkpoints() as checkpoints:
+        step = checkpoints.latest_step() or 0
+        log_metrics({"start": step, "step": step})
+        while step < 10_000 and not (step % 10 == 0 and Path(config["enough"]).exists()):
+            step += 1
+            time.sleep(0.02)
+            log_metrics({"step": step})
+            stop = stop_requested(step)
+            if stop or step % 10 == 0:
+                checkpoints.save(step, {"state": {"step": step}}, metadata={})
+                checkpoints.wait()
+            if stop:
+                break
+    return jax.process_count()
+
+
+def kill_process(title):
+    """Kill the process of this cluster whose title begins with a text."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()]
+    parents = {int(pid): int(parent) for pid, parent, _ in rows}
+    (victim,) = [
+        int(pid) for pid, _, args in rows if args.startswith(title) and parents.get(parents[int(pid)]) == os.getpid()
+    ]
+    os.kill(victim, signal.SIGKILL)
+
+
+@pytest.mark.fault
+def test_a_launch_survives_the_death_of_the_control_actor(tmp_path, caplog, record_property):
+    record_property("fault", "SIGKILL of the control actor, then Ctrl-C")
+    record_property("lost", "nothing")
+    seen = []
+
+    def kill_then_interrupt(rank, metrics):
+        seen.append(metrics["step"])
+        if metrics["step"] == 20:
+            kill_process("ray::ControlActor")
+        if metrics["step"] > 60 and sum(step > 60 for step in seen) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    config = {"enough": str(tmp_path / "enough")}
+    with (
+        pytest.raises(KeyboardInterrupt, match="to continue"),
+        caplog.at_level(logging.INFO, "ray_jax_launch"),
+    ):
+        launch(train_slowly, config, hardware=cpu(2), storage_path=tmp_path, name="run", on_metrics=kill_then_interrupt)
+    messages = [record.message for record in caplog.records]
+    assert messages.count("the control actor died, and has started again") == 1
+    saved = latest_step(tmp_path / "run" / "checkpoints")
+    assert saved is not None
+    assert saved == max(seen)
+
+
+@pytest.mark.fault
+def test_the_workers_start_again_after_the_death_of_rays_controller(tmp_path, caplog, record_property):
+    record_property("fault", "SIGKILL of Ray Train's controller, twice")
+    record_property("lost", "steps since the last checkpoint")
+    starts, killed = [], []
+
+    def kill_twice(rank, metrics):
+        if "start" in metrics and rank == 0:
+            starts.append(metrics["start"])
+        if rank == 0 and len(killed) < len(starts) and metrics["step"] > starts[-1] + 15:
+            if len(killed) == 2:
+                (tmp_path / "enough").touch()
+            else:
+                kill_process("ray::TrainController.run")
+            killed.append(metrics["step"])
+
+    config = {"enough": str(tmp_path / "enough")}
+    with caplog.at_level(logging.WARNING, "ray_jax_launch"):
+        result = launch(
+            train_slowly, config, hardware=cpu(2), storage_path=tmp_path, name="run", on_metrics=kill_twice,
+            max_failures=1,
+        )  # fmt: skip
+    assert result.return_value == 2
+    assert [start >= step - 16 for start, step in zip(starts[1:], killed, strict=False)] == [True, True]
+    assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == 2 * [
+        "Ray Train's controller died; the workers start again (failure 1 of at most 1 without a new checkpoint)"
+    ]
