@@ -1,4 +1,6 @@
-"""Fixtures of all tests: each test has its own cache."""
+"""Fixtures of all tests: a cache of its own for each test, and a local S3 server."""
+
+import logging
 
 import pytest
 from beartype import BeartypeConf
@@ -12,3 +14,26 @@ beartype_package("pretrain", conf=BeartypeConf(is_pep484_tower=True))  # an int 
 def own_cache(tmp_path_factory, monkeypatch):
     """Tests write nothing into the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """URI of an empty bucket on a local S3 server. This process has its address in the environment."""
+    # Both take a second, and most tests need neither.
+    from moto.server import ThreadedMotoServer
+    from pyarrow.fs import S3FileSystem
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        storage = S3FileSystem(endpoint_override=f"127.0.0.1:{port}", scheme="http", allow_bucket_creation=True)
+        storage.create_dir("bucket")
+        yield "s3://bucket"
+    server.stop()

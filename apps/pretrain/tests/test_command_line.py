@@ -92,8 +92,6 @@ def test_an_option_of_train_has_its_value(line, name, expected):
         ("--num-layers 1", "--num-layers", "--model.num-layers"),
         ("--dropout 1", "--dropout", "--model.dropout-rate"),
         ("--fsdp 1", "--fsdp", "--mesh.fsdp"),
-        # Of earlier versions.
-        ("--train.eval-batches 1", "--train.eval-batches", "--train.eval-tokens"),
         ("--prompt x", "--prompt", "--prompts"),
     ],
 )

@@ -18,7 +18,9 @@ from pretrain._errors import UsageError
         ({"max_epochs": 0.0}, "train.max_epochs must be above 0 and finite, got 0.0. Change it."),
         ({"max_epochs": float("nan")}, "train.max_epochs must be above 0 and finite, got nan."),
         ({"max_tokens": 0}, "train.max_tokens must be at least 1, got 0."),
-        ({"max_failures": -1}, "train.max_failures must be at least 0, got -1."),
+        ({"max_failures": -2}, "train.max_failures must be at least -1, got -2."),
+        ({"global_batch_size": 2**31}, "train.global_batch_size must be at least 1 and below 2147483648, got 2147483"),
+        ({"eval_tokens": 10**400}, "train.eval_tokens must be an integer of at most 64 bits or none, got 1000"),
         ({"grad_accum_steps": 5}, "train.global_batch_size must be divisible by train.grad_accum_steps, 5, got 32."),
     ],
 )
@@ -31,7 +33,15 @@ def test_bad_train_fields_are_named(fields, message):
     ("fields", "message"),
     [
         ({"seed": -1}, "seed must be at least 0 and below 9223372036854775808, got -1"),
-        ({"wait_for_resources_s": float("nan")}, "wait_for_resources_s must be at least 0, got nan."),
+        ({"wait_for_resources_s": float("nan")}, "wait_for_resources_s must be at least 0 and below 1000000000, got"),
+        ({"wait_for_resources_s": 1e300}, "wait_for_resources_s must be at least 0 and below 1000000000, got 1e+300."),
+        ({"storage_path": "s3://A:topsecret@b"}, "storage_path must be without credentials, got 's3://***@b'. Set AWS"),
+        (
+            {"data": "a=1:gs://b,b=1:s3://A:topsecret@b"},
+            "data must be without credentials, got 'a=1:gs://b,b=1:s3://***@",
+        ),
+        ({"profile": f"1:{10**400}"}, "profile must be FIRST:END with 1 <= FIRST < END, such as 100:105, got 1:1000"),
+        ({"hardware": "cpu:two"}, "hardware must be auto, cpu:WORKERS"),
         (
             {"name": "../x"},
             "name must be a printable text that begins with no dot or space and has no / and ? in it, got '",
@@ -45,6 +55,15 @@ def test_bad_train_fields_are_named(fields, message):
 def test_bad_run_fields_are_named(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(PRESETS["quickstart"](), **fields)
+
+
+def test_a_cache_path_with_credentials_is_rejected():
+    with pytest.raises(ValueError, match=re.escape("prepare.cache_path must be without credentials, got 's3://***@b'")):
+        PrepareConfig(cache_path="s3://A:topsecret@b")
+
+
+def test_any_number_of_failures_is_possible():
+    assert TrainConfig(max_failures=-1).max_failures == -1
 
 
 def test_the_tokenizer_is_a_preset_of_its_own():
@@ -128,3 +147,8 @@ def test_an_option_of_prepare_has_a_long_and_a_short_name(prefix, name, value, e
     config = parse_command([f"{prefix}{name}", value])
     assert isinstance(config, PretrainConfig)
     assert getattr(config.prepare, name.replace("-", "_")) == expected
+
+
+def test_parameters_in_bfloat16_are_rejected_before_anything_starts():
+    with pytest.raises(ValueError, match=r"model\.param_dtype must be float32 or float64 for training, got 'bfloat16'"):
+        parse_command(["--model.param-dtype", "bfloat16"])

@@ -124,15 +124,10 @@ def test_the_configuration_of_a_run_is_an_input(in_folder, description, is_bare)
     assert parsed("--config", "config.json", "--name", "again") == expected
 
 
-def test_the_configuration_of_an_earlier_version_is_an_input(in_folder, description):
-    config = description["config"]
-    config["prompt"] = config.pop("prompts")[0]
-    config["train"]["eval_batches"] = 2
-    del config["train"]["eval_tokens"]
-    (in_folder / "config.json").write_text(json.dumps(description))
-    found = parsed("--config", "config.json")
-    windows = 2 * found.train.global_batch_size
-    assert (found.prompts, found.train.eval_tokens) == (("a",), windows * 1024)
+def test_the_configuration_of_another_version_is_rejected(in_folder, description, capsys):
+    (in_folder / "config.json").write_text(json.dumps(description | {"format": 99}))
+    assert main(["--config", "config.json", "--print-config"]) == 2
+    assert "config.json must have format 1, which pretrain " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -157,7 +152,7 @@ def test_the_configuration_of_an_earlier_version_is_an_input(in_folder, descript
         ("x.toml", b"\xff", "x.toml must be TOML, got an error in it ('utf-8' codec"),
         ("x.json", "{", "x.json must be JSON, got an error in it ("),
         ("x.json", "[1]", "x.json must hold options by their names, got list. Correct it."),
-        ("x.json", '{"config": {}, "data": {}}', "x.json must be JSON as a run writes it, got an error in it"),
+        ("x.json", '{"config": {}, "data": {}}', "x.json must have format 1, which pretrain "),
         ("x.json", '{"train": {"max_step": 1}}', "no option train.max_step, in x.json; did you mean train.max_steps?"),
         ("y.toml", "", "x.toml must be accessible, got No such file or directory."),
     ],

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ CHANGED = {
     "model.norm_epsilon": 1e-6,
     "model.dropout_rate": 0.5,
     "model.dtype": "bfloat16",
-    "model.param_dtype": "bfloat16",
+    "model.param_dtype": "float64",
     "model.scan_layers": True,
     "train.global_batch_size": 64,
     "train.max_steps": 7,
@@ -61,6 +62,7 @@ CHANGED = {
 FREE = {
     "preset": "baby",
     "data": "elsewhere",
+    "verify_data": "off",
     "hardware": "gpu:8",
     "storage_path": "elsewhere",
     "name": "other",
@@ -156,24 +158,45 @@ def test_a_description_comes_back_as_it_was(stored, tmp_path):
     assert set(stored.versions) >= {"python", "pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "ray"}
 
 
-def test_a_description_of_an_older_version_has_the_defaults_of_what_it_lacks(stored):
-    description = stored.to_json()
-    del description["data"]["window_order_version"], description["config"]["mesh"]
-    del description["config"]["model"]["scan_layers"], description["config"]["dashboard"]
-    del description["config"]["data_mode"]
-    for name in ("max_epochs", "max_tokens", "sample_tokens", "eval_tokens"):
-        del description["config"]["train"][name]
-    for name in ("prompts", "trackers", "profile", "peak_tflops"):
-        del description["config"][name]
-    description["config"]["prompt"] = "def "
-    description["config"]["train"]["eval_batches"] = 20  # of 16 windows of 64 tokens
-    del description["commit"]
-    for name in ("documents", "row_end", "limit_rows", "num_processes", "on_cluster", "cache_path"):
-        del description["config"]["prepare"][name]
-    found = parse_description(json.dumps(description), "config.json")
-    assert found == dataclasses.replace(
-        stored, config=dataclasses.replace(stored.config, prompts=("def ",)), commit=None
-    )
+def rejected(stored, change):
+    """The message for a description of pretrain 9.9 that was changed."""
+    content = json.loads(json.dumps(stored.to_json()))
+    content["versions"]["pretrain"] = "9.9"
+    change(content)
+    with pytest.raises(UsageError) as found:
+        parse_description(json.dumps(content), "config.json")
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.update(format=2), "must have format 1, which pretrain {} reads, got 2, from"),
+        (lambda content: content.update(format=True), "must have format 1, which pretrain {} reads, got True, from"),
+        (lambda content: content.pop("format"), "must have format 1, which pretrain {} reads, got None, from"),
+        (
+            lambda content: content["config"]["train"].update(new_setting=1),
+            "must have the fields of this format, which pretrain {} reads, got a difference, config.train.new_setting,",
+        ),
+        (lambda content: content.update(new={}), "which pretrain {} reads, got a difference, new, from"),
+        (lambda content: content["config"]["train"].pop("order"), "got a difference, config.train.order, from"),
+    ],
+)
+def test_a_description_of_another_version_is_rejected_with_both_versions(change, message, stored):
+    found = rejected(stored, change)
+    assert message.format(version("pretrain")) in found
+    assert "from pretrain 9.9. Use that version for this run, or choose another --name" in found
+
+
+def test_a_description_may_hold_a_mixture_and_any_fingerprint(stored):
+    data = dataclasses.replace(DATA, tokens={"a": 0.5, "b": 1.0}, fingerprint={"train": {"bytes": 3, "sha256": "ab"}})
+    stored = dataclasses.replace(stored, data=data)
+    assert parse_description(json.dumps(stored.to_json()), "config.json") == stored
+
+
+def test_a_description_that_is_nested_deeply_is_damaged():
+    with pytest.raises(UsageError, match="must be JSON as a run writes it, got an error in it"):
+        parse_description('{"format":' * 100_000, "config.json")
 
 
 def test_a_new_run_knows_the_commit_of_a_checkout(stored):

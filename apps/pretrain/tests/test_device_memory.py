@@ -37,8 +37,12 @@ def test_shards_of_the_parameters_must_fit(fitting_vocab_size):
     check_memory(config, make_mesh())
 
 
-def test_half_as_many_bytes_a_parameter_fit_twice_as_many(fitting_vocab_size):
-    check_memory(changed(model={"vocab_size": fitting_vocab_size * 19 // 10, "param_dtype": "bfloat16"}), make_mesh())
+def test_twice_as_many_bytes_a_parameter_fit_half_as_many(fitting_vocab_size):
+    check_memory(changed(model={"vocab_size": fitting_vocab_size * 9 // 20, "param_dtype": "float64"}), make_mesh())
+    with pytest.raises(OutOfMemoryError):
+        check_memory(
+            changed(model={"vocab_size": fitting_vocab_size * 11 // 20, "param_dtype": "float64"}), make_mesh()
+        )
 
 
 def test_the_input_of_each_block_must_fit():

@@ -1,4 +1,4 @@
-"""Ctrl-C while the command still imports."""
+"""Ctrl-C while the command still imports, and while it exits."""
 
 import os
 import signal
@@ -43,6 +43,44 @@ def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback(argument
     assert out in ("", "loading JAX and Ray\n")
     assert [line for line in err.splitlines() if not line.startswith("import time:")] == []
     assert list(tmp_path.iterdir()) == []
+
+
+CTRL_C_AT_EXIT = """
+import atexit, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+from pretrain.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_during_the_exit_keeps_the_exit_code_and_prints_no_traceback(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", CTRL_C_AT_EXIT, "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stderr.splitlines()[1:] == []  # the error of a folder without runs
+    assert ended.returncode == 2
+
+
+START_OF_RAY = """
+import signal
+import ray
+from pretrain._early_interrupt import keeping_handlers
+
+before = signal.getsignal(signal.SIGTERM)
+try:
+    with keeping_handlers():
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        signal.raise_signal(signal.SIGTERM)
+except KeyboardInterrupt:
+    print("interrupted", signal.getsignal(signal.SIGTERM) == before)
+"""
+
+
+def test_sigterm_during_a_start_of_ray_is_an_interrupt():
+    """`ray.init` sets a handler that raises SystemExit."""
+    process = subprocess.run([sys.executable, "-c", START_OF_RAY], capture_output=True, text=True, timeout=120)
+    assert process.stdout == "interrupted True\n", process.stderr
 
 
 def test_an_ignored_signal_stays_ignored():

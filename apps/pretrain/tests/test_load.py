@@ -19,7 +19,7 @@ from pretrain._commands.evaluate import evaluate
 from pretrain._commands.sample import sample
 from pretrain._data import load_tokens
 from pretrain._errors import UsageError
-from pretrain._run.description import describe, describe_data
+from pretrain._run.description import RUN, describe, describe_data
 from pretrain._run.files import write_json
 from pretrain._run.folder import RunFolder
 from pretrain._training.sampling import Sampler
@@ -45,11 +45,12 @@ def make_run(tmp_path):
         tokens = load_tokens(config, Console(quiet=True))
         folder = RunFolder(tmp_path / "run")
         folder.path.mkdir()
-        write_json(folder.config, describe(config, describe_data(tokens), "cpu:1").to_json())
+        description = describe(config, describe_data(tokens), "cpu:1").to_json()
+        write_json(folder.config, description)
         optimizer = create_optimizer(config.optimizer, config.train.max_steps)
         params = create_train_state(model, optimizer, jax.random.key(0)).params
         with Checkpoints(folder.checkpoints) as checkpoints:
-            checkpoints.save(1, {"params": params}, metadata={})
+            checkpoints.save(1, {"params": params}, metadata={RUN: description})
         return folder, config, params, tokens
 
     return make

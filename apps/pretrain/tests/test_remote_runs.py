@@ -2,12 +2,10 @@
 
 import dataclasses
 import io
-import logging
 import time
 
 import pytest
-from moto.server import ThreadedMotoServer
-from pyarrow.fs import FileSelector, S3FileSystem
+from pyarrow.fs import FileSelector
 from rich.console import Console
 
 from pretrain import PRESETS
@@ -15,32 +13,13 @@ from pretrain._commands.runs import show_runs
 from pretrain._commands.watch import watch
 from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe, write_description
-from pretrain._run.files import append_line
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder, locate
+from pretrain._run.log_parts import METRICS, PHASES
 from pretrain._run.remote_copy import pull_changed, pull_profiles
 from ray_jax_launch import LaunchError, open_uri
 
 BEGAN_S = 1_700_000_000.0
-
-
-@pytest.fixture(scope="module")
-def s3():
-    """URI of an empty bucket on a local S3 server."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        storage = S3FileSystem(endpoint_override=f"127.0.0.1:{port}", scheme="http", allow_bucket_creation=True)
-        storage.create_dir("bucket")
-        yield "s3://bucket"
-    server.stop()
 
 
 @pytest.fixture
@@ -52,32 +31,40 @@ def run(s3, tmp_path):
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=257))
     data = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={"sha256": "1"})
     write_description(folder, describe(config, data, "cpu:1"))
-    append_line(folder.phases, {"step": 0, "time_s": BEGAN_S, "phase": "training"})
     folder.push()
     return folder
 
 
-def test_a_run_in_object_storage_is_watched_by_its_uri(run):
+@pytest.fixture
+def log(run):
+    """The log of the run, whose workers train."""
+    log = run.log_writer()
+    log.append(PHASES, {"step": 0, "time_s": BEGAN_S, "phase": "training"})
+    log.flush()
+    return log
+
+
+def test_a_run_in_object_storage_is_watched_by_its_uri(run, log):
     out, waited = io.StringIO(), []
 
     def sleep(interval_s):
         waited.append(interval_s)
-        append_line(run.metrics, {"step": 25 * len(waited), "time_s": BEGAN_S + 1, "loss": 3.0})
+        log.append(METRICS, {"step": 25 * len(waited), "time_s": BEGAN_S + 1, "loss": 3.0})
         if len(waited) == 2:
-            append_line(run.phases, {"step": 50, "time_s": BEGAN_S + 2, "phase": "stopped"})
-        run.push()
+            log.append(PHASES, {"step": 50, "time_s": BEGAN_S + 2, "phase": "stopped"})
+        log.flush()
 
     watch(run.uri, console=Console(file=out, width=200), clock=lambda: BEGAN_S + 3, sleep=sleep)
     assert out.getvalue().splitlines() == [
         f"watching {run.uri}, started on cpu:1",
         "step   25/1500  loss 3.0000",
         "step   50/1500  loss 3.0000",
-        "the run is stopped at step 50",
+        "the run is stopped at step 50: run the same command again to continue",
     ]
     assert waited == [5.0, 5.0]
 
 
-def test_runs_in_object_storage_are_listed(run):
+def test_runs_in_object_storage_are_listed(run, log):
     out = io.StringIO()
     show_runs(run.uri.rpartition("/")[0], console=Console(file=out, width=200), clock=lambda: BEGAN_S + 60)
     assert [line.split() for line in out.getvalue().splitlines()] == [
@@ -87,7 +74,7 @@ def test_runs_in_object_storage_are_listed(run):
 
 
 def test_a_copy_has_the_age_of_its_objects(run):
-    """A run of pretrain 0.8 tells no time, and the table of runs shows the age of its files."""
+    """A run whose workers have not started yet tells no time, and the table of runs shows the age of its files."""
     storage, path = open_uri(run.uri)
     time.sleep(1.1)  # the server may tell the time in seconds
     folder, _ = find_run(run.uri)
@@ -109,16 +96,16 @@ def test_a_reader_leaves_the_copy_of_the_training_command_alone(run):
     assert training.metrics.read_text() == "not uploaded yet"
 
 
-def test_a_reader_downloads_what_has_changed_and_forgets_what_is_deleted(run):
+def test_a_reader_downloads_what_has_changed_and_forgets_what_is_deleted(run, log):
     folder, _ = find_run(run.uri)
     assert not pull_changed(folder)
-    append_line(run.metrics, {"step": 1, "loss": 3.0})
-    run.push()
+    log.append(METRICS, {"step": 1, "loss": 3.0})
+    log.flush()
     assert pull_changed(folder)
-    storage, path = open_uri(run.uri)
-    storage.delete_file(f"{path}/phases.jsonl")
-    find_run(run.uri)
     assert folder.metrics.read_bytes() == run.metrics.read_bytes()
+    storage, path = open_uri(run.uri)
+    storage.delete_dir(f"{path}/log")
+    find_run(run.uri)
     assert not folder.phases.exists()
 
 
@@ -138,12 +125,14 @@ def test_a_storage_that_does_not_answer_is_no_damaged_run(run, monkeypatch):
 
 def test_a_file_is_uploaded_when_it_has_changed(run):
     filesystem, root = open_uri(run.uri)
-    for path in (run.config, run.phases):
+    run.sample.write_text("a sample")
+    run.push()
+    for path in (run.config, run.sample):
         filesystem.delete_file(f"{root}/{path.name}")
-    append_line(run.phases, {"step": 1, "time_s": BEGAN_S + 1, "phase": "stopped"})
+    run.sample.write_text("another sample")
     run.push()
     objects = filesystem.get_file_info(FileSelector(root))
-    assert [(found.base_name, found.size) for found in objects] == [("phases.jsonl", run.phases.stat().st_size)]
+    assert [(found.base_name, found.size) for found in objects] == [("sample.txt", len("another sample"))]
 
 
 @pytest.mark.parametrize("place", ["absent", "run/checkpoints"])

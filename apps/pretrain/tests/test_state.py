@@ -1,7 +1,6 @@
 """The state of a run, which `runs`, `watch` and `report` share."""
 
 import dataclasses
-import os
 
 import pytest
 
@@ -10,6 +9,7 @@ from pretrain._run.description import DataDescription, describe, write_descripti
 from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_history
+from pretrain._run.lock import lock_run
 from pretrain._run.state import run_state
 
 BEGAN_S = 1_700_000_000.0
@@ -32,6 +32,7 @@ def folder(tmp_path):
         ("compiling", 299, "training"),
         ("training", 301, "no sign of life"),
         ("stopped", 301, "stopped"),
+        ("failed", 301, "failed"),
         ("finished", 301, "finished"),
     ],
 )
@@ -40,9 +41,35 @@ def test_a_run_that_is_silent_for_five_minutes_shows_no_sign_of_life(folder, pha
     assert run_state(read_history(folder), BEGAN_S + after_s) == state
 
 
-@pytest.mark.parametrize(("after_s", "state"), [(299, "training"), (301, "no sign of life")])
-def test_a_run_of_pretrain_0_8_was_seen_when_its_files_were_written(folder, after_s, state):
-    append_line(folder.metrics, {"step": 10, "loss": 2.5})
-    for path in (folder.metrics, folder.config):
-        os.utime(path, (BEGAN_S, BEGAN_S))
-    assert run_state(read_history(folder), BEGAN_S + after_s) == state
+@pytest.mark.parametrize(
+    ("interval_s", "after_s", "state"),
+    [(1, 59, "training"), (1, 70, "no sign of life"), (400, 1200, "training"), (400, 1300, "no sign of life")],
+)
+def test_silence_is_told_after_a_time_that_depends_on_the_time_between_records(folder, interval_s, after_s, state):
+    append_line(folder.phases, {"step": 0, "time_s": BEGAN_S, "phase": "training"})
+    for step in range(4):
+        append_line(folder.metrics, {"step": step, "time_s": BEGAN_S + step * interval_s, "loss": 2.0})
+    assert run_state(read_history(folder), BEGAN_S + 3 * interval_s + after_s) == state
+
+
+def test_the_time_between_two_commands_is_no_interval(folder):
+    append_line(folder.metrics, {"step": 0, "time_s": BEGAN_S - 90_000, "loss": 2.0})
+    append_line(folder.phases, {"step": 0, "time_s": BEGAN_S, "phase": "training"})
+    append_line(folder.starts, {"step": 0, "time_s": BEGAN_S})
+    for step in range(1, 4):
+        append_line(folder.metrics, {"step": step, "time_s": BEGAN_S + step, "loss": 2.0})
+    assert run_state(read_history(folder), BEGAN_S + 100) == "no sign of life"
+
+
+def test_a_command_that_was_killed_on_this_machine_has_failed_at_once(folder):
+    append_line(folder.phases, {"step": 0, "time_s": BEGAN_S, "phase": "training"})
+    with lock_run(folder.path):
+        assert run_state(read_history(folder), BEGAN_S + 1) == "training"
+    assert run_state(read_history(folder), BEGAN_S + 1) == "failed"
+
+
+def test_a_stopped_run_whose_command_starts_again_is_not_stopped(folder):
+    append_line(folder.phases, {"step": 0, "time_s": BEGAN_S, "phase": "stopped"})
+    with lock_run(folder.path):
+        assert run_state(read_history(folder), BEGAN_S + 1000) == "training"
+    assert run_state(read_history(folder), BEGAN_S + 1000) == "stopped"

@@ -143,7 +143,7 @@ def test_a_step_that_was_skipped_is_counted_and_is_not_in_the_mean(loss):
     meter.add(metrics(4.0, num_skipped=1))
     record = meter.record(20)
     assert (record["num_skipped"], record["loss"], record["grad_norm_max"]) == (1, 3.0, 1.0)
-    assert record["learning_rate"] == pytest.approx(2e-3 * 19 / 51, rel=1e-5)  # of the nineteenth update
+    assert record["learning_rate"] == pytest.approx(2e-3 * 20 / 51, rel=1e-5)  # of step 20 of a warmup of 50
     meter.add(metrics(loss, num_skipped=2, in_a_row=1))
     assert {"loss", "grad_norm_max"}.isdisjoint(meter.record(21))
 

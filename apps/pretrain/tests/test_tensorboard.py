@@ -70,12 +70,12 @@ def test_a_later_start_hides_what_it_records_again(tmp_path):
 def test_a_continued_run_without_event_files_gets_the_whole_curve(tmp_path):
     folder = RunFolder(tmp_path)
     for step in range(3):
-        append_line(folder.metrics, {"step": step, "loss": float(step), "grad_norm": 1.0})
+        append_line(folder.metrics, {"step": step, "loss": float(step), "grad_norm_max": 1.0})
     trackers = opened(folder, 3)
     trackers.write({"step": 3, "loss": 3.0, "grad_norm_max": 2.0})
     trackers.close()
     assert shown(folder, "train") == {
-        **{step: {"loss": float(step), "optimizer/grad_norm": 1.0} for step in range(3)},
+        **{step: {"loss": float(step), "optimizer/grad_norm_max": 1.0} for step in range(3)},
         3: {"loss": 3.0, "optimizer/grad_norm_max": 2.0},
     }
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import json
 import os
 
 import pytest
@@ -87,9 +86,18 @@ def test_a_run_is_shown_from_its_files_until_it_stops(folder):
             "step   25/1500  loss 3.0000                     1,024 tokens/s  left 2:27",
             "about 2:27 for the other 1,475 steps, 100 ms each",
             "step   50/1500  loss 2.0000                     1,024 tokens/s  left 2:54",
-            "the run is stopped at step 50",
+            "the run is stopped at step 50: run the same command again to continue",
         ],
     )
+
+
+def test_a_failed_run_ends_with_the_advice_to_continue(folder):
+    def fail():
+        phase(folder, "failed", 17)
+        return 17
+
+    _, lines = watched(folder, fail)
+    assert lines[-1] == "the run has failed at step 0: run the same command again to continue"
 
 
 def test_a_finished_run_ends_with_its_numbers(folder):
@@ -110,7 +118,7 @@ def test_a_finished_run_is_not_waited_for_forever(folder):
     record(folder, 1500, 200, loss=1.6)
     phase(folder, "finished", 200, 1500)
     code, lines = watched(folder, lambda: 210, lambda: 231)
-    assert (code, lines[-1]) == (0, "the run is finished at step 1500")
+    assert (code, lines[-1]) == (0, "the run is finished at step 1500: run the same command again for its result")
 
 
 def test_a_silent_run_is_told_and_watched_until_it_lives_again(folder):
@@ -160,24 +168,6 @@ def test_a_run_that_cannot_be_read_for_a_while_is_read_later(folder):
     _, lines = watched(folder, fail, recover)
     assert lines[2].startswith(f"{folder} cannot be read, the next attempt follows: [Errno 21] Is a directory")
     assert lines[3:] == ["step   10/1500  loss 3.0000"]
-
-
-def test_a_run_of_pretrain_0_8_has_neither_phases_nor_times(folder):
-    folder.phases.unlink()
-
-    def train():
-        append_line(folder.metrics, {"step": 10, "loss": 2.5, "grad_norm": 1.0, "tokens_per_s": 10.0, "step_s": 0.1})
-        return 10
-
-    def finish():
-        result = {"steps": 10, "metrics": {"loss": 2.5, "val_loss": 2.6}, "wall_s": 9.0, "restarts": 0, "workers": 1}
-        folder.result.write_text(json.dumps(result))
-        return 12
-
-    code, lines = watched(folder, train, finish)
-    assert code == 0
-    assert "step   10/1500  loss 2.5000                        10 tokens/s  left 2:29" in lines
-    assert "val loss  2.6000 on up to 20,480 validation tokens" in lines
 
 
 def test_a_watch_ends_when_the_reader_of_its_output_has_closed_it(folder):

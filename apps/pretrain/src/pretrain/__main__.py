@@ -2,7 +2,7 @@
 
 import sys
 
-from pretrain._early_interrupt import exit_at_interrupts
+from pretrain._early_interrupt import end_at_interrupts, exit_at_interrupts
 
 
 def main() -> int:
@@ -10,7 +10,9 @@ def main() -> int:
     exit_at_interrupts()
     from pretrain._cli import main
 
-    return main()
+    code = main()
+    end_at_interrupts(code)
+    return code
 
 
 if __name__ == "__main__":

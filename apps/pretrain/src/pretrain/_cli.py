@@ -33,8 +33,10 @@ from pretrain._errors import RunFailedError, rejection
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
 from pretrain._presets import PRESETS
 from pretrain._screen.facts import print_line
+from pretrain._surroundings.environment import check_variables, check_working_folder
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
+_USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, ProfileCommand)
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
@@ -55,7 +57,10 @@ def main(args: Sequence[str] | None = None) -> int:
             sys.stdout.write(text)
             code = 0
         else:
+            check_working_folder()
             command = parse_command(arguments)
+            if isinstance(command, _USERS_OF_JAX):
+                check_variables()
             hint = ": run the same command again to continue" if isinstance(command, PretrainConfig) else ""
             code = _run(command)
         sys.stdout.flush()
@@ -126,7 +131,8 @@ def _run(command: Command) -> int:
             print_line(console, "loading JAX and Ray")  # their imports take seconds
             error = _imported("train.train")(command, console=console).error
             if error is not None:
-                print_error(f"{error.details}\nerror: {error}: the same command continues from the newest checkpoint")
+                details = f"{error.details}\n" if error.details else ""
+                print_error(f"{details}error: {error}: the same command continues from the newest checkpoint")
                 return _FAILED
         case ShowConfig(config=config):
             sys.stdout.write(to_toml(config))

@@ -7,8 +7,9 @@ from typing import Literal
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig
 from owt_data import STREAM_ORDERS, OrderKind, PrepareOptions
-from pretrain._errors import UsageError
-from ray_jax_launch import check_run_name
+from pretrain._command_line.field_types import check_fields
+from pretrain._errors import UsageError, short, shown
+from ray_jax_launch import check_no_credentials, check_run_name, parse_hardware
 
 MAX_STEPS = 2**31 - 1
 """The largest number of steps: a run counts them in 32 bits."""
@@ -16,7 +17,16 @@ MAX_STEPS = 2**31 - 1
 NUM_SEEDS = 2**63
 """The number of seeds: a seed is a signed number of 64 bits."""
 
+MAX_COUNT = 2**31 - 1
+"""The largest number of windows in a batch, or of tokens in a sample: arrays of such shapes are indexed by 32 bits."""
+
+_MAX_WAIT_S = 10**9  # 31 years; a wait of a thread may not take more than 292
+
+_STEP_DIGITS = len(str(MAX_STEPS))
+
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+VerifyMode = Literal["first", "background", "off"]
 
 PresetName = Literal["quickstart", "baby", "tutorial", "wikitext", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 
@@ -47,7 +57,9 @@ class PrepareConfig(PrepareOptions):
 
     def __post_init__(self) -> None:
         """Check every field once."""
+        check_fields(self, "prepare.")
         PrepareOptions.__post_init__(self)
+        check_no_credentials("prepare.cache_path", self.cache_path)
         if self.num_processes is not None:
             _check_range("prepare.num_processes", self.num_processes, 1)
 
@@ -69,6 +81,7 @@ class ModelConfig(GPT2Config):
 
     def __post_init__(self) -> None:
         """Check every field once."""
+        check_fields(self, "model.")
         if self.vocab_size is not None:
             GPT2Config.__post_init__(self)
         else:
@@ -126,21 +139,22 @@ class TrainConfig:
     GPT-2."""
 
     max_failures: int = 3
-    """Worker failures to recover from, each from the newest checkpoint."""
+    """Failures without progress since the last checkpoint to recover from; -1 for any number."""
 
     def __post_init__(self) -> None:
         """Check every field once."""
+        check_fields(self, "train.")
         for name, least, end in (
-            ("global_batch_size", 1, math.inf),
+            ("global_batch_size", 1, MAX_COUNT + 1),
             ("max_steps", 1, MAX_STEPS + 1),
             ("log_every", 1, math.inf),
             ("eval_every", 1, math.inf),
             ("eval_tokens", 1, math.inf),
-            ("sample_tokens", 0, math.inf),
+            ("sample_tokens", 0, MAX_COUNT + 1),
             ("checkpoint_every", 1, math.inf),
             ("checkpoints_to_keep", 1, math.inf),
             ("grad_accum_steps", 1, math.inf),
-            ("max_failures", 0, math.inf),
+            ("max_failures", -1, math.inf),
             ("max_tokens", 1, math.inf),
         ):
             if (value := getattr(self, name)) is not None:
@@ -171,6 +185,7 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         """Check every field once."""
+        check_fields(self, "mesh.")
         for name in ("fsdp", "tensor"):
             _check_range(f"mesh.{name}", getattr(self, name), 1)
 
@@ -194,6 +209,10 @@ class PretrainConfig:
     data_mode: Literal["prepared", "stream"] = "prepared"
     """`prepared` tokenizes all text before the training. `stream` trains while the text is tokenized, by tasks of the
     Ray cluster or by processes of this machine; the first epoch then has the order of the text."""
+
+    verify_data: VerifyMode = "background"
+    """Comparison of the token files with the SHA-256 in their manifest, once per file: `background` while the run
+    trains, `first` before the training. A damaged file ends the run."""
 
     hardware: str = "auto"
     """auto, local (in this process, without Ray), cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS,
@@ -245,16 +264,22 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         """Check what no section checks."""
+        check_fields(self)
+        for name in ("data", "storage_path"):
+            check_no_credentials(name, getattr(self, name))
+        if self.hardware != "auto":
+            parse_hardware(self.hardware)
         _check_range("seed", self.seed, 0, NUM_SEEDS)
-        _check_range("wait_for_resources_s", self.wait_for_resources_s, 0)
+        _check_range("wait_for_resources_s", self.wait_for_resources_s, 0, _MAX_WAIT_S)
         if self.name is not None:
             check_run_name(self.name)
+        self.model.check_trainable()
         if self.model.vocab_size is not None:
             self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)
         if not self.prompts or not all(self.prompts):
             raise ValueError(
-                f"prompts must be texts of at least one character, got {list(self.prompts)}. Leave them out for a line "
-                "break."
+                f"prompts must be texts of at least one character, got {shown(list(self.prompts))}. Leave them out for "
+                "a line break."
             )
         if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
             raise ValueError(f"peak_tflops must be above 0 and finite, got {self.peak_tflops}. Change it.")
@@ -275,9 +300,13 @@ def profiled_steps(text: str) -> range:
         ValueError: the text is not two numbers with a colon, or the steps are none.
     """
     first, colon, end = text.partition(":")
-    steps = range(int(first), int(end)) if colon and first.isdecimal() and end.isdecimal() else range(0)
+    steps = range(0)
+    if colon and all(number.isdecimal() and len(number) <= _STEP_DIGITS for number in (first, end)):
+        steps = range(int(first), int(end))
     if not steps or steps.start < 1:
-        raise ValueError(f"profile must be FIRST:END with 1 <= FIRST < END, such as 100:105, got {text}. Change it.")
+        raise ValueError(
+            f"profile must be FIRST:END with 1 <= FIRST < END, such as 100:105, got {short(text)}. Change it."
+        )
     return steps
 
 

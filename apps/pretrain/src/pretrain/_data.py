@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import platformdirs
 from rich.console import Console
 
 from owt_data import (
@@ -29,12 +28,13 @@ from pretrain._config import PrepareConfig, PretrainConfig
 from pretrain._data_names import Mixture, Plain, Splits, label_of, parse_data
 from pretrain._errors import UsageError
 from pretrain._screen.facts import print_line
+from pretrain._surroundings.private_cache import private_cache
 from ray_jax_launch import as_storage_path
 
 
 def cache_folder() -> Path:
     """Return the folder of prepared tokens: `owt-data` in the user's cache, which is `~/.cache` on Linux."""
-    return platformdirs.user_cache_path("owt-data")
+    return private_cache("owt-data")
 
 
 def load_tokens(config: PretrainConfig, console: Console) -> TokenData:

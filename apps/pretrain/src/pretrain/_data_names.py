@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain._errors import UsageError
-from ray_jax_launch import is_uri
+from pretrain._errors import UsageError, shown
+from ray_jax_launch import check_no_credentials, is_uri
 
 # A part of several names begins with a label and an equals sign. A path or a URI has another character before `=`.
 _LABEL = re.compile(r"[A-Za-z0-9_-]+=")
@@ -51,7 +51,9 @@ def parse_data(text: str) -> Plain | Splits | Mixture:
 
     Raises:
         UsageError: the text has several names, and another form.
+        LaunchError: a name is a URI with credentials.
     """
+    check_no_credentials("data", text)
     if os.path.exists(text) or is_uri(text) or not (_LABEL.match(text) or "," in text):  # noqa: PTH110 - false if too long
         # `prepare` reads `train=` at the beginning of a name as a split, even if a file has this name.
         return Plain(f"./{text}" if text.startswith(("train=", "val=")) else text)
@@ -62,7 +64,7 @@ def parse_data(text: str) -> Plain | Splits | Mixture:
     if problem := _problem(parts, names):
         raise UsageError(
             "data must be one name, train=NAME,val=NAME, or names with labels and positive weights, such as "
-            f"web=0.7:NAME,code=0.3:NAME, got {text!r}: {problem}. Correct it."
+            f"web=0.7:NAME,code=0.3:NAME, got {shown(text)}: {problem}. Correct it."
         )
     weighted = [value.partition(":") for value in names.values()]
     return Mixture(tuple(names), {name: float(weight) for weight, _, name in weighted})
@@ -72,7 +74,7 @@ def _problem(parts: Sequence[str], names: Mapping[str, str]) -> str | None:
     """Return the first error in the parts of a text with labels."""
     for part in parts:
         if not _LABEL.match(part):
-            return f"{part!r} has no label"
+            return f"{shown(part)} has no label"
     if len(names) < len(parts):
         return "a label occurs twice"
     if names.keys() <= {"train", "val"}:

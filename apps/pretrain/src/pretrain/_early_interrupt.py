@@ -1,26 +1,78 @@
-"""Ctrl-C while the process still imports: it ends at once, with nothing to save and no traceback.
+"""Ctrl-C, SIGTERM and SIGHUP outside of a launch, which has its own handlers.
 
-A KeyboardInterrupt cannot do this, because extension modules turn it into other errors of an import.
+While the process still imports, they end it at once, with nothing to save and no traceback. A KeyboardInterrupt cannot
+do this, because extension modules turn it into other errors of an import. Later they raise KeyboardInterrupt. While the
+process exits, they end it at once again.
 """
 
+import contextlib
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 _INTERRUPTED = 130
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def exit_at_interrupts() -> None:
-    """End the process at Ctrl-C, until `raise_interrupts`. A SIGINT that is ignored stays ignored."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit)
+    """End the process at these signals, until `raise_interrupts`. A signal that is ignored stays ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in _DEFAULTS:
+            signal.signal(number, _exit)
 
 
 def raise_interrupts() -> None:
-    """Raise KeyboardInterrupt at Ctrl-C, if `exit_at_interrupts` was called."""
+    """Raise KeyboardInterrupt at these signals, if `exit_at_interrupts` was called.
+
+    A second SIGTERM or SIGHUP changes nothing: one stop often sends several, and the first one is being handled.
+    """
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is _exit:
+            signal.signal(number, _raise_once)
+
+
+@contextlib.contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Keep the handler of SIGTERM during a start of Ray, which replaces it by one that raises SystemExit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def end_at_interrupts(code: int) -> None:
+    """End the process at the next signal, if it is handled here: only the clean-up of libraries is left to do.
+
+    Args:
+        code: the exit code of the command, which is over.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (*_DEFAULTS, _exit, _raise_once):
+            signal.signal(number, lambda *_: os._exit(code))
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
     os._exit(_INTERRUPTED)
+
+
+def _raise_once(number: int, frame: FrameType | None) -> None:
+    for other in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(other) is _raise_once:
+            signal.signal(other, _ignore)
+    raise KeyboardInterrupt
+
+
+def _ignore(*_: Any) -> None:
+    """Ignore a signal in this process alone: processes that it starts do not ignore it."""

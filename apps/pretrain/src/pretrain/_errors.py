@@ -1,17 +1,50 @@
 """The errors of the application, and one sentence for each error that the user can correct."""
 
-import contextlib
 import errno
-from collections.abc import Iterator
+import re
 
-from ray_jax_launch import PermanentError
+from ray_jax_launch import PermanentError, without_credentials
 
 # Errors of a write to an open file. They name no file.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+_MOST_SHOWN, _LONGEST_WORD, _LONGEST_SENTENCE = 80, 250, 1200
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: in one line, and at most 80 characters of it.
+
+    >>> shown([1, 2]), len(shown("x" * 5000))
+    ('[1, 2]', 80)
+    """
+    return short(repr(value))
+
+
+def short(text: str) -> str:
+    """Return a text of the command line as an error shows it: in one line, and at most 80 characters of it."""
+    return one_line(_cut(without_credentials(text), _MOST_SHOWN))
+
+
+def one_line(text: str) -> str:
+    """Return a message in one line, without credentials, and with the middle of what is too long left out.
+
+    Every error of the commands is printed in this form, also those of the packages and of libraries.
+    """
+    text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    text = re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: _cut(word[0], _MOST_SHOWN), without_credentials(text))
+    return _cut(text, _LONGEST_SENTENCE)
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    return f"{text[: most - most // 4 - 1]}\N{HORIZONTAL ELLIPSIS}{text[-(most // 4) :]}"
 
 
 class UsageError(ValueError):
     """Input that cannot be used. The message gives the constraint, the value, and a remedy."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class RunFailedError(RuntimeError):
@@ -24,6 +57,11 @@ class TrainingDivergedError(PermanentError, FloatingPointError):
 
 def rejection(error: Exception) -> str | None:
     """Return the sentence for an error that the user can correct, or None for any other error."""
+    sentence = _sentence(error)
+    return None if sentence is None else one_line(sentence)
+
+
+def _sentence(error: Exception) -> str | None:
     from owt_data import DataError
     from ray_jax_launch import DamagedCheckpointError, LaunchError
 
@@ -36,18 +74,6 @@ def rejection(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno is None:  # pyarrow's errors of object storage have no number
         return f"the storage must be accessible, got {error}. Check its address, and the network."
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        return f"the model and its batch must fit the memory, got {error or 'no memory'}. Lower the batch size."
+        reason = " ".join(str(error).split()) or "no memory"
+        return f"the model and its batch must fit the memory, got {reason}. Lower the batch size."
     return None
-
-
-@contextlib.contextmanager
-def storage_failures() -> Iterator[None]:
-    """Make an OSError of the block a failure of the run: its input was right when the run began.
-
-    Raises:
-        RunFailedError: a file or the object storage has become unavailable.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise RunFailedError(rejection(error) or str(error)) from error

@@ -23,9 +23,6 @@ def words(figure):
         pytest.param([{"step": 0, "val_loss": 5.6}], [], id="validation only"),
         pytest.param([POINT, {"step": 50}, {"step": 75, "loss": 2.5}], [], id="a gap"),
         pytest.param([POINT, {"step": 50, "loss": 3.0}], [{"step": 0}, {"step": 30}], id="a restart, equal losses"),
-        pytest.param(
-            [{"step": 1, "loss": 4.0, "grad_norm": 1.0, "learning_rate": 0.0}], [{"step": 0}], id="pretrain 0.8"
-        ),
     ],
 )
 def test_a_picture_of_any_run_is_drawn(write_run, records, starts):

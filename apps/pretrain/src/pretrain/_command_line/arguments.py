@@ -13,13 +13,11 @@ from typing import Any, NoReturn
 from pretrain._command_line.command_classes import COMMANDS, FREQUENT, Command, ConfigOptions, ShowConfig
 from pretrain._command_line.config_file import build_config, read_config
 from pretrain._command_line.option_table import Option, options_of
-from pretrain._errors import UsageError
+from pretrain._errors import UsageError, short
 from pretrain._suggestions import did_you_mean, nearest, nearest_option
 
 # A word that is no value. A value of this form is written after an equals sign.
 _FLAG = re.compile(r"--[A-Za-z]")
-# Options of earlier versions, and the options that replace them.
-_REPLACED = {"train.eval-batches": "--train.eval-tokens"}
 
 
 def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -33,7 +31,7 @@ def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
     if arguments[0] not in COMMANDS:
         known = nearest(arguments[0], COMMANDS)
         remedy = f"; did you mean {known}?" if known else "."
-        raise UsageError(f"no command {arguments[0]}; there are {', '.join(COMMANDS)}{remedy}")
+        raise UsageError(f"no command {short(arguments[0])}; there are {', '.join(COMMANDS)}{remedy}")
     return arguments[0], list(arguments[1:])
 
 
@@ -87,7 +85,8 @@ def _read_values(command: str, arguments: Sequence[str], options: Sequence[Optio
         if not word.startswith("-"):
             if not unnamed:
                 raise UsageError(
-                    f"arguments must be --NAME VALUE, got {word} without --NAME. Put quotes around a value with spaces."
+                    f"arguments must be --NAME VALUE, got {short(word)} without --NAME. Put quotes around a value with "
+                    "spaces."
                 )
             option = unnamed.popleft()
             values[option.name] = option.from_text([word, *_take_values(words)] if option.is_tuple else [word])
@@ -97,7 +96,9 @@ def _read_values(command: str, arguments: Sequence[str], options: Sequence[Optio
             _reject_flag(command, flag, options)
         elif option.type is bool:
             if equals:
-                raise UsageError(f"{flag} must have no value, got {attached}. Write {flag} or {option.off_flag}.")
+                raise UsageError(
+                    f"{flag} must have no value, got {short(attached)}. Write {flag} or {option.off_flag}."
+                )
             values[option.name] = True
         elif option.is_tuple:
             values[option.name] = _convert(option, flag, [attached] if equals else _take_values(words))
@@ -118,20 +119,19 @@ def _take_values(words: deque[str]) -> list[str]:
 def _convert(option: Option, flag: str, texts: list[str]) -> Any:
     try:
         return option.from_text(texts)
-    except ValueError:
+    except ValueError as error:
         given = next((text for text in texts if option.choices and text not in option.choices), " ".join(texts))
         remedy = did_you_mean(given, option.choices, "Change it.")
-        raise UsageError(f"{flag} must be {option.constraint}, got {given}. {remedy}") from None
+        raise UsageError(f"{flag} must be {error}, got {short(given)}. {remedy}") from None
 
 
 def _reject_flag(command: str, flag: str, options: Sequence[Option]) -> NoReturn:
-    known = _REPLACED.get(flag.lstrip("-")) if command == "train" else None
+    frequent_first = sorted(options, key=lambda option: option.name not in FREQUENT)
+    flags = [option.flags[-1][2:] for option in frequent_first if option.placeholder is None]
+    known = nearest_option(flag.lstrip("-"), flags)
     if known is None:
-        frequent_first = sorted(options, key=lambda option: option.name not in FREQUENT)
-        flags = [option.flags[-1][2:] for option in frequent_first if option.placeholder is None]
-        name = nearest_option(flag.lstrip("-"), flags)
-        known = name and f"--{name}"
-    if known is None:
-        raise UsageError(f"options must be those of pretrain {command} --help-all, got {flag}. Correct the name.")
+        raise UsageError(
+            f"options must be those of pretrain {command} --help-all, got {short(flag)}. Correct the name."
+        )
     place = "" if command == "train" else f" of {command}"
-    raise UsageError(f"no option {flag}{place}; did you mean {known}?")
+    raise UsageError(f"no option {short(flag)}{place}; did you mean --{known}?")

@@ -1,22 +1,30 @@
 """Configurations in files: TOML with the names of the options, and the `config.json` of a run."""
 
 import dataclasses
+import errno
 import json
+import os
+import select
+import stat
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from pretrain._command_line.option_table import options_of, value_of
 from pretrain._config import PretrainConfig
-from pretrain._errors import UsageError
+from pretrain._errors import UsageError, short, shown
 from pretrain._presets import PRESETS
 from pretrain._run.files import flatten
 from pretrain._suggestions import did_you_mean, nearest_option
 
 _OPTIONS = {option.name: option for option in options_of(PretrainConfig)}
+# Where a shell puts the pipe of `<(command)`, and the standard input.
+_PIPES_OF_A_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+_SILENCE_S = 10.0
+# Python's parser of TOML takes time that grows with the square of a key's length. A description of a run may be long.
+_MOST_BYTES = {"TOML": 32_000, "JSON": 16_000_000}
 _LENGTHS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
 
 
@@ -33,11 +41,18 @@ def read_config(path: str) -> dict[str, Any]:
         UsageError: the file is not TOML or JSON, or has an unknown name or a value of a wrong type.
         OSError: the file cannot be read.
     """
-    text = Path(path).read_bytes()
     try:
-        content = json.loads(text) if path.endswith(".json") else tomllib.loads(text.decode())
+        return _read_options(path)
+    except RecursionError:
+        raise UsageError(f"{path} must be options in sections, got too many levels of them. Correct it.") from None
+
+
+def _read_options(path: str) -> dict[str, Any]:
+    kind = "JSON" if path.endswith(".json") else "TOML"
+    text = _read(path, _MOST_BYTES[kind])
+    try:
+        content = json.loads(text) if kind == "JSON" else tomllib.loads(text.decode())
     except ValueError as error:  # of both formats, and of text that is not UTF-8
-        kind = "JSON" if path.endswith(".json") else "TOML"
         raise UsageError(f"{path} must be {kind}, got an error in it ({error}). Correct it.") from None
     if isinstance(content, dict) and "data" in content and isinstance(content.get("config"), dict):
         from pretrain._run.description import parse_description  # imports of a second, which `--help` does without
@@ -47,6 +62,39 @@ def read_config(path: str) -> dict[str, Any]:
         raise UsageError(f"{path} must hold options by their names, got {type(content).__name__}. Correct it.")
     values = {name.replace("-", "_"): value for name, value in flatten(content).items()}
     return {name: _read_value(name, value, path) for name, value in values.items()}
+
+
+def _read(path: str, most_bytes: int) -> bytes:
+    """Return the content of a file, or of a pipe that a shell has opened, as for `--config <(command)`.
+
+    Args:
+        path: the file.
+        most_bytes: the largest size.
+
+    Raises:
+        UsageError: the file is a device or another pipe, is too large, or its writer writes nothing.
+        OSError: the file cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer blocks neither here nor below
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(mode) and not path.startswith(_PIPES_OF_A_SHELL):
+            raise UsageError(f"--config must be a file, got {short(path)}, a pipe or a device. Give another file.")
+        content = b""
+        while len(content) <= most_bytes:
+            if not select.select([descriptor], [], [], _SILENCE_S)[0]:
+                raise UsageError(f"--config must be a file, got {path}, a pipe that is silent. Give another file.")
+            block = os.read(descriptor, most_bytes)
+            if not block:
+                return content
+            content += block
+    finally:
+        os.close(descriptor)
+    raise UsageError(
+        f"--config must be a file of at most {most_bytes:,} bytes, got {short(path)}, which is larger. Give another."
+    )
 
 
 def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainConfig:
@@ -107,10 +155,12 @@ def _read_value(name: str, value: Any, path: str) -> Any:
     if option is None:
         known = nearest_option(name.replace("_", "-"), [known.replace("_", "-") for known in _OPTIONS])
         if known is None:
-            raise UsageError(f"options in {path} must be those of pretrain --help-all, got {name}. Correct the name.")
-        raise UsageError(f"no option {name}, in {path}; did you mean {known.replace('-', '_')}?")
+            raise UsageError(
+                f"options in {path} must be those of pretrain --help-all, got {short(name)}. Correct the name."
+            )
+        raise UsageError(f"no option {short(name)}, in {path}; did you mean {known.replace('-', '_')}?")
     try:
         return option.from_file(value)
-    except ValueError:
+    except ValueError as error:
         remedy = did_you_mean(str(value), option.choices, "Change it.")
-        raise UsageError(f"{name} in {path} must be {option.constraint}, got {value!r}. {remedy}") from None
+        raise UsageError(f"{name} in {path} must be {error}, got {shown(value)}. {remedy}") from None

@@ -3,12 +3,13 @@
 import ast
 import dataclasses
 import inspect
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
+
+from pretrain._command_line.field_types import FieldType, field_type
 
 # Options of the section `prepare` that have a short name too, as in the command `owt-data prepare`.
 _SHORT_NAMES = ("tokenizer", "split", "val_fraction", "split_seed", "text_column")
@@ -16,17 +17,11 @@ _NONE = ("None", "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class Option(FieldType):
     """An option of a command."""
 
     name: str
     """Name of the field, after the name of its section: `train.max_steps`."""
-
-    type: Any
-    """Type of the value, without None: int, float, str, bool, a Literal, or a tuple of strings or literals."""
-
-    allows_none: bool
-    """True if None is a value."""
 
     default: Any
     """The default; `MISSING` if the option must be given."""
@@ -50,64 +45,37 @@ class Option:
         section, dot, last = self.name.replace("_", "-").rpartition(".")
         return f"--{section}{dot}no-{last}" if self.type is bool else None
 
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The possible values of a Literal, or of the items of a tuple."""
-        kind = get_args(self.type)[0] if self.is_tuple else self.type
-        return get_args(kind) if get_origin(kind) is Literal else ()
-
-    @property
-    def is_tuple(self) -> bool:
-        """True if the option has any number of values."""
-        return get_origin(self.type) is tuple
-
-    @property
-    def constraint(self) -> str:
-        """The kind of value, for errors: `<name> must be <constraint>`."""
-        if self.choices:
-            kind = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
-            kind = f"any of {kind}" if self.is_tuple else kind
-        elif self.is_tuple:
-            kind = "texts"
-        else:
-            kind = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[self.type]
-        return f"{kind} or none" if self.allows_none else kind
-
     def from_text(self, texts: list[str]) -> Any:
         """Return the value that texts of the command line give.
 
         Raises:
-            ValueError: the texts give no value of the option's type.
+            ValueError: the texts give no value of the option's type. The message is the constraint.
         """
-        if self.is_tuple:
-            return self._checked(tuple(texts))
-        (text,) = texts
-        if self.allows_none and text in _NONE:
-            return None
-        return self._checked(text) if self.choices else self.type(text)
+        value: Any = tuple(texts)
+        if not self.is_tuple:
+            (value,) = texts
+            if self.allows_none and value in _NONE:
+                return None
+            if not self.choices:
+                try:
+                    value = self.type(value)
+                except ValueError:
+                    raise ValueError(self.constraint) from None
+        self.check(value)
+        return value
 
     def from_file(self, value: Any) -> Any:
         """Return the value that a TOML or JSON value gives.
 
         Raises:
-            ValueError: the value does not have the option's type.
+            ValueError: the value does not have the option's type. The message is the constraint.
         """
-        if self.allows_none and (value is None or value in _NONE):
+        if self.allows_none and isinstance(value, str) and value in _NONE:
             return None
-        if self.is_tuple and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            return self._checked(tuple(value))
-        if self.choices and isinstance(value, str):
-            return self._checked(value)
-        if self.type is float and type(value) is int:
-            return float(value)
-        if type(value) is self.type:
-            return value
-        raise ValueError
-
-    def _checked(self, value: Any) -> Any:
-        if self.choices and not set(value if self.is_tuple else (value,)) <= set(self.choices):
-            raise ValueError
-        return value
+        if self.is_tuple and isinstance(value, list):
+            value = tuple(value)
+        self.check(value)
+        return float(value) if self.type is float and isinstance(value, int) else value
 
 
 @cache
@@ -127,13 +95,12 @@ def options_of(command: type, prefix: str = "") -> tuple[Option, ...]:
             assert isinstance(kind, type)
             sections += options_of(kind, f"{prefix}{field.name}.")
             continue
-        members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-        (one,) = (member for member in members if member is not types.NoneType)
+        found = field_type(kind)
         options.append(
             Option(
                 name=prefix + field.name,
-                type=one,
-                allows_none=len(members) > 1,
+                type=found.type,
+                allows_none=found.allows_none,
                 default=field.default,
                 doc=docs[field.name].replace("None", "none"),  # as one types it
                 placeholder=field.metadata.get("placeholder"),

@@ -9,6 +9,7 @@ from rich.progress import track
 from nnx_gpt2 import split_params
 from owt_data import DataError, load_tokenizer, open_tokens
 from pretrain._commands.load import load_trained
+from pretrain._config import MAX_COUNT
 from pretrain._data_names import parse_data, token_files
 from pretrain._errors import UsageError
 from pretrain._run.metrics import rounded
@@ -47,8 +48,8 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
     Raises:
         ValueError: an argument or the run cannot be used; see `rejection` for the subclasses.
     """
-    if batch_size < 1:
-        raise UsageError(f"--batch-size must be at least 1, got {batch_size}. Change it.")
+    if not 1 <= batch_size <= MAX_COUNT:
+        raise UsageError(f"--batch-size must be from 1 to {MAX_COUNT}, got {batch_size}. Change it.")
     trained = load_trained(run)
     stored = trained.description.data
     path = stored.tokens if data is None else token_files(parse_data(data))

@@ -11,6 +11,7 @@ from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder
+from pretrain._surroundings.environment import start_jax
 from ray_jax_launch import Checkpoints
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
     """
     folder, description = find_run(os.fspath(run))
     config = description.config.model
+    start_jax()
     optimizer = create_optimizer(description.config.optimizer, description.config.train.max_steps)
     like = abstract_train_state(config, optimizer).params
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:

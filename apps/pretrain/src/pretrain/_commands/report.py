@@ -1,17 +1,18 @@
 """The command `report`: one page about runs, to look at and to send."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from pretrain._errors import UsageError
 from pretrain._report.page import render_page
-from pretrain._run.files import write_durably
 from pretrain._run.find import find_run
 from pretrain._run.history import read_history
 from pretrain._screen.facts import print_line
+from pretrain._surroundings.output_file import check_output, write_output
 from ray_jax_launch import as_storage_path
 
 _NAME = "report.html"
@@ -38,14 +39,10 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     folders = [find_run(name)[0] for name in runs]
     is_in_folder = len(folders) == 1 and folders[0].uri is None
     path = target or (folders[0].path if is_in_folder else Path()) / _NAME
-    page = render_page([read_history(folder) for folder in folders], now_s=clock())
-    try:
-        write_durably(path, page)
-    except OSError as error:
-        raise UsageError(
-            f"--out must be a file that can be written, got {path} ({error.strerror}). Give another --out."
-        ) from error
-    print_line(console, f"wrote {path} ({path.stat().st_size / 1e6:.2f} MB)")
+    page = render_page([read_history(folder) for folder in folders], now_s=clock()).encode()
+    with _failures(path):
+        write_output(path, page)
+    print_line(console, f"wrote {path} ({len(page) / 1e6:.2f} MB)")
     return path
 
 
@@ -54,6 +51,18 @@ def _parse_out(out: str) -> Path:
     path = as_storage_path(out)
     if not isinstance(path, Path):
         raise UsageError(f"--out must be a file on this machine, got {out}. Write a file, and copy it.")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"--out must be a file in a folder that exists, got {out}. Give another --out.")
+    with _failures(path):
+        check_output(path, name="--out")
     return path
+
+
+@contextlib.contextmanager
+def _failures(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # the reader of a pipe has read enough
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"--out must be a file that can be written, got {path} ({error.strerror}). Give another --out."
+        ) from error

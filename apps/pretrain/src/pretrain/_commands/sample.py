@@ -6,11 +6,13 @@ from collections.abc import Iterator
 import jax
 
 from pretrain._commands.load import load_trained
-from pretrain._config import NUM_SEEDS
-from pretrain._errors import UsageError
+from pretrain._config import MAX_COUNT, NUM_SEEDS
+from pretrain._errors import UsageError, shown
 from pretrain._training.sampling import continue_prompt
 
 _SAMPLES_AT_ONCE = 32
+# A text is printed when it is complete.
+_MOST_TOKENS = 1_000_000
 
 
 def sample(
@@ -24,7 +26,7 @@ def sample(
     seed: int,
     num_samples: int,
 ) -> Iterator[str]:
-    """Yield continuations of a prompt. The arguments are checked when the first text is requested.
+    """Yield continuations of a prompt, as they are drawn. The arguments are checked when the first is requested.
 
     Args:
         run: the run's folder, URI or name.
@@ -41,15 +43,15 @@ def sample(
     """
     for name, value, holds, constraint in (
         ("prompt", prompt, prompt != "", "a text of at least one character"),
-        ("max-new-tokens", max_new_tokens, max_new_tokens >= 0, "at least 0"),
-        ("num-samples", num_samples, num_samples >= 1, "at least 1"),
+        ("max-new-tokens", max_new_tokens, 0 <= max_new_tokens <= _MOST_TOKENS, f"from 0 to {_MOST_TOKENS}"),
+        ("num-samples", num_samples, 1 <= num_samples <= MAX_COUNT, f"from 1 to {MAX_COUNT}"),
         ("temperature", temperature, 0 <= temperature < math.inf, "finite and at least 0"),
         ("top-k", top_k, top_k is None or top_k >= 1, "at least 1"),
         ("top-p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
         ("seed", seed, 0 <= seed < NUM_SEEDS, f"at least 0 and below {NUM_SEEDS}"),
     ):
         if not holds:
-            raise UsageError(f"--{name} must be {constraint}, got {value!r}. Change it.")
+            raise UsageError(f"--{name} must be {constraint}, got {shown(value)}. Change it.")
     trained = load_trained(run)
     tokenizer, key = trained.tokenizer, jax.random.key(seed)
     for first in range(0, num_samples, _SAMPLES_AT_ONCE):

@@ -12,10 +12,12 @@ import ray_jax_launch
 from nnx_gpt2 import check_mesh
 from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._best_effort import best_effort
+from pretrain._commands.verify_data import verified_data
 from pretrain._config import PretrainConfig, with_length, with_max_steps, with_stream_order, with_vocab_size
 from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._data_names import label_of, parse_data
-from pretrain._errors import UsageError, storage_failures
+from pretrain._early_interrupt import keeping_handlers
+from pretrain._errors import UsageError, shown
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
 from pretrain._run.description import (
@@ -26,9 +28,10 @@ from pretrain._run.description import (
     read_description,
     write_description,
 )
-from pretrain._run.files import read_lines
-from pretrain._run.folder import RunFolder, lock_run
-from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize, write_stop
+from pretrain._run.files import read_lines, read_text
+from pretrain._run.folder import RunFolder
+from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize, write_end
+from pretrain._run.lock import lock_run
 from pretrain._run.metrics import last_values
 from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._screen.display import Display
@@ -38,22 +41,23 @@ from pretrain._screen.introduction import introduce
 from pretrain._screen.run_view import RunView
 from pretrain._screen.tokenizing import Tokenizing
 from pretrain._screen.waiting import waiting
+from pretrain._surroundings.environment import start_jax
 from pretrain._trackers.tracker import check_trackers
 from pretrain._training.entry import train_worker
 from ray_jax_launch import (
     Hardware,
     PermanentError,
     SavedCheckpoint,
+    StopRequestedError,
     StoragePath,
     TrainingFailed,
+    UnsavedCheckpointError,
     as_storage_path,
     join_path,
     latest_step,
     parse_hardware,
 )
 
-# Tasks of Ray Data read the training windows, or tasks tokenize text. They need a CPU of their own.
-DATA_CPUS = 1
 # A TPU chip of these generations is two devices of jax. Other chips are one device.
 _DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X": 2}
 
@@ -88,9 +92,13 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
     Raises:
         ValueError: the input is wrong; see `rejection` for the subclasses.
         OSError: a file cannot be read or written.
+        RunFailedError: the run has begun, and its storage, its text or its memory has failed. The same configuration
+            continues it.
         KeyboardInterrupt: Ctrl-C. The run is saved, and the same configuration continues it.
         Exception: with `hardware="local"`, an exception of the loop of any other kind.
     """
+    if not isinstance(config, PretrainConfig):
+        raise UsageError(f"config must be a PretrainConfig, got {shown(config)}. Start from PRESETS['quickstart']().")
     began, began_s, console = time.monotonic(), time.time(), console or Console(quiet=True)
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
     if hardware is not None:
@@ -111,8 +119,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         if config.data_mode == "prepared":
             data = load_tokens(config, console)
         elif result is not None:  # to compare its tokens, all text would be read again
-            show_finished(read_history(folder), result, console)
-            return _result(folder)
+            return _finished(folder, name, result, console)
         else:
             stream, tokenizing = find_stream(config), Tokenizing()
             hardware = _start_ray(config, hardware, console)
@@ -128,9 +135,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
             config = with_length(config, num_windows=data.train.num_windows(config.model.seq_len))
         if result is not None and stored is not None:
             write_description(folder, stored)
-            folder.push()
-            show_finished(read_history(folder), result, console)
-            return _result(folder)
+            return _finished(folder, name, result, console)
         if tokenizing is None:
             hardware = _start_ray(config, hardware, console)
         assert hardware is not None, "auto is resolved"
@@ -138,47 +143,48 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         write_description(folder, description)
         folder.push()
         introduce(config, data, hardware, folder, console)
+        stack.enter_context(verified_data(data, config.verify_data, console, stop=ray_jax_launch.request_stop))
         view = _view(read_history(folder), hardware, tokenizing, began_s)
-        with storage_failures():
-            try:
-                with Display(view, console) as display, log_lines(display.print):
-                    result = ray_jax_launch.launch(
-                        train_worker,
-                        {
-                            "config": config,
-                            "data": data,
-                            "folder": folder,
-                            "description": description,
-                            # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
-                            "reads_itself": hardware.kind == "local" or config.data_mode == "stream",
-                            "began_s": began_s,
-                        },
-                        hardware=hardware,
-                        storage_path=storage_path,
-                        name=name,
-                        on_metrics=lambda rank, metrics: display.add(metrics),
-                        data_cpus=0 if hardware.kind == "local" else DATA_CPUS,
-                        max_failures=config.train.max_failures,
-                        wait_for_resources_s=config.wait_for_resources_s,
-                    )
-            except KeyboardInterrupt:
-                show_stopped(folder.checkpoints, console)
-                raise
-            except TrainingFailed as error:
-                _write_stop(folder)
-                return _result(folder, error)
-            except PermanentError as error:  # of a loop in this process
-                _write_stop(folder)
-                return _result(folder, TrainingFailed(str(error), 0, traceback.format_exc(), ""))
-            folder.pull()
-            finished = write_result_and_picture(folder, name, wall_s=time.monotonic() - began)
-            sample = str(result.return_value)
-            with best_effort(f"the sample {folder.sample}"):
-                folder.sample.write_text(sample)
-            folder.push()
-            history, outcome = read_history(folder), _result(folder)
-        show_result(history, finished, console, sample=sample)
-        return outcome
+        try:
+            with Display(view, console) as display, log_lines(display.print):
+                result = ray_jax_launch.launch(
+                    train_worker,
+                    {
+                        "config": config,
+                        "data": data,
+                        "folder": folder,
+                        "description": description,
+                        # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
+                        "reads_itself": hardware.kind == "local" or config.data_mode == "stream",
+                        "began_s": began_s,
+                    },
+                    hardware=hardware,
+                    storage_path=storage_path,
+                    name=name,
+                    on_metrics=lambda rank, metrics: display.add(metrics),
+                    data_cpus=0 if hardware.kind == "local" else hardware.data_cpus,
+                    max_failures=config.train.max_failures,
+                    wait_for_resources_s=config.wait_for_resources_s,
+                )
+        except KeyboardInterrupt:
+            show_stopped(folder.checkpoints, console)
+            raise
+        except TrainingFailed as error:
+            write_end(folder, "failed", time.time())
+            return _result(folder, error)
+        except (StopRequestedError, UnsavedCheckpointError):
+            raise  # `lock_run` makes it a failure of the run
+        except PermanentError as error:  # of a loop in this process
+            write_end(folder, "failed", time.time())
+            return _result(folder, TrainingFailed(str(error), 0, traceback.format_exc(), ""))
+        folder.check_place()
+        folder.pull()
+        finished = write_result_and_picture(folder, name, wall_s=time.monotonic() - began)
+        sample = str(result.return_value)
+        folder.push(with_logs=True)
+        history, outcome = read_history(folder), _result(folder)
+    show_result(history, finished, console, sample=sample)
+    return outcome
 
 
 def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
@@ -196,6 +202,7 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
         # This process is the worker. Elsewhere, a driver that imports jax would lock the chips of a TPU host.
         import jax
 
+        start_jax()
         per_worker = jax.local_device_count()
     else:
         per_worker = hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
@@ -233,7 +240,7 @@ def resolve_length(config: PretrainConfig, stored: PretrainConfig) -> PretrainCo
 
 
 def write_result_and_picture(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
-    """Write `result.json`, which marks the run as finished, then `loss.png`.
+    """Write `result.json`, which marks the run as finished, then `loss.png`, which the next start can draw too.
 
     Args:
         folder: the run's folder.
@@ -243,8 +250,7 @@ def write_result_and_picture(folder: RunFolder, name: str, *, wall_s: float) -> 
     history = read_history(folder)
     result = summarize(history, wall_s=wall_s)
     write_result(folder, result)
-    with best_effort(f"the picture {folder.loss_picture}"):
-        draw_losses(history, name)
+    _draw(history, name)
     return result
 
 
@@ -252,23 +258,35 @@ def _start_ray(config: PretrainConfig, hardware: Hardware | None, console: Conso
     """Connect to the cluster or start one, unless this process trains. Return the checked hardware."""
     if hardware is not None and hardware.kind == "local":
         return hardware
-    with waiting(console, "starting Ray"):
+    with waiting(console, "starting Ray"), keeping_handlers():
         ray_jax_launch.connect(hardware, dashboard=config.dashboard)
     if config.dashboard:
         print_line(console, f"dashboard: {ray_jax_launch.dashboard_url()}")
     if hardware is None:
         hardware = ray_jax_launch.auto()
         check_batch(config, hardware)
-    ray_jax_launch.check_resources(hardware, data_cpus=DATA_CPUS, wait_for_resources_s=config.wait_for_resources_s)
+    ray_jax_launch.check_resources(
+        hardware,
+        # Tasks of Ray Data read the training windows, or tasks tokenize text.
+        data_cpus=hardware.data_cpus,
+        wait_for_resources_s=config.wait_for_resources_s,
+    )
     return hardware
 
 
-def _write_stop(folder: RunFolder) -> None:
-    """Write the end of a run whose workers have failed, and do not start again."""
-    folder.pull()
-    with best_effort("the time of its end"):  # the storage may be the reason of the failure
-        write_stop(folder, time.time())
-        folder.push()
+def _finished(folder: RunFolder, name: str, result: RunResult, console: Console) -> TrainResult:
+    """Return the result of a run that is finished already. A picture that a kill has prevented is drawn."""
+    history = read_history(folder)
+    if not folder.loss_picture.exists():
+        _draw(history, name)
+    folder.push()
+    show_finished(history, result, console)
+    return _result(folder)
+
+
+def _draw(history: RunHistory, name: str) -> None:
+    with best_effort(f"the picture {history.folder.loss_picture}"):
+        draw_losses(history, name)
 
 
 def _view(history: RunHistory, hardware: Hardware, tokenizing: Tokenizing | None, began_s: float) -> RunView:
@@ -316,9 +334,9 @@ def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResu
     """Read the result of a run from its files."""
     step = latest_step(folder.checkpoints)
     sample = ""
-    if error is None:
+    if error is None and folder.sample.exists():  # a run without a tokenizer has no sample
         with best_effort(f"the sample {folder.sample}"):
-            sample = folder.sample.read_text()
+            sample = read_text(folder.sample)
     return TrainResult(
         metrics=last_values(read_lines(folder.metrics)),
         checkpoint=None if step is None else SavedCheckpoint(folder.checkpoints, step),

@@ -10,7 +10,7 @@ from rich.console import Console
 from pretrain._formats import age
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import RunHistory, read_history
+from pretrain._run.history import ENDS, RunHistory, read_history
 from pretrain._run.remote_copy import pull_changed, watched_files
 from pretrain._run.state import last_seen_s, run_state
 from pretrain._screen.display import Display
@@ -23,6 +23,7 @@ from ray_jax_launch import LaunchError
 _MIN_URI_INTERVAL_S = 5.0
 # The command that trains writes the result, seconds after its workers have told the end.
 _RESULT_WITHIN_S = 30.0
+_STATES = {"stopped": "is stopped", "failed": "has failed", "finished": "is finished"}
 
 
 def watch(
@@ -72,8 +73,9 @@ def watch(
     if history.result is not None:
         show_result(history, history.result, console)
     else:
-        step = history.records[-1]["step"] if history.records else 0
-        print_line(console, f"the run is {run_state(history, clock())} at step {step}")
+        step, state = history.records[-1]["step"] if history.records else 0, run_state(history, clock())
+        what = "for its result" if state == "finished" else "to continue"
+        print_line(console, f"the run {_STATES.get(state, state)} at step {step}: run the same command again {what}")
 
 
 def _changes(folder: RunFolder) -> Callable[[], bool]:
@@ -117,7 +119,7 @@ def _is_over(history: RunHistory, now_s: float) -> bool:
     state = run_state(history, now_s)
     if state == "finished" and history.result is None:
         return now_s - last_seen_s(history) > _RESULT_WITHIN_S
-    return state in ("finished", "stopped")
+    return state in ENDS
 
 
 def _notice(history: RunHistory, now_s: float) -> str:

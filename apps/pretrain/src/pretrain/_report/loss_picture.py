@@ -1,6 +1,6 @@
 """`loss.png`: the loss curves of a run."""
 
-import os
+import io
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ from pretrain._formats import axis_number, count
 from pretrain._report.curves import points, robust_range, smooth, spread
 from pretrain._run.history import RunHistory
 from pretrain._run.metrics import last_values
+from pretrain._surroundings.output_file import write_output
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -26,10 +27,9 @@ def draw_losses(history: RunHistory, name: str) -> None:
         history: the run's history.
         name: the title.
     """
-    picture = history.folder.loss_picture
-    partial = picture.with_name(f".{picture.name}.partial")
-    loss_figure(history, name).savefig(partial, dpi=150, format="png")
-    os.replace(partial, picture)  # a viewer sees the old picture or the new one
+    content = io.BytesIO()
+    loss_figure(history, name).savefig(content, dpi=150, format="png")
+    write_output(history.folder.loss_picture, content.getvalue())
 
 
 def loss_figure(history: RunHistory, name: str) -> "matplotlib.figure.Figure":

@@ -40,8 +40,7 @@ _LOSS = _Chart(title="Loss", unit="nats per token", metrics=("loss",), has_log=T
 _CHARTS = (
     _LOSS,
     _Chart(title="Learning rate", unit="", metrics=("learning_rate",), from_zero=True, is_smoothed=False),
-    # The second is the metric of pretrain 0.8 and earlier.
-    _Chart(title="Gradient norm", unit="before clipping", metrics=("grad_norm_max", "grad_norm"), has_log=True),
+    _Chart(title="Gradient norm", unit="before clipping", metrics=("grad_norm_max",), has_log=True),
     _Chart(title="Throughput", unit="tokens per second", metrics=("tokens_per_s",), from_zero=True),
     _Chart(title="MFU", unit="% of the peak of all devices", metrics=("mfu",), scale=100, from_zero=True),
     _Chart(title="Wait for data", unit="ms per step", metrics=("data_wait_s",), scale=1000, from_zero=True),

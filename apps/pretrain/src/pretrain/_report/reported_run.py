@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from pretrain._run.history import RunHistory, Sample, last_sign_of_life, summari
 from pretrain._run.result import RunResult
 from pretrain._run.state import run_state
 
-_CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/@]*@)?([^\s?,]*)(?:\?[^\s,]*)?")
 _NUM_COLORS = 7
 _MOST_SAMPLES = 10
 
@@ -48,7 +46,7 @@ class ReportedRun:
 
     @property
     def work_s(self) -> float:
-        """Seconds in which a command ran. Runs of pretrain 0.8 and earlier tell only those of the last command."""
+        """Seconds in which a command ran; those of the last command if the phases are damaged."""
         return sum(self.result.seconds.values()) or self.result.wall_s
 
     @property
@@ -118,12 +116,12 @@ class ReportedRun:
         tokens = data.tokens if isinstance(data.tokens, str) else json.dumps(data.tokens)
         device = " x ".join(str(part) for part in (result.devices, result.device) if part is not None)
         return {
-            "folder": without_credentials(str(self.history.folder)),
+            "folder": str(self.history.folder),
             "hardware": description.hardware,
             "devices": device,
             "workers": _count(result.workers),
             "commit": description.commit or "",
-            "tokens": without_credentials(tokens),
+            "tokens": tokens,
             "tokenizer": data.tokenizer,
             **{f"fingerprint: {name}": value for name, value in flatten(data.fingerprint).items()},
             "window order": f"version {data.window_order_version}",
@@ -162,17 +160,8 @@ def reported_runs(histories: Sequence[RunHistory]) -> list[ReportedRun]:
     return runs
 
 
-def without_credentials(text: str) -> str:
-    """Return a text without the user, the password and the query of a URI in it, which may hold keys.
-
-    >>> without_credentials("s3://key:secret@bucket/runs?endpoint_override=localhost")
-    's3://bucket/runs'
-    """
-    return _CREDENTIALS.sub(r"\1", text)
-
-
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested fields as texts by their full names, without credentials.
+    """Return nested fields as texts by their full names.
 
     >>> flatten({"seed": 1, "train": {"order": "shuffle", "max_epochs": None}})
     {'seed': '1', 'train.order': 'shuffle', 'train.max_epochs': 'None'}
@@ -186,13 +175,12 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
-            flat[prefix + name] = without_credentials(text)
+            flat[prefix + name] = value if isinstance(value, str) and value.isprintable() and value else repr(value)
     return flat
 
 
 def _result_so_far(history: RunHistory) -> RunResult:
-    """Return the result, with the fields that older versions and running trainings lack, as far as the files tell."""
+    """Return the result, with the fields that a running training lacks, as far as the files tell."""
     found = summarize(history, wall_s=0.0)
     if history.result is not None:
         known = {entry.name: getattr(history.result, entry.name) for entry in dataclasses.fields(RunResult)}

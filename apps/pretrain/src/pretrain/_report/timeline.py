@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from pretrain._formats import duration
 from pretrain._report.curves import Array
-from pretrain._run.history import Phase
+from pretrain._run.history import ENDS, Phase
 
 _MOST_BARS = 1000
 _LEAST_WIDTH = 0.15  # percent of the time line
@@ -29,9 +29,7 @@ class WorkTime:
 
     def __init__(self, phases: Sequence[Phase], began_s: float) -> None:
         self._began_s = began_s
-        self._stops = [
-            (phase.time_s, following.time_s) for phase, following in pairwise(phases) if phase.phase == "stopped"
-        ]
+        self._stops = [(phase.time_s, following.time_s) for phase, following in pairwise(phases) if phase.phase in ENDS]
 
     def __call__(self, times_s: Array) -> Array:
         """Return the seconds of work until Unix times."""
@@ -57,8 +55,8 @@ def draw_timeline(phases: Sequence[Phase], *, label: str, end_s: float, scale_s:
     for (phase, following), start in zip(pairwise([*phases, end]), starts, strict=True):
         seconds = following.time_s - phase.time_s
         words = f"{phase.phase} from step {phase.step:,}, {duration(max(0.0, seconds), decimals=1)}"
-        if phase.phase == "stopped":
-            bars.append((seconds, start, 0.0, phase.phase, words))
+        if phase.phase in ("stopped", "failed"):
+            bars.append((seconds, start, 0.0, "stopped", words))
         elif seconds > 0:
             bars.append((seconds, start, seconds, phase.phase, words))
     chosen = sorted(bars, key=lambda bar: (bar[3] in ("restarting", "stopped"), bar[0]), reverse=True)[:_MOST_BARS]

@@ -12,13 +12,16 @@ from typing import Any, Literal
 
 from owt_data import WINDOW_ORDER_VERSION, TokenData
 from pretrain._config import PretrainConfig
-from pretrain._errors import UsageError
-from pretrain._run.files import flatten, parse_json, write_json
+from pretrain._errors import UsageError, short, shown
+from pretrain._run.files import check_kind, flatten, parse_json, write_json
 from pretrain._run.folder import RunFolder
 from ray_jax_launch import newest_metadata
 
 RUN = "run"
 """The key of the description in a checkpoint's metadata."""
+
+FORMAT = 1
+"""The format of descriptions that this version writes, and the only one that it reads."""
 
 _REMEDY = "Restore it from a copy, or choose another --name for a new run."
 _PACKAGES = (
@@ -28,9 +31,9 @@ _PACKAGES = (
 
 # A continued run may change these settings: they do not change the result.
 _FREE_FIELDS = (
-    "preset", "data", "hardware", "storage_path", "name", "prepare", "prompts", "train.max_failures", "mesh",
-    "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s", "dashboard", "trackers",
-    "profile", "peak_tflops", "train.sample_tokens",
+    "preset", "data", "verify_data", "hardware", "storage_path", "name", "prepare", "prompts", "train.max_failures",
+    "mesh", "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s", "dashboard",
+    "trackers", "profile", "peak_tflops", "train.sample_tokens",
 )  # fmt: skip
 
 
@@ -47,8 +50,8 @@ class DataDescription:
     fingerprint: dict[str, Any]
     """Equal for equal tokens: see `TokenData.fingerprint`."""
 
-    window_order_version: int = 2
-    """Version of the window order. (Runs of pretrain 0.5 and earlier lack this field; their version is 2.)"""
+    window_order_version: int = WINDOW_ORDER_VERSION
+    """Version of the window order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +71,10 @@ class RunDescription:
     """Versions of Python and of the packages at the first start."""
 
     commit: str | None = None
-    """Commit of the source code at the first start, with `-dirty` if files differed; None without git. (Runs of
-    pretrain 0.8 and earlier lack this field.)"""
+    """Commit of the source code at the first start, with `-dirty` if files differed; None without git."""
+
+    format: int = FORMAT
+    """Number of the format. It is raised when a field is added, removed, or gets another meaning."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the description as JSON."""
@@ -109,52 +114,68 @@ def describe_data(data: TokenData, data_mode: Literal["prepared", "stream"] = "p
 def read_description(folder: RunFolder) -> RunDescription | None:
     """Read the description of a run. Return None if no run was started.
 
-    The copy in the newest checkpoint is read. `config.json` is read if no checkpoint has a copy: before the first
-    checkpoint, and in runs of version 0.5 and earlier.
+    The copy in the newest checkpoint is read; before the first checkpoint, `config.json`.
 
     Raises:
-        UsageError: `config.json` is needed, and is damaged or missing; or nnx-gpt2 0.1 wrote the run.
+        UsageError: the description is damaged, or another version of the application wrote it.
     """
     metadata = newest_metadata(folder.checkpoints)
-    if metadata is not None and RUN in metadata:
+    if metadata is not None:
         place = f"the description in the newest checkpoint of {folder}"
-        description = parse_description(json.dumps(metadata[RUN]), place)
-    elif metadata is not None or folder.config.exists():
-        text = folder.config.read_bytes() if folder.config.exists() else b""
-        description = parse_description(text, folder.config)
-    else:
+        return parse_description(json.dumps(metadata.get(RUN)), place)
+    if not folder.config.exists():
         return None
-    if description.versions.get("nnx-gpt2", "").startswith("0.1."):
-        raise UsageError(
-            f"the run in {folder} must be written by nnx-gpt2 0.2 or later, got {description.versions['nnx-gpt2']}, "
-            "whose parameters have another layout. Use pretrain 0.2 for this run, or another --name for a new run."
-        )
-    return description
+    check_kind(folder.config)
+    return parse_description(folder.config.read_bytes(), folder.config)
 
 
 def parse_description(text: str | bytes, place: object) -> RunDescription:
-    """Parse the JSON of a description, of this version or an earlier one.
+    """Parse the JSON of a description of this format.
 
     Args:
         text: the JSON.
         place: the JSON's file or place, for the error.
 
     Raises:
-        UsageError: the text is no such JSON.
+        UsageError: the text is no such JSON, or has another format or other fields: another version wrote it.
     """
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # the next line rejects the text
+    content: Any = None
+    with contextlib.suppress(ValueError, RecursionError):  # `parse_json` rejects the text
         content = json.loads(text)
-        config, train = content["config"], content["config"]["train"]
-        if "prompt" in config:  # pretrain 0.8 and earlier
-            config["prompts"] = [config.pop("prompt")]
-            train["eval_tokens"] = train.pop("eval_batches") * train["global_batch_size"] * config["model"]["seq_len"]
-            text = json.dumps(content)
-    return parse_json(RunDescription, text, place, _REMEDY)
+    is_object = isinstance(content, dict) and "config" in content
+    if is_object and not (type(content.get("format")) is int and content["format"] == FORMAT):
+        raise _of_another_version(content, place, f"have format {FORMAT}", f"{shown(content.get('format'))}")
+    description = parse_json(RunDescription, text, place, _REMEDY)
+    if is_object and (name := _first_difference(content, json.loads(json.dumps(description.to_json())))):
+        raise _of_another_version(content, place, "have the fields of this format", f"a difference, {short(name)}")
+    return description
+
+
+def _of_another_version(content: dict[str, Any], place: object, constraint: str, found: str) -> UsageError:
+    versions = content.get("versions")
+    writer = versions.get("pretrain", "unknown") if isinstance(versions, dict) else "unknown"
+    return UsageError(
+        f"{place} must {constraint}, which pretrain {version('pretrain')} reads, got {found}, from pretrain "
+        f"{short(str(writer))}. Use that version for this run, or choose another --name for a new run."
+    )
+
+
+def _first_difference(found: dict[str, Any], expected: dict[str, Any], section: str = "") -> str | None:
+    """Return the name of the first field that only one of two objects has."""
+    for name in {**found, **expected}:
+        if name not in found or name not in expected:
+            return f"{section}{name}"
+        if isinstance(found[name], dict) and isinstance(expected[name], dict):
+            inner = _first_difference(found[name], expected[name], f"{section}{name}.")
+            if inner is not None:
+                return inner
+    return None
 
 
 def write_description(folder: RunFolder, description: RunDescription) -> None:
     """Write `config.json`, unless it already holds this description."""
     with contextlib.suppress(FileNotFoundError, UsageError):
+        check_kind(folder.config)
         if parse_description(folder.config.read_bytes(), folder.config) == description:
             return
     write_json(folder.config, description.to_json())

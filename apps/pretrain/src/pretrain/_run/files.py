@@ -1,20 +1,96 @@
-"""The files of a run: JSON, lines of JSON, and durable files. After a power cut, a durable file is old or new."""
+"""The files of a run: JSON, lines of JSON, and durable files. After a power cut, a durable file is old or new.
+
+Any file of a run may have been replaced or damaged. A pipe or a device in place of a file is not opened, and JSON that
+is too deep, or that has numbers beyond those that a run writes, is damaged JSON.
+"""
 
 import errno
 import json
 import logging
+import math
 import os
+import stat
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from pretrain._errors import UsageError
 
 # Errors of file systems that cannot sync a folder, such as those over object storage.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
+# The names of kinds that are neither a file nor a folder. Opening a folder fails by itself.
+_KINDS = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+# Integers up to here are exact in JSON. Metrics come from float32 arrays.
+_MAX_INTEGER, _MAX_FLOAT = 2**53, 1e39
+# The end of the year 9999, the last one of `datetime`.
+_MAX_TIME_S = 253_402_300_799.0
+_MAX_DEPTH = 50
+
 _logger = logging.getLogger("pretrain")
 T = TypeVar("T")
+
+
+def check_kind(path: Path) -> None:
+    """Check that a file, if it exists, is no pipe and no device: opening one may wait forever.
+
+    Raises:
+        OSError: it is a pipe, a device or a socket; or it cannot be reached.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    for holds, name in _KINDS:
+        if holds(mode):
+            raise OSError(errno.EINVAL, name, str(path))
+
+
+def read_text(path: Path) -> str:
+    """Read a file of a run. Bytes that are not UTF-8 are replaced.
+
+    Raises:
+        OSError: there is no such file, it is a pipe or a device, or it cannot be read.
+    """
+    check_kind(path)
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def load_json(text: str | bytes) -> Any:
+    """Parse JSON from a file that may be damaged.
+
+    Raises:
+        ValueError: the text is no JSON, is nested too deep, or has a number beyond those that a run writes.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("too deep JSON") from None
+    _check_values(value, _MAX_DEPTH)
+    return value
+
+
+def _check_values(value: Any, depth: int) -> None:
+    if depth == 0:
+        raise ValueError("too deep JSON")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_values(item, depth - 1)
+            if name in ("time_s", "began_s") and isinstance(item, int | float) and not 0 <= item <= _MAX_TIME_S:
+                raise ValueError(f"{name} must be a time from 1970 to 9999")
+    elif isinstance(value, list):
+        for item in value:
+            _check_values(item, depth - 1)
+    elif (isinstance(value, int) and abs(value) > _MAX_INTEGER) or (
+        isinstance(value, float) and _MAX_FLOAT < abs(value) < float("inf")
+    ):
+        raise ValueError("a number is too large")
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -35,6 +111,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def sync_file(path: Path) -> None:
     """Make the content of a file durable."""
+    check_kind(path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -66,42 +143,53 @@ def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T
     from pydantic import TypeAdapter, ValidationError  # takes 0.1 s, which `--help` does not need
 
     try:
-        return TypeAdapter(kind).validate_json(text, strict=True)
+        value = TypeAdapter(kind).validate_json(text, strict=True)
+        load_json(text)
+        return value
     except ValidationError as error:
         first = error.errors()[0]
         field, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        reason = f"{field}: {reason}" if field else reason
-        raise UsageError(f"{name} must be JSON as a run writes it, got an error in it ({reason}). {remedy}") from error
+        reason, cause = f"{field}: {reason}" if field else reason, error
+    except ValueError as error:
+        reason, cause = str(error), error
+    raise UsageError(f"{name} must be JSON as a run writes it, got an error in it ({reason}). {remedy}") from cause
 
 
 def read_lines(path: Path, texts: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Read a file of JSON objects, one per line, each with a step.
+    """Read a file of JSON objects, one per line, each with a step. A missing file has no lines.
 
     A last line without its end, which a kill leaves, is dropped. Other damaged lines, which a power cut leaves, are
-    dropped with a warning.
+    dropped with a warning. Values that are not finite are left out.
 
     Args:
         path: the file.
         texts: names whose values are texts. All other values are numbers.
     """
-    if not path.exists():
+    try:
+        *lines, _ = read_text(path).split("\n")
+    except FileNotFoundError:
         return []
-    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     values = []
     for line in lines:
         try:
-            value = json.loads(line)
+            value = load_json(line)
         except ValueError:
-            value = None
-        if (
-            isinstance(value, dict)
-            and type(value.get("step")) is int
-            and all(type(of) in ((str,) if name in texts else (int, float)) for name, of in value.items())
-        ):
-            values.append(value)
+            continue
+        if is_line(value, texts):
+            values.append({name: of for name, of in value.items() if not isinstance(of, float) or math.isfinite(of)})
     if len(values) < len(lines):
         _logger.warning("%s: dropped %d lines that are not JSON objects with a step", path, len(lines) - len(values))
     return values
+
+
+def is_line(value: Any, texts: Collection[str] = ()) -> TypeGuard[dict[str, Any]]:
+    """Return whether a value is a line of a log: a dictionary with a step, whose other values have the right type."""
+    return (
+        isinstance(value, dict)
+        and type(value.get("step")) is int
+        and value["step"] >= 0
+        and all(type(of) in ((str,) if name in texts else (int, float)) for name, of in value.items())
+    )
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -117,7 +205,12 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Append a JSON object as a line to a file. A last line without its end gets its end first."""
+    """Append a JSON object as a line to a file. A last line without its end gets its end first.
+
+    Raises:
+        OSError: the file cannot be written, or is a pipe or a device.
+    """
+    check_kind(path)
     with path.open("a+b") as file:
         if file.tell() and not _ends_with_newline(file.fileno(), file.tell()):
             file.write(b"\n")

@@ -1,19 +1,26 @@
-"""The folder of a run: its paths, its lock, and its copy in object storage."""
+"""The folder of a run: its paths, and its copy in object storage."""
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-import platformdirs
-from pyarrow.fs import FileSelector, LocalFileSystem, copy_files
+from pyarrow.fs import FileInfo, FileSelector, LocalFileSystem, copy_files
 
-from pretrain._errors import RunFailedError, UsageError
-from ray_jax_launch import StoragePath, as_storage_path, join_path, latest_step, open_uri
+from pretrain._errors import UsageError
+from pretrain._run.files import check_kind, load_json, read_text
+from pretrain._run.log_parts import LOG, METRICS, PHASES, SAMPLES, STARTS, TEXTS, LogWriter, pull_log
+from pretrain._surroundings.private_cache import private_cache
+from ray_jax_launch import LaunchError, StoragePath, as_storage_path, join_path, open_uri
+
+# Names of a run in object storage that have no copy on this machine, or a copy of their own.
+_APART = ("checkpoints/", f"{LOG}/", ".", *TEXTS)
+
+
+class MovedFolderError(LaunchError):
+    """The folder of a run was renamed, deleted or replaced while its command runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,9 @@ class RunFolder:
     uri: str | None = None
     """The run's place in object storage, or None for a run in a folder."""
 
+    owner: str | None = None
+    """The id of the command that has locked the run, in the driver and in its workers; None in other commands."""
+
     _pushed: dict[Path, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Time of the last change, and size, of each uploaded file."""
 
@@ -43,6 +53,11 @@ class RunFolder:
         return self.path.name if self.uri is None else _last_part(self.uri)
 
     @property
+    def lock(self) -> Path:
+        """The file that a command locks. It holds the command as JSON: see `pretrain._run.lock`."""
+        return self.path / ".lock"
+
+    @property
     def config(self) -> Path:
         """The resolved configuration, the fingerprint of the data, and the versions of the packages."""
         return self.path / "config.json"
@@ -50,22 +65,22 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         """One JSON object per recorded step: see `pretrain._run.metrics`."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def starts(self) -> Path:
         """One JSON object per start of the workers: `step`, `time_s`, `workers`, `devices`, `device`."""
-        return self.path / "starts.jsonl"
+        return self.path / STARTS
 
     @property
     def phases(self) -> Path:
         """One JSON object per phase: see `pretrain._run.history.Phase`."""
-        return self.path / "phases.jsonl"
+        return self.path / PHASES
 
     @property
     def samples(self) -> Path:
         """One JSON object per sample of a validation: see `pretrain._run.history.Sample`."""
-        return self.path / "samples.jsonl"
+        return self.path / SAMPLES
 
     @property
     def profiles(self) -> Path:
@@ -98,17 +113,50 @@ class RunFolder:
         return self.path / "sample.txt"
 
     def for_worker(self) -> "RunFolder":
-        """Return the same run for rank 0: a run in object storage gets a local copy of its own."""
+        """Return the same run for a worker that writes: a run in object storage gets a local copy of its own."""
         if self.uri is None:
             return self
         # The driver may be on the same machine. A copy that a killed worker has left is used again.
-        folder = RunFolder(_cache() / "workers" / self.path.name, self.uri)
+        folder = RunFolder(private_cache() / "workers" / self.path.name, self.uri, self.owner)
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.pull()
         return folder
 
+    def log_writer(self) -> LogWriter:
+        """Return a writer of the run's logs."""
+        return LogWriter(self.path, self.uri)
+
+    def check_place(self) -> None:
+        """Check that this is still the folder that the command has locked. Call this before a file is written.
+
+        Nothing may be written into a new folder of the former name: it is another run, or none.
+
+        Raises:
+            MovedFolderError: it is another folder, or there is none.
+        """
+        if self.uri is not None or self.owner is None:
+            return
+        content: Any = None
+        try:
+            content = load_json(read_text(self.lock))
+            is_here = True
+        except (FileNotFoundError, NotADirectoryError):
+            is_here = False
+        except ValueError:  # another command writes it
+            is_here = True
+        if not is_here or (isinstance(content, dict) and content.get("owner") != self.owner):
+            raise MovedFolderError(
+                f"{self.path} must stay in its place while its command runs, got a folder that was moved, deleted or "
+                "replaced. Move it back, or give its new --storage-path and --name"
+            )
+
     def pull(self) -> None:
-        """Replace the local copy of a run by its files in object storage."""
+        """Replace the local copy of a run by its files in object storage.
+
+        Raises:
+            LaunchError: the storage cannot be reached.
+            OSError: a file cannot be read or written.
+        """
         if self.uri is None:
             return
         filesystem, root = open_uri(self.uri)
@@ -116,17 +164,28 @@ class RunFolder:
             path.unlink()
         for info in filesystem.get_file_info(FileSelector(root, recursive=True, allow_not_found=True)):
             name = info.path[len(root.rstrip("/")) + 1 :]
-            if info.is_file and not name.startswith(("checkpoints/", ".")):
+            if info.is_file and not name.startswith(_APART):
                 target = self.path / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 copy_files(info.path, str(target), filesystem, LocalFileSystem())
+        pull_log(filesystem, root, self.path)
 
-    def push(self) -> None:
-        """Upload the local files of a run to object storage, less those that this object has uploaded already."""
+    def push(self, *, with_logs: bool = False) -> None:
+        """Upload the local files of a run to object storage, less those that this object has uploaded already.
+
+        Args:
+            with_logs: upload the logs too, for programs that read object storage themselves. This package reads the
+                parts: see `pretrain._run.log_parts`.
+
+        Raises:
+            LaunchError: the storage cannot be reached.
+            OSError: a file cannot be read or written.
+        """
         if self.uri is None:
             return
         filesystem, root = open_uri(self.uri)
-        for path in self._files():
+        logs = [path for path in map(self.path.joinpath, TEXTS) if with_logs and path.exists()]
+        for path in [*logs, *self._files()]:
             stat = path.stat()
             state = (stat.st_mtime_ns, stat.st_size)
             if self._pushed.get(path) != state:
@@ -138,12 +197,9 @@ class RunFolder:
         if self.uri is not None:
             shutil.rmtree(self.path)
 
-    def is_new(self) -> bool:
-        """Return whether the run has neither a folder nor objects."""
-        if self.path.exists() or self.uri is None:
-            return not self.path.exists()
-        filesystem, root = open_uri(self.uri)
-        return not filesystem.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
+    def is_empty(self) -> bool:
+        """Return whether the run has no description, or in object storage no objects."""
+        return not self._objects() if self.uri is not None else not self.config.exists()
 
     def check(self) -> None:
         """Check that the run's files are readable and writable files, and its folders are folders.
@@ -154,8 +210,10 @@ class RunFolder:
         """
         if not os.access(self.path, os.W_OK):
             raise UsageError(f"{self.path} must be writable, got a read-only folder. Choose another --name.")
-        for path in (self.config, self.metrics, self.starts, self.result):
-            if path.exists() and not path.is_file():
+        logs = (self.metrics, self.starts, self.phases, self.samples)
+        for path in (self.config, *logs, self.result):
+            check_kind(path)
+            if path.is_dir():
                 raise UsageError(f"{path} must be a file, got something else. Move it away, or choose another --name.")
             if path.exists():
                 path.open("r+b").close()
@@ -164,14 +222,24 @@ class RunFolder:
             raise UsageError(f"{path} must be a folder, got a file. Move it away, or choose another --name.")
 
     def delete(self) -> None:
-        """Delete the run, and its local copy."""
+        """Delete the run, and its local copy. The lease of a run in object storage stays."""
         shutil.rmtree(self.path)
         if self.uri is not None:
-            filesystem, root = open_uri(self.uri)
-            filesystem.delete_dir_contents(root, missing_dir_ok=True)
+            filesystem, _ = open_uri(self.uri)
+            for info in self._objects():
+                (filesystem.delete_file if info.is_file else filesystem.delete_dir)(info.path)
+
+    def _objects(self) -> list[FileInfo]:
+        """Return the objects and folders of a run, except those whose names begin with a dot."""
+        assert self.uri is not None, "a folder has no objects"
+        filesystem, root = open_uri(self.uri)
+        infos = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
+        return [info for info in infos if not info.base_name.startswith(".")]
 
     def _files(self) -> list[Path]:
-        return [path for path in self.path.rglob("*") if path.is_file() and not path.name.startswith(".")]
+        """Return the local files, without the logs of a run in object storage, hidden files, and what is no file."""
+        found = (path for path in self.path.rglob("*") if path.is_file() and not path.name.startswith("."))
+        return [path for path in found if not f"{path.relative_to(self.path)}".startswith(_APART)]
 
 
 def locate(place: str | Path) -> RunFolder:
@@ -183,54 +251,8 @@ def locate(place: str | Path) -> RunFolder:
     if isinstance(place, Path):
         return RunFolder(place.absolute())
     name = f"{hashlib.sha256(place.encode()).hexdigest()[:16]}-{_last_part(place)}"
-    return RunFolder(_cache() / "runs" / name, place)
-
-
-@contextlib.contextmanager
-def lock_run(place: StoragePath) -> Iterator[RunFolder]:
-    """Lock a run against a second command on this machine until the block ends. Create its folder if necessary.
-
-    If the block rejects its input, or fails before it has written `config.json`, a folder that this function has
-    created is deleted, unless it holds a checkpoint.
-
-    Args:
-        place: the run's folder, or its URI in object storage.
-
-    Raises:
-        UsageError: another command has locked the run, or `RunFolder.check` has rejected the folder.
-        OSError: the folder cannot be written.
-        LaunchError: the object storage cannot be reached.
-    """
-    run = locate(place)
-    is_new = run.is_new()
-    made = [parent for parent in run.path.parents if not parent.exists()]
-    run.path.mkdir(parents=True, exist_ok=True)
-    with (run.path / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(
-                f"{run} must be locked by one command at a time, got a second one. Wait for the first to end, or "
-                "choose another --name."
-            ) from error
-        try:
-            run.pull()
-            run.check()
-            yield run
-        except BaseException as error:
-            has_begun = isinstance(error, RunFailedError)  # its files may be out of reach, and come back
-            is_rejected = not has_begun and (isinstance(error, ValueError) or not run.config.exists())
-            if is_new and is_rejected and latest_step(run.checkpoints) is None:
-                run.delete()
-                with contextlib.suppress(OSError):  # another program has written to one
-                    for parent in made:
-                        parent.rmdir()
-            raise
+    return RunFolder(private_cache() / "runs" / name, place)
 
 
 def _last_part(uri: str) -> str:
     return PurePosixPath(uri.partition("?")[0]).name
-
-
-def _cache() -> Path:
-    return platformdirs.user_cache_path("pretrain")

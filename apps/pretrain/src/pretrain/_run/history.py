@@ -1,14 +1,17 @@
 """The history of a run, read from its folder alone."""
 
+import contextlib
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 from nnx_gpt2 import num_params
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription, read_description
-from pretrain._run.files import append_line, read_lines
+from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
+from pretrain._run.log_parts import PHASES, SAMPLES, STARTS, TEXTS
 from pretrain._run.metrics import Record, finite, last_values
 from pretrain._run.result import RunResult, as_utc, read_result
 
@@ -21,9 +24,12 @@ PhaseName = Literal[
     "saving",  # the part of a save that the training waits for
     "sampling",
     "restarting",  # from the last sign of life of the former workers to the start of new ones
-    "stopped",  # by Ctrl-C, a failure or a kill, until the command is given again
+    "stopped",  # by Ctrl-C, or by a kill that the next command has found, until the command is given again
+    "failed",  # after its last failure, until the command is given again
     "finished",
 ]
+ENDS: tuple[PhaseName, ...] = ("stopped", "failed", "finished")
+"""The phases in which no command runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +62,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """The contents of the files of a run. Runs of pretrain 0.8 and earlier have neither phases nor samples."""
+    """The contents of the files of a run."""
 
     folder: RunFolder
     """The run's folder."""
@@ -108,18 +114,19 @@ def read_history(folder: RunFolder, description: RunDescription | None = None) -
 
 def read_phases(folder: RunFolder) -> list[Phase]:
     """Read the phases of a run."""
-    return [Phase(**line) for line in read_lines(folder.phases, texts=("phase",)) if line.keys() == _PHASE_KEYS]
+    lines = read_lines(folder.phases, TEXTS[PHASES])
+    return [Phase(**line) for line in lines if line.keys() == _PHASE_KEYS and line["phase"] in get_args(PhaseName)]
 
 
 def read_samples(folder: RunFolder) -> list[Sample]:
     """Read the samples of a run."""
-    lines = read_lines(folder.samples, texts=("prompt", "text"))
+    lines = read_lines(folder.samples, TEXTS[SAMPLES])
     return [Sample(**line) for line in lines if line.keys() == _SAMPLE_KEYS]
 
 
 def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
     """Read the starts of a run's workers."""
-    return read_lines(folder.starts, texts=("device",))
+    return read_lines(folder.starts, TEXTS[STARTS])
 
 
 def seconds_by_phase(phases: Sequence[Phase], end_s: float) -> dict[PhaseName, float]:
@@ -136,21 +143,34 @@ def seconds_by_phase(phases: Sequence[Phase], end_s: float) -> dict[PhaseName, f
     seconds: dict[PhaseName, float] = {}
     ends = [*(phase.time_s for phase in phases), end_s][1:]
     for phase, next_s in zip(phases, ends, strict=True):
-        if phase.phase not in ("stopped", "finished"):
+        if phase.phase not in ENDS:
             seconds[phase.phase] = seconds.get(phase.phase, 0.0) + max(0.0, next_s - phase.time_s)
     return seconds
 
 
-def write_stop(folder: RunFolder, time_s: float) -> None:
-    """Write that the run is stopped, after its last failure. The workers cannot know that it was the last.
+def write_end(folder: RunFolder, phase: PhaseName, time_s: float | None) -> None:
+    """Write the phase in which a command ends, unless the workers have written an end. They may not know the last one.
+
+    Nothing is written if the storage is out of reach: it may be the reason of the end.
 
     Args:
         folder: the run's folder.
-        time_s: Unix time.
+        phase: `stopped` or `failed`.
+        time_s: Unix time; None if no worker has started: the time of the last sign of life.
     """
-    phases, step = read_phases(folder), last_values(read_lines(folder.metrics)).get("step", 0)
-    if phases and phases[-1].phase not in ("stopped", "finished"):
-        append_line(folder.phases, {"step": step, "time_s": round(time_s, 3), "phase": "stopped"})
+    with contextlib.suppress(OSError, ValueError):
+        folder.check_place()
+        folder.pull()
+        phases, records = read_phases(folder), read_lines(folder.metrics)
+        if phases and phases[-1].phase in ENDS:
+            return
+        if time_s is None:
+            alive_s = last_sign_of_life(phases, records)
+            time_s = time.time() if alive_s is None else alive_s
+        step = last_values(records).get("step", 0)
+        writer = folder.log_writer()
+        writer.append(PHASES, asdict(Phase(step=step, time_s=round(time_s, 3), phase=phase)))
+        writer.flush()
 
 
 def last_sign_of_life(phases: Sequence[Phase], records: Iterable[Record]) -> float | None:
@@ -175,7 +195,8 @@ def summarize(history: RunHistory, *, wall_s: float) -> RunResult:
     best, last = min(validations, default=(None, None)), (validations or [(None, None)])[-1]
     last_start = starts[-1] if starts else {}
     ended_s = last_sign_of_life(phases, records)
-    began_s = [phase.time_s for phase in phases[:1]] + [start["time_s"] for start in starts[:1] if "time_s" in start]
+    began_s = [phase.time_s for phase in phases[:1] if phase.phase not in ENDS]
+    began_s += [start["time_s"] for start in starts[:1] if "time_s" in start]
     return RunResult(
         steps=final.pop("step", None),
         tokens=final.pop("tokens", None),

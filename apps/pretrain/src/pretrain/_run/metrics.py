@@ -16,7 +16,7 @@ Record = dict[str, Any]
 - `loss`: mean training loss of the steps since the last record, nats per token. Skipped steps do not count.
 - `grad_norm_max`: largest norm of the gradient, before clipping, of these steps.
 - `num_skipped`: steps of the run that made no update, if there are any.
-- `learning_rate`: of the last update.
+- `learning_rate`: of this step.
 - `val_loss`: mean loss in nats per token on `train.eval_tokens` of the validation tokens.
 - `val_bits_per_byte`: the same in bits per byte of the text. End-of-text tokens count in the loss, and have no bytes.
 - `full_val_loss`, `full_val_bits_per_byte`: the same on all validation tokens; in the record of the last step.
@@ -24,8 +24,6 @@ Record = dict[str, Any]
   for data, since the last record. Compiling, evaluations and saves do not count.
 - `mfu`: share of the peak of all devices.
 - `memory_bytes`: the most memory that the first device has used.
-
-Records of pretrain 0.8 and earlier have the loss and the gradient norm (`grad_norm`) of one step, and no time.
 """
 
 _DIGITS = 6

@@ -3,19 +3,21 @@
 import os
 from pathlib import Path
 
-import platformdirs
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, LocalFileSystem, copy_files
 
 from pretrain._run.folder import RunFolder, locate
+from pretrain._run.log_parts import pull_log
+from pretrain._surroundings.private_cache import private_cache
 from ray_jax_launch import open_uri
 
 
 def reader_copy(uri: str) -> RunFolder:
     """Return a run in object storage with a local copy of its own, without reading it.
 
-    A command on the same machine that trains the run replaces the files of the copy that `locate` returns.
+    A command on the same machine that trains the run replaces the files of the copy that `locate` returns. Parts of the
+    log stay in the copy, and are not downloaded again.
     """
-    return RunFolder(platformdirs.user_cache_path("pretrain") / "readers" / locate(uri).path.name, uri)
+    return RunFolder(private_cache() / "readers" / locate(uri).path.name, uri)
 
 
 def pull_changed(folder: RunFolder) -> bool:
@@ -32,12 +34,13 @@ def pull_changed(folder: RunFolder) -> bool:
     filesystem, root = open_uri(folder.uri)
     infos = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
     of_names = {info.base_name: info for info in infos if info.is_file}
-    has_changed = False
-    for path in watched_files(folder):
+    has_changed = pull_log(filesystem, root, folder.path)
+    for path in (folder.config, folder.result):
         if path.name in of_names:
             has_changed |= _download(of_names[path.name], path, filesystem)
-        else:
-            path.unlink(missing_ok=True)
+        elif path.exists():
+            path.unlink()
+            has_changed = True
     return has_changed
 
 

@@ -4,8 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from pretrain._errors import UsageError
-from pretrain._run.files import parse_json, write_json
+from pretrain._run.files import check_kind, parse_json, write_json
 from pretrain._run.folder import RunFolder
 
 
@@ -29,7 +28,7 @@ class RunResult:
     """Workers of the last start."""
 
     num_params: int | None = None
-    """Parameters of the model. (Runs of pretrain 0.7 and earlier lack this field and the next two.)"""
+    """Parameters of the model."""
 
     tokens: int | None = None
     """Training tokens seen."""
@@ -38,8 +37,7 @@ class RunResult:
     """Passes over the training windows."""
 
     full_val_loss: float | None = None
-    """Mean loss on all validation tokens after the last step, in nats per token: that of the command `eval`. (Runs of
-    pretrain 0.8 and earlier lack this field and the following.)"""
+    """Mean loss on all validation tokens after the last step, in nats per token: that of the command `eval`."""
 
     full_val_bits_per_byte: float | None = None
     """The same in bits per byte of text."""
@@ -87,13 +85,20 @@ def read_result(folder: RunFolder) -> RunResult | None:
     """Read `result.json`. Return None if the run is not finished.
 
     A damaged file counts as missing: the run then continues from its last checkpoint, and writes the file again.
+
+    Raises:
+        OSError: the file cannot be read, or is a pipe or a device.
     """
+    check_kind(folder.result)
     if not folder.result.exists():
         return None
     try:
-        return parse_json(RunResult, folder.result.read_bytes(), folder.result, "The run writes it again.")
-    except UsageError:
+        result = parse_json(RunResult, folder.result.read_bytes(), folder.result, "The run writes it again.")
+        for time in (result.began_at, result.ended_at):
+            datetime.fromisoformat(time or as_utc(0.0))
+    except ValueError:
         return None
+    return result
 
 
 def as_utc(time_s: float) -> str:

@@ -12,7 +12,7 @@ from rich.live import Live
 
 from pretrain._best_effort import best_effort
 from pretrain._formats import duration, loss
-from pretrain._run.history import Phase, PhaseName
+from pretrain._run.history import ENDS, Phase, PhaseName
 from pretrain._screen.live_screen import live_screen
 from pretrain._screen.plain_line import plain_line
 from pretrain._screen.run_view import RunView
@@ -21,7 +21,7 @@ _REFRESH_EVERY_S = 0.25
 # Without a terminal, these phases get a line at once, and others after some seconds.
 _LINES_AT_ONCE: tuple[PhaseName, ...] = ("starting", "compiling", "restarting")
 _LINE_AFTER_S = 2.0
-_NO_LINES: tuple[PhaseName, ...] = ("training", "stopped", "finished")
+_NO_LINES: tuple[PhaseName, ...] = ("training", *ENDS)
 # The launcher's message when workers have failed. The workers themselves can tell this phase only afterwards.
 _RESTART = "the workers start again"
 

@@ -109,8 +109,6 @@ def _numbers(history: RunHistory, result: RunResult) -> list[tuple[str, str]]:
         label = "" if result.full_val_loss is not None else "val loss"
         values = f"{last}, the best" if result.last_val_step == result.best_val_step else f"{last}, best {best}"
         facts.append((label, f"{values}, on {part}"))
-    elif result.full_val_loss is None and "val_loss" in result.metrics:  # of pretrain 0.8 and earlier
-        facts.append(("val loss", f"{loss(result.metrics['val_loss'])} on {part}"))
     if result.full_val_bits_per_byte is not None:
         facts.append(("bits per byte", f"{result.full_val_bits_per_byte:.4f} on all validation tokens"))
     if result.tokens_per_s is not None:
@@ -127,8 +125,7 @@ def _part(history: RunHistory, result: RunResult) -> str:
     # A part that has all tokens has the loss on all of them.
     if eval_tokens is None or (result.full_val_loss is not None and result.full_val_loss == result.last_val_loss):
         return "all validation tokens"
-    limit = "up to " if result.full_val_loss is None else ""  # of pretrain 0.8 and earlier
-    return f"{limit}{max(1, eval_tokens // seq_len) * seq_len:,} validation tokens"
+    return f"{max(1, eval_tokens // seq_len) * seq_len:,} validation tokens"
 
 
 def _shares(seconds: dict[str, float]) -> str:

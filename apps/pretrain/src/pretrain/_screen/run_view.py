@@ -98,7 +98,7 @@ class RunView:
 
     @property
     def phase(self) -> PhaseName:
-        """The phase of the run. Runs of pretrain 0.8 and earlier have records, but no phases."""
+        """The phase of the run. Damaged files may have records, but no phases."""
         if self._phases:
             return self._phases[-1].phase
         return "training" if self.last else "starting"

@@ -12,7 +12,6 @@ _TAGS = {
     "full_val_loss": "full_loss/val",
     "val_bits_per_byte": "bits_per_byte/val",
     "full_val_bits_per_byte": "full_bits_per_byte/val",
-    "grad_norm": "optimizer/grad_norm",
     "grad_norm_max": "optimizer/grad_norm_max",
     "learning_rate": "optimizer/learning_rate",
     "num_skipped": "optimizer/num_skipped",

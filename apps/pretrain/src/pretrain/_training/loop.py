@@ -39,7 +39,7 @@ from pretrain._training.host_memory import keep_freed_memory
 from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
 from pretrain._training.sampling import Sampler
-from pretrain._training.step_meter import NOTHING_UNRECORDED, StepMeter
+from pretrain._training.step_meter import StepMeter
 from pretrain._training.validation import Validation
 from ray_jax_launch import Checkpoints, LaunchError, log_metrics, mark_finished, stop_requested
 
@@ -176,7 +176,7 @@ def run(
             record = {}
         log.open(device.device_kind, mesh.size)
         profiling.begin(start, max_steps)
-        record = meter.progress(start) | record  # checkpoints of version 0.7 lack the epoch and the tokens
+        record = meter.progress(start) | record
         is_evaluated = start == 0 or is_due(start, train.eval_every, max_steps)
         if (
             is_evaluated
@@ -233,6 +233,7 @@ def run(
             mark_finished("")
         log.phase(max_steps, "sampling")
         text = sampler.text(state.params)
+        log.write_text(text)
         log.phase(max_steps, "finished")
     return text
 
@@ -245,15 +246,13 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
         step: the step of the checkpoint.
         like: the shapes, types and shardings of the state.
     """
+    arrays = checkpoints.restore(step, {"params": like.params, "opt_state": like.opt_state})
     metadata = checkpoints.metadata(step)
-    # Checkpoints of version 0.4 lack a counter.
-    counters = {"step": step, **{name: metadata.get(name, 0) for name in _COUNTERS}}
+    counters = {"step": step, **{name: metadata[name] for name in _COUNTERS}}
     state = TrainState(
-        **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()},
-        **checkpoints.restore(step, {"params": like.params, "opt_state": like.opt_state}),
+        **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()}, **arrays
     )
-    # Checkpoints of version 0.8 lack what was not recorded.
-    return state, metadata["record"], metadata.get("unrecorded", NOTHING_UNRECORDED)
+    return state, metadata["record"], metadata["unrecorded"]
 
 
 def warn_of_bfloat16(config: PretrainConfig, device: Any) -> None:

@@ -8,17 +8,21 @@ from typing import Any
 
 import jax
 
+from pretrain._best_effort import best_effort
 from pretrain._config import PretrainConfig
 from pretrain._run.description import RunDescription
-from pretrain._run.files import append_line, read_lines, sync_file, sync_folder
+from pretrain._run.files import read_lines, write_durably
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import Phase, PhaseName, Sample, last_sign_of_life, read_phases, read_starts
-from pretrain._run.metrics import Record, cut_lines, finite
+from pretrain._run.history import ENDS, Phase, PhaseName, Sample, last_sign_of_life, read_phases, read_starts
+from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, STARTS
+from pretrain._run.metrics import Record, finite
 from pretrain._trackers.tracker import Trackers, open_trackers
 
 
 class RunLog:
     """The log of a run. Rank 0 writes; other ranks do nothing.
+
+    A run in object storage is uploaded every 30 s, and before each checkpoint.
 
     Args:
         folder: the run's folder.
@@ -26,6 +30,10 @@ class RunLog:
         description: the run's description.
         send: called with each record, and with each phase as a dictionary.
         clock: returns Unix time in seconds.
+
+    Raises:
+        MovedFolderError: the command has locked another folder than the one that has its name now. `open`, `write` and
+            `push` raise it too.
     """
 
     def __init__(
@@ -38,7 +46,9 @@ class RunLog:
     ) -> None:
         self._send, self._clock, self._config, self._description = send, clock, config, description
         self._writes = jax.process_index() == 0
+        folder.check_place()  # before anything makes a folder of the former name
         self._folder = folder.for_worker() if self._writes else folder
+        self._writer = self._folder.log_writer()
         self._trackers: Trackers | None = None
         self._last: Phase | None = None
         self._early: list[Phase] = []  # phases before `open`
@@ -57,13 +67,15 @@ class RunLog:
     ) -> None:
         if not self._writes:
             return
+        self._writer.stop()
         try:
             # After an exception the workers may start again. The driver notes the end if they do not.
             if self._is_open and exc is None and self._last is not None and self._last.phase != "finished":
                 self.phase(self._last_step, "stopped")
             if self._trackers is not None:
                 self._trackers.close()
-            self._folder.push()
+            if self._is_open:
+                self._push()
         finally:
             self._folder.delete_copy()
 
@@ -82,7 +94,7 @@ class RunLog:
         if alive_s is not None and starts and starts[-1].get("began_s") == began_s:  # this command has lost its workers
             self._add(Phase(step=start, time_s=alive_s, phase="restarting"))
         else:
-            if phases and alive_s is not None and phases[-1].phase not in ("stopped", "finished"):  # a kill
+            if phases and alive_s is not None and phases[-1].phase not in ENDS:  # a kill
                 self._early.append(Phase(step=phases[-1].step, time_s=alive_s, phase="stopped"))
             self._add(Phase(step=start, time_s=began_s, phase="starting"))
         self.phase(start, "loading")
@@ -98,9 +110,8 @@ class RunLog:
             return
         self._is_open = True
         for phase in self._early:
-            append_line(self._folder.phases, dataclasses.asdict(phase))
-        cut_lines(self._folder.metrics, self._start - 1)
-        cut_lines(self._folder.samples, self._start - 1, texts=("prompt", "text"))
+            self._append(PHASES, dataclasses.asdict(phase))
+        self._writer.cut(self._start)
         start = {
             "step": self._start,
             "time_s": round(self._clock(), 3),
@@ -109,7 +120,9 @@ class RunLog:
             "devices": num_devices,
             "device": device,
         }
-        append_line(self._folder.starts, start)
+        self._append(STARTS, start)
+        self._writer.flush()  # from here on, the run has begun: no failure deletes it
+        self._writer.start()
         self._trackers = open_trackers(self._config, self._description, self._folder, self._start)
 
     def phase(self, step: int, name: PhaseName) -> None:
@@ -125,7 +138,7 @@ class RunLog:
 
     def _add(self, phase: Phase) -> None:
         if self._is_open:
-            append_line(self._folder.phases, dataclasses.asdict(phase))
+            self._append(PHASES, dataclasses.asdict(phase))
         else:
             self._early.append(phase)
         self._last, self._last_step = phase, max(phase.step, self._last_step)
@@ -136,7 +149,7 @@ class RunLog:
         if not self._writes:
             return
         record = finite(record)
-        append_line(self._folder.metrics, record)
+        self._append(METRICS, record)
         self._send(record)
         self._last_step = record["step"]
         if self._trackers is not None:
@@ -145,7 +158,7 @@ class RunLog:
     def write_sample(self, sample: Sample) -> None:
         """Write a sample."""
         if self._writes:
-            append_line(self._folder.samples, dataclasses.asdict(sample))
+            self._append(SAMPLES, dataclasses.asdict(sample))
             if self._trackers is not None:
                 self._trackers.write_sample(sample)
 
@@ -156,9 +169,26 @@ class RunLog:
         """
         if not self._writes:
             return
-        for path in (self._folder.metrics, self._folder.samples, self._folder.starts, self._folder.phases):
-            sync_file(path)
-        sync_folder(self._folder.path)
         if self._trackers is not None:
             self._trackers.flush()
+        self._push()
+
+    def write_text(self, text: str) -> None:
+        """Write the text at the end of a run. After this, the driver writes `result.json`: nothing is missing then.
+
+        Args:
+            text: the text; an empty one is not written.
+        """
+        if self._writes and text:
+            with best_effort(f"the sample {self._folder.sample}"):
+                self._folder.check_place()
+                write_durably(self._folder.sample, text)
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        self._folder.check_place()
+        self._writer.append(name, line)
+
+    def _push(self) -> None:
+        self._folder.check_place()
+        self._writer.flush()
         self._folder.push()

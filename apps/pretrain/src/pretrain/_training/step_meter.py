@@ -120,8 +120,7 @@ class StepMeter:
         record = self.progress(step) | ({"num_skipped": num_skipped} if num_skipped else {})
         if self._num_losses:
             record |= {"loss": self._loss_sum / self._num_losses, "grad_norm_max": self._grad_norm_max}
-        # The optimizer counts updates. A skipped step is not an update.
-        record["learning_rate"] = float(self._schedule(max(0, step - 1 - num_skipped)))
+        record["learning_rate"] = float(self._schedule(step - 1))
         if self._since is not None and self._num_timed:
             step_s = (now - self._since) / self._num_timed
             record |= {

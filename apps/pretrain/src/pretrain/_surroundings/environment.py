@@ -1,0 +1,70 @@
+"""Surroundings in which no command can work: a deleted working folder, and wrong variables of XLA and JAX."""
+
+import os
+import re
+import subprocess
+import sys
+
+from pretrain._errors import UsageError
+
+_IMPORT_JAX = "import jax; "
+_MAKE_DEVICES = "from jaxlib import xla_client; xla_client.make_cpu_client()"
+_WITHIN_S = 60.0
+# `start_jax` checks the first. The second is the name of a folder.
+_UNCHECKED = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR")
+# A line of XLA's log: its level and date, its time, its thread, its place, and the message.
+_LOG_LINE = re.compile(r"^[EF]\d{4} [\d:.]+ +\d+ [^\]]*\] (.*)", re.MULTILINE)
+
+
+def check_working_folder() -> None:
+    """Check that the working folder exists.
+
+    Raises:
+        UsageError: it was deleted.
+    """
+    try:
+        os.getcwd()  # noqa: PTH109 - Path.cwd() does the same
+    except FileNotFoundError:
+        raise UsageError("the working folder must exist, got one that was deleted. Change to another folder.") from None
+
+
+def check_variables() -> None:
+    """Check the variables of XLA and JAX in a child process, if any is set: wrong ones abort a process.
+
+    Raises:
+        UsageError: JAX cannot be imported, or XLA cannot start.
+    """
+    names = [name for name in os.environ if name == "XLA_FLAGS" or name.startswith("JAX_")]
+    names = [name for name in names if name not in _UNCHECKED and os.environ[name].strip()]
+    if not names:
+        return
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-c", _IMPORT_JAX * (names != ["XLA_FLAGS"]) + _MAKE_DEVICES],
+            capture_output=True, text=True, errors="replace", check=False, timeout=_WITHIN_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:  # the machine is busy
+        return
+    if tried.returncode:
+        message = _LOG_LINE.search(tried.stderr)
+        reason = message[1] if message else (tried.stderr.strip().splitlines() or ["no message"])[-1]
+        remedy = "Correct or unset it." if len(names) == 1 else "Correct or unset them."
+        raise UsageError(f"JAX and XLA must accept {', '.join(sorted(names))}, got {reason.rstrip('.')}. {remedy}")
+
+
+def start_jax() -> None:
+    """Start JAX's devices in this process.
+
+    Raises:
+        UsageError: the variable `JAX_PLATFORMS` names a platform that this machine does not have, or a device fails.
+    """
+    import jax  # takes half a second, which `--help` does not need
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the second is for cuda without its plugin
+        reason = str(error).removesuffix(" (set JAX_PLATFORMS='' to automatically choose an available backend)")
+        raise UsageError(
+            f"JAX must find a device, got {reason or 'none'}, with "
+            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}. Correct or unset JAX_PLATFORMS."
+        ) from error

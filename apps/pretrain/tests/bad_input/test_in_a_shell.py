@@ -1,0 +1,115 @@
+"""Commands in a shell: their output, their environment, and files that are not what they seem."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = "--data book.txt --model.num-layers 1 --model.num-heads 2 --model.embed-dim 16 --train.max-steps 10"
+TRAIN = f"--name run {SMALL}"
+SAMPLE = "sample run --max-new-tokens 3"
+EVAL = "eval run"
+EXPORT = "export run out"
+COMMANDS = (TRAIN, SAMPLE, EVAL, EXPORT)
+
+
+FULL = "the output must be writable, got No space left on device. Free some space, or write it elsewhere."
+# What bash runs, the exit code, and what standard error has.
+SHELL = [
+    *((f"PYTHONUNBUFFERED=1 $PRETRAIN {line} > /dev/full", 2, FULL) for line in (SAMPLE, "--help")),
+    *((f"PYTHONUNBUFFERED= $PRETRAIN {line} > /dev/full", 2, FULL) for line in (TRAIN, "--help")),
+    (f"$PRETRAIN {EVAL} >&- 2>&-", 0, ""),
+    (f"$PRETRAIN {EXPORT} >&-", 0, ""),
+    (f"$PRETRAIN {SAMPLE} | true", 141, ""),
+    (f"PYTHONIOENCODING=ascii $PRETRAIN {SAMPLE} --prompt \u00fc | grep '^.xfc'", 0, ""),
+    (f"LC_ALL=C $PRETRAIN {SAMPLE} --prompt $'\\xff'", 0, ""),
+    (f"GCE_METADATA_ROOT=127.0.0.1:9 $PRETRAIN --storage-path gs://bucket/runs {SMALL}", 2, "got gs://bucket/runs/"),
+    (
+        f"cd runs/run/checkpoints && cp -r 1 2 && echo > $(find 2/params -path '*/d/*' | head -1) && cd ../../.. && "
+        f"$PRETRAIN {SAMPLE}",
+        0,
+        "checkpoint 2 in ",
+    ),
+    (f"chmod 0 runs/run; $LIMITED $PRETRAIN {SAMPLE}", 2, "Permission denied"),
+    (f"chmod 0 book.txt; $LIMITED $PRETRAIN {TRAIN}", 2, "Permission denied"),
+    (
+        f"chmod 500 runs; $LIMITED $PRETRAIN --name new {SMALL}",
+        2,
+        "runs/new must be accessible, got Permission denied.",
+    ),
+    (
+        f"chmod 0 runs/run/metrics.jsonl; $LIMITED $PRETRAIN {TRAIN}",
+        2,
+        "metrics.jsonl must be accessible, got Permission",
+    ),
+    (
+        f"touch runs/run/.lock; chmod 500 runs/run; $LIMITED $PRETRAIN {TRAIN}",
+        2,
+        "runs/run must be writable, got a read-only folder.",
+    ),
+    ("$PRETRAIN sample nowhere 2> /dev/full", 2, ""),
+    (f"chmod 0 runs/run/result.json; $LIMITED $PRETRAIN {TRAIN}", 2, "result.json must be accessible, got Permission"),
+    (f"chmod 500 .; $LIMITED $PRETRAIN {EXPORT}", 2, "out must be accessible, got Permission denied."),
+    (
+        "$PRETRAIN report run --out /dev/full; code=$?; test -c /dev/full && exit $code",
+        2,
+        "--out must be a file that can be written, got /dev/full (No space left on device). Give another --out.",
+    ),
+    *(
+        (
+            f"mkdir gone && cd gone && rmdir ../gone && $PRETRAIN {line}",
+            2,
+            "the working folder must exist, got one that",
+        )
+        for line in (TRAIN, "runs")
+    ),
+    *(
+        (f"JAX_PLATFORMS={platform} $PRETRAIN {line}", 2, f"with JAX_PLATFORMS={platform}. Correct or unset")
+        for line, platform in (
+            (SAMPLE, "cuda"),
+            (EVAL, "tpu"),
+            (EXPORT, "bogus"),
+            (f"{TRAIN} --hardware local", "cuda"),
+        )
+    ),
+    *(
+        (f"{setting} $PRETRAIN {line}", 2, f"JAX and XLA must accept {setting.partition('=')[0]}, got {message}")
+        for line, setting, message in (
+            (
+                SAMPLE,
+                "JAX_ENABLE_X64=maybe",
+                "ValueError: invalid truth value 'maybe' for environment 'JAX_ENABLE_X64'.",
+            ),
+            (TRAIN, "JAX_DEFAULT_MATMUL_PRECISION=x", 'ValueError: Invalid value "x" for JAX flag jax_default_matmul'),
+            (SAMPLE, "XLA_FLAGS=garbage", 'Could not open file "garbage"'),
+            (EVAL, "XLA_FLAGS=--bogus=1", "Unknown flag in XLA_FLAGS: --bogus=1. Correct or unset it."),
+            (TRAIN, "XLA_FLAGS=--xla_force_host_platform_device_count=0", "jaxlib"),
+            (EXPORT, "XLA_FLAGS=--xla_force_host_platform_device_count=two", "Couldn't interpret value two for flag"),
+        )
+    ),
+    ("mkfifo pipe; $PRETRAIN --config pipe", 2, "--config must be a file, got pipe, a pipe or a device."),
+    ("$PRETRAIN --config /dev/zero", 2, "--config must be a file, got /dev/zero, a pipe or a device."),
+    ("$PRETRAIN --config /dev/stdin < /dev/zero", 2, "--config must be a file of at most 32,000 bytes, got /d"),
+    ("$PRETRAIN --config <(echo 'seed = 7') --print-config | grep -q '^seed = 7$'", 0, ""),
+    ("echo 'seed = 7' | $PRETRAIN --config /dev/stdin --print-config | grep -q '^seed = 7$'", 0, ""),
+    ("$PRETRAIN sample run --num-samples 1000000000 --max-new-tokens 3 | head -n 3 | grep -c .", 141, ""),
+    (f"$PRETRAIN {TRAIN} --prompts ''", 2, "prompts must be texts of at least one character, got ['']."),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full, and gives up root's rights by setpriv")
+@pytest.mark.parametrize(("line", "code", "message"), SHELL)
+def test_in_a_shell(line, code, message, place):
+    # root may read everything, unless it gives up the right to.
+    limited = "setpriv --bounding-set=-dac_override,-dac_read_search" if os.geteuid() == 0 else ""
+    pretrain = f"{sys.executable} {Path(__file__).parents[2]}"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line.replace("$PRETRAIN", pretrain).replace("$LIMITED", limited)],
+        cwd=place, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "WARNING" not in done.stderr  # a line of a library's own format
+    assert done.stderr.count("\n") == (1 if message else 0)

@@ -1,0 +1,176 @@
+"""The lease of a run in object storage: a local S3 server, and commands in processes of their own."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from pyarrow.fs import FileSelector
+
+from pretrain._errors import RunFailedError, UsageError
+from pretrain._run import lease
+from pretrain._run.folder import locate
+from pretrain._run.lease import leasing, this_command
+from pretrain._run.lock import lock_run
+from ray_jax_launch import open_uri
+
+LIMIT_S = 60
+COMMAND = """
+import sys, time
+from pretrain._run.lock import lock_run
+with lock_run(sys.argv[1]):
+    print("holds", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def run(s3, tmp_path):
+    return f"{s3}/{tmp_path.name}/run"
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A function that makes a command of another machine."""
+
+    def make(name, machine="other"):
+        file = tmp_path / f"{name}.lock"
+        file.touch()
+        return replace(this_command(file.stat()), owner=name, host=f"host-{name}", machine=f"{machine}-{name}")
+
+    return make
+
+
+def objects(run):
+    filesystem, root = open_uri(run)
+    infos = filesystem.get_file_info(FileSelector(f"{root}/.lease", allow_not_found=True))
+    return sorted(info.base_name for info in infos if info.is_file)
+
+
+def ignored(sentence):
+    raise AssertionError(sentence)
+
+
+def test_a_second_command_on_another_machine_is_rejected_until_the_first_has_ended(run, command):
+    with leasing(run, command("b"), ignored):
+        with (
+            pytest.raises(
+                UsageError, match=r"must be locked by one command at a time, .* host-b \(process .*\) since 20"
+            ),
+            leasing(run, command("a"), ignored),
+        ):
+            pass
+        assert objects(run) == ["b.json"]
+    with leasing(run, command("a"), ignored):
+        assert objects(run) == ["a.json"]
+    assert objects(run) == []
+
+
+def test_of_commands_that_start_at_once_one_goes_on(run, command):
+    """The order of their requests differs from round to round. Never do two hold the lease."""
+    for round_ in range(5):
+        held, most, rejected, guard = 0, 0, 0, threading.Lock()
+        barrier = threading.Barrier(4)
+
+        def go_on(name, barrier=barrier, guard=guard):
+            nonlocal held, most, rejected
+            barrier.wait(LIMIT_S)
+            try:
+                with leasing(run, command(name), ignored):
+                    with guard:
+                        held += 1
+                        most = max(most, held)
+                    time.sleep(0.3)
+                    with guard:
+                        held -= 1
+            except UsageError:
+                with guard:
+                    rejected += 1
+
+        threads = [threading.Thread(target=go_on, args=(f"{name}{round_}",)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert most == 1
+        assert rejected >= 1
+        assert objects(run) == []
+
+
+def test_a_lease_that_is_not_renewed_lapses(run, command, monkeypatch):
+    filesystem, root = open_uri(run)
+    dead = replace(command("dead"), state="holds", generation=3)
+    with filesystem.open_output_stream(f"{root}/.lease/dead.json") as stream:
+        stream.write(json.dumps(asdict(dead)).encode())
+    with pytest.raises(UsageError, match="host-dead"), leasing(run, command("a"), ignored):
+        pass
+    monkeypatch.setattr(lease, "LAPSES_AFTER_S", 1.0)
+    time.sleep(3)  # the server tells times in seconds
+    with leasing(run, command("a"), ignored):
+        assert objects(run) == ["a.json"]
+
+
+def test_a_command_that_has_lost_its_lease_is_told_once(run, command, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.2)
+    lost, told = threading.Event(), []
+
+    def note(sentence):
+        told.append(sentence)
+        lost.set()
+
+    filesystem, root = open_uri(run)
+    with leasing(run, command("a"), note):
+        newer = replace(command("b"), state="holds", generation=2)
+        with filesystem.open_output_stream(f"{root}/.lease/b.json") as stream:
+            stream.write(json.dumps(asdict(newer)).encode())
+        assert lost.wait(LIMIT_S)
+        time.sleep(1)
+    (sentence,) = told
+    assert "got a second one on host-b (process" in sentence
+    assert objects(run) == ["b.json"]
+
+
+def test_a_command_that_loses_its_lease_ends_in_one_sentence(run, command, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.2)
+    filesystem, root = open_uri(run)
+
+    def lose():
+        with lock_run(run):
+            for name in objects(run):
+                filesystem.delete_file(f"{root}/.lease/{name}")
+            time.sleep(LIMIT_S)
+
+    with pytest.raises(RunFailedError, match="which has ended"):
+        lose()
+
+
+def test_a_killed_command_on_this_machine_frees_the_run_at_once(run):
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "holds\n"
+            with pytest.raises(UsageError, match=f"the first runs on .* \\(process {process.pid} of"), lock_run(run):
+                pass
+        finally:
+            process.kill()
+    assert len(objects(run)) == 1
+    with lock_run(run):
+        assert len(objects(run)) == 1
+    assert objects(run) == []
+
+
+def test_a_rejected_command_deletes_nothing_of_the_first_one(run, command):
+    filesystem, root = open_uri(run)
+    with leasing(run, command("b"), ignored):
+        with filesystem.open_output_stream(f"{root}/config.json") as stream:
+            stream.write(b"{}")
+        with contextlib.suppress(UsageError), lock_run(run):
+            pass
+        assert filesystem.get_file_info(f"{root}/config.json").size == 2
+    assert not locate(run).path.exists()

@@ -1,0 +1,149 @@
+"""The log of a run in object storage: a local S3 server."""
+
+import json
+import threading
+
+import pytest
+from pyarrow.fs import FileSelector
+
+from pretrain._run import log_parts
+from pretrain._run.folder import RunFolder
+from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, LogWriter, pull_log
+from pretrain._run.remote_copy import pull_changed, reader_copy
+from ray_jax_launch import open_uri
+
+
+@pytest.fixture
+def uri(s3, tmp_path):
+    return f"{s3}/{tmp_path.name}/run"
+
+
+@pytest.fixture
+def writer(uri, tmp_path):
+    (tmp_path / "driver").mkdir()
+    return LogWriter(tmp_path / "driver", uri)
+
+
+def parts(uri):
+    """Names and sizes of the parts."""
+    filesystem, root = open_uri(uri)
+    infos = filesystem.get_file_info(FileSelector(f"{root}/log", allow_not_found=True))
+    return {info.base_name: info.size for info in infos if info.is_file}
+
+
+def pulled(uri, folder):
+    folder.mkdir(exist_ok=True)
+    filesystem, root = open_uri(uri)
+    pull_log(filesystem, root, folder)
+    path = folder / METRICS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_each_record_is_uploaded_once(uri, writer, tmp_path):
+    sizes = []
+    for step in range(20):
+        writer.append(METRICS, {"step": step, "loss": 2.0})
+        before = set(parts(uri))
+        writer.flush()
+        sizes += [size for name, size in parts(uri).items() if name not in before]
+    writer.flush()
+    assert len(sizes) == len(parts(uri)) == 20
+    assert max(sizes) <= min(sizes) + 1
+    assert pulled(uri, tmp_path / "reader") == [{"step": step, "loss": 2.0} for step in range(20)]
+
+
+def test_many_parts_become_few(uri, writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_parts, "_MERGED", 3)
+    for step in range(25):
+        writer.append(METRICS, {"step": step})
+        writer.flush()
+    assert len(parts(uri)) <= 5  # 9 + 9 + 3 + 3 + 1
+    assert [record["step"] for record in pulled(uri, tmp_path / "reader")] == [*range(25)]
+
+
+def test_a_part_that_a_killed_writer_has_merged_but_not_deleted_counts_once(uri, writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_parts, "_MERGED", 3)
+    for step in range(2):
+        writer.append(METRICS, {"step": step})
+        writer.flush()
+    filesystem, root = open_uri(uri)
+    left = {name: filesystem.open_input_stream(f"{root}/log/{name}").read() for name in parts(uri)}
+    writer.append(METRICS, {"step": 2})
+    writer.flush()
+    for name, content in left.items():
+        with filesystem.open_output_stream(f"{root}/log/{name}") as stream:
+            stream.write(content)
+    assert len(parts(uri)) == 3
+    assert [record["step"] for record in pulled(uri, tmp_path / "reader")] == [0, 1, 2]
+
+
+def test_a_run_that_continues_drops_the_records_after_its_checkpoint(uri, writer, tmp_path):
+    for step in (0, 10, 20):
+        writer.append(METRICS, {"step": step, "loss": 1.0})
+        writer.append(SAMPLES, {"step": step, "prompt": "a", "text": "b"})
+    writer.append(PHASES, {"step": 20, "time_s": 1.0, "phase": "training"})
+    writer.flush()
+    second = RunFolder(tmp_path / "second", uri)
+    second.path.mkdir()
+    second.pull()
+    log = second.log_writer()
+    log.cut(10)
+    log.append(METRICS, {"step": 10, "loss": 2.0})
+    log.flush()
+    writer.append(METRICS, {"step": 30, "loss": 9.0})  # of a worker that was taken for dead
+    writer.flush()
+    assert pulled(uri, tmp_path / "reader") == [{"step": 0, "loss": 1.0}, {"step": 10, "loss": 2.0}]
+    for name in (METRICS, SAMPLES, PHASES):
+        assert (tmp_path / "reader" / name).read_bytes() == (second.path / name).read_bytes()
+
+
+def test_a_reader_downloads_new_parts_only(uri, writer, monkeypatch):
+    downloaded = []
+    download = log_parts._download
+    monkeypatch.setattr(log_parts, "_download", lambda *args: (downloaded.append(args[2].name), download(*args)))
+    folder = reader_copy(uri)
+    for step in range(3):
+        writer.append(METRICS, {"step": step})
+        writer.flush()
+        assert pull_changed(folder)
+        assert not pull_changed(folder)
+    assert sorted(downloaded) == sorted(parts(uri))
+
+
+def test_records_are_uploaded_while_the_run_goes_on(uri, writer, monkeypatch):
+    monkeypatch.setattr(log_parts, "UPLOAD_EVERY_S", 0.1)
+    is_uploaded = threading.Event()
+    write = log_parts._write
+    monkeypatch.setattr(log_parts, "_write", lambda *args: (write(*args), is_uploaded.set()))
+    writer.start()
+    writer.append(METRICS, {"step": 0})
+    assert is_uploaded.wait(60)
+    writer.stop()
+    assert len(parts(uri)) == 1
+
+
+def test_lines_wait_for_a_storage_that_fails_for_a_while(uri, writer, tmp_path, monkeypatch):
+    write, failures = log_parts._write, [OSError("no route to host")]
+
+    def fail_once(*args):
+        if failures:
+            raise failures.pop()
+        write(*args)
+
+    monkeypatch.setattr(log_parts, "_write", fail_once)
+    writer.append(METRICS, {"step": 0})
+    with pytest.raises(OSError, match="no route"):
+        writer.flush()
+    writer.append(METRICS, {"step": 1})
+    writer.flush()
+    assert [record["step"] for record in pulled(uri, tmp_path / "reader")] == [0, 1]
+
+
+def test_damaged_parts_lose_their_damaged_lines_only(uri, writer, tmp_path):
+    writer.append(METRICS, {"step": 0})
+    writer.flush()
+    filesystem, root = open_uri(uri)
+    lines = ["[" * 100_000, "{", "[]", '{"cut": "1"}', '{"file": "metrics.jsonl", "line": 5}', '{"file": "../x"}']
+    with filesystem.open_output_stream(f"{root}/log/000009-ab-000001-000001.jsonl") as stream:
+        stream.write("\n".join([*lines, '{"file": "metrics.jsonl", "line": {"step": 1}}', ""]).encode())
+    assert [record["step"] for record in pulled(uri, tmp_path / "reader")] == [0, 1]

@@ -1,0 +1,87 @@
+"""The user's cache: closed to other users, and not used if it is theirs."""
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import jax
+import pytest
+
+from pretrain._data import cache_folder
+from pretrain._errors import UsageError
+from pretrain._run.folder import locate
+from pretrain._run.remote_copy import reader_copy
+from pretrain._surroundings.private_cache import private_cache
+from pretrain._training.compilation import keep_programs
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache with folders of ours that were open to all users."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("pretrain", "owt-data"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+@pytest.fixture
+def programs():
+    """The folder of compiled programs, as jax has it."""
+    names = (
+        "jax_compilation_cache_dir", "jax_compilation_cache_max_size", "jax_persistent_cache_min_compile_time_secs"
+    )  # fmt: skip
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield lambda: jax.config.values["jax_compilation_cache_dir"]
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_compiled_programs_are_closed_to_other_users(cache, programs):
+    keep_programs()
+    assert Path(programs()).is_relative_to(cache / "pretrain")
+    assert mode(cache / "pretrain") == 0o700
+
+
+@pytest.mark.parametrize("locates", [locate, reader_copy])
+def test_copies_of_runs_are_closed_to_other_users(locates, cache):
+    assert locates("s3://bucket/runs/first").path.is_relative_to(cache / "pretrain")
+    assert mode(cache / "pretrain") == 0o700
+
+
+def test_prepared_tokens_are_closed_to_other_users(cache):
+    assert cache_folder() == cache / "owt-data"
+    assert mode(cache / "owt-data") == 0o700
+
+
+def test_a_missing_cache_is_made_closed(cache):
+    assert mode(private_cache("new")) == 0o700
+
+
+@as_root
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_cache_of_another_user_is_not_used(is_link, cache, programs, caplog):
+    folder = cache / "pretrain"
+    if is_link:
+        folder.rmdir()
+        (cache / "own").mkdir()
+        folder.symlink_to("own")
+    os.chown(folder, 12345, 12345, follow_symlinks=False)
+    with caplog.at_level(logging.WARNING, "pretrain"):
+        keep_programs()
+    assert programs() is None
+    (message,) = caplog.messages
+    assert message == (
+        f"compiled programs are not kept: {folder} must be a folder of this user, got one of user 12345. Set "
+        "XDG_CACHE_HOME to another."
+    )
+    with pytest.raises(UsageError, match="must be a folder of this user, got one of user 12345"):
+        locate("s3://bucket/runs/first")

@@ -1,0 +1,96 @@
+"""Wrong values from Python. A child process takes them: in the tests, beartype would reject them first."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import dataclasses, json
+from pathlib import Path
+from nnx_gpt2 import OptimizerConfig
+from pretrain import PRESETS, MeshConfig, ModelConfig, PrepareConfig, PretrainConfig, TrainConfig, train
+
+quickstart = PRESETS["quickstart"]()
+CALLS = {
+    "train(None)": lambda: train(None),
+    "train('quickstart')": lambda: train("quickstart"),
+    "train(PRESETS)": lambda: train(PRESETS["quickstart"]),
+    "MeshConfig": lambda: MeshConfig(fsdp=None),
+    "ModelConfig": lambda: ModelConfig(attention="x"),
+    "PrepareConfig": lambda: PrepareConfig(split_seed="1"),
+    "PrepareConfig.tokenizer": lambda: PrepareConfig(tokenizer="gpt3"),
+    "TrainConfig": lambda: TrainConfig(max_steps=1.5),
+    "TrainConfig.bool": lambda: TrainConfig(log_every=True),
+    "TrainConfig.order": lambda: TrainConfig(order="x"),
+    "TrainConfig.max_epochs": lambda: TrainConfig(max_epochs=10**400),
+    "optimizer": lambda: dataclasses.replace(quickstart, optimizer=OptimizerConfig(warmup_steps=1.5)),
+    **{
+        name: lambda name=name, value=value: dataclasses.replace(quickstart, **{name: value})
+        for name, value in {
+            "hardware": 5, "seed": "1", "data_mode": "x", "trackers": ("bogus",), "preset": "bogus", "mesh": None,
+            "model": {}, "data": Path("book.txt"), "storage_path": Path("runs"), "name": 5, "prompts": "a",
+            "dashboard": "yes", "peak_tflops": "1", "profile": 5,
+        }.items()
+    },
+}
+found = {}
+for name, call in CALLS.items():
+    try:
+        call()
+        found[name] = "accepted"
+    except ValueError as error:
+        found[name] = str(error)
+    except Exception as error:
+        found[name] = repr(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The message of each call."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path_factory.mktemp("place"), env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+        check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("train(None)", "config must be a PretrainConfig, got None. Start from PRESETS['quickstart']()."),
+        ("train('quickstart')", "config must be a PretrainConfig, got 'quickstart'. Start from"),
+        ("train(PRESETS)", "config must be a PretrainConfig, got <function quickstart at"),
+        ("MeshConfig", "mesh.fsdp must be an integer, got None. Change it."),
+        ("ModelConfig", "model.attention must be auto, xla, cudnn or splash, got 'x'."),
+        ("PrepareConfig", "prepare.split_seed must be an integer, got '1'."),
+        ("PrepareConfig.tokenizer", "prepare.tokenizer must be bytes or gpt2, got 'gpt3'. Did you mean gpt2?"),
+        ("TrainConfig", "train.max_steps must be an integer, got 1.5."),
+        ("TrainConfig.bool", "train.log_every must be an integer, got True."),
+        ("TrainConfig.order", "train.order must be shuffle, random, sequential or sequential-first, got 'x'."),
+        ("TrainConfig.max_epochs", "train.max_epochs must be a number of at most 64 bits or none, got 1000"),
+        ("optimizer", "warmup_steps must be"),
+        ("hardware", "hardware must be a text, got 5."),
+        ("seed", "seed must be an integer, got '1'."),
+        ("data_mode", "data_mode must be prepared or stream, got 'x'."),
+        ("trackers", "trackers must be a tuple of any of tensorboard, wandb or trackio, got ('bogus',)."),
+        ("preset", "preset must be quickstart, baby, tutorial, wikitext, gpt2, gpt2-medium, gpt2-large or gpt2-xl, "),
+        ("mesh", "mesh must be a MeshConfig, got None."),
+        ("model", "model must be a ModelConfig, got {}."),
+        ("data", "data must be a text, got PosixPath('book.txt')."),
+        ("storage_path", "storage_path must be a text, got PosixPath('runs')."),
+        ("name", "name must be a text or none, got 5."),
+        ("prompts", "prompts must be a tuple of texts, got 'a'."),
+        ("dashboard", "dashboard must be true or false, got 'yes'."),
+        ("peak_tflops", "peak_tflops must be a number or none, got '1'."),
+        ("profile", "profile must be a text or none, got 5."),
+    ],
+)
+def test_a_wrong_value_is_named(call, message, found):
+    assert message in found[call]

@@ -1,0 +1,56 @@
+"""Token files that were damaged at the same size: the run ends, and says which file."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from owt_data import PrepareOptions, prepare
+
+RUN = (
+    "--data tokens --hardware local --name run --model.num-layers 1 --model.num-heads 2 --model.embed-dim 16 "
+    "--train.sample-tokens 0"
+)
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with token files, whose training tokens have another id."""
+    (tmp_path / "book.txt").write_text("A short book, of some words. " * 2000)
+    prepare(str(tmp_path / "book.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
+    tokens = np.fromfile(tmp_path / "tokens" / "train.bin", "<u2")
+    tokens[-1000] ^= 1
+    tokens.tofile(tmp_path / "tokens" / "train.bin")
+    return tmp_path
+
+
+def run(place, options):
+    return subprocess.run(
+        [sys.executable, "-m", "pretrain", *RUN.split(), *options.split()],
+        cwd=place, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_a_damaged_file_ends_a_run(place):
+    done = run(place, f"--train.max-steps {10**9} --train.checkpoint-every {10**9}")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert f"error: {place / 'tokens' / 'train.bin'} must " in done.stderr
+    assert "the same command continues" in done.stderr
+    assert (place / "runs" / "run" / "starts.jsonl").exists()
+    assert not (place / "runs" / "run" / "result.json").exists()
+
+
+def test_a_damaged_file_is_found_before_the_training_if_asked(place):
+    done = run(place, "--train.max-steps 5 --verify-data first")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert f"error: {place / 'tokens' / 'train.bin'} must " in done.stderr
+    assert not (place / "runs").exists()
+
+
+def test_files_are_not_verified_if_asked(place):
+    done = run(place, "--train.max-steps 5 --verify-data off")
+    assert done.returncode == 0, done.stderr
+    assert (place / "runs" / "run" / "result.json").exists()
