@@ -301,7 +301,7 @@ def test_two_workers_on_object_storage_have_the_losses_of_one_until_an_interrupt
     printed = [line for line in log.read_text().splitlines() if line.startswith("interrupted")]
     assert code == 130, log.read_text()
     assert printed == [
-        "interrupted: the workers save what they have; press Ctrl-C again to stop at once",
+        "interrupted: the workers save what they have",
         "interrupted: run the same command again to continue",
     ]
     folder = locate(run)
