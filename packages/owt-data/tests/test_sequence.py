@@ -130,7 +130,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_file_and_place(place, fi
     message = f"The ids in {span.path} {constraint}, got 65535 at token {place - first}."
     for read in (
         lambda tokens: tokens.windows(np.arange(6000), **WINDOWS),
-        lambda tokens: tokens.read_windows(np.array([4990, max(0, place - 3)]), 8),
+        lambda tokens: tokens.read_windows(np.array([4990, min(max(0, place - 3), 4991)]), 8),
         lambda tokens: tokens.read(max(0, place - 1)),
         lambda tokens: tokens.between(max(0, place - 4), 5000).read(),
     ):
@@ -138,6 +138,12 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_file_and_place(place, fi
         with pytest.raises(DataError) as caught:
             read(limited)
         assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(("start", "name"), [(-1, "smallest"), (4992, "largest"), (5000, "largest")])
+def test_windows_outside_the_tokens_are_rejected(start, name, files):
+    with pytest.raises(DataError, match=f"The {name} start must be an integer .*, got {start}"):
+        sequence(files).read_windows(np.array([5, start]), 8)
 
 
 def test_every_id_below_the_vocabulary_is_read(files):

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, UnreadableError, show, show_name
+from owt_data._errors import DataError, UnreadableError, check_integer, show, show_name
 from owt_data._options import OrderKind
 from owt_data._paths import BYTES_PER_TOKEN, LocalTokens, RemoteTokens, file_info, is_uri
 from owt_data._tokens.window_order import num_windows, shuffled, window_starts
@@ -113,8 +113,12 @@ class TokenSequence:
         """Read the windows that begin at `starts`, `int64[N]`, as `uint16[N, seq_len + 1]`.
 
         Raises:
-            DataError: a file cannot be read, is cut short, or holds a token outside the vocabulary.
+            DataError: a start is out of range, or a file cannot be read, is cut short, or holds a token outside the
+                vocabulary.
         """
+        last = len(self) - seq_len - 1
+        check_integer("The smallest start", int(starts.min(initial=0)), least=0)
+        check_integer("The largest start", int(starts.max(initial=0)), least=0, most=max(0, last))
         windows = np.empty((len(starts), seq_len + 1), dtype=np.uint16)
         reader = SequenceReader(self)
         if any(is_uri(span.path) for span in self.spans):
