@@ -79,7 +79,9 @@ def test_ctrl_c_lets_a_loop_that_polls_save_and_ends_any_other(tmp_path, polls, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_launch_whose_loop_does_not_poll(number):
+def test_a_signal_ends_a_launch_whose_loop_does_not_poll(number, monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=time.sleep)  # the actor's answer may take a second
+    monkeypatch.setattr("ray_jax_launch._train.interrupt.time", clock)
     control, before = start_control_actor(), signal.getsignal(number)
     interrupt = Interrupt(control)
     interrupt.install()
