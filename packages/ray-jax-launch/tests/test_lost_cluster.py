@@ -1,4 +1,4 @@
-"""The loss of the whole cluster: the command ends in seconds with one sentence, and the same command continues."""
+"""The loss of the cluster: the command ends in seconds with one sentence, and the same command continues."""
 
 import os
 import re
