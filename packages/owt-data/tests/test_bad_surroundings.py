@@ -136,24 +136,6 @@ def test_token_files_of_gpt2_are_opened_without_the_tokenizer_and_not_shown(fold
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.fault
-@pytest.mark.parametrize("why", ["time-out", "address"])
-def test_a_ray_that_does_not_start_is_reported(why, articles, tmp_path, record_property):
-    record_property("fault", f"Ray's processes do not start for prepare --ray: {why}")
-    record_property("lost", "nothing")
-    # Its control store has no time to come up, or its sockets have names that are too long for sockets.
-    cause = {"time-out": {"RAY_gcs_server_port_wait_time_s": "0"}, "address": {"RAY_TMPDIR": f"{tmp_path}/{99 * 'x'}"}}
-    done = run("prepare", articles, tmp_path / "out", *BYTES, "--ray", environment={**os.environ, **cause[why]})
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: Ray must start a cluster on this machine, got a failure (")
-    assert last.endswith(" Run the same command again, or without --on-cluster.")
-    assert not (tmp_path / "out").exists()
-    prepare(str(articles), tmp_path / "out", OPTIONS)
-    assert verify(tmp_path / "out") == []
-
-
 ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
 
 

@@ -1,10 +1,14 @@
 """Parts as tasks of a real Ray cluster."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
+import ray
 
 from owt_data import PrepareOptions, prepare, verify
 
@@ -24,18 +28,56 @@ def test_tasks_write_the_same_files(tokenizer, articles, tmp_path, cluster, requ
     assert verify(tmp_path / "out") == []
 
 
-def test_the_command_starts_a_cluster_if_needed(articles, tmp_path):
+def prepare_on(address, articles, out):
+    """Run `prepare --on-cluster` in a process that knows the cluster by its address."""
     code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes", "--on-cluster"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    return subprocess.run(
+        [sys.executable, "-c", code, "prepare", str(articles), str(out), "--tokenizer", "bytes", "--on-cluster"],
+        env=os.environ | {"RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_the_command_joins_the_cluster_of_the_environment(articles, tmp_path, cluster):
+    done = prepare_on(ray.get_runtime_context().gcs_address, articles, tmp_path / "out")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert verify(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("address", ["", "local"])
+def test_the_command_starts_no_cluster(address, articles, tmp_path):
+    """One of its own would be no faster than the processes of this machine, and open to the network."""
+    done = prepare_on(address, articles, tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: RAY_ADDRESS must name a Ray cluster, which tokenizes the text, got {address or 'nothing'}. Set it, or "
+        "tokenize on this machine alone, without --on-cluster.\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.fault
+def test_a_server_that_says_nothing_is_reported_within_half_a_minute(articles, tmp_path, record_property):
+    record_property("fault", "RAY_ADDRESS names a server that accepts connections and says nothing")
+    record_property("lost", "nothing")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        begin_s = time.monotonic()
+        done = prepare_on(address, articles, tmp_path / "out")
+    assert time.monotonic() - begin_s < 40  # 20 s, and what a loaded machine needs to start two processes
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: RAY_ADDRESS must name a Ray cluster that answers, got {address} (no answer for 20 s). Correct it, or "
+        "tokenize on this machine alone, without --on-cluster.\n"
+    )
 
 
 @pytest.mark.fault
 def test_tokenizer_files_that_the_cluster_lacks_keep_finished_shards(
-    articles, tmp_path, ranks, no_ranks, record_property
+    articles, tmp_path, cluster, ranks, no_ranks, record_property
 ):
     record_property("fault", "the driver has the tokenizer's files, the Ray cluster has not")
     record_property("lost", "nothing")
@@ -55,9 +97,13 @@ sys.exit(main(sys.argv[2:]))
 """
     arguments = [str(ranks), "prepare", str(articles), str(tmp_path / "out"), "--ray"]
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], env=no_ranks, capture_output=True, text=True, check=False,
+        [sys.executable, "-c", script, *arguments],
+        env=no_ranks | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=300,
-    )  # fmt: skip
+    )
     assert done.returncode == 2, done.stderr
     assert "Ray must tokenize every shard, got a failure: " in done.stderr
     assert "The files of tokenizer 'gpt2' must be downloaded once, got ProxyError." in done.stderr
@@ -71,17 +117,10 @@ sys.exit(main(sys.argv[2:]))
 def test_a_missing_cluster_is_reported(articles, tmp_path, record_property):
     record_property("fault", "RAY_ADDRESS names no cluster at the first start")
     record_property("lost", "nothing")
-    code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes", "--ray"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "RAY_ADDRESS": "127.0.0.1:9"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = prepare_on("127.0.0.1:9", articles, tmp_path / "out")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        "error: RAY_ADDRESS must name a Ray cluster that answers, got 127.0.0.1:9 ("
+    assert re.fullmatch(
+        r"error: RAY_ADDRESS must name a Ray cluster that answers, got 127.0.0.1:9 \(\[Errno \d+\] Connection refused\)"
+        r"\. Correct it, or tokenize on this machine alone, without --on-cluster\.\n",
+        done.stderr,
     )
-    assert "Traceback" not in done.stderr

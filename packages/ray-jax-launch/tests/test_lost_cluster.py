@@ -38,6 +38,19 @@ if __name__ == "__main__":
         sys.exit(f"failed: {error}")
 """
 
+ENDED = (
+    "error: this command was killed, or Ray ended it because a process of its cluster had died: the same command "
+    "continues from the newest checkpoint"
+)
+CONNECT = """
+import os, sys, ray
+from ray_jax_launch import connect
+
+connect()
+print("connected", flush=True)
+sys.stdin.readline()
+"""
+
 
 def is_alive(process):
     try:
@@ -74,7 +87,26 @@ def test_a_launch_that_loses_its_cluster_ends_in_one_sentence_and_continues_late
     _, alive = psutil.wait_procs([one for one in processes if is_alive(one)], timeout=60)
     assert [one for one in alive if is_alive(one)] == []
     *before, last = (tmp_path / "log").read_text().splitlines()
-    assert re.fullmatch(r"failed: the Ray cluster is gone: its .* \(full logs: .*\)", last)
+    # Ray's C++ sometimes ends the driver first, when an agent has died.
+    by_ray = f"|{re.escape(ENDED)}" if "Agent" in victim else ""
+    assert re.fullmatch(rf"failed: the Ray cluster is gone: its .* \(full logs: .*\){by_ray}", last)
     # Ray's C++ may log that it looks for lost objects.
     assert [line for line in before if not re.match(r"starting|worker 0|.* :info_message: ", line)] == []
     subprocess.run([*command, "60"], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_killed_driver_leaves_a_sentence_and_a_finished_one_leaves_none(is_killed):
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", CONNECT]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as driver:
+        try:
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == "connected\n"
+            if is_killed:
+                driver.kill()
+            _, errors = driver.communicate(timeout=60)  # the end of its input ends it
+        finally:
+            driver.kill()
+    assert (driver.returncode, errors) == ((-signal.SIGKILL, f"{ENDED}\n") if is_killed else (0, ""))

@@ -3,8 +3,12 @@
 On Linux Ray itself ends most processes of a killed driver, but two agents of the node first try for a minute to reach
 the control store, which is gone. On macOS no process ends with the driver. This module runs as a separate process. It
 reads what to do from its standard input, a pipe that only the driver holds open, until the pipe ends.
+
+A driver that has been killed cannot say so. Nor can one that Ray ends in C++, as it does after the death of its raylet
+or of an agent. This process says it then, on the driver's standard error.
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -17,6 +21,11 @@ from ray_jax_launch._cluster_folder import clean_up
 
 # Processes that end by themselves do it within this time.
 _GRACE_S = 10.0
+_CHILDREN, _END = "children", "end"
+_KILLED = (
+    "error: this command was killed, or Ray ended it because a process of its cluster had died: the same command "
+    "continues from the newest checkpoint"
+)
 
 
 class Reaper:
@@ -35,12 +44,12 @@ class Reaper:
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, reader, 0),
                 (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
                 (os.POSIX_SPAWN_CLOSE, self._writer),
             ],
             setpgroup=0,  # Ctrl-C must reach only the driver
         )
         os.close(reader)
+        atexit.register(self._send, _END)
 
     def watch(self, pid: int) -> None:
         """Kill this process after the driver has ended."""
@@ -48,10 +57,12 @@ class Reaper:
 
     def watch_children(self) -> None:
         """Kill also the present children of the processes that it watches."""
-        self._send("children")
+        self._send(_CHILDREN)
 
     def close(self) -> None:
         """Let it act now: the cluster has ended, and this process has not."""
+        atexit.unregister(self._send)
+        self._send(_END)
         os.close(self._writer)
 
     def _send(self, line: str) -> None:
@@ -79,9 +90,17 @@ def _birth(pid: int) -> str:
 
 def _main(parent: Path) -> None:
     births: dict[int, str] = {}
-    for line in sys.stdin:  # ends when the driver has ended
-        pids = [child for pid in [*births] for child in _children(pid)] if line == "children\n" else [int(line)]
-        births |= {pid: _birth(pid) for pid in pids}
+    is_killed = True
+    for line in map(str.strip, sys.stdin):  # ends when the driver has ended
+        if line == _END:
+            is_killed = False
+        else:
+            pids = [child for pid in [*births] for child in _children(pid)] if line == _CHILDREN else [int(line)]
+            births |= {pid: _birth(pid) for pid in pids}
+    if is_killed:
+        with contextlib.suppress(OSError):  # of a terminal that is closed
+            print(_KILLED, file=sys.stderr, flush=True)
+    os.close(2)  # who reads the driver's output must not wait for this process
     deadline_s = time.monotonic() + _GRACE_S
     while births and time.monotonic() < deadline_s:
         births = {pid: birth for pid, birth in births.items() if birth and _birth(pid) == birth}

@@ -3,6 +3,8 @@
 import logging
 import os
 import socket
+import subprocess
+import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from owt_data._prepare.shards import Encoder, Shard
 from owt_data._prepare.tokenize_worker import encode_shard
 from owt_data._tokenizers import load_fast_tokenizer
 
-_CONNECT_TIMEOUT_S = 10
+_CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 5, 20
 
 
 @cache
@@ -33,18 +35,18 @@ def _load_once(tokenizer: str) -> tiktoken.Encoding:
 
 @contextmanager
 def ray_encoder(tokenizer: str, num_tasks: int | None = None) -> Iterator[Encoder]:
-    """Encode shards as Ray tasks of one core each, on the cluster at `RAY_ADDRESS` or a local one.
+    """Encode shards as Ray tasks of one core each, on the connected cluster or the one at `RAY_ADDRESS`.
 
     Args:
         tokenizer: the tokenizer.
         num_tasks: number of concurrent tasks. Default: twice the CPUs of the cluster, which leaves none idle.
 
     Raises:
-        DataError: the cluster cannot be reached, or a task failed.
+        DataError: there is no cluster, it cannot be reached, or a task failed.
     """
-    started = not ray.is_initialized()
-    if started:
-        _start()
+    connects = not ray.is_initialized()
+    if connects:
+        _connect()
     encode = ray.remote(num_cpus=1)(_encode)
     num_tasks = num_tasks or 2 * int(ray.cluster_resources().get("CPU", 1))
 
@@ -63,34 +65,48 @@ def ray_encoder(tokenizer: str, num_tasks: int | None = None) -> Iterator[Encode
         found = f"a failure: {one_line(reason)}"
         raise DataError(f"Ray must tokenize every shard, got {found}. Run the same command again to resume.") from error
     finally:
-        if started:
+        if connects:
             ray.shutdown()
 
 
-def _start() -> None:
-    """Connect to the cluster at `RAY_ADDRESS`, or start a local one."""
-    address = os.environ.get("RAY_ADDRESS")
-    constraint = "Ray must start a cluster on this machine, got a failure"
-    remedy = "Run the same command again, or without --on-cluster."
-    options: dict[str, Any] = {"address": "local", "include_dashboard": False}
-    if address:
-        constraint = f"RAY_ADDRESS must name a Ray cluster that answers, got {show_name(address)}"
-        remedy = "Correct it, or unset it to start a cluster here."
-        options = {"address": address}
+def _connect() -> None:
+    """Connect to the cluster at `RAY_ADDRESS`."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "local"):
+        raise DataError(
+            f"RAY_ADDRESS must name a Ray cluster, which tokenizes the text, got {address or 'nothing'}. Set it, or "
+            "tokenize on this machine alone, without --on-cluster."
+        )
     try:
-        _check_address(address or "")
-        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    # Ray raises a bare Exception if its processes do not start in time.
+        _check_answers(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    # Ray raises a bare Exception if a server of another kind answers.
     except Exception as error:
         reason = one_line(next(iter(str(error).splitlines()), type(error).__name__))
-        raise DataError(f"{constraint} ({reason}). {remedy}") from error
+        raise DataError(
+            f"RAY_ADDRESS must name a Ray cluster that answers, got {show_name(address)} ({reason}). Correct it, or "
+            "tokenize on this machine alone, without --on-cluster."
+        ) from error
 
 
-def _check_address(address: str) -> None:
-    """Check that a server answers at the address. Ray itself would retry for minutes."""
-    host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if colon:
+def _check_answers(address: str) -> None:
+    """Check that a cluster answers. Ray itself waits for minutes, or forever for a server that says nothing.
+
+    Ray's client, for an address `ray://`, has a time limit of its own.
+    """
+    _, is_client, place = address.rpartition("://")
+    host, has_port, port = place.rpartition(":")
+    if has_port:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    if is_client:
+        return
+    command = [f"{sysconfig.get_path('scripts')}/ray", "status", "--address", address]
+    try:
+        subprocess.run(command, capture_output=True, check=True, timeout=_ANSWER_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConnectionError(f"no answer for {_ANSWER_TIMEOUT_S} s") from error
+    except subprocess.CalledProcessError as error:
+        raise ConnectionError("`ray status` finds no cluster there") from error
 
 
 def _encode(batch: pa.RecordBatch, tokenizer: str, path: Path) -> dict[str, Any]:
