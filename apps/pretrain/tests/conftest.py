@@ -1,6 +1,7 @@
 """Fixtures of all tests: a cache of its own for each test, and a local S3 server."""
 
 import logging
+import signal
 
 import pytest
 from beartype import BeartypeConf
@@ -8,6 +9,9 @@ from beartype.claw import beartype_package
 
 # Check the types of all calls in the package. Must precede its first import.
 beartype_package("pretrain", conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
+# The tests, and what they start, answer signals also where the parent ignores them, as `nohup` does.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import http.client
 import http.server
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+# The tests, and what they start, answer signals also where the parent ignores them, as `nohup` does.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -53,15 +53,16 @@ def serving(answer):
         pytest.param(SETTINGS + NOT_FOUND, "it is no Ray cluster", id="another server of HTTP/2"),
     ],
 )
-def test_a_port_that_is_no_cluster_is_reported_within_30_s(monkeypatch, scheme, answer, reason, record_property):
+def test_a_port_that_is_no_cluster_is_reported_in_time(monkeypatch, scheme, answer, reason, record_property):
     record_property("fault", f"RAY_ADDRESS={scheme}... of a port that is no Ray cluster: {reason}")
     record_property("lost", "nothing: rejected before the start")
     with serving(answer) as port:
         monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{port}")
+        monkeypatch.setattr("ray_jax_launch._cluster_security._ANSWER_TIMEOUT_S", 2.0)
         began_s = time.monotonic()
         with pytest.raises(LaunchError, match=rf"^RAY_ADDRESS must be a Ray cluster .* \(({reason})\)\. Start it, or "):
             connect()
-    assert time.monotonic() - began_s < 30
+    assert time.monotonic() - began_s < 12  # of a limit of 2 s, on a loaded machine
     assert not ray.is_initialized()
 
 

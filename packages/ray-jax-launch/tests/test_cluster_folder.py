@@ -13,6 +13,7 @@ import pytest
 
 from ray_jax_launch import LaunchError
 from ray_jax_launch._cluster_folder import NUM_KEPT, ClusterFolder, clean_up, mark_failed
+from ray_jax_launch._reaper import KILLED
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -61,7 +62,10 @@ def start(tmp_path, temporary):
     def start(*prefix):
         command = [*prefix, sys.executable, "-c", DRIVER, str(tmp_path)]
         environment = environment_of(home, temporary)
-        driver = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        with (tmp_path / "errors").open("w") as errors:
+            driver = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            )
         drivers.append(driver)
         deadline_s = time.monotonic() + 180
         while len([*tmp_path.glob("ready-*")]) < 2:
@@ -177,11 +181,12 @@ def test_a_run_of_two_workers_is_closed_to_others_and_leaves_nothing(start, tmp_
     assert logs.is_relative_to(temporary)
     wait_until(lambda: clusters(temporary) == [])
     assert [path.name for path in temporary.rglob("*")] == [f"ray-jax-{os.getuid()}"]
+    assert KILLED not in (tmp_path / "errors").read_text()
 
 
 @on_linux
 @pytest.mark.fault
-def test_a_killed_driver_leaves_no_folder(start, temporary, record_property):
+def test_a_killed_driver_leaves_a_sentence_and_no_folder(start, tmp_path, temporary, record_property):
     record_property("fault", "SIGKILL of the command: its cluster's files")
     record_property("lost", "steps since the last checkpoint")
     driver = start()
@@ -191,9 +196,11 @@ def test_a_killed_driver_leaves_no_folder(start, temporary, record_property):
     killed_s = time.monotonic()
     wait_until(lambda: clusters(temporary) == [] and not session_members(driver.pid))
     record_property("recovery_s", round(time.monotonic() - killed_s, 1))
+    assert (tmp_path / "errors").read_text().splitlines()[-1] == KILLED
 
 
 @on_linux
+@pytest.mark.slow
 @pytest.mark.fault
 def test_the_next_start_deletes_what_a_driver_and_its_reaper_left(start, temporary, monkeypatch, record_property):
     record_property("fault", "SIGKILL of the command and of the process that cleans up after it")

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from ray_jax_launch import latest_step
+from ray_jax_launch._reaper import KILLED
 
 LAUNCH = """
 import sys, time
@@ -38,19 +39,6 @@ if __name__ == "__main__":
         sys.exit(f"failed: {error}")
 """
 
-ENDED = (
-    "error: this command was killed, or Ray ended it because a process of its cluster had died: the same command "
-    "continues from the newest checkpoint"
-)
-CONNECT = """
-import os, sys, ray
-from ray_jax_launch import connect
-
-connect()
-print("connected", flush=True)
-sys.stdin.readline()
-"""
-
 
 def is_alive(process):
     try:
@@ -61,7 +49,11 @@ def is_alive(process):
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
-    "victim", ["raylet/raylet", "gcs/gcs_server", pytest.param("ray::RuntimeEnvAgent", marks=pytest.mark.slow)]
+    "victim",
+    [
+        "raylet/raylet",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gcs/gcs_server", "ray::RuntimeEnvAgent")),
+    ],
 )
 def test_a_launch_that_loses_its_cluster_ends_in_one_sentence_and_continues_later(tmp_path, victim, record_property):
     """A raylet ends, more slowly, after its agents."""
@@ -88,25 +80,8 @@ def test_a_launch_that_loses_its_cluster_ends_in_one_sentence_and_continues_late
     assert [one for one in alive if is_alive(one)] == []
     *before, last = (tmp_path / "log").read_text().splitlines()
     # Ray's C++ sometimes ends the driver first, when an agent has died.
-    by_ray = f"|{re.escape(ENDED)}" if "Agent" in victim else ""
+    by_ray = f"|{re.escape(KILLED)}" if "Agent" in victim else ""
     assert re.fullmatch(rf"failed: the Ray cluster is gone: its .* \(full logs: .*\){by_ray}", last)
-    # Ray's C++ may log that it looks for lost objects.
-    assert [line for line in before if not re.match(r"starting|worker 0|.* :info_message: ", line)] == []
+    # Ray's C++ may log what it has lost.
+    assert [line for line in before if not re.match(r"starting|worker 0|\[.* E \d+ \d+\] \w+\.cc:", line)] == []
     subprocess.run([*command, "60"], env=environment, check=True, timeout=120)
-
-
-@pytest.mark.parametrize("is_killed", [True, False])
-def test_a_killed_driver_leaves_a_sentence_and_a_finished_one_leaves_none(is_killed):
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", CONNECT]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as driver:
-        try:
-            assert driver.stdout is not None
-            assert driver.stdout.readline() == "connected\n"
-            if is_killed:
-                driver.kill()
-            _, errors = driver.communicate(timeout=60)  # the end of its input ends it
-        finally:
-            driver.kill()
-    assert (driver.returncode, errors) == ((-signal.SIGKILL, f"{ENDED}\n") if is_killed else (0, ""))

@@ -249,7 +249,7 @@ def test_a_full_disk_fails_the_save_and_keeps_the_checkpoints_before_it(tmp_path
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("hardware", ["local", "cpu:1"])
+@pytest.mark.parametrize("hardware", ["local", pytest.param("cpu:1", marks=pytest.mark.slow)])
 def test_a_full_disk_ends_the_launch_with_one_sentence(tmp_path, in_mount_namespace, hardware, record_property):
     code = FULL_LAUNCH.replace("HARDWARE", hardware)
     (tmp_path / "small").mkdir()

@@ -22,7 +22,7 @@ from ray_jax_launch._cluster_folder import clean_up
 # Processes that end by themselves do it within this time.
 _GRACE_S = 10.0
 _CHILDREN, _END = "children", "end"
-_KILLED = (
+KILLED = (
     "error: this command was killed, or Ray ended it because a process of its cluster had died: the same command "
     "continues from the newest checkpoint"
 )
@@ -99,7 +99,7 @@ def _main(parent: Path) -> None:
             births |= {pid: _birth(pid) for pid in pids}
     if is_killed:
         with contextlib.suppress(OSError):  # of a terminal that is closed
-            print(_KILLED, file=sys.stderr, flush=True)
+            os.write(2, f"{KILLED}\n".encode())
     os.close(2)  # who reads the driver's output must not wait for this process
     deadline_s = time.monotonic() + _GRACE_S
     while births and time.monotonic() < deadline_s:

@@ -111,8 +111,8 @@ def prepare(
         out: the folder; made if missing.
         options: tokenizer and split.
         num_processes: number of tokenizing processes, or of concurrent tasks. Default: the usable CPUs.
-        use_ray: tokenize as tasks of the connected Ray cluster, or the one at `RAY_ADDRESS`. All its machines must share
-            `out`.
+        use_ray: tokenize as tasks of the connected Ray cluster, or the one at `RAY_ADDRESS`. All its machines must
+            share `out`.
         progress: called after each step.
 
     Raises:
