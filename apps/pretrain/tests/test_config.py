@@ -20,7 +20,7 @@ from pretrain._errors import UsageError
         ({"max_tokens": 0}, "train.max_tokens must be at least 1, got 0."),
         ({"max_failures": -2}, "train.max_failures must be at least -1, got -2."),
         ({"global_batch_size": 2**31}, "train.global_batch_size must be at least 1 and below 2147483648, got 2147483"),
-        ({"eval_tokens": 10**400}, "train.eval_tokens must be an integer of at most 64 bits or none, got 1000"),
+        ({"eval_tokens": 10**400}, "train.eval_tokens must be an integer of at most 9007199254740992 or none, got 1000"),
         ({"grad_accum_steps": 5}, "train.global_batch_size must be divisible by train.grad_accum_steps, 5, got 32."),
     ],
 )

@@ -48,6 +48,8 @@ def main(args: Sequence[str] | None = None) -> int:
         of the output has closed it.
     """
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # the command prints the errors of `datasets` itself
+    if not os.environ.get("COLUMNS", "1").strip("0"):
+        del os.environ["COLUMNS"]  # rich would print nothing
     open_streams()
     show_warnings()
     arguments = list(sys.argv[1:] if args is None else args)
@@ -131,8 +133,8 @@ def _run(command: Command) -> int:
             print_line(console, "loading JAX and Ray")  # their imports take seconds
             error = _imported("train.train")(command, console=console).error
             if error is not None:
-                details = f"{error.details}\n" if error.details else ""
-                print_error(f"{details}error: {error}: the same command continues from the newest checkpoint")
+                details, sentence = f"{error.details}\n" if error.details else "", str(error).rstrip(".")
+                print_error(f"{details}error: {sentence}: the same command continues from the newest checkpoint")
                 return _FAILED
         case ShowConfig(config=config):
             sys.stdout.write(to_toml(config))

@@ -14,13 +14,18 @@ from ray_jax_launch import check_no_credentials, check_run_name, parse_hardware
 MAX_STEPS = 2**31 - 1
 """The largest number of steps: a run counts them in 32 bits."""
 
-NUM_SEEDS = 2**63
-"""The number of seeds: a seed is a signed number of 64 bits."""
+NUM_SEEDS = 2**53
+"""The number of seeds: numbers of JSON are exact up to this one."""
+
+MAX_SAMPLE_TOKENS = 1_000_000
+"""The largest number of tokens in a sample, which takes hours."""
 
 MAX_COUNT = 2**31 - 1
-"""The largest number of windows in a batch, or of tokens in a sample: arrays of such shapes are indexed by 32 bits."""
+"""The largest number of windows in a batch: arrays of such shapes are indexed by 32 bits."""
 
 _MAX_WAIT_S = 10**9  # 31 years; a wait of a thread may not take more than 292
+# From a microcontroller to a warehouse of machines.
+_PEAKS_TFLOPS = 1e-6, 1e9
 
 _STEP_DIGITS = len(str(MAX_STEPS))
 
@@ -150,7 +155,7 @@ class TrainConfig:
             ("log_every", 1, math.inf),
             ("eval_every", 1, math.inf),
             ("eval_tokens", 1, math.inf),
-            ("sample_tokens", 0, MAX_COUNT + 1),
+            ("sample_tokens", 0, MAX_SAMPLE_TOKENS + 1),
             ("checkpoint_every", 1, math.inf),
             ("checkpoints_to_keep", 1, math.inf),
             ("grad_accum_steps", 1, math.inf),
@@ -281,8 +286,8 @@ class PretrainConfig:
                 f"prompts must be texts of at least one character, got {shown(list(self.prompts))}. Leave them out for "
                 "a line break."
             )
-        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
-            raise ValueError(f"peak_tflops must be above 0 and finite, got {self.peak_tflops}. Change it.")
+        if self.peak_tflops is not None:
+            _check_range("peak_tflops", self.peak_tflops, *_PEAKS_TFLOPS)
         if self.profile is not None:
             profiled_steps(self.profile)
 

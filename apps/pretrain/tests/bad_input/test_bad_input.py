@@ -17,7 +17,7 @@ SAMPLE = "sample run --max-new-tokens 3"
 EVAL = "eval run"
 EXPORT = "export run out"
 COMMANDS = (TRAIN, SAMPLE, EVAL, EXPORT)
-END = 2**63
+END = 2**53
 LONG = "n" * 300
 
 
@@ -171,15 +171,34 @@ LINES = [
     ("sample nowhere", "run must be the folder or URI of a run, or its name in runs, got nowhere."),
     ("sample nowhere --top-k 0", "--top-k must be at least 1, got 0."),
     ("sample nowhere --top-p 1.5", "--top-p must be above 0 and at most 1, got 1.5."),
-    ("sample nowhere --temperature nan", "--temperature must be finite and at least 0, got nan."),
+    ("sample nowhere --temperature nan", "--temperature must be from 0 to 1e+30, got nan."),
+    ("sample nowhere --temperature 3.5e38", "--temperature must be from 0 to 1e+30, got 3.5e+38."),
+    ("--train.sample-tokens 1000001", "train.sample_tokens must be at least 0 and below 1000001, got 1000001."),
+    ("--peak-tflops 1e-300", "peak_tflops must be at least 1e-06 and below 1000000000.0, got 1e-300."),
+    ("--train.log-every 9007199254740993", "--train.log-every must be an integer of at most 9007199254740992, got 9"),
+    ("--train.max-epochs 1e300", "--train.max-epochs must be a number of at most 1e+39 or none, got 1e300."),
+    (f"{SMALL} --model.dtype float64", "model.dtype and model.param_dtype must be bfloat16 or float32, got float64."),
+    (f"{SMALL} --model.attention splash", "attention backend splash must have a multiple of 128 positions, got "),
+    (f"{SMALL} --model.attention cudnn", "attention backend cudnn must have the type bfloat16, got float32. Choose"),
+    (
+        "--data book.txt --hardware cpu:2 --model.attention cudnn --model.dtype bfloat16",
+        "model.attention must not be cudnn without a GPU, got cpu:2 on cpu. Choose auto.",
+    ),
+    (
+        f"{SMALL} --optimizer.schedule wsd --train.max-steps 20 --optimizer.warmup-steps 18",
+        "optimizer.warmup_steps and optimizer.decay_steps must fit into the 20 steps of the run, got 18 and 4.",
+    ),
+    ("--config ''", "--config must be a file, got an empty name. Give a file, or leave the option out."),
+    ("--config /proc/self/mem", "--config must be readable, got /proc/self/mem (Input/output error). Give another fi"),
+    ("report run --out runs/run/metrics.jsonl", "--out must be a new file or a page that it can replace, got runs/run"),
     ("sample nowhere --max-new-tokens -5", "--max-new-tokens must be from 0 to 1000000, got -5."),
     (
-        f"sample nowhere --max-new-tokens {10**19}",
-        "--max-new-tokens must be from 0 to 1000000, got 10000000000000000000.",
+        f"sample nowhere --max-new-tokens {10**15}",
+        "--max-new-tokens must be from 0 to 1000000, got 1000000000000000.",
     ),
     (
         f"sample nowhere --max-new-tokens {10**20}",
-        "--max-new-tokens must be an integer of at most 64 bits, got 1000000",
+        "--max-new-tokens must be an integer of at most 9007199254740992, got 1000000",
     ),
     ("sample nowhere --num-samples 0", "--num-samples must be from 1 to 2147483647, got 0."),
     (f"sample nowhere --num-samples {2**31}", "--num-samples must be from 1 to 2147483647, got 2147483648."),

@@ -14,15 +14,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from nnx_gpt2._bfloat16 import compute_capability, has_bfloat16
 from nnx_gpt2._dropout import dropout, split_key
 from nnx_gpt2._errors import require
-from nnx_gpt2._model_config import AttentionBackend
+from nnx_gpt2._model_config import SPLASH_MULTIPLE, AttentionBackend
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain, under_mesh
 
 # The plain formula works on blocks of queries, each with the keys that it can see. The number of blocks has an upper
 # bound and their size a lower bound: more blocks save little arithmetic and cost compile time.
 _MAX_BLOCKS, _MIN_BLOCK = 4, 64
 
-# A tile of splash attention has this many lanes.
-_SPLASH_MULTIPLE = 128
 
 _HEADS = (BATCH_AXES, None, TENSOR_AXIS, None)
 
@@ -70,7 +68,7 @@ def causal_attention(
         return _xla(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, dropout_rate, dropout_key)
     kernel, is_supported, needs = {
         "cudnn": (_cudnn, _is_cudnn_case(q_BTNH), "bfloat16 on an NVIDIA GPU of compute capability 8 or above"),
-        "splash": (_splash, _is_splash_case(q_BTNH), f"a multiple of {_SPLASH_MULTIPLE} positions"),
+        "splash": (_splash, _is_splash_case(q_BTNH), f"a multiple of {SPLASH_MULTIPLE} positions"),
     }[backend]
     require(
         is_supported and not drops,
@@ -89,7 +87,7 @@ def _best(q_BTNH: Array) -> AttentionBackend:
 
 
 def _is_splash_case(q_BTNH: Array) -> bool:
-    return q_BTNH.shape[1] % _SPLASH_MULTIPLE == 0
+    return q_BTNH.shape[1] % SPLASH_MULTIPLE == 0
 
 
 def _is_cudnn_case(q_BTNH: Array) -> bool:

@@ -7,6 +7,9 @@ from typing import Any, Literal, get_args
 from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, require, shown
 
 DType = Literal["bfloat16", "float32", "float64"]
+SPLASH_MULTIPLE = 128
+"""Splash attention takes positions in tiles of this many lanes."""
+
 AttentionBackend = Literal["auto", "xla", "cudnn", "splash"]
 RematPolicy = Literal["none", "dots", "full"]
 
@@ -104,13 +107,14 @@ class GPT2Config:
             require(dim % size == 0, f"mesh axis {axis}", f"divide model.{name} ({dim})", size, "Choose another size.")
 
     def check_trainable(self) -> None:
-        """Reject parameters in bfloat16, which lose small updates: near 1 its numbers differ by 1/128 and 1/256.
+        """Reject parameters in bfloat16, and an attention kernel that the windows or the types of the model rule out.
 
-        The scale of a norm, 1 at the start, could not move at learning rates below 2e-3. Creating a training state and
-        a train step makes this check. An application can call it before it starts anything.
+        bfloat16 loses small updates: near 1 its numbers differ by 1/128 and 1/256. The scale of a norm, 1 at the start,
+        could not move at learning rates below 2e-3. Creating a training state and a train step makes this check. An
+        application can call it before it starts anything.
 
         Raises:
-            ValueError: `param_dtype` is bfloat16.
+            ValueError: the message names the field.
         """
         require(
             self.param_dtype != "bfloat16",
@@ -119,6 +123,15 @@ class GPT2Config:
             shown(self.param_dtype),
             "Set model.dtype to bfloat16 to compute in bfloat16.",
         )
+        length, dropout, dtype = self.seq_len, self.dropout_rate, self.dtype
+        for backend, holds, needs, found in (
+            ("splash", length % SPLASH_MULTIPLE == 0, f"a multiple of {SPLASH_MULTIPLE} positions", length),
+            ("cudnn", dtype == "bfloat16", "the type bfloat16", dtype),
+            ("splash", dropout == 0, "no dropout", dropout),
+            ("cudnn", dropout == 0, "no dropout", dropout),
+        ):
+            fits = holds or self.attention != backend
+            require(fits, f"attention backend {backend}", f"have {needs}", found, "Choose auto.")
 
     @property
     def head_dim(self) -> int:

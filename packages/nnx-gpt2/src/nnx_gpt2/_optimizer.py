@@ -42,13 +42,7 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
             ]
             starts += [last]
         case "wsd":
-            decay = max(max_steps // 5, 1) if config.decay_steps is None else config.decay_steps
-            require(
-                warmup + decay <= max_steps,
-                "optimizer.warmup_steps and optimizer.decay_steps",
-                f"fit into the {max_steps} steps of the run",
-                f"{warmup} and {decay}",
-            )
+            decay = config.wsd_decay_steps(max_steps)
             first = peak * (1 - 1 / decay) + end / decay
             parts += [optax.constant_schedule(peak), optax.linear_schedule(first, end, decay - 1)]
             starts += [max_steps - decay]

@@ -65,3 +65,18 @@ class OptimizerConfig:
             ("beta2", "be in [0, 1)", is_number(self.beta2) and 0 <= self.beta2 < 1),
         ):
             require(holds, f"optimizer.{name}", constraint, shown(getattr(self, name)))
+
+    def wsd_decay_steps(self, max_steps: int) -> int:
+        """Return the steps of the decay of `wsd` in a run of `max_steps` steps.
+
+        Raises:
+            ValueError: warmup and decay are longer than the run.
+        """
+        decay = max(max_steps // 5, 1) if self.decay_steps is None else self.decay_steps
+        require(
+            self.warmup_steps + decay <= max_steps,
+            "optimizer.warmup_steps and optimizer.decay_steps",
+            f"fit into the {max_steps} steps of the run",
+            f"{self.warmup_steps} and {decay}",
+        )
+        return decay

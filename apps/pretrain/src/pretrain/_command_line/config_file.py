@@ -75,6 +75,8 @@ def _read(path: str, most_bytes: int) -> bytes:
         UsageError: the file is a device or another pipe, is too large, or its writer writes nothing.
         OSError: the file cannot be read.
     """
+    if not path:
+        raise UsageError("--config must be a file, got an empty name. Give a file, or leave the option out.")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer blocks neither here nor below
     try:
         mode = os.fstat(descriptor).st_mode
@@ -86,7 +88,11 @@ def _read(path: str, most_bytes: int) -> bytes:
         while len(content) <= most_bytes:
             if not select.select([descriptor], [], [], _SILENCE_S)[0]:
                 raise UsageError(f"--config must be a file, got {path}, a pipe that is silent. Give another file.")
-            block = os.read(descriptor, most_bytes)
+            try:
+                block = os.read(descriptor, most_bytes)
+            except OSError as error:  # it names no file
+                found = f"{short(path)} ({error.strerror})"
+                raise UsageError(f"--config must be readable, got {found}. Give another file.") from None
             if not block:
                 return content
             content += block

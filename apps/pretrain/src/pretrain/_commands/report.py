@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pretrain._errors import UsageError
+from pretrain._errors import UsageError, short
 from pretrain._report.page import render_page
 from pretrain._run.find import find_run
 from pretrain._run.history import read_history
@@ -16,6 +16,7 @@ from pretrain._surroundings.output_file import check_output, write_output
 from ray_jax_launch import as_storage_path
 
 _NAME = "report.html"
+_FIRST = b"<!doctype html>"
 
 
 def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Callable[[], float] = time.time) -> Path:
@@ -53,6 +54,13 @@ def _parse_out(out: str) -> Path:
         raise UsageError(f"--out must be a file on this machine, got {out}. Write a file, and copy it.")
     with _failures(path):
         check_output(path, name="--out")
+        if path.is_file() and path.stat().st_size:
+            with path.open("rb") as file:
+                if file.read(len(_FIRST)).lower() != _FIRST:
+                    raise UsageError(
+                        f"--out must be a new file or a page that it can replace, got {short(out)}, another file. Give "
+                        "another name."
+                    )
     return path
 
 

@@ -1,18 +1,17 @@
 """The command `sample`: texts from a trained model."""
 
-import math
 from collections.abc import Iterator
 
 import jax
 
 from pretrain._commands.load import load_trained
-from pretrain._config import MAX_COUNT, NUM_SEEDS
+from pretrain._config import MAX_COUNT, MAX_SAMPLE_TOKENS, NUM_SEEDS
 from pretrain._errors import UsageError, shown
 from pretrain._training.sampling import continue_prompt
 
 _SAMPLES_AT_ONCE = 32
-# A text is printed when it is complete.
-_MOST_TOKENS = 1_000_000
+# The logits are divided by it in float32.
+_MOST_TEMPERATURE = 1e30
 
 
 def sample(
@@ -43,9 +42,9 @@ def sample(
     """
     for name, value, holds, constraint in (
         ("prompt", prompt, prompt != "", "a text of at least one character"),
-        ("max-new-tokens", max_new_tokens, 0 <= max_new_tokens <= _MOST_TOKENS, f"from 0 to {_MOST_TOKENS}"),
+        ("max-new-tokens", max_new_tokens, 0 <= max_new_tokens <= MAX_SAMPLE_TOKENS, f"from 0 to {MAX_SAMPLE_TOKENS}"),
         ("num-samples", num_samples, 1 <= num_samples <= MAX_COUNT, f"from 1 to {MAX_COUNT}"),
-        ("temperature", temperature, 0 <= temperature < math.inf, "finite and at least 0"),
+        ("temperature", temperature, 0 <= temperature <= _MOST_TEMPERATURE, f"from 0 to {_MOST_TEMPERATURE:g}"),
         ("top-k", top_k, top_k is None or top_k >= 1, "at least 1"),
         ("top-p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
         ("seed", seed, 0 <= seed < NUM_SEEDS, f"at least 0 and below {NUM_SEEDS}"),

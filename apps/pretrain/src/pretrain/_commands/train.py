@@ -1,6 +1,7 @@
 """The command `train`: from a configuration to a finished run."""
 
 import contextlib
+import os
 import time
 import traceback
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
             check_same_data(stored, tokens, folder)
         else:
             config = with_length(config, num_windows=data.train.num_windows(config.model.seq_len))
+            _check_schedule(config)
         if result is not None and stored is not None:
             write_description(folder, stored)
             return _finished(folder, name, result, console)
@@ -188,24 +190,33 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
 
 
 def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
-    """Check that the devices can form the mesh, and that the batch is divisible among them, before the launch.
+    """Check that the devices can form the mesh and run the kernels, and can share the batch, before the launch.
 
     Args:
         config: the configuration.
         hardware: the devices. Elastic hardware is checked for each number of workers.
 
     Raises:
-        UsageError: the mesh or the batch does not fit the devices.
+        UsageError: the mesh, the attention kernel or the batch does not fit the devices.
     """
     batch_size, num_microbatches, mesh = config.train.global_batch_size, config.train.grad_accum_steps, config.mesh
+    platform = hardware.kind
     if hardware.kind == "local":
         # This process is the worker. Elsewhere, a driver that imports jax would lock the chips of a TPU host.
         import jax
 
         start_jax()
-        per_worker = jax.local_device_count()
+        platform, per_worker = jax.default_backend(), jax.local_device_count()
     else:
         per_worker = hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
+    if config.model.attention == "cudnn" and platform != "gpu":
+        raise UsageError(f"model.attention must not be cudnn without a GPU, got {hardware} on {platform}. Choose auto.")
+    has_float64 = os.environ.get("JAX_ENABLE_X64", "").lower() in ("y", "yes", "t", "true", "on", "1")
+    if "float64" in (config.model.dtype, config.model.param_dtype) and not has_float64:
+        raise UsageError(
+            "model.dtype and model.param_dtype must be bfloat16 or float32, got float64. Choose another, or set "
+            "JAX_ENABLE_X64=1."
+        )
     for num_workers in hardware.worker_counts:
         num_devices = num_workers * per_worker
         num_slices = num_workers // hardware.workers_per_slice if hardware.kind == "tpu" else 1
@@ -321,6 +332,14 @@ def _check_tokenizer(config: PretrainConfig, data: TokenData, console: Console) 
         print_line(console, f"the run will end without a sample: {error}")
 
 
+def _check_schedule(config: PretrainConfig) -> None:
+    if config.optimizer.schedule == "wsd":
+        try:
+            config.optimizer.wsd_decay_steps(config.train.max_steps)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
 def _check_vocabulary(config: PretrainConfig, data: TokenData) -> None:
     vocab_size = config.model.vocab_size
     if vocab_size is not None and vocab_size < data.vocab_size:
@@ -334,7 +353,7 @@ def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResu
     """Read the result of a run from its files."""
     step = latest_step(folder.checkpoints)
     sample = ""
-    if error is None and folder.sample.exists():  # a run without a tokenizer has no sample
+    if error is None and folder.sample.is_file():  # a run without a tokenizer has no sample
         with best_effort(f"the sample {folder.sample}"):
             sample = read_text(folder.sample)
     return TrainResult(

@@ -27,8 +27,12 @@ _KINDS = (
     (stat.S_ISSOCK, "a socket"),
 )
 
-# Integers up to here are exact in JSON. Metrics come from float32 arrays.
-_MAX_INTEGER, _MAX_FLOAT = 2**53, 1e39
+MAX_INTEGER = 2**53
+"""The largest integer in files: integers up to here are exact in JSON."""
+
+MAX_FLOAT = 1e39
+"""The largest number in files. Metrics come from float32 arrays."""
+
 # The end of the year 9999, the last one of `datetime`.
 _MAX_TIME_S = 253_402_300_799.0
 _MAX_DEPTH = 50
@@ -87,8 +91,8 @@ def _check_values(value: Any, depth: int) -> None:
     elif isinstance(value, list):
         for item in value:
             _check_values(item, depth - 1)
-    elif (isinstance(value, int) and abs(value) > _MAX_INTEGER) or (
-        isinstance(value, float) and _MAX_FLOAT < abs(value) < float("inf")
+    elif (isinstance(value, int) and abs(value) > MAX_INTEGER) or (
+        isinstance(value, float) and MAX_FLOAT < abs(value) < float("inf")
     ):
         raise ValueError("a number is too large")
 
@@ -96,11 +100,14 @@ def _check_values(value: Any, depth: int) -> None:
 def write_durably(path: Path, text: str) -> None:
     """Replace a file. A power cut leaves the old content or the new one; once this returns, the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -12,6 +12,7 @@ _MAKE_DEVICES = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 _WITHIN_S = 60.0
 # `start_jax` checks the first. The second is the name of a folder.
 _UNCHECKED = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR")
+_CHOOSE_DEVICES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES")
 # A line of XLA's log: its level and date, its time, its thread, its place, and the message.
 _LOG_LINE = re.compile(r"^[EF]\d{4} [\d:.]+ +\d+ [^\]]*\] (.*)", re.MULTILINE)
 
@@ -64,7 +65,7 @@ def start_jax() -> None:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second is for cuda without its plugin
         reason = str(error).removesuffix(" (set JAX_PLATFORMS='' to automatically choose an available backend)")
-        raise UsageError(
-            f"JAX must find a device, got {reason or 'none'}, with "
-            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}. Correct or unset JAX_PLATFORMS."
-        ) from error
+        given = {name: os.environ[name] for name in _CHOOSE_DEVICES if os.environ.get(name)}
+        variables = ", ".join(f"{name}={value}" for name, value in given.items())
+        remedy = f", with {variables}. Correct or unset {'it' if len(given) == 1 else 'them'}." if given else "."
+        raise UsageError(f"JAX must find a device, got {reason.rstrip('.') or 'none'}{remedy}") from error
