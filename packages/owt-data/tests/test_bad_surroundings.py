@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from owt_data import PrepareOptions, prepare, verify
+from owt_data import PrepareOptions, prepare
 
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
 OPTIONS = PrepareOptions(tokenizer="bytes")
