@@ -106,7 +106,7 @@ def prepare(
     document.
 
     Args:
-        sources: see `find_source`. Names that begin with `train=` and `val=` give the split.
+        sources: see `find_source`. Names that begin with `train=` and `val=` give the split; several may give the same.
         out: the folder; made if missing.
         options: tokenizer and split.
         num_processes: number of tokenizing processes, or of concurrent tasks. Default: the usable CPUs.

@@ -30,7 +30,7 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
     """Return the number of non-overlapping windows of `seq_len` inputs; the last input needs a next token as target.
 
     Raises:
-        DataError: `seq_len` is not a positive integer, or `num_tokens` is a negative one or none.
+        DataError: `num_tokens` is not an integer of at least 0, or `seq_len` not one of at least 1.
     """
     check_integer("num_tokens", num_tokens, least=0)
     check_integer("seq_len", seq_len, least=1)
