@@ -17,12 +17,12 @@ def test_verify_names_all_that_differs(prepared):
     path = prepared / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"]["train.bin"]["num_documents"] += 1
-    manifest["tokenizer_sha256"] = "0"
+    manifest["tokenizer_sha256"] = "0" * 64
     path.write_text(json.dumps(manifest))
     (prepared / "val.bin").unlink()
     shares = []
     tokenizer, train, val = verify(prepared, report=shares.append)
-    assert tokenizer.startswith("manifest.json: expected the tokenizer's SHA-256 0, found 2114b")
+    assert tokenizer.startswith(f"manifest.json: expected the tokenizer's SHA-256 {'0' * 64}, found 2114b")
     assert train.startswith("train.bin: expected ")
     assert val == "val.bin: expected a file, found none"
     assert shares[-1] > 0.5

@@ -125,7 +125,10 @@ def _inspect(
     found = inspect(name, tokenizer=tokenizer, window_tokens=window_tokens)
     console.print(f"{name}: tokenizer {found.tokenizer}, vocabulary of {found.vocab_size:,}", markup=False)
     if found.manifest is not None:
-        console.print(f"made from {found.manifest.source} by owt-data {found.manifest.version}", markup=False)
+        console.print(
+            f"made from {show_name(found.manifest.source)} by owt-data {show_name(found.manifest.version)}",
+            markup=False,
+        )
     for split, num_tokens in found.num_tokens.items():
         record = found.manifest.files[f"{split}.bin"] if found.manifest is not None else None
         documents = f", {record.num_documents:,} documents" if record is not None else ""

@@ -1,10 +1,15 @@
 """Errors about data, and the checks that several modules share."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral, Real
+from typing import Any
 
 LARGEST = (1 << 62) - 1
 """Largest integer that an option or a record may hold. Twice this number fits into 64 bits."""
+
+MOST_PROCESSES = 1 << 16
+"""Largest number of processes or concurrent tasks."""
 
 _VALUE_CHARS, _NAME_CHARS, _REASON_CHARS = 80, 240, 300
 
@@ -53,8 +58,40 @@ def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 
 
+def check_type(name: str, value: object, expected: Any, constraint: str, remedy: str) -> None:
+    """Check the type of an argument.
+
+    Args:
+        name: the name of the value, for the error.
+        value: the value.
+        expected: as the second argument of `isinstance`.
+        constraint: what the value must be.
+        remedy: a sentence.
+
+    Raises:
+        DataError: the value has another type.
+    """
+    if not isinstance(value, expected):
+        raise DataError(f"{name} must be {constraint}, got {show(value)}. {remedy}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Check that an argument is a boolean. A text such as "no" would count as true."""
+    check_type(name, value, bool, "True or False", "Choose one.")
+
+
+def check_function(name: str, value: Callable[..., Any] | None) -> None:
+    """Check that an argument is None or can be called."""
+    check_type(name, value, Callable | None, "a function or None", "Give a function, or leave it out.")
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a real number. True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def check_integer(name: str, value: int, *, least: int, most: int = LARGEST) -> None:
-    """Check that an integer is within bounds.
+    """Check that a value is an integer within bounds. True and False are not.
 
     Args:
         name: the name of the value, for the error.
@@ -63,10 +100,12 @@ def check_integer(name: str, value: int, *, least: int, most: int = LARGEST) -> 
         most: its upper bound.
 
     Raises:
-        DataError: the value is out of bounds.
+        DataError: the value has another type, or is out of bounds.
     """
-    if not least <= value <= most:
-        bounds = f"of at least {least}" if most == LARGEST and value < least else f"from {least} to {most}"
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:
+        is_large = is_integer and value > most
+        bounds = f"of at least {least}" if most == LARGEST and not is_large else f"from {least} to {most}"
         raise DataError(f"{name} must be an integer {bounds}, got {show(value)}. Choose another number.")
 
 
@@ -76,20 +115,24 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     Raises:
         DataError: the value is another one.
     """
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise DataError(f"{name} must be one of {', '.join(choices)}, got {show(value)}. Choose one.")
 
 
-def check_encodable(name: str, text: str) -> None:
-    """Check that a text can be encoded as UTF-8.
+def check_text(name: str, text: str, *, least: int = 0) -> None:
+    """Check that a value is a text of at least some characters, and can be encoded as UTF-8.
 
     Raises:
-        DataError: it holds half a surrogate pair, as an argument of other bytes does.
+        DataError: it has another type, is too short, or holds half a surrogate pair, as an argument of
+            other bytes does.
     """
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{name} must be UTF-8 text, got {show(text)}. Change it.") from error
+        is_text = isinstance(text, str) and len(text) >= least and text.encode() is not None
+    except UnicodeEncodeError:
+        is_text = False
+    if not is_text:
+        constraint = "UTF-8 text" if least == 0 else f"UTF-8 text of at least {least} character"
+        raise DataError(f"{name} must be {constraint}, got {show(text)}. Change it.")
 
 
 @contextmanager

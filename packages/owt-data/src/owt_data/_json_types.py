@@ -57,7 +57,7 @@ def parse_record(declared: type[T], text: str | bytes, name: object, *, number: 
     if not {"format", "version"} & found.keys():
         raise ValueError("it has neither a format number nor a version")
     writer = found.get("version")
-    if found.get("format") != number:
+    if type(found.get("format")) is not int or found["format"] != number:
         reject_format(
             name, number, f"format {show(found['format'])}" if "format" in found else "no format number", writer
         )

@@ -4,11 +4,23 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from owt_data._errors import DataError, check_choice, check_encodable, check_integer, show
+from owt_data._errors import (
+    MOST_PROCESSES,
+    DataError,
+    check_choice,
+    check_flag,
+    check_function,
+    check_integer,
+    check_text,
+    check_type,
+    is_number,
+    show,
+)
 from owt_data._json_types import UnknownFieldError
 
 TokenizerName = Literal["bytes", "gpt2"]
 DocumentsKind = Literal["rows", "wikitext-titles"]
+_Split = Literal["auto", "documents", "position", "start"]
 OrderKind = Literal["shuffle", "random", "sequential", "sequential-first"]
 
 STREAM_ORDERS: tuple[OrderKind, ...] = ("sequential", "sequential-first")
@@ -20,13 +32,13 @@ class PrepareOptions:
     """Tokenizer, documents and split of a preparation.
 
     Raises:
-        DataError: a field is out of its range.
+        DataError: a field has another type, or is out of its range.
     """
 
     tokenizer: TokenizerName = "gpt2"
     """`gpt2`, or `bytes`, which needs no download and has 257 ids."""
 
-    split: Literal["auto", "documents", "position", "start"] = "auto"
+    split: _Split = "auto"
     """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
     first 128th of the text, at least 256 KiB and at most 16 MiB. `auto` is `documents`, unless the share of the tokens
     in validation would differ from `val_fraction` by more than a tenth of all tokens, as with one or a few documents.
@@ -53,8 +65,10 @@ class PrepareOptions:
     """Number of rows to read of each source, for a short test. Without titles, a .txt file is one row."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
+        """Check the types and the ranges."""
+        check_choice("tokenizer", self.tokenizer, get_args(TokenizerName))
+        check_choice("split", self.split, get_args(_Split))
+        if self.val_fraction is not None and not (is_number(self.val_fraction) and 0 < self.val_fraction < 1):
             raise DataError(
                 f"val_fraction must be between 0 and 1, got {show(self.val_fraction)}. Choose another share."
             )
@@ -66,14 +80,32 @@ class PrepareOptions:
         if self.limit_rows is not None:
             check_integer("limit_rows", self.limit_rows, least=1)
         check_choice("documents", self.documents, get_args(DocumentsKind))
-        check_encodable("row_end", self.row_end)
+        check_text("text_column", self.text_column, least=1)
+        check_text("row_end", self.row_end)
+        # Numbers of numpy cannot be written as JSON.
+        for name, kind in (("val_fraction", float), ("split_seed", int), ("limit_rows", int)):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else kind(value))
 
     def record(self) -> dict[str, Any]:
         """Return the fields for a manifest."""
         return dataclasses.asdict(self)
 
 
-def check_options(record: dict[str, Any]) -> None:
+def check_arguments(options: PrepareOptions, num_processes: int | None, use_ray: bool, progress: Any) -> None:
+    """Check the arguments of `prepare` that are no names.
+
+    Raises:
+        DataError: one has another type, or is out of its range.
+    """
+    check_type("options", options, PrepareOptions, "PrepareOptions", "Make them with PrepareOptions(...).")
+    if num_processes is not None:
+        check_integer("num_processes", num_processes, least=1, most=MOST_PROCESSES)
+    check_flag("use_ray", use_ray)
+    check_function("progress", progress)
+
+
+def check_record(record: dict[str, Any]) -> None:
     """Check that a record has the fields of `PrepareOptions`.
 
     Raises:

@@ -43,6 +43,35 @@ _TYPES = {
 _LOOKUP_RETRY_S, _READ_RETRY_S = 5, 60
 
 
+Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""One name, or several."""
+
+
+def name_text(name: str | os.PathLike[str]) -> str:
+    """Return a name or a path as text.
+
+    Raises:
+        DataError: it is neither, or holds a null character.
+    """
+    text = os.fspath(name) if isinstance(name, os.PathLike) else name
+    if not isinstance(text, str) or "\0" in text:
+        raise DataError(
+            f"A name must be a text without null characters, or a path, got {show(name)}. Correct the name."
+        )
+    return text
+
+
+def list_names(names: Names) -> list[str]:
+    """Return one or more names as a list of texts.
+
+    Raises:
+        DataError: as `name_text`.
+    """
+    if isinstance(names, str | bytes | os.PathLike) or not isinstance(names, Sequence):
+        return [name_text(names)]
+    return [name_text(name) for name in names]
+
+
 def is_uri(name: str) -> bool:
     """Return whether a name is the URI of a file in object storage."""
     return _URI.match(name) is not None and _LOCAL_URI.match(name) is None
@@ -81,8 +110,13 @@ def check_working_folder() -> None:
         ) from error
 
 
-def normalize(name: str) -> str:
-    """Return a name that does not depend on the working folder."""
+def normalize(name: str | os.PathLike[str]) -> str:
+    """Return a name as text that does not depend on the working folder.
+
+    Raises:
+        DataError: as `name_text` and `local_path`.
+    """
+    name = name_text(name)
     return name if is_uri(name) else os.fspath(Path(local_path(name)).absolute())
 
 
@@ -140,7 +174,7 @@ def file_info(name: str) -> FileInfo:
         return filesystem.get_file_info(path)
 
 
-def check_type(name: str, wanted: FileType, constraint: str, remedy: str = "Correct the name.") -> FileInfo:
+def check_file_type(name: str, wanted: FileType, constraint: str, remedy: str = "Correct the name.") -> FileInfo:
     """Check that a name exists and is a file or a folder, and return its type and size.
 
     Args:
@@ -193,7 +227,7 @@ def read_blocks(name: str) -> Iterator[bytes]:
             yield block
 
 
-def group_by_split(names: Sequence[str]) -> dict[str, list[str]]:
+def group_by_split(names: Names) -> dict[str, list[str]]:
     """Group names by the split that they may give, as `train=...` and `val=...`.
 
     Returns:
@@ -203,13 +237,14 @@ def group_by_split(names: Sequence[str]) -> dict[str, list[str]]:
         DataError: there are no names, only some give their split, or all give the same split.
     """
     groups: dict[str, list[str]] = {}
-    for name in names:
+    given = list_names(names)
+    for name in given:
         split, equals, rest = name.partition("=")
         is_given = equals and split in _SPLITS
         groups.setdefault(split if is_given else "all", []).append(rest if is_given else name)
     if groups.keys() not in ({"all"}, set(_SPLITS)):
         raise DataError(
-            f"The names must give both splits, train=... and val=..., or no split, got {show(list(names))}. Add them."
+            f"The names must give both splits, train=... and val=..., or no split, got {show(given)}. Add them."
         )
     return {split: groups[split] for split in sorted(groups)}
 

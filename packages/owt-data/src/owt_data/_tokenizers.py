@@ -22,7 +22,7 @@ def vocab_size(name: str) -> int:
     Raises:
         DataError: the name is unknown.
     """
-    if name not in _VOCAB_SIZES:
+    if not isinstance(name, str) or name not in _VOCAB_SIZES:
         raise DataError(f"The tokenizer must be {' or '.join(_VOCAB_SIZES)}, got {show(name)}. Choose one.")
     return _VOCAB_SIZES[name]
 

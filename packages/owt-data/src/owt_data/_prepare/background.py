@@ -5,11 +5,12 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from owt_data._errors import DataError, RejectedDocumentsError, show
-from owt_data._options import PrepareOptions
+from owt_data._options import PrepareOptions, check_arguments
+from owt_data._paths import Names
 from owt_data._prepare.growing_tokens import GrowingTokens, note_end, note_start, read_num_wanted
 from owt_data._prepare.prepare import Progress, Report, local_folder, prepare_for
 from owt_data._prepare.shards import staging_path
@@ -26,7 +27,7 @@ class _Stopped(Exception):
 
 @contextlib.contextmanager
 def prepare_in_background(
-    sources: str | Sequence[str],
+    sources: Names,
     out: str | os.PathLike[str],
     options: PrepareOptions,
     *,
@@ -56,6 +57,7 @@ def prepare_in_background(
         DataError: as `prepare`; or the split is unsuitable. A failure after the first tokens is raised to the readers
             that wait for tokens, and its cause is logged.
     """
+    check_arguments(options, num_processes, use_ray, progress)
     is_one_source = "all" in find_splits(sources)
     if is_one_source and options.split != "start":
         raise DataError(
@@ -91,9 +93,7 @@ class _Worker:
         self._begun, self._ended = threading.Event(), threading.Event()
         self.error: Exception | None = None
 
-    def run(
-        self, sources: str | Sequence[str], options: PrepareOptions, *, num_processes: int | None, use_ray: bool
-    ) -> None:
+    def run(self, sources: Names, options: PrepareOptions, *, num_processes: int | None, use_ray: bool) -> None:
         """Prepare. A failure is kept for `wait`, and noted for the readers."""
         try:
             prepare_for(

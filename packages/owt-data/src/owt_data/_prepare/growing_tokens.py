@@ -14,13 +14,13 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, UnreadableError, one_line, show_name
+from owt_data._errors import DataError, UnreadableError, check_choice, one_line, show_name
 from owt_data._options import STREAM_ORDERS, OrderKind
-from owt_data._paths import open_regular
+from owt_data._paths import name_text, open_regular
 from owt_data._prepare.shards import read_journal, shard_folder, shard_path, staging_path
 from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, read_manifest
 from owt_data._tokens.sequence import TokenSequence, local_sequence
-from owt_data._tokens.window_order import num_windows
+from owt_data._tokens.window_order import as_int64, check_seed, num_windows
 
 _WANTED_NAME, _RUNNING_NAME, _ERROR_NAME = "wanted", "running", "error.txt"
 _POLL_S = 0.1
@@ -48,7 +48,8 @@ class GrowingTokens:
     def __init__(
         self, folder: Path, split: Literal["train", "val"], *, is_one_source: bool, vocab_size: int | None = None
     ) -> None:
-        self._folder, self._split, self._is_one_source = folder, split, is_one_source
+        check_choice("split", split, ("train", "val"))
+        self._folder, self._split, self._is_one_source = Path(name_text(folder)), split, is_one_source
         self._vocab_size = vocab_size
         self.is_complete = False
         """True after a call that has found the complete tokens."""
@@ -83,6 +84,8 @@ class GrowingTokens:
                 f"The order of tokens that are being prepared must be {' or '.join(STREAM_ORDERS)}, got "
                 f"{show_name(order)}. Choose one of these, or prepare the tokens first."
             )
+        check_seed(seed)
+        indices = as_int64("index", indices)
         last = int(indices.max(initial=0))
 
         def read() -> NDArray[np.uint16] | None:

@@ -14,7 +14,7 @@ from pydantic import PositiveInt
 
 from owt_data._errors import DataError, show, show_name
 from owt_data._json_types import parse_record
-from owt_data._options import PrepareOptions, check_options
+from owt_data._options import PrepareOptions, check_record
 from owt_data._paths import open_regular
 from owt_data._prepare.durable import write_durably
 from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES, staging_path
@@ -67,7 +67,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        check_options(self.options)
+        check_record(self.options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

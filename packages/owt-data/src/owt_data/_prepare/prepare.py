@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from owt_data._errors import DataError, RejectedDocumentsError, check_integer, file_errors, show, show_name
-from owt_data._options import PrepareOptions
-from owt_data._paths import is_uri, local_path
+from owt_data._errors import DataError, RejectedDocumentsError, file_errors, show, show_name
+from owt_data._options import PrepareOptions, check_arguments
+from owt_data._paths import Names, is_uri, list_names, local_path, name_text
 from owt_data._prepare.cpus import num_usable_cpus
 from owt_data._prepare.durable import rename_durably, write_durably
 from owt_data._prepare.plan import Plan, Request, find_plan, name_differences, open_documents, revisions
@@ -60,7 +60,6 @@ _DOCUMENTS_VAL_FRACTION = 0.0005
 _MOST_DIFFERENCE = 0.1
 
 _RESULT_NAME = "result"
-_MOST_PROCESSES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +86,7 @@ Report = Callable[[Progress], None]
 
 
 def prepare(
-    sources: str | Sequence[str],
+    sources: Names,
     out: str | os.PathLike[str],
     options: PrepareOptions,
     *,
@@ -107,7 +106,7 @@ def prepare(
     document.
 
     Args:
-        sources: see `find_source`. Names that begin with `train=` and `val=` give the split.
+        sources: see `find_source`. Names that begin with `train=` and `val=` give the split; several may give the same.
         out: the folder; made if missing.
         options: tokenizer and split.
         num_processes: number of tokenizing processes, or of concurrent tasks. Default: the usable CPUs.
@@ -126,7 +125,7 @@ def prepare(
 
 def prepare_for(
     follower: Follower | None,
-    sources: str | Sequence[str],
+    sources: Names,
     out: str | os.PathLike[str],
     options: PrepareOptions,
     *,
@@ -135,8 +134,7 @@ def prepare_for(
     report: Report,
 ) -> Manifest:
     """Prepare as `prepare` does, at the pace of a consumer of the training shards. No error deletes its shards."""
-    if num_processes is not None:
-        check_integer("num_processes", num_processes, least=1, most=_MOST_PROCESSES)
+    check_arguments(options, num_processes, use_ray, report)
     splits = find_splits(sources)
     if "all" not in splits and (options.split != "auto" or options.val_fraction is not None):
         found = f"{show(options.split)} and {show(options.val_fraction)}"
@@ -147,7 +145,7 @@ def prepare_for(
     with file_errors("readable and writable", out):
         before = SourceStates(splits.values())
         digest = _digest(splits, report)
-        name = " ".join([sources] if isinstance(sources, str) else sources)
+        name = " ".join(list_names(sources))
         existing = _existing(out, name, digest, options)
         if existing is not None and not staging_path(out).exists():
             return existing
@@ -184,7 +182,7 @@ def local_folder(out: str | os.PathLike[str]) -> Path:
     Raises:
         DataError: the name is that of a file or of object storage.
     """
-    name = os.fspath(out)
+    name = name_text(out)
     path = Path(os.path.realpath(local_path(name)))
     if not name or is_uri(name) or (os.path.lexists(path) and not path.is_dir()):
         raise DataError(

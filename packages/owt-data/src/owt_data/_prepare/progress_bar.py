@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from owt_data._errors import check_type
 from owt_data._prepare.prepare import Progress, Report
 
 # Interval of the log lines that replace the bar without a terminal.
@@ -53,6 +54,7 @@ def share_bar(console: Console, description: str) -> Iterator[Callable[[float], 
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[tuple[Bar, TaskID]]:
+    check_type("console", console, Console, "a rich.console.Console", "Make one with Console().")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -4,7 +4,7 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from pyarrow.fs import FileType
 
 from owt_data._digests import file_sha256, file_state
 from owt_data._errors import DataError, RejectedDocumentsError, file_errors, show, show_name
-from owt_data._paths import check_type, group_by_split, is_uri, local_path
+from owt_data._paths import Names, check_file_type, group_by_split, is_uri, list_names, local_path
 
 BUILTIN = "builtin"
 HUB = "hub"
@@ -122,7 +122,7 @@ class HubLayout:
 
 
 @file_errors("readable")
-def find_source(names: str | Sequence[str]) -> Source:
+def find_source(names: Names) -> Source:
     """Find the source that one or more names refer to. Files are not read.
 
     Args:
@@ -134,7 +134,7 @@ def find_source(names: str | Sequence[str]) -> Source:
     Raises:
         DataError: a name does not exist, or the names do not fit together.
     """
-    given = [names] if isinstance(names, str) else list(names)
+    given = list_names(names)
     found = [_find_files(name) for name in given]
     kinds = {kind for kinds, _ in found for kind in kinds}
     alone = {BUILTIN, HUB} if len(given) == 1 else set()
@@ -148,7 +148,7 @@ def find_source(names: str | Sequence[str]) -> Source:
     return Source(name=name, kind=kinds.pop(), files=tuple(path for _, files in found for path in files))
 
 
-def find_splits(names: str | Sequence[str]) -> dict[str, Source]:
+def find_splits(names: Names) -> dict[str, Source]:
     """Find sources whose names may give their split, as `train=...` and `val=...`.
 
     Returns:
@@ -157,8 +157,7 @@ def find_splits(names: str | Sequence[str]) -> dict[str, Source]:
     Raises:
         DataError: as `find_source`, or only some of the names give their split.
     """
-    by_split = group_by_split([names] if isinstance(names, str) else names)
-    return {split: find_source(group) for split, group in by_split.items()}
+    return {split: find_source(group) for split, group in group_by_split(names).items()}
 
 
 def _find_files(name: str) -> tuple[set[str], list[Path]]:
@@ -185,7 +184,7 @@ def _find_files(name: str) -> tuple[set[str], list[Path]]:
     else:
         return {HUB}, []
     for file in files:
-        check_type(os.fspath(file), FileType.File, "a file or a folder of files")
+        check_file_type(os.fspath(file), FileType.File, "a file or a folder of files")
     return {_KINDS.get(_suffix(file), f"{file.suffix or 'no suffix'} ({file})") for file in files}, files
 
 

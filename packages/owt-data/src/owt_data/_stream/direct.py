@@ -8,9 +8,10 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import LARGEST, DataError, check_choice, check_integer
+from owt_data._errors import LARGEST, DataError, check_choice, check_integer, check_type
 from owt_data._options import OrderKind
 from owt_data._tokens.sequence import Tokens
+from owt_data._tokens.window_order import check_seed
 
 _PUT_TIMEOUT_S = 0.5
 
@@ -40,6 +41,18 @@ def check_steps(start_step: int, stop_step: int, global_batch_size: int) -> None
     check_integer("start_step", start_step, least=0)
     check_integer("stop_step", stop_step, least=start_step + 1)
     check_integer("stop_step", stop_step, least=0, most=LARGEST // global_batch_size)
+
+
+def check_order(tokens: Tokens, seq_len: int, order: OrderKind, seed: int) -> None:
+    """Check the arguments of a stream of windows.
+
+    Raises:
+        DataError: an argument has another type, or is out of its range.
+    """
+    check_type("tokens", tokens, Tokens, "train or val of open_tokens", "Open the token files first.")
+    check_integer("seq_len", seq_len, least=1)
+    check_choice("order", order, get_args(OrderKind))
+    check_seed(seed)
 
 
 def read_steps(
@@ -80,9 +93,8 @@ def read_steps(
     """
     rows = np.array(local_rows(global_batch_size, rank, world_size))
     check_steps(start_step, stop_step, global_batch_size)
-    check_integer("seq_len", seq_len, least=1)
+    check_order(tokens, seq_len, order, seed)
     check_integer("prefetch_steps", prefetch_steps, least=1)
-    check_choice("order", order, get_args(OrderKind))
 
     def read_step(step: int) -> NDArray[np.uint16]:
         return tokens.windows(step * global_batch_size + rows, seq_len=seq_len, order=order, seed=seed)

@@ -14,8 +14,9 @@ import ray.data
 import tiktoken
 from numpy.typing import NDArray
 
-from owt_data._errors import check_choice, check_encodable, check_integer
+from owt_data._errors import MOST_PROCESSES, check_choice, check_flag, check_function, check_integer, check_text
 from owt_data._options import DocumentsKind, TokenizerName
+from owt_data._paths import Names
 from owt_data._sources.documents import Documents
 from owt_data._sources.names import Source, find_source
 from owt_data._sources.rows import StartsDocument, every_row, is_wikitext_title
@@ -38,7 +39,7 @@ Result = Callable[[], NDArray[np.uint16]]
 
 
 def stream_text(
-    source: str | list[str] | datasets.Dataset | datasets.IterableDataset,
+    source: Names | datasets.Dataset | datasets.IterableDataset,
     *,
     block_size: int,
     tokenizer: TokenizerName = "gpt2",
@@ -100,12 +101,17 @@ def stream_text(
     check_integer("world_size", world_size, least=1)
     check_integer("rank", rank, least=0, most=world_size - 1)
     check_integer("batch_size", batch_size, least=1)
-    check_integer("num_cpus", num_cpus, least=1)
-    check_integer("num_tasks", num_tasks, least=1)
-    check_encodable("row_end", row_end)
+    check_integer("num_cpus", num_cpus, least=1, most=MOST_PROCESSES)
+    check_integer("num_tasks", num_tasks, least=1, most=MOST_PROCESSES)
+    check_text("row_end", row_end)
+    check_text("text_column", text_column, least=1)
+    check_text("column", column, least=1)
+    check_flag("segment_ids", segment_ids)
+    check_function("starts_document", starts_document)
     check_choice("documents", documents, _STARTS)
     check_choice("dtype", dtype, get_args(TokenDtype))
-    found = find_source(source) if isinstance(source, str | list) else source
+    is_loaded = isinstance(source, datasets.Dataset | datasets.IterableDataset)
+    found = source if is_loaded else find_source(source)
     starts = starts_document or _STARTS[documents]
     load_tokenizer(tokenizer)  # raises the error of a failed download here, not in the task
 

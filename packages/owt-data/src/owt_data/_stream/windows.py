@@ -9,9 +9,9 @@ import ray.data
 import ray.exceptions
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, check_integer
+from owt_data._errors import DataError, check_integer, check_type
 from owt_data._options import OrderKind
-from owt_data._stream.direct import check_steps, local_rows
+from owt_data._stream.direct import check_order, check_steps, local_rows
 from owt_data._tokens.sequence import Tokens
 
 # One Ray task reads one block into one object. The size is small enough for a first block soon, and large enough to
@@ -54,6 +54,7 @@ def token_windows(
     Raises:
         DataError: there are fewer tokens than one window needs, or a number is out of its range.
     """
+    check_order(tokens, seq_len, order, seed)
     for name, value in (("batch_size", batch_size), ("concurrency", concurrency)):
         if value is not None:
             check_integer(name, value, least=1)
@@ -130,6 +131,7 @@ def step_windows(
     """
     rows = local_rows(global_batch_size, rank, world_size)
     check_steps(start_step, stop_step, global_batch_size)
+    check_order(tokens, seq_len, order, seed)
     local_batch_size = len(rows)
     read = functools.partial(
         _read_steps,
@@ -168,15 +170,24 @@ def _read_steps(
 def iter_steps(
     dataset: ray.data.Dataset | ray.data.DataIterator, *, prefetch_steps: int = 32
 ) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    """Yield the rows of `step_windows` as `(step, uint16[G/n, seq_len + 1])`.
+    """Iterate over the rows of `step_windows` as `(step, uint16[G/n, seq_len + 1])`.
 
     Args:
         dataset: result of `step_windows`, or its iterator from Ray Train.
         prefetch_steps: least number of steps to read ahead.
 
     Raises:
-        DataError: the tokens cannot be read, or a token is outside the vocabulary.
+        DataError: an argument has another type, the tokens cannot be read, or a token is outside the vocabulary.
     """
+    kinds = ray.data.Dataset | ray.data.DataIterator
+    check_type("dataset", dataset, kinds, "the result of step_windows, or its iterator", "Call step_windows first.")
+    check_integer("prefetch_steps", prefetch_steps, least=0)
+    return _iter_steps(dataset, prefetch_steps)
+
+
+def _iter_steps(
+    dataset: ray.data.Dataset | ray.data.DataIterator, prefetch_steps: int
+) -> Iterator[tuple[int, NDArray[np.uint16]]]:
     prefetch_batches = -(-prefetch_steps // _STEPS_PER_FETCH)
     batches = dataset.iter_batches(batch_size=_STEPS_PER_FETCH, prefetch_batches=prefetch_batches, batch_format="numpy")
     try:

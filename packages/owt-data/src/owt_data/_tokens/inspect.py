@@ -1,8 +1,10 @@
 """Inspection of token files: counts, and decoded samples."""
 
+import os
 from dataclasses import dataclass
 
 from owt_data._errors import check_integer
+from owt_data._paths import normalize
 from owt_data._tokenizers import load_tokenizer
 from owt_data._tokens.manifest import Manifest, read_manifest
 from owt_data._tokens.open import open_tokens
@@ -29,7 +31,7 @@ class Inspection:
     """The manifest, or None."""
 
 
-def inspect(name: str, *, tokenizer: str = "gpt2", window_tokens: int = 64) -> Inspection:
+def inspect(name: str | os.PathLike[str], *, tokenizer: str = "gpt2", window_tokens: int = 64) -> Inspection:
     """Count the tokens of token files and decode samples.
 
     Args:
@@ -41,6 +43,7 @@ def inspect(name: str, *, tokenizer: str = "gpt2", window_tokens: int = 64) -> I
         DataError: as `open_tokens`, or `window_tokens` is not positive.
     """
     check_integer("window_tokens", window_tokens, least=1)
+    name = normalize(name)
     data = open_tokens(name, tokenizer=tokenizer)
     encoding = load_tokenizer(data.tokenizer)
     samples = {}

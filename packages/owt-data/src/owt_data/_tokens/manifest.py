@@ -3,15 +3,16 @@
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pyarrow.fs import FileType
 
-from owt_data._errors import DataError, one_line, show_name
+from owt_data._errors import DataError, one_line, show, show_name
 from owt_data._json_types import parse_record
-from owt_data._options import check_options
-from owt_data._paths import BYTES_PER_TOKEN, check_type, file_info, join, normalize, read_blocks
+from owt_data._options import check_record
+from owt_data._paths import BYTES_PER_TOKEN, check_file_type, file_info, join, normalize, read_blocks
 
 TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
 DTYPE: Literal["<u2"] = "<u2"
@@ -22,6 +23,7 @@ SplitKind = Literal["documents", "position", "start", "sources"]
 """Kind of a split."""
 
 _MOST_IDS = 1 << 16
+_SHA256 = re.compile("[0-9a-f]{64}")
 _REMEDY = "Restore it from a copy, or delete the folder and prepare it again."
 
 
@@ -39,6 +41,10 @@ class FileRecord:
 
     sha256: str
     """SHA-256 of the file."""
+
+    def __post_init__(self) -> None:
+        """Check the form of the SHA-256."""
+        _check_sha256(self.sha256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +95,18 @@ class Manifest:
             raise ValueError(f"files are {sorted(self.files)}")
         if not 0 < self.vocab_size <= _MOST_IDS:
             raise ValueError(f"vocab_size is {self.vocab_size}")
-        check_options(self.options)
+        _check_sha256(self.tokenizer_sha256)
+        _check_sha256(self.source_sha256)
+        check_record(self.options)
 
     def to_json(self) -> str:
         """Return the contents of the file."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def _check_sha256(digits: str) -> None:
+    if _SHA256.fullmatch(digits) is None:
+        raise ValueError(f"a SHA-256 is {show(digits)}")
 
 
 def check_sizes(folder: str, manifest: Manifest) -> None:
@@ -104,7 +117,7 @@ def check_sizes(folder: str, manifest: Manifest) -> None:
     """
     for name, record in manifest.files.items():
         path, num_bytes = join(folder, name), BYTES_PER_TOKEN * record.num_tokens
-        size = check_type(path, FileType.File, "a token file").size
+        size = check_file_type(path, FileType.File, "a token file").size
         if size != num_bytes:
             raise DataError(
                 f"{show_name(path)} must have {num_bytes} bytes as in {MANIFEST_NAME}, got {size}. {_REMEDY}"
@@ -120,10 +133,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
     Raises:
         DataError: the manifest is damaged, cannot be read, or has the format of another version.
     """
-    path = join(normalize(os.fspath(folder)), MANIFEST_NAME)
+    path = join(normalize(folder), MANIFEST_NAME)
     if file_info(path).type is FileType.NotFound:
         return None
-    check_type(path, FileType.File, "a manifest of owt-data", _REMEDY)  # reading a pipe could block
+    check_file_type(path, FileType.File, "a manifest of owt-data", _REMEDY)  # reading a pipe could block
     try:
         return parse_record(Manifest, b"".join(read_blocks(path)), path, number=FORMAT)
     except DataError:

@@ -4,7 +4,7 @@ import dataclasses
 import glob
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from pyarrow.fs import FileType
 from owt_data._errors import DataError, file_errors, show, show_name
 from owt_data._paths import (
     BYTES_PER_TOKEN,
+    Names,
     base_name,
-    check_type,
+    check_file_type,
     group_by_split,
     is_uri,
     join,
@@ -66,14 +67,15 @@ class TokenData:
 
 
 @file_errors("readable")
-def is_prepared(name: str) -> bool:
+def is_prepared(name: str | os.PathLike[str]) -> bool:
     """Return whether a name is that of token files, and not of text to prepare."""
-    path = Path(normalize(name))
-    return is_uri(name) or path.suffix == ".bin" or (path.is_dir() and (path / TRAIN_NAME).exists())
+    text = normalize(name)
+    path = Path(text)
+    return is_uri(text) or path.suffix == ".bin" or (path.is_dir() and (path / TRAIN_NAME).exists())
 
 
 @file_errors("readable")
-def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: str) -> TokenData:
+def open_tokens(names: Names | Mapping[str, float], *, tokenizer: str) -> TokenData:
     """Open token files, on disk or in object storage.
 
     With a manifest, the sizes are checked and its checksums are the fingerprint. Files without a manifest are read
@@ -92,7 +94,7 @@ def open_tokens(names: str | Sequence[str] | Mapping[str, float], *, tokenizer: 
     """
     if isinstance(names, Mapping):
         return _open_mixture(names, tokenizer)
-    by_split = group_by_split([names] if isinstance(names, str) else names)
+    by_split = group_by_split(names)
     expanded = {split: [name for given in group for name in _expand(given)] for split, group in by_split.items()}
     return _open_splits(expanded, tokenizer) if "train" in expanded else _open_sequence(expanded["all"], tokenizer)
 
@@ -198,7 +200,7 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
     plan = None if is_uri(folder) else read_plan(Path(folder))
     if plan is not None and read_manifest(folder) is None:
         return _open_growing(Path(folder), plan)
-    check_type(folder, FileType.Directory, "a folder of token files or a .bin file")
+    check_file_type(folder, FileType.Directory, "a folder of token files or a .bin file")
     manifest = read_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)
@@ -266,7 +268,7 @@ def _sequence_of(span: TokenSpan, num_ids: int) -> TokenSequence:
 
 def _span(path: str) -> TokenSpan:
     """Return all tokens of a file as a span."""
-    size = check_type(path, FileType.File, "a token file").size
+    size = check_file_type(path, FileType.File, "a token file").size
     if size % BYTES_PER_TOKEN:
         raise DataError(
             f"{show_name(path)} must have an even number of bytes, two per token, got {size}. Write it again."

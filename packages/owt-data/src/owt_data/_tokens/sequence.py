@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, UnreadableError, check_integer, show, show_name
+from owt_data._errors import DataError, UnreadableError, check_integer, check_type, is_number, show, show_name
 from owt_data._options import OrderKind
 from owt_data._paths import BYTES_PER_TOKEN, LocalTokens, RemoteTokens, file_info, is_uri
-from owt_data._tokens.window_order import num_windows, shuffled, window_starts
+from owt_data._tokens.window_order import as_int64, check_seed, count_windows, num_windows, shuffled, window_starts
 
 # Windows in a round of a mixture. Each round has the exact proportions.
 _ROUND = 1 << 16
@@ -56,6 +56,12 @@ class TokenSpan:
     stop: int
     """One past the last token."""
 
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_type("path", self.path, str, "a text", "Give the path as text.")
+        check_integer("start", self.start, least=0)
+        check_integer("stop", self.stop, least=self.start)
+
     def __len__(self) -> int:
         """Number of tokens."""
         return self.stop - self.start
@@ -80,6 +86,12 @@ class TokenSequence:
     vocab_size: int | None = None
     """Number of ids. A token that is not smaller raises a `DataError` when it is read. None: every token is valid."""
 
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check_tuple("spans", self.spans, TokenSpan)
+        if self.vocab_size is not None:
+            check_integer("vocab_size", self.vocab_size, least=1, most=1 << 16)
+
     def __len__(self) -> int:
         """Number of tokens."""
         return sum(map(len, self.spans))
@@ -89,7 +101,12 @@ class TokenSequence:
         return num_windows(len(self), seq_len)
 
     def between(self, start: int, stop: int) -> "TokenSequence":
-        """Return the tokens `[start, stop)` as a sequence."""
+        """Return the tokens `[start, stop)` as a sequence.
+
+        Raises:
+            DataError: the range is not within the tokens.
+        """
+        self._check_range(start, stop)
         spans, first = [], 0
         for span in self.spans:
             low, high = max(start - first, 0), min(stop - first, len(span))
@@ -102,9 +119,12 @@ class TokenSequence:
         """Read the tokens `[start, stop)` into memory.
 
         Raises:
-            DataError: a file cannot be read, is cut short, or holds a token outside the vocabulary.
+            DataError: the range is not within the tokens, or a file cannot be read, is cut short, or holds a token
+                outside the vocabulary.
         """
-        tokens = np.empty((len(self) if stop is None else stop) - start, dtype=np.uint16)
+        stop = len(self) if stop is None else stop
+        self._check_range(start, stop)
+        tokens = np.empty(stop - start, dtype=np.uint16)
         SequenceReader(self, in_order=True).copy(start, tokens)
         self._check_ids(np.array([start]), tokens[None])
         return tokens
@@ -113,12 +133,11 @@ class TokenSequence:
         """Read the windows that begin at `starts`, `int64[N]`, as `uint16[N, seq_len + 1]`.
 
         Raises:
-            DataError: a start is out of range, or a file cannot be read, is cut short, or holds a token outside the
-                vocabulary.
+            DataError: a start or `seq_len` is out of range, or a file cannot be read, is cut short, or holds a token
+                outside the vocabulary.
         """
-        last = len(self) - seq_len - 1
-        check_integer("The smallest start", int(starts.min(initial=0)), least=0)
-        check_integer("The largest start", int(starts.max(initial=0)), least=0, most=max(0, last))
+        count_windows(len(self), seq_len)
+        starts = as_int64("start", starts, most=len(self) - seq_len - 1)
         windows = np.empty((len(starts), seq_len + 1), dtype=np.uint16)
         reader = SequenceReader(self)
         if any(is_uri(span.path) for span in self.spans):
@@ -129,6 +148,10 @@ class TokenSequence:
                 reader.copy(start, window)
         self._check_ids(starts, windows)
         return windows
+
+    def _check_range(self, start: int, stop: int) -> None:
+        check_integer("start", start, least=0, most=len(self))
+        check_integer("stop", stop, least=start, most=len(self))
 
     def _check_ids(self, starts: NDArray[np.int64], windows: NDArray[np.uint16]) -> None:
         """Check the tokens of windows that begin at `starts`."""
@@ -208,8 +231,11 @@ class TokenMixture:
     """Relative share of windows of each sequence."""
 
     def __post_init__(self) -> None:
-        """Check the weights."""
-        count, positive = len(self.sequences), all(0 < weight <= sys.float_info.max for weight in self.weights)
+        """Check the fields."""
+        _check_tuple("sequences", self.sequences, TokenSequence)
+        check_type("weights", self.weights, tuple, "a tuple", "Convert a list with tuple(...).")
+        count, most = len(self.sequences), sys.float_info.max
+        positive = all(is_number(weight) and 0 < weight <= most for weight in self.weights)
         fit = len(self.weights) == count > 0 and positive and sum(map(float, self.weights)) < float("inf")
         if not fit or 0 in self._shares():
             raise DataError(
@@ -236,6 +262,9 @@ class TokenMixture:
             raise DataError(
                 "The order of a mixture must be shuffle or random, got sequential. Read its sequences one by one."
             )
+        check_seed(seed)
+        count_windows(len(self), seq_len)
+        indices = as_int64("index", indices)
         windows = np.empty((len(indices), seq_len + 1), dtype=np.uint16)
         which, own_index = self._deal(indices, seed)
         for number, sequence in enumerate(self.sequences):
@@ -264,6 +293,13 @@ class TokenMixture:
         for number in by_remainder[: _ROUND - sum(shares)]:
             shares[number] += 1
         return shares
+
+
+def _check_tuple(name: str, values: object, kind: type) -> None:
+    """Check that a field is a tuple of objects of one class."""
+    check_type(name, values, tuple, "a tuple", "Convert a list with tuple(...).")
+    for value in cast("tuple[object, ...]", values):
+        check_type(f"Each of {name}", value, kind, f"a {kind.__name__}", "Give one.")
 
 
 def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:

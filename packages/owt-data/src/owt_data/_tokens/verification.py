@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from owt_data._digests import check_sha256, file_state, known_sha256
+from owt_data._errors import check_function, check_type
 from owt_data._tokens.open import TokenData
 
 _log = logging.getLogger("owt_data")
@@ -29,6 +30,8 @@ def check_digests(data: TokenData, *, report: Callable[[float], None] | None = N
     Raises:
         DataError: a file is damaged or cannot be read. The message names the first such file.
     """
+    _check_data(data)
+    check_function("report", report)
     total, done = sum(file_state(path).size for path in data.digests) or 1, 0
 
     def advance(num_bytes: int) -> None:
@@ -49,6 +52,7 @@ class BackgroundVerification:
     """
 
     def __init__(self, digests: dict[str, str]) -> None:
+        check_type("digests", digests, dict, "the digests of opened tokens", "Call verify_in_background.")
         self._damage: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         unknown = {path: sha256 for path, sha256 in digests.items() if known_sha256(path) != sha256}
@@ -122,7 +126,12 @@ def verify_in_background(data: TokenData) -> BackgroundVerification:
     Raises:
         OSError: the process cannot be started.
     """
+    _check_data(data)
     return BackgroundVerification(data.digests)
+
+
+def _check_data(data: TokenData) -> None:
+    check_type("data", data, TokenData, "the result of open_tokens", "Open the folder first.")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

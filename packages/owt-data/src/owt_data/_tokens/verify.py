@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from pyarrow.fs import FileType
 
-from owt_data._errors import DataError, show_name
-from owt_data._paths import BYTES_PER_TOKEN, base_name, check_type, file_info, join, normalize, read_blocks
+from owt_data._errors import DataError, check_function, show_name
+from owt_data._paths import BYTES_PER_TOKEN, base_name, check_file_type, file_info, join, normalize, read_blocks
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
 from owt_data._tokens.summary import summary_of
@@ -31,8 +31,9 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
     Raises:
         DataError: the folder has no manifest, or a file cannot be read.
     """
-    name = normalize(os.fspath(folder))
-    check_type(name, FileType.Directory, "a folder that owt-data prepared")
+    check_function("report", report)
+    name = normalize(folder)
+    check_file_type(name, FileType.Directory, "a folder that owt-data prepared")
     manifest = read_manifest(name)
     if manifest is None:
         raise DataError(f"{show_name(folder)} must hold {MANIFEST_NAME}, got no such file. Name a prepared folder.")

@@ -12,7 +12,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, check_choice, check_integer
+from owt_data._errors import DataError, check_choice, check_integer, show
 from owt_data._options import OrderKind
 
 WINDOW_ORDER_VERSION = 2
@@ -20,7 +20,7 @@ WINDOW_ORDER_VERSION = 2
 
 _U64 = NDArray[np.uint64]
 _ROUNDS = 6
-_MASK_64 = (1 << 64) - 1
+_MASK_63, _MASK_64 = (1 << 63) - 1, (1 << 64) - 1
 
 # Indices in a block. The arrays of a block fit into a core's cache, which makes numpy several times faster.
 _BLOCK = 1 << 16
@@ -30,10 +30,52 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
     """Return the number of non-overlapping windows of `seq_len` inputs; the last input needs a next token as target.
 
     Raises:
-        DataError: `seq_len` is not a positive integer.
+        DataError: `num_tokens` is not an integer of at least 0, or `seq_len` not one of at least 1.
     """
+    check_integer("num_tokens", num_tokens, least=0)
     check_integer("seq_len", seq_len, least=1)
     return max(0, num_tokens - 1) // seq_len
+
+
+def count_windows(num_tokens: int, seq_len: int) -> int:
+    """Return `num_windows`, which must not be 0.
+
+    Raises:
+        DataError: it is 0, or an argument is out of its range.
+    """
+    count = num_windows(num_tokens, seq_len)
+    if count == 0:
+        needed = f"at least {seq_len + 1}, one window of {seq_len} inputs and a target"
+        raise DataError(f"The tokens must be {needed}, got {num_tokens}. Give more text or a shorter seq_len.")
+    return count
+
+
+def as_int64(name: str, values: NDArray[np.int64], *, most: int = _MASK_63) -> NDArray[np.int64]:
+    """Return an array of indices or starts as `int64[N]`. Products of smaller integers would overflow.
+
+    Args:
+        name: `index` or `start`, for errors.
+        values: the array.
+        most: upper bound.
+
+    Raises:
+        DataError: it is no array of integers of one axis, or a value is out of its range.
+    """
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
+        remedy = "Convert a list with np.array(values, np.int64)."
+        raise DataError(f"Each {name} must be an integer in an array int64[N], got {show(values)}. {remedy}")
+    check_integer(f"The smallest {name}", int(values.min(initial=0)), least=0)
+    check_integer(f"The largest {name}", int(values.max(initial=0)), least=0, most=most)
+    return values.astype(np.int64, copy=False)
+
+
+def check_seed(seed: int) -> None:
+    """Check the seed of an order: seeds of more than 64 bits would have the orders of others.
+
+    Raises:
+        DataError: it is no integer of 64 bits.
+    """
+    check_integer("seed", seed, least=0, most=_MASK_64)
 
 
 def window_starts(
@@ -46,9 +88,9 @@ def window_starts(
     `sequential-first` is `sequential` in the first epoch and `shuffle` in all later epochs.
 
     Args:
-        indices: window indices, `int64[N]`, at least 0 and without an upper bound.
+        indices: window indices, `int64[N]`, from 0 to `2**63 - 1`. They are not bounded by the number of windows.
         order: `shuffle`, `random`, `sequential` or `sequential-first`.
-        seed: seed of the pseudo-random orders.
+        seed: seed of the pseudo-random orders, from 0 to `2**64 - 1`.
         num_tokens: length of the token sequence.
         seq_len: inputs per window. A window spans `seq_len + 1` tokens.
 
@@ -63,11 +105,9 @@ def window_starts(
     [10, 0, 30, 20]
     """
     check_choice("order", order, get_args(OrderKind))
-    count = num_windows(num_tokens, seq_len)
-    if count == 0:
-        needed = f"at least {seq_len + 1}, one window of {seq_len} inputs and a target"
-        raise DataError(f"The tokens must be {needed}, got {num_tokens}. Give more text or a shorter seq_len.")
-    check_integer("The smallest index", int(indices.min(initial=0)), least=0)
+    check_seed(seed)
+    count = count_windows(num_tokens, seq_len)
+    indices = as_int64("index", indices)
     starts = np.empty(len(indices), dtype=np.int64)
     for begin in range(0, len(indices), _BLOCK):
         block, out = indices[begin : begin + _BLOCK], starts[begin : begin + _BLOCK]
