@@ -32,9 +32,9 @@ def test_bad_train_fields_are_named(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"seed": -1}, "seed must be at least 0 and below 9223372036854775808, got -1"),
+        ({"seed": -1}, "seed must be at least 0 and below 9007199254740992, got -1"),
         ({"wait_for_resources_s": float("nan")}, "wait_for_resources_s must be at least 0 and below 1000000000, got"),
-        ({"wait_for_resources_s": 1e300}, "wait_for_resources_s must be at least 0 and below 1000000000, got 1e+300."),
+        ({"wait_for_resources_s": 1e30}, "wait_for_resources_s must be at least 0 and below 1000000000, got 1e+30."),
         ({"storage_path": "s3://A:topsecret@b"}, "storage_path must be without credentials, got 's3://***@b'. Set AWS"),
         (
             {"data": "a=1:gs://b,b=1:s3://A:topsecret@b"},
@@ -95,7 +95,7 @@ def with_train(**fields):
         ({"max_tokens": 1}, 1),
         ({"max_tokens": 2 * 16 * 64 + 1}, 3),
         ({"max_epochs": 2.0, "max_tokens": 10**9}, 125),
-        ({"max_epochs": 1e300, "max_tokens": 2048}, 2),
+        ({"max_epochs": 1e30, "max_tokens": 2048}, 2),
     ],
 )
 def test_epochs_and_tokens_give_the_steps(fields, expected):
@@ -104,7 +104,7 @@ def test_epochs_and_tokens_give_the_steps(fields, expected):
     assert found == dataclasses.replace(with_train(**fields).train, max_steps=expected)
 
 
-@pytest.mark.parametrize("fields", [{"max_epochs": 1e308}, {"max_tokens": 10**15}])
+@pytest.mark.parametrize("fields", [{"max_epochs": 1e38}, {"max_tokens": 10**15}])
 def test_a_run_that_is_too_long_is_rejected(fields):
     with pytest.raises(UsageError, match=f"train.max_epochs and train.max_tokens must give at most {MAX_STEPS} steps"):
         with_length(with_train(**fields), num_windows=10**12)

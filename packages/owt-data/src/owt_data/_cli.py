@@ -6,12 +6,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Annotated
+from dataclasses import dataclass, field
 
-import tyro
 from rich.console import Console
 
-from owt_data._errors import DataError, show_name
+from owt_data._command_line import Command, run_command
+from owt_data._errors import DataError, one_line, show_name
 from owt_data._options import PrepareOptions, TokenizerName
 
 _ROW_WIDTH = 120
@@ -24,33 +24,47 @@ _SPLITS = {
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 
 
-def _prepare(
-    paths: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE [SOURCE...] OUT")]],
-    *,
-    options: Annotated[PrepareOptions, tyro.conf.arg(name="")] = PrepareOptions(),  # noqa: B008 - frozen
-    num_processes: int | None = None,
-    on_cluster: Annotated[bool, tyro.conf.arg(aliases=["--ray"])] = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Processes:
+    """Processes of `prepare`."""
+
+    num_processes: int | None = None
+    """Number of tokenizing processes. Default: one for each core."""
+
+    on_cluster: bool = field(default=False, metadata={"alias": "--ray"})
+    """Tokenize as tasks of the Ray cluster at RAY_ADDRESS. All its machines must share OUT."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Inspection:
+    """Options of `inspect`."""
+
+    tokenizer: TokenizerName = "gpt2"
+    """Tokenizer of files without a manifest."""
+
+    window_tokens: int = 64
+    """Length of a sample."""
+
+    rows: int | None = None
+    """Number of rows of text to show. A line of a .txt file is a row."""
+
+    text_column: str = "text"
+    """Column with the text, for --rows."""
+
+
+def _prepare(names: Sequence[str], processes: _Processes, options: PrepareOptions) -> int:
     """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json. Resumes after a kill.
+
+    A SOURCE is builtin, a .txt, .jsonl, .jsonl.gz or .parquet file, a folder or a glob of such files, or a Hugging
+    Face dataset, NAME[:CONFIGURATION[:SPLIT]]. Names that begin with train= and val= give the split. OUT is the folder
+    to write into.
 
     For example:
       owt-data prepare openwebtext data/openwebtext
       owt-data prepare articles/*.jsonl data/articles --text-column body
       owt-data prepare train=a.parquet val=b.parquet data/ab
       owt-data prepare wiki.txt data/wiki --documents wikitext-titles
-
-    Args:
-        paths: One or more sources, and the folder to write into. A source is builtin, a .txt, .jsonl, .jsonl.gz or
-            .parquet file, a folder or a glob of such files, or a Hugging Face dataset
-            (NAME[:CONFIGURATION[:SPLIT]]). Names that begin with train= and val= give the split.
-        options: Tokenizer, documents and split.
-        num_processes: Number of tokenizing processes. Default: one for each core.
-        on_cluster: Tokenize as tasks of the Ray cluster at RAY_ADDRESS. All its machines must share OUT.
     """
-    if len(paths) < 2:
-        raise DataError(
-            f"The names must be sources and a folder, got {show_name(' '.join(paths) or 'no names')}. Name both."
-        )
     # The imports take seconds, which --help must not wait for.
     from owt_data._paths import join
     from owt_data._prepare.prepare import local_folder, prepare
@@ -58,72 +72,62 @@ def _prepare(
     from owt_data._tokens.manifest import read_manifest
 
     console = _console()
-    *sources, out = paths
+    *sources, out = names
     was_prepared = read_manifest(local_folder(out)) is not None
     with progress_bar(console) as progress:
-        manifest = prepare(sources, out, options, num_processes=num_processes, use_ray=on_cluster, progress=progress)
+        manifest = prepare(
+            sources, out, options,
+            num_processes=processes.num_processes, use_ray=processes.on_cluster, progress=progress,
+        )  # fmt: skip
     if was_prepared:
-        console.print(f"{out} is unchanged: it was prepared from the same source and options", markup=False)
+        console.print(f"{show_name(out)} is unchanged: it was prepared from the same source and options", markup=False)
     console.print(f"the text was split by {_SPLITS[manifest.split]}", markup=False)
     total = sum(record.num_tokens for record in manifest.files.values())
     for name, record in manifest.files.items():
         share = f"{100 * record.num_tokens / total:.3g} %"
         counts = f"{record.num_tokens:,} tokens ({share}), {record.num_documents:,} documents"
-        console.print(f"{join(out, name)}: {counts}", markup=False)
+        console.print(f"{show_name(join(out, name))}: {counts}", markup=False)
     return 0
 
 
-def _verify(folder: tyro.conf.Positional[str], /) -> int:
+def _verify(names: Sequence[str]) -> int:
     """Recompute every count and checksum of a prepared folder, and print the differences from its manifest.
 
-    Args:
-        folder: A folder on disk, s3://... or gs://...
+    FOLDER is on disk, s3://... or gs://...
     """
     from owt_data._prepare.progress_bar import share_bar
     from owt_data._tokens.verify import verify
 
+    (folder,) = names
     console = _console()
     with share_bar(console, "verifying") as report:
         differences = verify(folder, report=report)
     for difference in differences:
-        console.print(difference, markup=False)
+        console.print(one_line(difference), markup=False)
     found = "1 difference" if len(differences) == 1 else f"{len(differences)} differences"
-    console.print(f"{folder}: {found if differences else 'no difference from its manifest'}", markup=False)
+    console.print(f"{show_name(folder)}: {found if differences else 'no difference from its manifest'}", markup=False)
     return _FAILED if differences else 0
 
 
-def _inspect(
-    name: tyro.conf.Positional[str],
-    /,
-    *,
-    tokenizer: TokenizerName = "gpt2",
-    window_tokens: int = 64,
-    rows: int | None = None,
-    text_column: str = "text",
-) -> int:
+def _inspect(names: Sequence[str], options: _Inspection) -> int:
     """Show counts, sizes, the tokenizer, and samples of token files from their start, middle and end.
 
-    With --rows, show the first rows of a source of text instead.
-
-    Args:
-        name: A folder of token files or a .bin file, on disk, s3://... or gs://... With --rows, a source of prepare.
-        tokenizer: Tokenizer of files without a manifest.
-        window_tokens: Length of a sample.
-        rows: Number of rows of text to show. A line of a .txt file is a row.
-        text_column: Column with the text, for --rows.
+    NAME is a folder of token files or a .bin file, on disk, s3://... or gs://... With --rows, it is a source of
+    prepare, and its first rows are shown instead.
     """
+    (name,) = names
     console = _console(stderr=False)
-    if rows is not None:
+    if options.rows is not None:
         from owt_data._sources.documents import first_rows
 
-        for number, row in enumerate(first_rows(name, rows, text_column=text_column)):
+        for number, row in enumerate(first_rows(name, options.rows, text_column=options.text_column)):
             shown = row if len(row) <= _ROW_WIDTH else f"{row[:_ROW_WIDTH]}..."
             console.print(f"row {number}: {shown!r}", markup=False)
         return 0
     from owt_data._tokens.inspect import inspect
 
-    found = inspect(name, tokenizer=tokenizer, window_tokens=window_tokens)
-    console.print(f"{name}: tokenizer {found.tokenizer}, vocabulary of {found.vocab_size:,}", markup=False)
+    found = inspect(name, tokenizer=options.tokenizer, window_tokens=options.window_tokens)
+    console.print(f"{show_name(name)}: tokenizer {found.tokenizer}, vocabulary of {found.vocab_size:,}", markup=False)
     if found.manifest is not None:
         console.print(
             f"made from {show_name(found.manifest.source)} by owt-data {show_name(found.manifest.version)}",
@@ -136,6 +140,14 @@ def _inspect(
         for place, text in found.samples[split].items():
             console.print(f"  {place}: {text!r}", markup=False)
     return 0
+
+
+_DESCRIPTION = "Text to token files that nanoGPT, the Ray tutorial and nnx-gpt2 read."
+_COMMANDS = {
+    "prepare": Command(run=_prepare, names="SOURCE... OUT", kinds=(_Processes, PrepareOptions)),
+    "verify": Command(run=_verify, names="FOLDER"),
+    "inspect": Command(run=_inspect, names="NAME", kinds=(_Inspection,)),
+}
 
 
 class _Console(Console):
@@ -194,7 +206,7 @@ def main(args: Sequence[str] | None = None) -> int:
     _open_streams()
     try:
         try:
-            return _run(args)
+            return _run(sys.argv[1:] if args is None else args)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -209,18 +221,23 @@ def main(args: Sequence[str] | None = None) -> int:
         return _BAD_INPUT
 
 
-def _run(args: Sequence[str] | None) -> int:
+def _run(arguments: Sequence[str]) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # its errors become DataErrors here
+    for name in ("COLUMNS", "LINES"):
+        if os.environ.get(name, "").strip("0") == "":  # rich would print nothing
+            os.environ.pop(name, None)
     try:
         with _sigterm_as_ctrl_c():
-            return tyro.extras.subcommand_cli_from_dict(
-                {"prepare": _prepare, "verify": _verify, "inspect": _inspect},
-                prog="owt-data",
-                description="Text to token files that nanoGPT, the Ray tutorial and nnx-gpt2 read.",
-                args=args,
-            )
+            return run_command("owt-data", _DESCRIPTION, _COMMANDS, arguments)
     except DataError as error:
         _console().print(f"error: {' '.join(str(error).split())}", markup=False)
+        return _BAD_INPUT
+    except (ImportError, MemoryError) as error:
+        found = one_line(error) or "no memory"
+        _console().print(
+            f"error: owt-data must load its libraries and data, got {found}. Free memory, or install it again.",
+            markup=False,
+        )
         return _BAD_INPUT
     except KeyboardInterrupt:
         _console().print("interrupted: run the same command again to resume")

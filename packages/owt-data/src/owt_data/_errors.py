@@ -45,7 +45,8 @@ def show_name(name: object) -> str:
 
 def one_line(text: object) -> str:
     """Return a message on one line of bounded length, without its final full stop."""
-    return _shorten(_escape(" ".join(str(text).split()).rstrip(".")), _REASON_CHARS)
+    words = (_shorten(_escape(word), _VALUE_CHARS) for word in str(text).split())
+    return _shorten(" ".join(words).rstrip("."), _REASON_CHARS)
 
 
 def _escape(text: str) -> str:
@@ -153,7 +154,7 @@ def file_errors(
         yield
     except OSError as error:
         place = error.filename or name or "the file"
-        found = one_line(error.strerror or error)
+        found = one_line(str(error.strerror or error).rpartition("Detail: ")[2])  # pyarrow repeats the name before it
         raise UnreadableError(f"{show_name(place)} must be {constraint}, got {found}. {remedy}") from error
     except UnicodeEncodeError as error:
         name = show_name(error.object)

@@ -114,9 +114,11 @@ def normalize(name: str | os.PathLike[str]) -> str:
     """Return a name as text that does not depend on the working folder.
 
     Raises:
-        DataError: as `name_text` and `local_path`.
+        DataError: the name is empty, or as `name_text` and `local_path`.
     """
     name = name_text(name)
+    if not name:
+        raise DataError("The name must be a path or a URI, got an empty text. Name a file or a folder.")
     return name if is_uri(name) else os.fspath(Path(local_path(name)).absolute())
 
 
@@ -160,6 +162,9 @@ def locate(name: str, *, retry_s: int = _READ_RETRY_S) -> tuple[FileSystem, str]
             f"The name must be a path, s3://bucket/... or gs://bucket/..., got {show_name(name)} "
             f"({one_line(error)}). Correct it."
         ) from error
+    if not path:
+        constraint = "a path, s3://bucket/... or gs://bucket/..."
+        raise DataError(f"The name must be {constraint}, got {show_name(name)} without a bucket. Correct it.")
     return filesystem, path
 
 

@@ -164,6 +164,7 @@ def _find_files(name: str) -> tuple[set[str], list[Path]]:
     """Return the kinds of the files that a name refers to, and the files."""
     if not name:
         raise DataError("The source must have a name, got an empty text. Name a file or a dataset.")
+    name.encode()  # `file_errors` reports other bytes
     if is_uri(name):
         constraint = "files on this machine or a dataset of the Hugging Face hub"
         raise DataError(f"The source must be {constraint}, got {show(name)}. Copy files of object storage here first.")
