@@ -20,7 +20,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Integer, PyTree
 
-from nnx_gpt2._errors import check_type, is_whole, kind, require, shown
+from nnx_gpt2._errors import check_type, is_whole, kind, require, shown, value_error
 from nnx_gpt2._mesh_sizes import check_mesh
 from nnx_gpt2._params import dotted_name
 from nnx_gpt2._token_ids import check_batch
@@ -138,9 +138,9 @@ def check_axis_names(mesh: Any) -> None:
         ValueError: it is no mesh, or has other axes.
     """
     is_mesh = isinstance(mesh, (Mesh, AbstractMesh))
-    found = f"the axes {mesh.axis_names}" if is_mesh else kind(mesh)
-    has_axes = is_mesh and {*BATCH_AXES, TENSOR_AXIS} <= {*mesh.axis_names}
-    require(has_axes, "mesh", "be a mesh with the axes data, fsdp and tensor", found, "Make it by make_mesh.")
+    if not is_mesh or not {*BATCH_AXES, TENSOR_AXIS} <= {*mesh.axis_names}:
+        found = f"the axes {mesh.axis_names}" if is_mesh else kind(mesh)
+        raise value_error("mesh", "be a mesh with the axes data, fsdp and tensor", found, "Make it by make_mesh.")
 
 
 def put_batch(local_rows: Integer[np.ndarray, "b T"], mesh: Mesh) -> Integer[Array, "B T"]:

@@ -3,6 +3,7 @@
 Shapes: B batch, W tokens of a window.
 """
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Integer
 
-from nnx_gpt2._errors import is_whole, kind, require, shown
+from nnx_gpt2._errors import is_whole, kind, require, shown, value_error
 
 
 def check_ids(ids: Any, vocab_size: int, name: str = "token ids") -> None:
@@ -31,9 +32,10 @@ def check_batch(ids: Any, name: str) -> None:
     Raises:
         ValueError: the batch is no array of integers of shape [batch, positions], or it is empty.
     """
-    is_batch = has_type(ids, jnp.integer) and ids.ndim == 2
-    require(is_batch, name, "be integers of shape [batch, positions]", kind(ids))
-    require(ids.size > 0, name, "have at least 1 row and 1 position", kind(ids))
+    if not has_type(ids, jnp.integer) or ids.ndim != 2:  # `kind` takes longer than the check
+        raise value_error(name, "be integers of shape [batch, positions]", kind(ids))
+    if ids.size == 0:
+        raise value_error(name, "have at least 1 row and 1 position", kind(ids))
 
 
 def check_range(indices: Any, size: int, name: str) -> None:
@@ -51,7 +53,12 @@ def check_range(indices: Any, size: int, name: str) -> None:
 
 def has_type(x: Any, dtype: Any) -> bool:
     """Return whether a value is an array of numpy or jax whose type is of this kind, such as `jnp.integer`."""
-    return isinstance(x, (np.ndarray, jax.Array)) and jnp.issubdtype(x.dtype, dtype)
+    return isinstance(x, (np.ndarray, jax.Array)) and _is_subtype(x.dtype, dtype)
+
+
+@cache
+def _is_subtype(dtype: Any, of: Any) -> bool:
+    return jnp.issubdtype(dtype, of)
 
 
 def check_windows(windows: Any, vocab_size: int) -> None:
