@@ -8,15 +8,19 @@ import sys
 import pytest
 
 CODE = """
-import json, jax, numpy as np
+import dataclasses, json, jax, numpy as np
 from flax import nnx
 from nnx_gpt2 import *
 config = GPT2Config(vocab_size=65, seq_len=16, num_layers=1, num_heads=1, embed_dim=8)
+wide = dataclasses.replace(config, embed_dim=16)
 model = GPT2(config, rngs=nnx.Rngs(0))
 rule = create_optimizer(OptimizerConfig(), 10)
 state = create_train_state(config, rule, jax.random.key(0))
 ids = np.zeros((8, 17), np.uint16)
 step, evaluate = make_train_step(config, rule), make_eval_step(config)
+key, keys = jax.random.key(0), jax.random.split(jax.random.key(0))
+q, settings = np.ones((1, 3, 1, 8)), OptimizerConfig()
+foreign = jax.sharding.Mesh(jax.devices(), ("x",))
 messages = {}
 for code in json.loads(input()):
     try:
@@ -32,6 +36,24 @@ PAIR = "have at least 2 tokens, an input and a target, got 1."
 SIZE = "must be a whole number from 1 to 1048576, got"
 HUGE = 10**20
 EMPTY = "must have at least 1 row and 1 position, got int32"
+KEY = "key must be one random key, got"
+CONFIG = "config must be of type GPT2Config, got"
+OPTIMIZER = "config must be of type OptimizerConfig, got"
+RULE = "optimizer must be of type GradientTransformation, got"
+MODEL = "model must be of type GPT2, got"
+MAKE = "Make it by create_optimizer."
+MESH = "mesh must be a mesh with the axes data, fsdp and tensor, got"
+MAKE_MESH = "Make it by make_mesh."
+HEADS = (
+    "queries, keys and values must be floating-point numbers of one shape [batch, positions, heads, head width], got"
+)
+PARAMS = "params must be a dictionary with the layers of a GPT-2 in h, got"
+SOURCE = "Pass those of split_params, or state.params of a TrainState."
+DEVICES = "devices must be None, or at least 1 device of jax, each once, got"
+WHOLE = "must be a whole number of at least 1, got"
+FIELD = (
+    "a changed field must be one of dropout_rate, dtype, param_dtype, attention, remat, scan_layers, loss_chunk_tokens"
+)
 END = "end_of_text must be None or an id in [0, 65), got"
 CASES = {
     "generate(model, [1, 2], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} int64[1].",
@@ -76,7 +98,7 @@ CASES = {
     "make_eval_step(config, end_of_text=65)": f"{END} 65.",
     f"estimate_memory(config, global_batch_size={HUGE})": f"global_batch_size must be 1 to 2147483647, got {HUGE}.",
     "estimate_memory(config, global_batch_size=0)": "global_batch_size must be 1 to 2147483647, got 0.",
-    f"model.save_pretrained('x', end_of_text={HUGE})": f"end_of_text must be None or a token id, got {HUGE}.",
+    f"model.save_pretrained('x', end_of_text={HUGE})": f"{END} {HUGE}.",
     f"GPT2Config(vocab_size={HUGE})": f"model.vocab_size must be a whole number from 1 to 2147483647, got {HUGE}.",
     "GPT2Config(num_layers=np.inf)": f"model.num_layers {SIZE} inf.",
     f"GPT2Config(norm_epsilon={HUGE})": f"model.norm_epsilon must be between 0 and 1, got {HUGE}.",
@@ -87,7 +109,112 @@ CASES = {
     "OptimizerConfig(clip_norm=10**39)": f"optimizer.clip_norm must be finite and not negative, got {10**39}.",
     "OptimizerConfig(warmup_steps=1.5)": "optimizer.warmup_steps must be a whole number from 0 to 2147483647, got 1.5.",
     f"create_optimizer(OptimizerConfig(), {HUGE})": f"max_steps must be at least 1 and at most 2147483647, got {HUGE}.",
-}
+    "causal_attention(q, q, q, segment_ids_BT=np.ones((5, 5), int))":
+        "segment ids must be integers of shape [1, 3], got int64[5, 5].",
+    "causal_attention(q, q, q, segment_ids_BT='a')": "segment ids must be integers of shape [1, 3], got 'a'.",
+    "causal_attention(*[np.ones((1, 3, 1, 8), int)] * 3)": f"{HEADS} {', '.join(['int64[1, 3, 1, 8]'] * 3)}.",
+    "causal_attention(q[0], q[0], q[0])": f"{HEADS} {', '.join(['float64[3, 1, 8]'] * 3)}.",
+    "causal_attention(q, q[:, :1], q)": f"{HEADS} float64[1, 3, 1, 8], float64[1, 1, 1, 8], float64[1, 3, 1, 8].",
+    "causal_attention(None, q, q)": f"{HEADS} None, float64[1, 3, 1, 8], float64[1, 3, 1, 8].",
+    "causal_attention(q, q, q, backend='x')": "attention backend must be auto, xla, cudnn or splash, got 'x'.",
+    "causal_attention(q, q, q, dropout_rate=2, dropout_key=key)": "dropout_rate must be in [0, 1), got 2.",
+    "causal_attention(q, q, q, dropout_rate=0.5, dropout_key=5)": f"dropout_{KEY} 5. Pass jax.random.key(seed).",
+    "model(ids[:1, :3], segment_ids=np.ones((1, 9), int))":
+        "segment ids must be integers of shape [1, 3], got int64[1, 9].",
+    "mean_loss(model, ids, segment_ids=np.ones((1, 1), int))":
+        "segment ids must be integers of shape [8, 16], got int64[1, 1].",
+    "token_losses(model, ids, segment_ids=np.ones((8, 17), int))":
+        "segment ids must be integers of shape [8, 16], got int64[8, 17].",
+    "model.embed(ids, np.full((1, 17), 99))": "positions must lie in [0, 16), got 99 to 99.",
+    "model.embed(np.full((1, 3), 300), np.arange(3)[None])": "token ids must lie in [0, 65), got 300 to 300.",
+    "document_ids(ids, 'a')": "end_of_text must be an id in [0, 2147483647], got 'a'.",
+    "document_ids(ids, -1)": "end_of_text must be an id in [0, 2147483647], got -1.",
+    f"document_ids(ids, {HUGE})": f"end_of_text must be an id in [0, 2147483647], got {HUGE}.",
+    "document_ids(ids.astype(float), 1)": f"tokens must {BATCH} float64[8, 17].",
+    "document_ids(ids[0], 1)": f"tokens must {BATCH} uint16[17].",
+    "merge(wide, state.params)":
+        "params.h.0.attn.c_attn.bias must be (3, 16), as in the config, got (3, 8).",
+    "merge(config, {**state.params, 'ln_f': {}})":
+        "params.ln_f.bias must be (8,), as in the config, got no such parameter.",
+    "merge(config, None)": f"{PARAMS} None. {SOURCE}",
+    "merge(config, state)": f"{PARAMS} an object of type TrainState. {SOURCE}",
+    "merge(None, state.params)": f"{CONFIG} None.",
+    "split_params(None)": f"{MODEL} None. Call merge with a config and parameters to make a model.",
+    "split_params(state)":
+        f"{MODEL} an object of type TrainState. Call merge with a config and parameters to make a model.",
+    "stack_layers({})": f"{PARAMS} an object of type dict. {SOURCE}",
+    "stack_layers({'h': {'0': {}}})": f"{PARAMS} an object of type dict. {SOURCE}",
+    "unstack_layers(None)": f"{PARAMS} None. {SOURCE}",
+    "create_optimizer(None, 5)": f"{OPTIMIZER} None.",
+    "learning_rate_schedule('x', 5)": f"{OPTIMIZER} 'x'.",
+    "learning_rate_schedule(settings, None)": "max_steps must be at least 1 and at most 2147483647, got None.",
+    "create_train_state(None, rule, key)": f"{CONFIG} None.",
+    "create_train_state(rule, config, key)": f"{CONFIG} an object of type GradientTransformationExtraArgs.",
+    "create_train_state(config, settings, key)": f"{RULE} an object of type OptimizerConfig. {MAKE}",
+    "create_train_state(config, rule, key, 'mesh')": f"{MESH} 'mesh'. {MAKE_MESH}",
+    "abstract_train_state(config, 'x')": f"{RULE} 'x'. {MAKE}",
+    "make_train_step(None, rule)": f"{CONFIG} None.",
+    "make_train_step(config, settings)": f"{RULE} an object of type OptimizerConfig. {MAKE}",
+    "make_train_step(config, rule, [1])": f"{MESH} an object of type list. {MAKE_MESH}",
+    "make_eval_step({})": f"{CONFIG} an object of type dict.",
+    "make_eval_step(config, foreign)": f"{MESH} the axes ('x',). {MAKE_MESH}",
+    "evaluate(None, ids)": f"{PARAMS} None. {SOURCE}",
+    "step(None, ids, key)": "state must be of type TrainState, got None.",
+    "num_params('gpt2')": f"{CONFIG} 'gpt2'.",
+    "flops_per_token(None)": f"{CONFIG} None.",
+    "generate(None, [[1]], 5, key=key)": f"{MODEL} None.",
+    "evaluate_tokens(None, ids)": f"{MODEL} None.",
+    "evaluate_tokens(model, None)": "tokens must be an array of token ids, got None.",
+    "mean_loss(None, ids)": f"{MODEL} None.",
+    "token_losses('m', ids)": f"{MODEL} 'm'.",
+    "estimate_memory(None, global_batch_size=2)": f"{CONFIG} None.",
+    "estimate_memory(config, global_batch_size=2, optimizer='adamw')": f"{OPTIMIZER} 'adamw'.",
+    "estimate_memory(config, global_batch_size=2, mesh=5)": f"{MESH} 5. {MAKE_MESH}",
+    "put_batch(ids, None)": f"{MESH} None. {MAKE_MESH}",
+    "put_batch(None, make_mesh())": f"rows must {BATCH} None.",
+    "replicated('x')": f"{MESH} 'x'. {MAKE_MESH}",
+    "tree_shardings(state.params, None)": f"{MESH} None. {MAKE_MESH}",
+    "param_spec(None, 2)": "name must be of type str, got None.",
+    "param_spec('wte.embedding', '2')": "num_dims must be a whole number of at least 0, got '2'.",
+    "GPT2(None, rngs=None)": f"{CONFIG} None.",
+    "GPT2(config, rngs=5)": "rngs must be of type Rngs, got 5.",
+    "model([[1, 2, 3]])": f"token ids must {BATCH} an object of type list.",
+    "model(None)": f"token ids must {BATCH} None.",
+    "model('abc')": f"token ids must {BATCH} 'abc'.",
+    "step(state, [[1, 2], [3]], key)": f"windows must {BATCH} an object of type list.",
+    "config.check_axes(fsdp=0, tensor=1)":
+        "mesh axis fsdp must divide model.embed_dim (8), got 0. Choose another size.",
+    "config.check_axes(fsdp=1, tensor=None)":
+        "mesh axis tensor must divide model.num_heads (1), got None. Choose another size.",
+    "model.block(5)": "the index of a layer must be 0 to 0, got 5.",
+    "GPT2(dataclasses.replace(config, scan_layers=True), rngs=nnx.Rngs(0)).block(5)":
+        "the index of a layer must be 0 to 0, got 5.",
+    "GPT2Config(scan_layers='no')": "model.scan_layers must be True or False, got 'no'.",
+    "make_mesh(devices=5)": f"{DEVICES} 5. Pass some of jax.devices().",
+    "make_mesh(devices='cpu')": f"{DEVICES} 'cpu'. Pass some of jax.devices().",
+    "make_mesh(devices=jax.devices() * 2)": f"{DEVICES} an object of type list. Pass some of jax.devices().",
+    "check_mesh(fsdp=1, tensor=1, num_devices='8', devices_per_process=1)": f"num_devices {WHOLE} '8'.",
+    "check_mesh(fsdp=1, tensor=1, num_devices=8, devices_per_process=0)": f"devices_per_process {WHOLE} 0.",
+    "check_mesh(fsdp=1, tensor=1, num_devices=8, devices_per_process=4, devices_per_slice='a')":
+        f"devices_per_slice {WHOLE} 'a'.",
+    "generate(model, [[1]], 5, key=5)": f"{KEY} 5. Pass jax.random.key(seed).",
+    "generate(model, [[1]], 5, key='a')": f"{KEY} 'a'. Pass jax.random.key(seed).",
+    "generate(model, [[1]], 5, key=keys)": f"{KEY} key<fry>[2]. Pass jax.random.key(seed).",
+    "generate(model, [[1]], 5, key=key, use_cache='no')": "use_cache must be of type bool, got 'no'.",
+    "step(state, ids, None)": f"{KEY} None. Pass jax.random.key(seed).",
+    "step(state, ids, 5)": f"{KEY} int32[]. Pass jax.random.key(seed).",
+    "create_train_state(config, rule, 5)": f"{KEY} 5. Pass jax.random.key(seed).",
+    "mean_loss(model, ids, dropout_key='a')": f"dropout_{KEY} 'a'. Pass jax.random.key(seed).",
+    "GPT2.from_pretrained('x', num_layers=2)": f"{FIELD}, got num_layers.",
+    "GPT2.from_pretrained('x', bogus=5)": f"{FIELD}, got bogus.",
+    "GPT2.from_pretrained('x', dtype='x')": "model.dtype must be bfloat16, float32 or float64, got 'x'.",
+    "GPT2.from_pretrained(5)": "path or name must be of type str | os.PathLike, got 5.",
+    "model.save_pretrained('x', max_shard_bytes='5')": f"max_shard_bytes {WHOLE} '5'.",
+    "model.save_pretrained('x', max_shard_bytes=0)": f"max_shard_bytes {WHOLE} 0.",
+    "model.save_pretrained('x', max_shard_bytes=np.nan)": f"max_shard_bytes {WHOLE} nan.",
+    "model.save_pretrained('x', end_of_text=65)": f"{END} 65.",
+    "model.save_pretrained(None)": "path must be of type str | os.PathLike, got None.",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -85,9 +85,11 @@ def test_saved_tensors_are_those_of_the_original_bit_by_bit(published, tmp_path)
 
 
 def test_the_saved_config_agrees_with_the_original(published, tmp_path):
-    published.save_pretrained(tmp_path, end_of_text=50256)
+    published.save_pretrained(tmp_path, end_of_text=299)
     saved, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FOLDER))
-    shared = saved.keys() & original.keys() - {"embd_pdrop", "attn_pdrop", "resid_pdrop"}
+    assert (saved["bos_token_id"], saved["eos_token_id"]) == (299, 299)
+    chosen = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id"}
+    shared = saved.keys() & original.keys() - chosen
     assert {name: saved[name] for name in shared} == {name: original[name] for name in shared}
     assert {"model_type", "vocab_size", "n_positions", "n_layer", "n_head", "n_embd"} <= shared
 
@@ -306,8 +308,16 @@ def test_a_path_that_is_a_file_cannot_be_loaded(tmp_path):
 
 
 def test_a_field_that_describes_the_weights_cannot_be_changed():
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'num_heads'"):
+    with pytest.raises(ValueError, match=r"a changed field must be one of dropout_rate, .*, got num_heads\."):
         GPT2.from_pretrained(FOLDER, num_heads=6)
+
+
+def test_the_config_of_something_else_is_not_overwritten(tmp_path):
+    (tmp_path / "config.json").write_text('{"config": {}}')
+    model = GPT2(ODD, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"config.json must be that of a model, got another\. Give another folder\."):
+        model.save_pretrained(tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ['{"config": {}}']
 
 
 def test_float64_needs_jax_to_allow_it():

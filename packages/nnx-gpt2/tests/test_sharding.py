@@ -146,7 +146,7 @@ def test_a_stacked_parameter_is_split_as_its_layers_are():
     [
         ({"fsdp": 3}, "must be at least 1 and their product must divide the 8 devices, got 3 and 1."),
         ({"tensor": 0}, "must be at least 1 and their product must divide the 8 devices, got 1 and 0."),
-        ({"devices": []}, "must be at least 1 and their product must divide the 0 devices, got 1 and 1."),
+        ({"devices": []}, "devices must be None, or at least 1 device of jax, each once, got an object of type list."),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_devices_is_rejected(sizes, message):

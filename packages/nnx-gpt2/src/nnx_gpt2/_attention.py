@@ -4,7 +4,7 @@ Shapes: B batch, T query position, S key position, N heads, H head width.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nnx_gpt2._bfloat16 import compute_capability, has_bfloat16
-from nnx_gpt2._dropout import dropout, split_key
-from nnx_gpt2._errors import require
+from nnx_gpt2._dropout import check_key, dropout, split_key
+from nnx_gpt2._errors import is_number, kind, require, shown
 from nnx_gpt2._model_config import SPLASH_MULTIPLE, AttentionBackend
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain, under_mesh
+from nnx_gpt2._token_ids import has_type
 
 # The plain formula works on blocks of queries, each with the keys that it can see. The number of blocks has an upper
 # bound and their size a lower bound: more blocks save little arithmetic and cost compile time.
@@ -58,9 +59,16 @@ def causal_attention(
         The weighted values, of the type of `v_BTNH`.
 
     Raises:
-        ValueError: there are no positions, or the backend does not support the inputs.
+        ValueError: the inputs have other types or shapes, there are no positions, or the backend does not support
+            the inputs.
     """
-    require(q_BTNH.shape[1] >= 1, "queries, keys and values", "have at least 1 position", q_BTNH.shape[1])
+    _check_inputs(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
+    is_rate = is_number(dropout_rate) and 0 <= dropout_rate < 1
+    require(is_rate, "dropout_rate", "be in [0, 1)", shown(dropout_rate))
+    if dropout_key is not None:
+        check_key(dropout_key, "dropout_key")
+    is_known = backend in get_args(AttentionBackend)
+    require(is_known, "attention backend", "be auto, xla, cudnn or splash", shown(backend))
     drops = dropout_key is not None and dropout_rate > 0
     if backend == "auto":
         backend = "xla" if drops else _best(q_BTNH)
@@ -78,6 +86,18 @@ def causal_attention(
         "Choose auto.",
     )
     return _on_each_device(kernel, q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
+
+
+def _check_inputs(q_BTNH: Any, k_BTNH: Any, v_BTNH: Any, segment_ids_BT: Any) -> None:
+    """Check types and shapes, which would broadcast."""
+    inputs, name = (q_BTNH, k_BTNH, v_BTNH), "queries, keys and values"
+    are_alike = all(has_type(x, jnp.floating) and x.ndim == 4 and x.shape == q_BTNH.shape for x in inputs)
+    constraint = "be floating-point numbers of one shape [batch, positions, heads, head width]"
+    require(are_alike, name, constraint, ", ".join(map(kind, inputs)))
+    require(q_BTNH.shape[1] >= 1, name, "have at least 1 position", q_BTNH.shape[1])
+    if segment_ids_BT is not None:
+        are_ids = has_type(segment_ids_BT, jnp.integer) and segment_ids_BT.shape == q_BTNH.shape[:2]
+        require(are_ids, "segment ids", f"be integers of shape {list(q_BTNH.shape[:2])}", kind(segment_ids_BT))
 
 
 def _best(q_BTNH: Array) -> AttentionBackend:

@@ -1,8 +1,13 @@
 """Dropout with explicit random keys, which keeps a step a pure function of its key."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
+
+from nnx_gpt2._errors import kind, require
+from nnx_gpt2._token_ids import has_type
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
@@ -16,6 +21,16 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Fl
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
     scaled = x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)
     return jnp.where(keep, scaled, jnp.zeros_like(scaled)).astype(x.dtype)
+
+
+def check_key(key: Any, name: str = "key") -> None:
+    """Check a random key: one of `jax.random.key`, or the array of `jax.random.PRNGKey`.
+
+    Raises:
+        ValueError: it is neither, or there are several keys.
+    """
+    is_key = (has_type(key, jax.dtypes.prng_key) and key.ndim == 0) or (has_type(key, jnp.uint32) and key.ndim == 1)
+    require(is_key, name, "be one random key", kind(key), "Pass jax.random.key(seed).")
 
 
 def split_key(key: PRNGKeyArray | None, num: int) -> list[PRNGKeyArray | None]:

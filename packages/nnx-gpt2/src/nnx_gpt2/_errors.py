@@ -52,6 +52,20 @@ def require(holds: bool, name: str, constraint: str, got: Any, remedy: str = "")
         raise value_error(name, constraint, got, remedy)
 
 
+def kind(value: Any) -> str:
+    """Return what a value is, for an error: the type and shape of an array, a short value, or the name of its type."""
+    if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    is_short = value is None or isinstance(value, (str, bytes, numbers.Number))
+    return shown(value) if is_short else f"an object of type {type(value).__name__}"
+
+
+def check_type(name: str, value: Any, expected: Any, remedy: str = "") -> None:
+    """Raise `value_error` unless a value has the type, or one of a union of types."""
+    wanted = getattr(expected, "__name__", str(expected))
+    require(isinstance(value, expected), name, f"be of type {wanted}", kind(value), remedy)
+
+
 def is_number(value: Any) -> bool:
     """Return whether a value is a number that a float32 can hold: neither infinite nor NaN, and no bool."""
     return _is_a(numbers.Real, value) and abs(value) <= _FLOAT32_MAX

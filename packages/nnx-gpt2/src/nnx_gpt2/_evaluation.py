@@ -3,14 +3,14 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Integer
 
-from nnx_gpt2._errors import is_whole, require, shown, value_error
+from nnx_gpt2._errors import check_type, is_whole, kind, require, shown, value_error
 from nnx_gpt2._model import GPT2, split_params
 from nnx_gpt2._token_ids import check_ids
 from nnx_gpt2._train_step import make_eval_step
@@ -59,6 +59,8 @@ def evaluate_tokens(
     Raises:
         ValueError: too few tokens, ids outside the vocabulary, or a stride or batch size out of range.
     """
+    check_type("model", model, GPT2)
+    require(isinstance(tokens, Sized), "tokens", "be an array of token ids", kind(tokens))
     seq_len, num_predicted = model.config.seq_len, len(tokens) - 1
     stride = seq_len if stride is None else stride
     require(num_predicted >= 1, "tokens", "be at least 2", len(tokens))
@@ -170,10 +172,12 @@ def evaluate_choices(
         ValueError: there are no questions, a text has no tokens, a choice is longer than the model's context, or
             ids lie outside the vocabulary.
     """
+    check_type("model", model, GPT2)
     seq_len = model.config.seq_len
     step, params = make_eval_step(model.config), split_params(model)
     num_questions = num_right = num_right_norm = 0
     for question in questions:
+        check_type("each question", question, Question)
         context = list(encode(question.context))
         choices = [list(encode(" " + choice)) for choice in question.choices]
         for choice in choices:

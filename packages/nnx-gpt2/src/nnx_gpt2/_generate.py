@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from nnx_gpt2._attention import causal_attention
-from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, require, shown
+from nnx_gpt2._dropout import check_key
+from nnx_gpt2._errors import INT32_MAX, check_type, is_number, is_whole, require, shown
 from nnx_gpt2._model import GPT2, Block
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._token_ids import check_end_of_text, check_ids
@@ -88,6 +89,8 @@ def generate(
     Raises:
         ValueError: an argument is out of its range, or a prompt is empty, too long, or has an unknown id.
     """
+    check_type("model", model, GPT2)
+    check_type("use_cache", use_cache, bool)
     rows = [np.asarray(prompt) for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
     _check_sampling(
@@ -161,6 +164,8 @@ def _check_sampling(
     ):
         require(holds, name, constraint, shown(value))
     check_end_of_text(end_of_text, config.vocab_size)
+    if key is not None:
+        check_key(key)
     needs_key = temperature > 0 and key is None
     require(not needs_key, "key", "be given to sample", key, "Pass key=jax.random.key(seed), or temperature=0.")
 

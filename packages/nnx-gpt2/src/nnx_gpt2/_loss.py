@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from nnx_gpt2._embedding import HEAD_SPEC, logits, lookup
+from nnx_gpt2._errors import check_type
 from nnx_gpt2._model import GPT2
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, axis_index, over_mesh, pmax, psum
@@ -42,10 +43,11 @@ def mean_loss(
         dropout_key: random key of the dropout. None disables dropout.
 
     Raises:
-        ValueError: the windows are not integers of shape [batch, tokens], there are none, they have a single token, or,
-            outside jit, ids lie outside the vocabulary.
+        ValueError: the windows are not integers of shape [batch, tokens], there are none, they have a single token, the
+            segments have another shape than the inputs, or, outside jit, ids lie outside the vocabulary.
     """
-    return _mean_head_loss(model.config, *_head_inputs(model, windows, segment_ids, dropout_key))
+    inputs = _head_inputs(model, windows, segment_ids, dropout_key)
+    return _mean_head_loss(model.config, *inputs)
 
 
 def token_losses(
@@ -56,13 +58,15 @@ def token_losses(
     Raises:
         ValueError: see `mean_loss`.
     """
+    inputs = _head_inputs(model, windows, segment_ids, None)
     split = over_mesh(partial(_losses_by_chunk, model.config), (_X_SPEC, HEAD_SPEC, _X_SPEC), _X_SPEC)
-    return split(*_head_inputs(model, windows, segment_ids, None))
+    return split(*inputs)
 
 
 def _head_inputs(
     model: GPT2, windows: Array, segment_ids: Array | None, dropout_key: PRNGKeyArray | None
 ) -> tuple[Float[Array, "B T C"], Float[Array, "rows C"], Int[Array, "B T"]]:
+    check_type("model", model, GPT2)
     check_windows(windows, model.config.vocab_size)
     windows = windows.astype(jnp.int32)
     inputs_BT, targets_BT = windows[:, :-1], windows[:, 1:]

@@ -18,10 +18,17 @@ def check_mesh(
         devices_per_slice: devices of each TPU slice, if there are several slices.
 
     Raises:
-        ValueError: the axes do not divide the devices, `tensor` spans processes, or `fsdp` or `tensor` spans slices.
+        ValueError: a number is no whole number or below 1, the axes do not divide the devices, `tensor` spans
+            processes, or `fsdp` or `tensor` spans slices.
     """
+    for name, number in (
+        ("num_devices", num_devices),
+        ("devices_per_process", devices_per_process),
+        ("devices_per_slice", 1 if devices_per_slice is None else devices_per_slice),
+    ):
+        require(is_whole(number, 1), name, "be a whole number of at least 1", shown(number))
     require(
-        is_whole(fsdp, 1) and is_whole(tensor, 1) and num_devices > 0 and num_devices % (fsdp * tensor) == 0,
+        is_whole(fsdp, 1) and is_whole(tensor, 1) and num_devices % (fsdp * tensor) == 0,
         "mesh axes fsdp and tensor",
         f"be at least 1 and their product must divide the {num_devices} devices",
         f"{shown(fsdp)} and {shown(tensor)}",

@@ -20,14 +20,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nnx_gpt2._attention import causal_attention
-from nnx_gpt2._dropout import dropout, split_key
+from nnx_gpt2._dropout import check_key, dropout, split_key
 from nnx_gpt2._embedding import logits, lookup
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import check_type, is_whole, require, shown, value_error
 from nnx_gpt2._model_config import DType, GPT2Config
-from nnx_gpt2._params import Params, check_layers
-from nnx_gpt2._pretrained import locate_pretrained, read_config, read_params, write_pretrained
+from nnx_gpt2._params import Params, check_layers, dotted_name
+from nnx_gpt2._pretrained import check_changes, locate_pretrained, read_config, read_params, write_pretrained
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain
-from nnx_gpt2._token_ids import check_ids
+from nnx_gpt2._token_ids import check_ids, check_range
 
 # The standard deviation of GPT-2's initial weights.
 INIT_STD = 0.02
@@ -154,6 +154,8 @@ class GPT2(nnx.Module):
     """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
+        check_type("config", config, GPT2Config)
+        check_type("rngs", rngs, nnx.Rngs)
         embed = partial(
             nnx.Embed,
             features=config.embed_dim,
@@ -198,10 +200,12 @@ class GPT2(nnx.Module):
 
         Raises:
             ValueError: the files are not those of a GPT-2 that this class can compute. The message names the
-                difference.
+                difference. Or a field describes the weights, or has a wrong value.
         """
+        fields = {"dtype": dtype, "param_dtype": param_dtype, **changes}
+        check_changes(fields)
         folder = locate_pretrained(path_or_name, revision)
-        config = read_config(folder, {"dtype": dtype, "param_dtype": param_dtype, **changes})
+        config = read_config(folder, fields)
 
         def shapes() -> Any:
             return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))))
@@ -220,7 +224,8 @@ class GPT2(nnx.Module):
             max_shard_bytes: larger weights are split into several files with an index. A tensor is never split.
 
         Raises:
-            ValueError: `end_of_text` is no token id.
+            ValueError: `end_of_text` is no id of the model, `max_shard_bytes` is below 1, or `path` has a `config.json`
+                that is not a model's, such as that of a training run.
             OSError: `path` is a file, is below a file, or cannot be written.
         """
         write_pretrained(
@@ -244,9 +249,9 @@ class GPT2(nnx.Module):
             dropout_key: random key of the dropout. None disables dropout.
 
         Raises:
-            ValueError: B or T is 0, T exceeds the context length, or, outside jit, ids lie outside the vocabulary.
+            ValueError: tokens or segments have another type or shape, B or T is 0, T exceeds the context length, or,
+                outside jit, ids lie outside the vocabulary.
         """
-        check_ids(tokens, self.config.vocab_size)
         logits_MP = self.padded_logits(self.final_activations(tokens, segment_ids=segment_ids, dropout_key=dropout_key))
         return logits_MP[:, : self.config.vocab_size].reshape(*tokens.shape, -1)
 
@@ -265,7 +270,13 @@ class GPT2(nnx.Module):
             wte_BTC: the embeddings of the tokens, if they have been looked up.
             segment_ids: see `GPT2.__call__`.
             dropout_key: see `GPT2.__call__`.
+
+        Raises:
+            ValueError: see `GPT2.__call__`.
         """
+        check_ids(tokens, self.config.vocab_size)
+        if dropout_key is not None:
+            check_key(dropout_key, "dropout_key")
         config, num_positions = self.config, tokens.shape[1]
         is_in_context = num_positions <= config.seq_len
         require(is_in_context, "sequences", f"have at most {config.seq_len} tokens (model.seq_len)", num_positions)
@@ -292,9 +303,15 @@ class GPT2(nnx.Module):
     def embed(
         self, tokens: Int[Array, "*shape"], positions: Int[Array, "..."], wte: Float[Array, "*shape C"] | None = None
     ) -> Float[Array, "*shape C"]:
-        """Return the sum of token and position embeddings. `wte` is None if the tokens must be looked up."""
+        """Return the sum of token and position embeddings. `wte` is None if the tokens must be looked up.
+
+        Raises:
+            ValueError: tokens or positions are no integers, or, outside jit, lie outside the model's tables.
+        """
+        check_range(positions, self.config.seq_len, "positions")
         wpe_TC = constrain(self.wpe.embedding[...].astype(self.config.dtype), None, None)
         if wte is None:
+            check_range(tokens, self.config.vocab_size, "token ids")
             wte, _ = lookup(self.wte.embedding[...], tokens, self.config.dtype)
         return wte + wpe_TC[positions]
 
@@ -303,7 +320,13 @@ class GPT2(nnx.Module):
         return logits(x_MC, self.wte.embedding[...])
 
     def block(self, i: int) -> Block:
-        """Return the block of layer `i`, from separate or stacked layers."""
+        """Return the block of layer `i`, from separate or stacked layers.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        last = self.config.num_layers - 1
+        require(is_whole(i, 0, last), "the index of a layer", f"be 0 to {last}", shown(i))
         if not self.config.scan_layers:
             return self.h[i]
         graphdef, states = nnx.split(self.h)
@@ -311,20 +334,34 @@ class GPT2(nnx.Module):
 
 
 @cache
-def _graphdef(config: GPT2Config) -> nnx.GraphDef:
-    return nnx.graphdef(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
+def _structure(config: GPT2Config) -> tuple[nnx.GraphDef, dict[str, tuple[int, ...]]]:
+    """Return the graph of a model, and the shapes of its parameters by dotted name."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
+    return graphdef, _shapes(nnx.to_pure_dict(state))
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    return {dotted_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def merge(config: GPT2Config, params: Params) -> GPT2:
     """Build a model from the parameters of a `TrainState`, without a copy.
 
     Raises:
-        ValueError: the parameters have another layout or number of layers than `config`.
+        ValueError: the parameters have another layout, number of layers, names or shapes than those of `config`. (Sizes
+            of the vocabulary with the same padded size have the same shapes.)
     """
+    check_type("config", config, GPT2Config)
     check_layers(params, config.scan_layers, config.num_layers)
-    return nnx.merge(_graphdef(config), params)
+    graphdef, expected = _structure(config)
+    if (found := _shapes(params)) != expected:
+        name = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        shape, wanted = (shapes.get(name, "no such parameter") for shapes in (found, expected))
+        raise value_error(f"params.{name}", f"be {wanted}, as in the config", str(shape))
+    return nnx.merge(graphdef, params)
 
 
 def split_params(model: GPT2) -> Params:
     """Return the parameters of a model in the form of a `TrainState`, without a copy."""
+    check_type("model", model, GPT2, "Call merge with a config and parameters to make a model.")
     return nnx.to_pure_dict(nnx.state(model))

@@ -89,6 +89,7 @@ class GPT2Config:
             ("param_dtype", "be bfloat16, float32 or float64", self.param_dtype in get_args(DType)),
             ("attention", "be auto, xla, cudnn or splash", self.attention in get_args(AttentionBackend)),
             ("remat", "be none, dots or full", self.remat in get_args(RematPolicy)),
+            ("scan_layers", "be True or False", isinstance(self.scan_layers, bool)),
         ):
             require(holds, f"model.{name}", constraint, shown(getattr(self, name)))
 
@@ -104,7 +105,8 @@ class GPT2Config:
             ("tensor", tensor, "padded_vocab_size", self.padded_vocab_size),
             ("fsdp", fsdp, "embed_dim", self.embed_dim),
         ):
-            require(dim % size == 0, f"mesh axis {axis}", f"divide model.{name} ({dim})", size, "Choose another size.")
+            divides = is_whole(size, 1) and dim % size == 0
+            require(divides, f"mesh axis {axis}", f"divide model.{name} ({dim})", shown(size), "Choose another size.")
 
     def check_trainable(self) -> None:
         """Reject parameters in bfloat16, and an attention kernel that the windows or the types of the model rule out.

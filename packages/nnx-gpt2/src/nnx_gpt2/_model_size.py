@@ -1,5 +1,6 @@
 """The size of a model in parameters and floating-point operations, and the peak rates of devices."""
 
+from nnx_gpt2._errors import check_type
 from nnx_gpt2._model_config import GPT2Config
 
 # Dense peak of one device by its name in JAX, in FLOP/s: bfloat16 with float32 sums, from the vendors' datasheets
@@ -36,6 +37,7 @@ _PEAK_FLOPS_PER_S = {
 
 def num_params(config: GPT2Config) -> int:
     """Return the number of parameters, with the tied head counted once and without padding."""
+    check_type("config", config, GPT2Config)
     width, inner = config.embed_dim, config.feed_forward_dim
     # Kernels of attn (3 + 1 widths squared) and mlp; their biases (3 + 1 widths, the inner width, 1 width); 2 norms.
     per_block = 4 * width**2 + 2 * width * inner + 4 * width + inner + width + 4 * width

@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, muon
 
-from nnx_gpt2._errors import INT32_MAX, is_whole, require, shown
+from nnx_gpt2._errors import INT32_MAX, check_type, is_whole, require, shown
 from nnx_gpt2._optimizer_config import OptimizerConfig
 from nnx_gpt2._params import dotted_name
 
@@ -28,8 +28,11 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
     at the peak. A run of `cosine` or `constant` may be shorter than its warmup.
 
     Raises:
-        ValueError: warmup and decay of `wsd` are longer than the run.
+        ValueError: `max_steps` is below 1, or warmup and decay of `wsd` are longer than the run.
     """
+    check_type("config", config, OptimizerConfig)
+    is_length = is_whole(max_steps, 1, INT32_MAX)
+    require(is_length, "max_steps", f"be at least 1 and at most {INT32_MAX}", shown(max_steps))
     peak, end, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     parts = [optax.linear_schedule(peak / (warmup + 1), peak, warmup)]
     starts = [warmup]
@@ -97,8 +100,6 @@ def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientT
     Raises:
         ValueError: `max_steps` is below 1, or shorter than warmup and decay of `wsd`.
     """
-    is_length = is_whole(max_steps, 1, INT32_MAX)
-    require(is_length, "max_steps", f"be at least 1 and at most {INT32_MAX}", shown(max_steps))
     schedule = learning_rate_schedule(config, max_steps)
     adamw = optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=weight_mask)
     match config.name:

@@ -1,12 +1,13 @@
 """Parameter trees: nested dictionaries of arrays under GPT-2's names."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import kind, require
 
 Params = PyTree[Array]
 
@@ -20,7 +21,7 @@ def stack_layers(params: Params) -> Params:
     """Convert parameters of `scan_layers=False` to those of `scan_layers=True`.
 
     Raises:
-        ValueError: the layers are stacked already.
+        ValueError: the layers are stacked already, or these are not the parameters of a model.
     """
     check_layers(params, is_stacked=False)
     blocks = params["h"]
@@ -31,7 +32,7 @@ def unstack_layers(params: Params) -> Params:
     """Convert parameters of `scan_layers=True` to those of `scan_layers=False`.
 
     Raises:
-        ValueError: the layers are not stacked.
+        ValueError: the layers are not stacked, or these are not the parameters of a model.
     """
     check_layers(params, is_stacked=True)
     num_layers = len(params["h"]["ln_1"]["scale"])
@@ -42,9 +43,13 @@ def check_layers(params: Params, is_stacked: bool, num_layers: int | None = None
     """Check the layout of the layers, and their number if it is given.
 
     Raises:
-        ValueError: the layers have the other layout, or another number.
+        ValueError: the layers have the other layout or another number, or there are none.
     """
-    blocks = params.get("h", {})
+    blocks = params.get("h") if isinstance(params, Mapping) else None
+    have_layers = isinstance(blocks, Mapping) and ("ln_1" in blocks or {*range(len(blocks) or 1)} == {*blocks})
+    source = "Pass those of split_params, or state.params of a TrainState."
+    require(have_layers, "params", "be a dictionary with the layers of a GPT-2 in h", kind(params), source)
+    assert isinstance(blocks, Mapping)
     names = ["separate", "stacked"]
     wanted, other = names[is_stacked], names[not is_stacked]
     remedy = "Call stack_layers." if is_stacked else "Call unstack_layers."

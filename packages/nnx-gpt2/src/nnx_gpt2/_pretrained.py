@@ -7,6 +7,7 @@ Shapes: C width.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import stat
@@ -20,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from nnx_gpt2._errors import INT32_MAX, is_whole, one_line, require, shown, value_error
+from nnx_gpt2._errors import check_type, is_whole, one_line, require, shown, value_error
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import Params
+from nnx_gpt2._token_ids import check_end_of_text
 
 _PREFIX = "transformer."
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -94,8 +96,21 @@ def _published(config: GPT2Config) -> dict[str, _Tensor]:
     return tensors | layer("ln_f", None, "scale", width)
 
 
+def check_changes(fields: dict[str, Any]) -> None:
+    """Check the fields of `GPT2Config` that a caller sets, before any file is read.
+
+    Raises:
+        ValueError: a field does not exist, describes the weights, or has a wrong value.
+    """
+    names = [x.name for x in dataclasses.fields(GPT2Config) if x.name not in (*_SIZES, "norm_epsilon")]
+    for name in fields:
+        require(name in names, "a changed field", f"be one of {', '.join(names)}", one_line(name))
+    GPT2Config(**fields)
+
+
 def locate_pretrained(path_or_name: str | os.PathLike[str], revision: str | None) -> Path:
     """Return the folder of a saved model. A name that is not a folder is downloaded from the hub."""
+    check_type("path or name", path_or_name, str | os.PathLike)
     folder = Path(path_or_name)
     with contextlib.suppress(OSError):  # such as a name that no file can have
         if folder.exists():
@@ -144,9 +159,13 @@ def write_pretrained(
     max_shard_bytes: int,
 ) -> None:
     """Write parameters and `config.json`; see `GPT2.save_pretrained`."""
-    is_id = end_of_text is None or is_whole(end_of_text, 0, INT32_MAX)
-    require(is_id, "end_of_text", "be None or a token id", shown(end_of_text))
+    check_end_of_text(end_of_text, config.vocab_size)
+    require(is_whole(max_shard_bytes, 1), "max_shard_bytes", "be a whole number of at least 1", shown(max_shard_bytes))
+    check_type("path", path, str | os.PathLike)
     folder = Path(path)
+    if (folder / _CONFIG).exists():
+        is_model = "model_type" in _read_object(folder / _CONFIG)
+        require(is_model, str(folder / _CONFIG), "be that of a model", "another", "Give another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     itemsize = jnp.dtype(config.param_dtype).itemsize
     shards: list[dict[str, _Tensor]] = [{}]

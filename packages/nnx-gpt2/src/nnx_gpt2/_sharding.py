@@ -10,19 +10,20 @@ Shapes: B batch, b rows of this process, T position, P padded vocabulary, C widt
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Integer, PyTree
 
-from nnx_gpt2._errors import require
+from nnx_gpt2._errors import check_type, is_whole, kind, require, shown, value_error
 from nnx_gpt2._mesh_sizes import check_mesh
 from nnx_gpt2._params import dotted_name
+from nnx_gpt2._token_ids import check_batch
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
@@ -54,10 +55,15 @@ def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None =
             the devices beyond `fsdp * tensor`, and is the only axis that may span several TPU slices.
 
     Raises:
-        ValueError: see `check_mesh`; or processes have different numbers of devices.
+        ValueError: see `check_mesh`; or `devices` are no devices, none or not distinct, or processes have different
+            numbers of them.
     """
+    in_order: list[Any] = jax.devices() if devices is None else [*devices] if isinstance(devices, Iterable) else []
+    are_devices = len({*map(id, in_order)}) == len(in_order) > 0 and all(hasattr(x, "process_index") for x in in_order)
+    remedy = "Pass some of jax.devices()."
+    require(are_devices, "devices", "be None, or at least 1 device of jax, each once", kind(devices), remedy)
     # The sort is stable: it keeps the order within a process.
-    in_order = sorted(jax.devices() if devices is None else devices, key=lambda device: device.process_index)
+    in_order = sorted(in_order, key=lambda device: device.process_index)
     counts = Counter(device.process_index for device in in_order)
     is_even = len(set(counts.values())) <= 1
     require(is_even, "devices", "be equally many in each process", f"{dict(counts)} by process", "Choose others.")
@@ -93,7 +99,12 @@ def param_spec(name: str, num_dims: int) -> PartitionSpec:
     Args:
         name: the dotted name, such as `h.0.attn.c_attn.kernel`. It may have a prefix.
         num_dims: the number of dimensions. A parameter that is stacked over layers has one more.
+
+    Raises:
+        ValueError: an argument has another type.
     """
+    check_type("name", name, str)
+    require(is_whole(num_dims, 0), "num_dims", "be a whole number of at least 0", shown(num_dims))
     for suffix, spec in _RULES.items():
         if name.endswith(suffix) and num_dims:
             return PartitionSpec(*[None] * (num_dims - len(spec)), *spec)
@@ -102,6 +113,7 @@ def param_spec(name: str, num_dims: int) -> PartitionSpec:
 
 def tree_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     """Return the sharding of each leaf of a parameter tree or a training state."""
+    check_axis_names(mesh)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, param_spec(dotted_name(path), leaf.ndim)), tree
     )
@@ -109,12 +121,26 @@ def tree_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of a batch: the first dimension is split over the axes `data` and `fsdp`."""
+    check_axis_names(mesh)
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """Return the sharding of an array that each device holds completely."""
+    check_axis_names(mesh)
     return NamedSharding(mesh, PartitionSpec())
+
+
+def check_axis_names(mesh: Any) -> None:
+    """Check that a mesh has the axes of `make_mesh`.
+
+    Raises:
+        ValueError: it is no mesh, or has other axes.
+    """
+    is_mesh = isinstance(mesh, (Mesh, AbstractMesh))
+    if not is_mesh or not {*BATCH_AXES, TENSOR_AXIS} <= {*mesh.axis_names}:
+        found = f"the axes {mesh.axis_names}" if is_mesh else kind(mesh)
+        raise value_error("mesh", "be a mesh with the axes data, fsdp and tensor", found, "Make it by make_mesh.")
 
 
 def put_batch(local_rows: Integer[np.ndarray, "b T"], mesh: Mesh) -> Integer[Array, "B T"]:
@@ -125,9 +151,11 @@ def put_batch(local_rows: Integer[np.ndarray, "b T"], mesh: Mesh) -> Integer[Arr
         mesh: the result of `make_mesh`.
 
     Raises:
-        ValueError: the axes `data` and `fsdp` do not divide the number of rows, or the mesh places rows of other
-            processes on devices of this process.
+        ValueError: the rows are not integers of shape [rows, tokens], the axes `data` and `fsdp` do not divide their
+            number, or the mesh places rows of other processes on devices of this process.
     """
+    check_batch(local_rows, "rows")
+    sharding = batch_sharding(mesh)
     rank, num_processes = _place_among_processes(mesh)
     first, num_rows = rank * len(local_rows), num_processes * len(local_rows)
 
@@ -140,7 +168,7 @@ def put_batch(local_rows: Integer[np.ndarray, "b T"], mesh: Mesh) -> Integer[Arr
         return local_rows[start - first : stop - first]
 
     shape = (num_rows, *local_rows.shape[1:])
-    return jax.make_array_from_callback(shape, batch_sharding(mesh), rows_at)
+    return jax.make_array_from_callback(shape, sharding, rows_at)
 
 
 @cache

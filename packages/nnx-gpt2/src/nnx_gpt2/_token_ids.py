@@ -3,14 +3,16 @@
 Shapes: B batch, W tokens of a window.
 """
 
+from functools import cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Integer
 
-from nnx_gpt2._errors import is_whole, require, shown
+from nnx_gpt2._errors import is_whole, kind, require, shown, value_error
 
 
 def check_ids(ids: Any, vocab_size: int, name: str = "token ids") -> None:
@@ -20,13 +22,43 @@ def check_ids(ids: Any, vocab_size: int, name: str = "token ids") -> None:
         ValueError: the ids are not integers of shape [batch, positions], there are none, or they lie outside the
             vocabulary.
     """
-    is_batch = ids.ndim == 2 and jnp.issubdtype(ids.dtype, jnp.integer)
-    require(is_batch, name, "be integers of shape [batch, positions]", f"{ids.dtype}{list(ids.shape)}")
-    require(ids.size > 0, name, "have at least 1 row and 1 position", f"{ids.dtype}{list(ids.shape)}")
-    if not isinstance(ids, Tracer) and getattr(ids, "is_fully_addressable", True):
-        ids = np.asarray(ids)  # in jax even a constant would become part of what is traced
-        low, high = int(ids.min()), int(ids.max())
-        require(low >= 0 and high < vocab_size, name, f"lie in [0, {vocab_size})", f"{low} to {high}")
+    check_batch(ids, name)
+    check_range(ids, vocab_size, name)
+
+
+def check_batch(ids: Any, name: str) -> None:
+    """Check the type and shape of a batch of integers.
+
+    Raises:
+        ValueError: the batch is no array of integers of shape [batch, positions], or it is empty.
+    """
+    if not has_type(ids, jnp.integer) or ids.ndim != 2:  # `kind` takes longer than the check
+        raise value_error(name, "be integers of shape [batch, positions]", kind(ids))
+    if ids.size == 0:
+        raise value_error(name, "have at least 1 row and 1 position", kind(ids))
+
+
+def check_range(indices: Any, size: int, name: str) -> None:
+    """Check the type of indices, and their range unless jit traces them or other processes hold them.
+
+    Raises:
+        ValueError: the indices are no array of integers, or they lie outside [0, size).
+    """
+    require(has_type(indices, jnp.integer), name, "be an array of integers", kind(indices))
+    if not isinstance(indices, Tracer) and getattr(indices, "is_fully_addressable", True) and indices.size:
+        indices = np.asarray(indices)  # in jax even a constant would become part of what is traced
+        low, high = int(indices.min()), int(indices.max())
+        require(low >= 0 and high < size, name, f"lie in [0, {size})", f"{low} to {high}")
+
+
+def has_type(x: Any, dtype: Any) -> bool:
+    """Return whether a value is an array of numpy or jax whose type is of this kind, such as `jnp.integer`."""
+    return isinstance(x, (np.ndarray, jax.Array)) and _is_subtype(x.dtype, dtype)
+
+
+@cache
+def _is_subtype(dtype: Any, of: Any) -> bool:
+    return jnp.issubdtype(dtype, of)
 
 
 def check_windows(windows: Any, vocab_size: int) -> None:

@@ -15,9 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import PRNGKeyArray
 
+from nnx_gpt2._dropout import check_key
+from nnx_gpt2._errors import check_type
 from nnx_gpt2._model import GPT2, split_params
 from nnx_gpt2._model_config import GPT2Config
-from nnx_gpt2._sharding import FSDP_AXIS, TENSOR_AXIS, tree_shardings
+from nnx_gpt2._sharding import FSDP_AXIS, TENSOR_AXIS, check_axis_names, tree_shardings
 
 
 @jax.tree_util.register_dataclass
@@ -56,14 +58,14 @@ def create_train_state(
         mesh: the devices. None is the default device.
 
     Raises:
-        ValueError: the parameters are bfloat16 (see `GPT2Config.check_trainable`), or the mesh does not divide the
-            model.
+        ValueError: an argument has another type, the parameters are bfloat16 (see `GPT2Config.check_trainable`), or the
+            mesh does not divide the model.
     """
-    config.check_trainable()
+    _check(config, optimizer, mesh)
+    check_key(key)
     create = partial(_create, config, optimizer)
     if mesh is None:
         return jax.jit(create)(key)
-    _check_mesh(config, mesh)
     return jax.jit(create, out_shardings=tree_shardings(jax.eval_shape(create, key), mesh))(key)
 
 
@@ -75,21 +77,25 @@ def abstract_train_state(
     Raises:
         ValueError: see `create_train_state`.
     """
-    config.check_trainable()
+    _check(config, optimizer, mesh)
     shapes = jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
     if mesh is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, shapes)
     else:
-        _check_mesh(config, mesh)
         shardings = tree_shardings(shapes, mesh)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
     )
 
 
-def _check_mesh(config: GPT2Config, mesh: Mesh) -> None:
-    config.check_axes(fsdp=mesh.shape[FSDP_AXIS], tensor=mesh.shape[TENSOR_AXIS])
+def _check(config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> None:
+    check_type("config", config, GPT2Config)
+    check_type("optimizer", optimizer, optax.GradientTransformation, "Make it by create_optimizer.")
+    config.check_trainable()
+    if mesh is not None:
+        check_axis_names(mesh)
+        config.check_axes(fsdp=mesh.shape[FSDP_AXIS], tensor=mesh.shape[TENSOR_AXIS])
 
 
 def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:

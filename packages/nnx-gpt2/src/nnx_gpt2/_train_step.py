@@ -16,13 +16,14 @@ import optax
 from jax.sharding import Mesh, use_abstract_mesh
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from nnx_gpt2._errors import is_whole, require, shown
+from nnx_gpt2._dropout import check_key
+from nnx_gpt2._errors import INT32_MAX, check_type, is_whole, require, shown
 from nnx_gpt2._loss import mean_loss, token_losses
 from nnx_gpt2._model import merge
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import Params
-from nnx_gpt2._sharding import DATA_AXIS, FSDP_AXIS, replicated
-from nnx_gpt2._token_ids import check_end_of_text, check_windows, have_known_ids
+from nnx_gpt2._sharding import DATA_AXIS, FSDP_AXIS, check_axis_names, replicated
+from nnx_gpt2._token_ids import check_batch, check_end_of_text, check_windows, have_known_ids
 from nnx_gpt2._train_state import TrainState, abstract_train_state
 
 # Size of the heaps of glibc's arenas: larger arrays are mapped again by each allocation.
@@ -60,10 +61,13 @@ def make_train_step(
         end_of_text: the token that ends a document. If given, attention stays within documents.
 
     Raises:
-        ValueError: the parameters are bfloat16 (see `GPT2Config.check_trainable`), the mesh does not divide the model,
-            `grad_accum_steps` is below 1, or `end_of_text` is no id of the model. The step raises ValueError if a batch
-            is not integers of shape `[batch, tokens]`, or devices and microbatches do not divide it.
+        ValueError: an argument has another type, the parameters are bfloat16 (see `GPT2Config.check_trainable`), the
+            mesh does not divide the model, `grad_accum_steps` is below 1, or `end_of_text` is no id of the model. The
+            step raises ValueError if it gets no state, no random key, or a batch that is not integers of shape
+            `[batch, tokens]`, or that devices and microbatches do not divide. (What jit cannot take as an array, such
+            as a text, is jax's TypeError.)
     """
+    shapes = abstract_train_state(config, optimizer, mesh)
     require(is_whole(grad_accum_steps, 1), "grad_accum_steps", "be at least 1", shown(grad_accum_steps))
     check_end_of_text(end_of_text, config.vocab_size)
 
@@ -95,6 +99,8 @@ def make_train_step(
     def train_step(
         state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray
     ) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_type("state", state, TrainState)
+        check_key(key)
         _check_windows(config, windows, mesh, grad_accum_steps)
         with _traced_over(mesh):
             loss, grads = accumulated(state.params, windows, jax.random.fold_in(key, state.step))
@@ -112,7 +118,6 @@ def make_train_step(
         state = TrainState(step=state.step + 1, **skipped, params=params, opt_state=opt_state)
         return state, {"loss": loss.astype(jnp.float32), "grad_norm": grad_norm.astype(jnp.float32), **skipped}
 
-    shapes = abstract_train_state(config, optimizer, mesh)
     donated = 0 if _is_donated(shapes) else None
     if mesh is None:
         return jax.jit(train_step, donate_argnums=donated)
@@ -172,7 +177,6 @@ def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_mi
     )
 
 
-@cache
 def make_eval_step(
     config: GPT2Config, mesh: Mesh | None = None, *, end_of_text: int | None = None
 ) -> jax.stages.Wrapped:
@@ -189,10 +193,17 @@ def make_eval_step(
             as to `make_train_step`.
 
     Raises:
-        ValueError: `end_of_text` is no id of the model.
+        ValueError: an argument has another type, or `end_of_text` is no id of the model.
     """
+    check_type("config", config, GPT2Config)
+    if mesh is not None:
+        check_axis_names(mesh)
     check_end_of_text(end_of_text, config.vocab_size)
+    return _make_eval_step(config, mesh, end_of_text)
 
+
+@cache
+def _make_eval_step(config: GPT2Config, mesh: Mesh | None, end_of_text: int | None) -> jax.stages.Wrapped:
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
         _check_windows(config, windows, mesh, 1)
         with _traced_over(mesh):
@@ -209,7 +220,14 @@ def _segment_ids(windows: Integer[Array, "B W"], end_of_text: int | None) -> Int
 
 
 def document_ids(tokens: Integer[Array, "B T"], end_of_text: int) -> Int[Array, "B T"]:
-    """Return the index of each token's document. An end-of-text token belongs to the document that it ends."""
+    """Return the index of each token's document. An end-of-text token belongs to the document that it ends.
+
+    Raises:
+        ValueError: the tokens are not integers of shape [batch, positions], there are none, or `end_of_text` is no id.
+    """
+    check_batch(tokens, "tokens")
+    is_id = is_whole(end_of_text, 0, INT32_MAX)
+    require(is_id, "end_of_text", f"be an id in [0, {INT32_MAX}]", shown(end_of_text))
     ends = (tokens == end_of_text).astype(jnp.int32)
     return jnp.cumsum(ends, axis=1) - ends
 
