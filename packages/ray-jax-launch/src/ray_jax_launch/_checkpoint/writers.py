@@ -89,7 +89,7 @@ class FolderWriter:
         if jax.process_index() > 0:
             self._wait_until_visible(step)
         else:
-            self._store.files(step)  # rejects a newer format
+            self._store.files(step, compare_names=True)
         checkpoint = self._folder / str(step)
 
         def read_trees() -> dict[str, Any]:
