@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-from ray_jax_launch._errors import LaunchError, shown
+from ray_jax_launch._errors import LaunchError, in_a_line, shown
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -125,6 +125,8 @@ def join_path(place: StoragePath, *names: str) -> StoragePath:
     In a URI, the names are percent-encoded, and the options after `?` stay at the end.
     """
     place = as_storage_path(place)
+    if not all(isinstance(name, str) for name in names):
+        raise LaunchError(f"names must be texts, got {shown(names)}. Change them.")
     if isinstance(place, Path):
         return place.joinpath(*names)
     address, question_mark, options = place.partition("?")
@@ -149,6 +151,10 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
     """
     from pyarrow.fs import FileSystem, FileType  # half a second: only where object storage is used
 
+    if not isinstance(uri, str):
+        raise LaunchError(
+            f"the storage must be the text of a URI, got {shown(uri)}. Name one, such as s3://bucket/runs."
+        )
     check_no_credentials("the storage", uri)
     try:
         if _in_time(lambda: _file_info(uri)).type == FileType.File:
@@ -157,7 +163,7 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
         if create:
             filesystem.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
-        reason = str(error) or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
+        reason = in_a_line(str(error), 300).rstrip(".") or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
         raise LaunchError(
             f"the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got {uri}: "
             f"{reason}. Check the address, the credentials and the network."
@@ -187,7 +193,7 @@ def _in_time(action: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             answer.set_result(action())
-        except (OSError, ValueError) as error:
+        except BaseException as error:  # of any kind: the caller gets it
             answer.set_exception(error)
 
     threading.Thread(target=run, name="open-storage", daemon=True).start()
