@@ -48,7 +48,9 @@ def test_bad_train_fields_are_named(fields, message):
         ),
         ({"name": ""}, "name must be a printable text"),
         ({"name": "a\nb"}, "name must be a printable text"),
-        ({"name": "\udcff"}, "name must be a printable text"),
+        ({"name": "\udcff"}, "name must be a text in UTF-8 or none, got"),
+        ({"prompts": ("a", "\ud800")}, "prompts must be a tuple of texts in UTF-8, got ('a', '\\ud800'). Change it."),
+        ({"data": "\udcff"}, "data must be a text in UTF-8, got '\\udcff'. Change it."),
         ({"prompts": ("a", "")}, "prompts must be texts of at least one character"),
     ],
 )

@@ -204,7 +204,7 @@ CASES = {
     "checkpoints of 6,000": (lambda _: Checkpoints("x" * 6000), UNWRITABLE),
     "step of 6,000": (lambda _: latest_step("x" * 6000), "must be accessible, got "),
     "URI of 9,000": (lambda _: open_uri("nowhere://" + "x" * 9000), "that can be reached, got nowhere://xxxx"),
-    "long name": (launching(name=LONG), WRITABLE),
+    "long name": (launching(name=LONG), "name must have at most 255 bytes, got 'aaaa"),
     "long folder": (launching_below(LONG, lambda path: None), WRITABLE),
     "long path": (launching_below("/".join(["a" * 200] * 30), lambda path: None), WRITABLE),
     "symlink loop": (launching_below("loop", make_loop), WRITABLE),
@@ -217,6 +217,8 @@ CASES = {
         f"name={name!r}": (launching(name=name), "name must be a printable text")
         for name in ("..", "a/b", "", ".hidden", " ")
     },
+    "half a character": (lambda _: latest_step("\ud800"), "a storage path must be a text in UTF-8, got '\\ud800'."),
+    "byte in a URI": (lambda _: latest_step("s3://\udcff"), "a storage path must be a text in UTF-8, got 's3://\\udcff'"),
     "null in name": (launching(name="a\0b"), "name must be a printable text"),
     "newline in name": (launching(name="a\nb"), "name must be a printable text"),
     "name in bytes": (launching(name=b"run"), "name must be a printable text"),

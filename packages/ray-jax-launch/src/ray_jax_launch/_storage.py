@@ -19,6 +19,7 @@ StoragePath = Path | str
 
 _GOOGLE, _PATIENCE = ("gs://", "gcs://"), "retry_limit_seconds"
 _ANSWER_WITHIN_S = 20.0
+_MOST_BYTES = 255  # of the name of a folder
 _SCHEME = r"[a-z][a-z0-9+.-]+:"
 _URI = re.compile(rf"(?!file:){_SCHEME}//", re.IGNORECASE)
 _FILE_URI = re.compile("file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
@@ -51,8 +52,12 @@ def as_storage_path(place: StoragePath) -> StoragePath:
     (PosixPath('/data/my runs'), 's3://bucket/runs')
     """
     check_no_credentials("a storage path", place)
-    if is_uri(place):
-        return place
+    try:
+        if is_uri(place):
+            return str(place).encode().decode()
+        os.fsencode(str(place))  # a folder's name may have other bytes
+    except UnicodeEncodeError as error:
+        raise LaunchError(f"a storage path must be a text in UTF-8, got {shown(place)}. Name another.") from error
     # Like a shell, this leaves `~name` as it is where nobody has that name.
     text = os.path.expanduser(place) if isinstance(place, str | Path) else ""  # noqa: PTH111
     if match := _FILE_URI.fullmatch(text):
@@ -117,6 +122,8 @@ def check_run_name(name: str) -> None:
             f"name must be a printable text that begins with no dot or space and has no / and ? in it, got "
             f"{shown(name)}. Choose another."
         )
+    if len(name.encode()) > _MOST_BYTES:
+        raise LaunchError(f"name must have at most {_MOST_BYTES} bytes, got {shown(name)}. Choose another.")
 
 
 def join_path(place: StoragePath, *names: str) -> StoragePath:
@@ -165,7 +172,8 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
     except (OSError, ValueError) as error:
         reason = in_a_line(str(error), 300).rstrip(".") or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
         raise LaunchError(
-            f"the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got {uri}: "
+            f"the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got "
+            f"{in_a_line(uri, 300)}: "
             f"{reason}. Check the address, the credentials and the network."
         ) from error
     return filesystem, path
