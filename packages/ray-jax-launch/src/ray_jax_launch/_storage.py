@@ -172,9 +172,8 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
     except (OSError, ValueError) as error:
         reason = in_a_line(str(error), 300).rstrip(".") or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
         raise LaunchError(
-            f"the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got "
-            f"{in_a_line(uri, 300)}: "
-            f"{reason}. Check the address, the credentials and the network."
+            "the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got "
+            f"{in_a_line(uri, 300)}: {reason}. Check the address, the credentials and the network."
         ) from error
     return filesystem, path
 

@@ -313,8 +313,8 @@ class Checkpoints:
         return from_leader(lambda: self._reading(step, lambda: self._store.metadata(step)))
 
     def _read_copy(self, step: int, like: Mapping[str, Any]) -> Restored:
-        metadata = self._store.metadata(step)
-        return Restored(step, items_as_wanted(like, self._writer.restore_copy(step, like)), metadata)
+        items = items_as_wanted(like, self._writer.restore_copy(step, like))
+        return Restored(step, items, self._store.metadata(step))
 
     def _list(self) -> list[tuple[int, float | None]]:
         store = open_store(self._folder)
