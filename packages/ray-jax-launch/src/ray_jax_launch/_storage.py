@@ -170,7 +170,7 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
         if create:
             filesystem.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
-        reason = in_a_line(str(error), 300).rstrip(".") or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
+        reason = in_a_line(str(error), 1000).rstrip(".") or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
         raise LaunchError(
             "the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got "
             f"{in_a_line(uri, 300)}: {reason}. Check the address, the credentials and the network."
