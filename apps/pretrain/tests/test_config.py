@@ -20,7 +20,10 @@ from pretrain._errors import UsageError
         ({"max_tokens": 0}, "train.max_tokens must be at least 1, got 0."),
         ({"max_failures": -2}, "train.max_failures must be at least -1, got -2."),
         ({"global_batch_size": 2**31}, "train.global_batch_size must be at least 1 and below 2147483648, got 2147483"),
-        ({"eval_tokens": 10**400}, "train.eval_tokens must be an integer of at most 9007199254740992 or none, got 1000"),
+        (
+            {"eval_tokens": 10**400},
+            "train.eval_tokens must be an integer of at most 9007199254740992 or none, got 10",
+        ),
         ({"grad_accum_steps": 5}, "train.global_batch_size must be divisible by train.grad_accum_steps, 5, got 32."),
     ],
 )
@@ -48,7 +51,9 @@ def test_bad_train_fields_are_named(fields, message):
         ),
         ({"name": ""}, "name must be a printable text"),
         ({"name": "a\nb"}, "name must be a printable text"),
-        ({"name": "\udcff"}, "name must be a printable text"),
+        ({"name": "\udcff"}, "name must be a text in UTF-8 or none, got"),
+        ({"prompts": ("a", "\ud800")}, "prompts must be a tuple of texts in UTF-8, got ('a', '\\ud800'). Change it."),
+        ({"data": "\udcff"}, "data must be a text in UTF-8, got '\\udcff'. Change it."),
         ({"prompts": ("a", "")}, "prompts must be texts of at least one character"),
     ],
 )

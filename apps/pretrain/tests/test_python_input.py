@@ -8,16 +8,29 @@ import sys
 import pytest
 
 SCRIPT = """
-import dataclasses, json
+import dataclasses, io, json, sys
 from pathlib import Path
 from nnx_gpt2 import OptimizerConfig
-from pretrain import PRESETS, MeshConfig, ModelConfig, PrepareConfig, PretrainConfig, TrainConfig, train
+from pretrain import PRESETS, MeshConfig, ModelConfig, PrepareConfig, PretrainConfig, TrainConfig, load_trained, main
+from pretrain import train
 
 quickstart = PRESETS["quickstart"]()
+Path("run/.lock").mkdir(parents=True)
 CALLS = {
     "train(None)": lambda: train(None),
     "train('quickstart')": lambda: train("quickstart"),
     "train(PRESETS)": lambda: train(PRESETS["quickstart"]),
+    "console": lambda: train(quickstart, console="stdout"),
+    "storage device": lambda: train(dataclasses.replace(quickstart, storage_path="/dev/null")),
+    "lock folder": lambda: train(dataclasses.replace(quickstart, storage_path=".", name="run")),
+    "long data": lambda: train(dataclasses.replace(quickstart, data="x" * 6000)),
+    "load_trained(None)": lambda: load_trained(None),
+    "load_trained(bytes)": lambda: load_trained(b"runs"),
+    "load_trained(long)": lambda: load_trained("n" * 6000),
+    "main(5)": lambda: main(5),
+    "main([5])": lambda: main([5]),
+    "main('runs')": lambda: main("runs"),
+    "PrepareConfig.text_column": lambda: PrepareConfig(text_column="\\ud800"),
     "MeshConfig": lambda: MeshConfig(fsdp=None),
     "ModelConfig": lambda: ModelConfig(attention="x"),
     "PrepareConfig": lambda: PrepareConfig(split_seed="1"),
@@ -31,16 +44,18 @@ CALLS = {
         name: lambda name=name, value=value: dataclasses.replace(quickstart, **{name: value})
         for name, value in {
             "hardware": 5, "seed": "1", "data_mode": "x", "trackers": ("bogus",), "preset": "bogus", "mesh": None,
-            "model": {}, "data": Path("book.txt"), "storage_path": Path("runs"), "name": 5, "prompts": "a",
+            "model": {}, "data": Path("book.txt"), "storage_path": Path("runs"), "name": "n" * 300,
+            "prompts": "a",
             "dashboard": "yes", "peak_tflops": "1", "profile": 5,
         }.items()
     },
 }
 found = {}
 for name, call in CALLS.items():
+    stderr = sys.stderr = io.StringIO()
     try:
-        call()
-        found[name] = "accepted"
+        code = call()
+        found[name] = f"code {code}: {stderr.getvalue()}" if name.startswith("main") else "accepted"
     except ValueError as error:
         found[name] = str(error)
     except Exception as error:
@@ -67,6 +82,20 @@ def found(tmp_path_factory):
         ("train(None)", "config must be a PretrainConfig, got None. Start from PRESETS['quickstart']()."),
         ("train('quickstart')", "config must be a PretrainConfig, got 'quickstart'. Start from"),
         ("train(PRESETS)", "config must be a PretrainConfig, got <function quickstart at"),
+        ("console", "console must be a rich.console.Console or None, got 'stdout'. Leave it out."),
+        ("storage device", "/dev/null/quickstart-builtin must be accessible, got Not a directory. Check it, or give"),
+        ("lock folder", "run/.lock must be accessible, got Is a directory. Check it, or give another path."),
+        ("long data", "name must have at most 255 bytes, got 'quickstart-xxx"),
+        ("load_trained(None)", "run must be a text or a path, got None. Give the run's folder, URI or name."),
+        ("load_trained(bytes)", "run must be a text or a path, got b'runs'. Give the run's folder, URI or name."),
+        ("load_trained(long)", "must be accessible, got "),
+        ("main(5)", "code 2: error: args must be a list of texts, got 5. Write it as in ['sample', 'first']."),
+        ("main([5])", "code 2: error: args must be a list of texts, got [5]. Write it as in ['sample', 'first']."),
+        (
+            "main('runs')",
+            "code 2: error: args must be a list of texts, got 'runs'. Write it as in ['sample', 'first'].",
+        ),
+        ("PrepareConfig.text_column", "prepare.text_column must be a text in UTF-8, got '\\ud800'. Change it."),
         ("MeshConfig", "mesh.fsdp must be an integer, got None. Change it."),
         ("ModelConfig", "model.attention must be auto, xla, cudnn or splash, got 'x'."),
         ("PrepareConfig", "prepare.split_seed must be an integer, got '1'."),
@@ -85,7 +114,7 @@ def found(tmp_path_factory):
         ("model", "model must be a ModelConfig, got {}."),
         ("data", "data must be a text, got PosixPath('book.txt')."),
         ("storage_path", "storage_path must be a text, got PosixPath('runs')."),
-        ("name", "name must be a text or none, got 5."),
+        ("name", "name must have at most 255 bytes, got 'nnnn"),
         ("prompts", "prompts must be a tuple of texts, got 'a'."),
         ("dashboard", "dashboard must be true or false, got 'yes'."),
         ("peak_tflops", "peak_tflops must be a number or none, got '1'."),
@@ -94,3 +123,4 @@ def found(tmp_path_factory):
 )
 def test_a_wrong_value_is_named(call, message, found):
     assert message in found[call]
+    assert len(found[call]) < 1000

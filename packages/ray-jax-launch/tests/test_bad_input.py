@@ -1,5 +1,7 @@
 """Invalid arguments: each is rejected with one sentence before anything starts, and leaves no file behind."""
 
+import dataclasses
+import functools
 import os
 import shutil
 import subprocess
@@ -15,11 +17,22 @@ import ray
 
 from ray_jax_launch import (
     Checkpoints,
+    DistributedConfig,
     LaunchError,
+    RankedDataConfig,
+    auto,
+    backend_config,
+    check_resources,
+    connect,
     cpu,
+    join_path,
     latest_step,
     launch,
+    open_uri,
     parse_hardware,
+    request_stop,
+    scaling_config,
+    worker_environment,
 )
 
 NAN = float("nan")
@@ -67,10 +80,13 @@ def opening(name, make, action: Callable[[Path], Any] = Checkpoints):
     return call
 
 
-def saving(step: Any):
+def saving(step: Any = 1, items: Any = None, metadata: Any = "default", score: Any = None):
+    items = {"params": {"w": jnp.ones(1)}} if items is None else items
+    metadata = {} if metadata == "default" else metadata
+
     def call(folder):
         with Checkpoints(folder / "runs") as checkpoints:
-            checkpoints.save(step, {"params": {"w": jnp.ones(1)}}, metadata={})
+            checkpoints.save(step, items, metadata=metadata, score=score)
 
     def call_and_clean_up(folder):
         try:
@@ -79,6 +95,22 @@ def saving(step: Any):
             shutil.rmtree(folder / "runs")
 
     return call_and_clean_up
+
+
+def closed(folder):
+    """Return checkpoints in a folder that is deleted again, after their `with` block."""
+    with Checkpoints(folder / "runs") as checkpoints:
+        pass
+    checkpoints.__exit__(None, None, None)
+    checkpoints.wait()
+    shutil.rmtree(folder / "runs")
+    return checkpoints
+
+
+def endless_list():
+    value: list[Any] = []
+    value.append(value)
+    return value
 
 
 def write_file(path):
@@ -99,10 +131,80 @@ WRITABLE = "storage_path must be a folder that can be written, got "
 NO_PLACE = "a storage path must be a folder, or the text of a URI, got "
 UNWRITABLE = "the folder of the checkpoints must be writable, got "
 BAD_INTS: list[Any] = [True, 1.5, -1, "2", NAN]
+BAD_TIMEOUTS: list[Any] = [-1, "a", 10**400]
 BAD_SECONDS: list[Any] = [NAN, float("inf"), -1.0, "9"]
 
+# Each action gets something that is no hardware.
+USERS_OF_HARDWARE: dict[str, Callable[[Any], Any]] = {
+    "scaling_config": scaling_config,
+    "backend_config": backend_config,
+    "worker_environment": worker_environment,
+    "check_resources": check_resources,
+    "connect": connect,
+}
+
 CASES = {
-    "long name": (launching(name=LONG), WRITABLE),
+    **{
+        f"{name}({value!r})": (
+            lambda _, action=action, value=value: action(value),
+            f"hardware must be a Hardware, got {value!r}. Make one",
+        )
+        for name, action in USERS_OF_HARDWARE.items()
+        for value in ("cpu:1", 5)
+    },
+    "auto before connect": (lambda _: auto(), "a Ray cluster must be connected, got none. Call connect() first."),
+    "check before connect": (lambda _: check_resources(cpu(1)), "a Ray cluster must be connected, got none. "),
+    "kind": (lambda _: dataclasses.replace(cpu(1), kind="x"), "kind must be one of cpu, gpu, tpu, local, got 'x'"),
+    **{
+        f"num_workers={value!r}": (
+            lambda _, value=value: dataclasses.replace(cpu(1), num_workers=value),
+            "num_workers must be a whole number of at least 1",
+        )
+        for value in (-1, "a", 10**400)
+    },
+    "cpu(10**400)": (lambda _: cpu(10**400), "of at least 1 and at most 1000000, got 1000000"),
+    "too many CPUs": (launching(data_cpus=10**30), "data_cpus must be a whole number of at least 0 and at most 1000"),
+    "CPUs to check": (lambda _: check_resources(cpu(1), data_cpus="a"), "data_cpus must be a whole number"),  # pyright: ignore[reportArgumentType]
+    "on_metrics": (launching(on_metrics=5), "on_metrics must be a function, got 5"),
+    "label_selector": (launching(label_selector=5), "label_selector must be a dict, or a list of dicts, got 5"),
+    "config": (launching(config=5), "the config of the loop must be a dict, got 5"),
+    **{
+        f"env_vars={value!r}": (launching(env_vars=value), "env_vars must have names without = and values without a")
+        for value in ({"A=B": "c"}, {"": "c"}, {"A": "\0"})
+    },
+    **{
+        f"{name}={value!r}": (
+            lambda _, name=name, value=value: DistributedConfig(**{name: value}),
+            f"{name} must be a whole number of at least ",
+        )
+        for name in ("initialization_timeout_s", "heartbeat_timeout_s", "shutdown_timeout_s")
+        for value in BAD_TIMEOUTS
+    },
+    "RankedDataConfig": (lambda _: RankedDataConfig(5), "base must be a DataConfig or None, got 5"),  # pyright: ignore[reportArgumentType]
+    "request_stop": (lambda _: request_stop(5), "why must be a text, got 5"),  # pyright: ignore[reportArgumentType]
+    "open_uri": (lambda _: open_uri(None), "the storage must be the text of a URI, got None"),  # pyright: ignore[reportArgumentType]
+    "join_path": (lambda _: join_path("a", None), "names must be texts, got (None,)"),  # pyright: ignore[reportArgumentType]
+    **{f"items={value!r}": (saving(items=value), "items must be trees by name, got ") for value in ("x", [1])},
+    **{
+        f"metadata of {name}": (saving(metadata=value), "metadata must be a dict of JSON values, got one that is not (")
+        for name, value in {
+            "None": None, "a list": [1], "an object": {"a": object()}, "a cycle": {"a": endless_list()},
+            "5,000 digits": {"a": 10**5000}, "levels": {"a": functools.reduce(lambda a, _: [a], range(100_000), 1)},
+        }.items()
+    },
+    **{
+        f"score={name}": (saving(score=value), "score must be a number or None, got ")
+        for name, value in {"a": "a", "1": "1", "huge": 10**400, "array": np.ones(2)}.items()
+    },
+    "restore None": (lambda folder: closed(folder).restore(1, None), "like must be trees by name, got None"),  # pyright: ignore[reportArgumentType]
+    "restore latest": (lambda folder: closed(folder).restore_latest([1]), "like must be trees by name, got [1]"),  # pyright: ignore[reportArgumentType]
+    "closed": (lambda folder: closed(folder).restore_latest({}), "must be open, got closed ones"),
+    "closed metadata": (lambda folder: closed(folder).metadata(1), "must be open, got closed ones"),
+    "text of 6,000 characters": (launching(storage_path="x" * 6000), WRITABLE),
+    "checkpoints of 6,000": (lambda _: Checkpoints("x" * 6000), UNWRITABLE),
+    "step of 6,000": (lambda _: latest_step("x" * 6000), "must be accessible, got "),
+    "URI of 9,000": (lambda _: open_uri("nowhere://" + "x" * 9000), "that can be reached, got nowhere://xxxx"),
+    "long name": (launching(name=LONG), "name must have at most 255 bytes, got 'aaaa"),
     "long folder": (launching_below(LONG, lambda path: None), WRITABLE),
     "long path": (launching_below("/".join(["a" * 200] * 30), lambda path: None), WRITABLE),
     "symlink loop": (launching_below("loop", make_loop), WRITABLE),
@@ -115,6 +217,8 @@ CASES = {
         f"name={name!r}": (launching(name=name), "name must be a printable text")
         for name in ("..", "a/b", "", ".hidden", " ")
     },
+    "half a character": (lambda _: latest_step("\ud800"), "a storage path must be a text in UTF-8, got '\\ud800'."),
+    "byte in a URI": (lambda _: latest_step("s3://\udcff"), "a storage path must be a text in UTF-8, got 's3://\\udcff'"),
     "null in name": (launching(name="a\0b"), "name must be a printable text"),
     "newline in name": (launching(name="a\nb"), "name must be a printable text"),
     "name in bytes": (launching(name=b"run"), "name must be a printable text"),
@@ -167,6 +271,9 @@ def test_bad_input_is_rejected_with_one_sentence_before_anything_starts(tmp_path
     text = str(rejected.value)
     assert message in text
     assert "\n" not in text
+    assert len(text) < 1000
+    assert text.endswith(".")
+    assert ".. " not in text
     assert not ray.is_initialized()
     left = {path.name for path in (tmp_path / "inputs").iterdir()} - {"loop", "file", "folder", "checkpoints"}
     assert left == set()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ray_jax_launch import Checkpoints, MismatchedCheckpointError, intact_step, latest_step
+from ray_jax_launch import Checkpoints, LaunchError, MismatchedCheckpointError, intact_step, latest_step
 from ray_jax_launch._checkpoint.catalog import list_steps
 
 
@@ -284,9 +284,15 @@ NUMBERS = "must be a number, or an array of numbers that is not empty, got"
         ({"params": {"h": np.array(["text"])}}, f"params['h'] {NUMBERS} array(['text']"),
         ({"params": {"h": jnp.zeros((0, 3))}}, f"params['h'] {NUMBERS} Array([], shape=(0, 3)"),
         ({"params": jnp.ones(2)}, "item params must be a tree of arrays, got one ArrayImpl. Put it into a dict."),
+        ({"params": {"n": 2**64}}, "params['n'] must be a number of at most 64 bits, got 18446744073709551616. Put it"),
+        (
+            {"params": {"a.b": 1, "a": {"b": 2}}},
+            "joined by dots, must be different UTF-8 texts, got 'a.b' twice.",
+        ),
+        ({"params": {"\ud800": 1}}, "joined by dots, must be different UTF-8 texts, got '\\ud800'. Rename one."),
         ({"params": {}}, "items must hold an array or a number, got none in ['params']. Save at least one."),
     ],
-    ids=["text", "texts", "empty array", "array", "no leaves"],
+    ids=["text", "texts", "empty array", "array", "65 bits", "same name", "half a character", "no leaves"],
 )
 def test_items_that_are_not_trees_of_numbers_are_rejected(place, items, message):
     with Checkpoints(place) as checkpoints, pytest.raises(ValueError, match=re.escape(message)):
@@ -294,12 +300,14 @@ def test_items_that_are_not_trees_of_numbers_are_rejected(place, items, message)
 
 
 def test_metadata_that_is_not_json_is_rejected(place):
-    with Checkpoints(place) as checkpoints, pytest.raises(TypeError, match="not JSON serializable"):
+    with Checkpoints(place) as checkpoints, pytest.raises(LaunchError, match="not JSON serializable"):
         checkpoints.save(1, {"params": {"w": jnp.ones(2)}}, metadata={"x": jnp.ones(1)})
 
 
 def test_a_step_without_a_checkpoint_cannot_be_read(saved):
     with Checkpoints(saved) as checkpoints:
+        with pytest.raises(LaunchError, match=r"step must be a whole number of at least 0, got 1\.0\."):
+            checkpoints.restore(1.0, {"params": {"w": jnp.ones(2)}})  # pyright: ignore[reportArgumentType]
         for read in (lambda: checkpoints.restore(7, {"params": {"w": jnp.ones(2)}}), lambda: checkpoints.metadata(7)):
             with pytest.raises(ValueError, match=r"step must be a checkpoint in .*, got 7\. Choose one of \[1\]\."):
                 read()

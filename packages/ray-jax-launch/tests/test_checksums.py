@@ -11,8 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ray_jax_launch import Checkpoints, LaunchError, intact_step, latest_step, newest_metadata
+from ray_jax_launch import (
+    Checkpoints,
+    DamagedCheckpointError,
+    LaunchError,
+    intact_step,
+    latest_step,
+    newest_metadata,
+)
 from ray_jax_launch._checkpoint.catalog import list_steps
+from ray_jax_launch._checkpoint.checksums import to_json
 from ray_jax_launch._storage import open_uri
 
 TREE = {"w": jnp.arange(1000.0)}
@@ -20,13 +28,30 @@ VERSION = version("ray-jax-launch")
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-@pytest.fixture
-def saved(place):
-    """Checkpoints 10 and 20."""
+def save_two(place):
+    """Save checkpoints 10 and 20."""
     with Checkpoints(place) as checkpoints:
         for step in (10, 20):
             checkpoints.save(step, {"params": TREE}, metadata={"step": step}, score=step)
     return place
+
+
+@pytest.fixture
+def saved(place):
+    """Checkpoints 10 and 20."""
+    return save_two(place)
+
+
+@pytest.fixture
+def in_folder(tmp_path):
+    """Checkpoints 10 and 20, in a folder."""
+    return save_two(tmp_path)
+
+
+@pytest.fixture
+def in_storage(s3, tmp_path):
+    """Checkpoints 10 and 20, in object storage."""
+    return save_two(f"{s3}/{tmp_path.name}")
 
 
 def read_description(place):
@@ -144,6 +169,70 @@ def test_a_damaged_description_is_damage(saved, caplog, damage, record_property)
     record_property("lost", "steps since the checkpoint before it")
 
 
+def forget(place, is_forgotten, write=json.dumps):
+    """Delete entries from the checksums of checkpoint 20."""
+    fields = read_description(place)
+    name = "files" if isinstance(place, Path) else "archives"
+    fields[name] = {file: checksum for file, checksum in fields[name].items() if not is_forgotten(file)}
+    write_description(place, write(fields))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("write", [json.dumps, to_json], ids=["changed", "written"])
+@pytest.mark.parametrize("forgotten", ["params/d/", "params/_METADATA", "params/ocdbt.process_0/manifest.ocdbt", ""])
+def test_a_file_that_the_checksums_do_not_list_is_damage(in_folder, caplog, forgotten, write, record_property):
+    forget(in_folder, lambda file: file.startswith(forgotten), write)
+    check_that_20_is_damaged(in_folder, caplog, "checksums.json does not list ")
+    record_property("fault", f"checksums.json of the newest checkpoint lacks the names {forgotten}*")
+    record_property("lost", "steps since the checkpoint before it")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("change", ["archives", "metadata", "score", "files"])
+def test_a_changed_listing_in_object_storage_is_damage(in_storage, caplog, change, record_property):
+    fields = read_description(in_storage)
+    if change == "archives":
+        forget(in_storage, lambda archive: "params" in archive)
+    else:
+        changed = {"metadata": {"step": 21}, "score": 1.0, "files": {"process-0.params.tar": []}}
+        write_description(in_storage, json.dumps(fields | {change: changed[change]}))
+    check_that_20_is_damaged(in_storage, caplog, "checkpoint.json does not have the checksum it was written with")
+    record_property("fault", f"the listing of the newest checkpoint in object storage has other {change}")
+    record_property("lost", "steps since the checkpoint before it")
+
+
+@pytest.mark.fault
+def test_checksums_that_are_changed_with_their_files_are_damage(in_folder, caplog, record_property):
+    fields = read_description(in_folder)
+    for name in [name for name in fields["files"] if name.startswith("params/d/")]:
+        (in_folder / "20" / name).unlink()
+        del fields["files"][name]
+    write_description(in_folder, json.dumps(fields))
+    check_that_20_is_damaged(in_folder, caplog, "checksums.json does not have the checksum it was written with")
+    record_property("fault", "files of the newest checkpoint are deleted, and their names from checksums.json")
+    record_property("lost", "steps since the checkpoint before it")
+
+
+def check_that_20_is_damaged(place, caplog, problem):
+    with Checkpoints(place, read_only=True) as checkpoints:
+        with pytest.raises(DamagedCheckpointError, match=problem):
+            checkpoints.restore(20, {"params": TREE})
+        found = checkpoints.restore_latest({"params": TREE})
+    assert found is not None
+    assert found.step == 10
+    assert f"checkpoint 20 in {place} is damaged ({problem}" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "ray_jax_launch"):
+        assert intact_step(place) == 10
+    assert f"checkpoint 20 in {place} is damaged ({problem}" in caplog.text
+
+
+def test_a_hidden_file_in_a_checkpoint_is_no_damage(in_folder):
+    for name in ("20/.DS_Store", "20/params/.nfs000000000001"):
+        (in_folder / name).touch()
+    assert intact_step(in_folder) == 20
+
+
 def pipe(path):
     os.mkfifo(path)
 
@@ -154,15 +243,6 @@ def device(path):
 
 def folder(path):
     path.mkdir()
-
-
-@pytest.fixture
-def in_folder(tmp_path):
-    """Checkpoints 10 and 20, in a folder."""
-    with Checkpoints(tmp_path) as checkpoints:
-        for step in (10, 20):
-            checkpoints.save(step, {"params": TREE}, metadata={"step": step}, score=step)
-    return tmp_path
 
 
 @pytest.mark.fault

@@ -21,6 +21,7 @@ from ray_jax_launch import (
     newest_metadata,
 )
 from ray_jax_launch._checkpoint.catalog import list_steps
+from ray_jax_launch._checkpoint.checksums import to_json
 from ray_jax_launch._checkpoint.folder_store import FolderStore
 from ray_jax_launch._checkpoint.notices import notify_of_saves
 
@@ -248,7 +249,7 @@ def test_a_file_shorter_than_written_by_a_multiple_of_4_gib_is_damaged(folder):
     checksums = json.loads(path.read_text())
     name, (size, checksum) = next(iter(checksums["files"].items()))
     checksums["files"][name] = [size + (1 << 32), checksum]
-    path.write_text(json.dumps(checksums))
+    path.write_text(to_json(checksums))
     assert FolderStore(folder).find_damage(30) == f"{name} has {size} bytes, not {size + (1 << 32)}"
 
 

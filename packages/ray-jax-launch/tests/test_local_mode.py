@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import ray
 import ray.data
@@ -22,6 +24,7 @@ from ray_jax_launch import (
     JaxTrainer,
     LaunchError,
     SavedCheckpoint,
+    StopRequestedError,
     check_resources,
     connect,
     latest_step,
@@ -31,6 +34,7 @@ from ray_jax_launch import (
     log_to_driver,
     mark_finished,
     parse_hardware,
+    request_stop,
     stop_requested,
 )
 
@@ -96,6 +100,32 @@ def test_a_second_start_continues_and_no_workers_in_the_scaling_config_means_loc
     assert result.metrics == {}
     assert isinstance(result.checkpoint, SavedCheckpoint)
     assert result.checkpoint.step == 4
+
+
+def test_a_loop_cannot_send_what_is_no_metric_or_no_step(tmp_path):
+    calls: dict[str, tuple[Any, Any]] = {
+        "metrics must be numbers by name, got None": (log_metrics, None),
+        "the name of a metric must be a printable text, got 5": (log_metrics, {5: 1}),
+        "the name of a metric must be a printable text, got '\\ud800'": (log_metrics, {"\ud800": 1}),
+        "metric 'a' must be a number or a text, got None": (log_metrics, {"a": None}),
+        "metric 'a' must be a number or a text, got 1000": (log_metrics, {"a": 10**400}),
+        "metric 'a' must be a number or a text, got array([1., 1.])": (log_metrics, {"a": np.ones(2)}),
+        "step must be a whole number of at least 0, got -1": (stop_requested, -1),
+        "step must be a whole number of at least 0, got 'a'": (stop_requested, "a"),
+        "step must be a whole number of at least 0, got None": (stop_requested, None),
+    }
+
+    def loop():
+        for message, (call, argument) in calls.items():
+            with pytest.raises(LaunchError, match=re.escape(message)):
+                call(argument)
+        request_stop("one\n" * 9000)
+        stop_requested(1)
+
+    with pytest.raises(StopRequestedError) as stopped:
+        launch(loop, hardware="local", storage_path=tmp_path)
+    assert str(stopped.value).startswith("one one ")
+    assert len(str(stopped.value)) == 1000
 
 
 def test_an_exception_of_the_loop_leaves_it_as_it_is(tmp_path):

@@ -19,6 +19,7 @@ from ray_jax_launch import (
     LaunchError,
     intact_step,
 )
+from ray_jax_launch._checkpoint.checksums import to_json
 from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._storage import join_path, open_uri
 
@@ -169,7 +170,7 @@ def test_an_archive_shorter_than_written_by_4_gib_is_damaged(uri):
     listing = json.loads(read(uri, "30/checkpoint.json"))
     size, crc = listing["archives"]["process-0.params.tar"]
     listing["archives"]["process-0.params.tar"] = [size + (1 << 32), crc]
-    write(uri, "30/checkpoint.json", json.dumps(listing).encode())
+    write(uri, "30/checkpoint.json", to_json(listing).encode())
     assert ObjectStore(uri).find_damage(30) == f"process-0.params.tar has {size} bytes, not {size + (1 << 32)}"
 
 
@@ -186,7 +187,7 @@ def test_a_restore_downloads_the_items_that_are_asked_for(uri, proxy, like):
     assert found is not None
     np.testing.assert_array_equal(found.items["params"]["w"], np.arange(100_000.0))
     num_items = 1 if len(like) == 1 else 3
-    assert num_items * NUM_BYTES <= proxy.downloaded_bytes() < num_items * NUM_BYTES * 1.1
+    assert num_items * NUM_BYTES <= proxy.downloaded_bytes() < num_items * NUM_BYTES * 1.2
 
 
 def test_a_damaged_item_does_not_stop_the_restore_of_another_item(uri):
@@ -325,7 +326,7 @@ def test_an_archive_that_names_files_elsewhere_is_rejected(uri, member, tmp_path
     listing = json.loads(read(uri, "30/checkpoint.json"))
     listing["archives"]["process-0.params.tar"] = [len(archive), zlib.crc32(archive)]
     write(uri, f"{save_of(uri, 30)}/process-0.params.tar", archive)
-    write(uri, "30/checkpoint.json", json.dumps(listing).encode())
+    write(uri, "30/checkpoint.json", to_json(listing).encode())
     with Checkpoints(uri, read_only=True) as checkpoints:
         with pytest.raises(DamagedCheckpointError, match="must be a tar file of files with relative names, got"):
             checkpoints.restore(30, {"params": TREE})

@@ -29,7 +29,7 @@ from pretrain._command_line.config_file import build_config, to_toml
 from pretrain._command_line.help_page import help_page
 from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import raise_interrupts
-from pretrain._errors import RunFailedError, rejection
+from pretrain._errors import RunFailedError, UsageError, rejection, shown
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
 from pretrain._presets import PRESETS
 from pretrain._screen.facts import print_line
@@ -52,9 +52,9 @@ def main(args: Sequence[str] | None = None) -> int:
         del os.environ["COLUMNS"]  # rich would print nothing
     open_streams()
     show_warnings()
-    arguments = list(sys.argv[1:] if args is None else args)
     hint = ""
     try:
+        arguments = _checked(sys.argv[1:] if args is None else args)
         if text := _information(arguments):
             sys.stdout.write(text)
             code = 0
@@ -83,6 +83,17 @@ def main(args: Sequence[str] | None = None) -> int:
         return _BAD_INPUT
     finally:
         discard_unwritten()
+
+
+def _checked(args: Any) -> list[str]:
+    """Return the arguments of a caller as a list.
+
+    Raises:
+        UsageError: they are not a list of texts.
+    """
+    if not isinstance(args, list | tuple) or not all(isinstance(one, str) for one in args):
+        raise UsageError(f"args must be a list of texts, got {shown(args)}. Write it as in ['sample', 'first'].")
+    return [*args]
 
 
 def parse_command(arguments: Sequence[str]) -> Command:

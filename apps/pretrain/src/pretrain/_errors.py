@@ -1,7 +1,9 @@
 """The errors of the application, and one sentence for each error that the user can correct."""
 
+import contextlib
 import errno
 import re
+from collections.abc import Iterator
 
 from ray_jax_launch import PermanentError, without_credentials
 
@@ -59,6 +61,22 @@ def rejection(error: Exception) -> str | None:
     """Return the sentence for an error that the user can correct, or None for any other error."""
     sentence = _sentence(error)
     return None if sentence is None else one_line(sentence)
+
+
+@contextlib.contextmanager
+def rejecting() -> Iterator[None]:
+    """Turn an error of the system, such as that of a name that is too long, into a rejection of the user's input.
+
+    Raises:
+        UsageError: the block raised an OSError that the user can correct.
+    """
+    try:
+        yield
+    except OSError as error:
+        sentence = rejection(error)
+        if sentence is None:
+            raise
+        raise UsageError(sentence) from error
 
 
 def _sentence(error: Exception) -> str | None:

@@ -5,16 +5,18 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import ray
 from ray.autoscaler.sdk import request_resources
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RaySystemError
 
 from ray_jax_launch._cluster_folder import ClusterFolder, mark_failed
 from ray_jax_launch._cluster_security import check_answers, protect_token
 from ray_jax_launch._errors import LaunchError
-from ray_jax_launch._hardware import Hardware, cpu, gpu, tpu
+from ray_jax_launch._hardware import Hardware, check_hardware, cpu, gpu, tpu
+from ray_jax_launch._numbers import MAX_COUNT, check_number
 from ray_jax_launch._ray_internals.ray_cluster import (
     connected_node,
     dashboard_address,
@@ -53,6 +55,8 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
     Raises:
         LaunchError: the cluster does not answer, the dashboard is not installed, or Ray cannot start here.
     """
+    if hardware is not None:
+        check_hardware(hardware)
     if ray.is_initialized() or (hardware is not None and hardware.kind == "local"):
         return
     try:
@@ -164,8 +168,11 @@ def auto() -> Hardware:
 
     One worker takes all GPUs of a node if all nodes have the same number; else each GPU has a worker. Ray labels the
     nodes of a TPU slice.
+
+    Raises:
+        LaunchError: this process is not connected.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes = _living_nodes()
     for node in nodes:
         labels = node.get("Labels", {})
         if "TPU" in node["Resources"] and "ray.io/tpu-topology" in labels:
@@ -194,8 +201,12 @@ def check_resources(
         resources_per_worker: Ray resources of each worker; by default the hardware's devices, and one CPU.
 
     Raises:
-        LaunchError: it has too few; the message has both numbers.
+        LaunchError: it has too few; the message has both numbers. Or an argument is invalid, or this process is not
+            connected.
     """
+    check_hardware(hardware)
+    check_number("data_cpus", data_cpus, at_least=0, at_most=MAX_COUNT)
+    check_number("wait_for_resources_s", wait_for_resources_s, at_least=0, whole=False)
     if hardware.kind == "local":
         return
     devices = {} if hardware.kind == "cpu" else {hardware.kind.upper(): hardware.devices_per_worker}
@@ -218,9 +229,23 @@ def check_resources(
         raise LaunchError(f"{shortage}. {remedy}.")
 
 
+def _living_nodes() -> list[dict[str, Any]]:
+    """Return Ray's descriptions of the nodes of the connected cluster.
+
+    Raises:
+        LaunchError: this process is not connected.
+    """
+    try:
+        return [node for node in ray.nodes() if node["Alive"]]
+    except RaySystemError as error:
+        if ray.is_initialized():
+            raise
+        raise LaunchError("a Ray cluster must be connected, got none. Call connect() first.") from error
+
+
 def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpus: int) -> str | None:
     """Return the resources that the connected cluster lacks, as an error without remedy; None if it lacks nothing."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in _living_nodes()]
     # The devices first: a cluster without them is the likely mistake. CPUs last, with those of Ray Data.
     for resource in sorted(per_worker, key=lambda name: (name == "CPU", name != hardware.kind.upper())):
         needed, held = per_worker[resource], [resources.get(resource, 0) for resources in nodes]

@@ -1,6 +1,10 @@
 """Errors of this package that a caller can catch or raise, and the form of a value in them."""
 
+import re
+
 _MOST_CHARACTERS = 80
+# A path of one name can have 255 characters, and no line shows more.
+_LONG_WORD = re.compile(r"\S{400,}")
 
 
 def shown(value: object) -> str:
@@ -9,18 +13,33 @@ def shown(value: object) -> str:
     >>> shown([1, 2]), len(shown("x" * 5000))
     ('[1, 2]', 80)
     """
-    text = repr(value)
-    if len(text) > _MOST_CHARACTERS:
-        end = _MOST_CHARACTERS // 4
-        text = f"{text[: _MOST_CHARACTERS - end - 1]}\N{HORIZONTAL ELLIPSIS}{text[-end:]}"
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return in_a_line(repr(value))
+
+
+def in_a_line(text: str, most: int = _MOST_CHARACTERS) -> str:
+    """Return a text in one line, and at most so many characters of it."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in _cut(text, most))
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    return f"{text[: most - most // 4 - 1]}\N{HORIZONTAL ELLIPSIS}{text[-(most // 4) :]}"
+
+
+def _cut_word(word: re.Match[str]) -> str:
+    return _cut(word[0], _MOST_CHARACTERS)
 
 
 class LaunchError(ValueError):
     """An argument or the environment is not valid. The message names the constraint, the value and the remedy.
 
-    A loop may raise it too, for an error that only a worker can see. `launch` then raises it and does not restart.
+    A loop may raise it too, for an error that only a worker can see. `launch` then raises it and does not restart. The
+    middle of a word of more than 400 characters, such as a path, is left out.
     """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_LONG_WORD.sub(_cut_word, arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class OutOfMemoryError(LaunchError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_jax_launch._errors import LaunchError, shown
-from ray_jax_launch._numbers import check_number
+from ray_jax_launch._numbers import MAX_COUNT, check_number, check_type
 
 # Ray's names of the TPU generations, by the names that users type.
 _TPU_TYPES = {
@@ -30,6 +30,7 @@ _FORMS = (
     "tpu:TYPE:TOPOLOGY:SLICES or local, where WORKERS or SLICES may be a range such as 1-4 (elastic)"
 )
 
+_KINDS = ("cpu", "gpu", "tpu", "local")
 _WORKERS_PER_DATA_CPU = 8
 
 
@@ -63,6 +64,18 @@ class Hardware:
 
     workers_per_slice: int = 1
     """Hosts of a TPU slice. Groups grow and shrink by slices."""
+
+    def __post_init__(self) -> None:
+        """Check every field once.
+
+        Raises:
+            LaunchError: a field is not valid.
+        """
+        if self.kind not in _KINDS:
+            raise LaunchError(f"kind must be one of {', '.join(_KINDS)}, got {shown(self.kind)}. Choose one.")
+        for name in ("num_workers", "devices_per_worker", "min_workers", "workers_per_slice"):
+            check_number(name, getattr(self, name), at_least=1, at_most=MAX_COUNT)
+        check_number("num_workers", self.num_workers, at_least=self.min_workers)
 
     @property
     def num_devices(self) -> int:
@@ -111,7 +124,7 @@ def cpu(num_workers: int, devices_per_worker: int = 1, *, min_workers: int | Non
     Raises:
         LaunchError: a number is less than one, or `num_workers` less than `min_workers`.
     """
-    devices_per_worker = check_number("the number of devices per worker", devices_per_worker, at_least=1)
+    devices_per_worker = _check_count("the number of devices per worker", devices_per_worker)
     num_workers, min_workers = _check_range(num_workers, min_workers, "CPU workers")
     return Hardware(kind="cpu", num_workers=num_workers, devices_per_worker=devices_per_worker, min_workers=min_workers)
 
@@ -127,7 +140,7 @@ def gpu(num_workers: int, gpus_per_worker: int = 1, *, min_workers: int | None =
     Raises:
         LaunchError: a number is less than one, or `num_workers` less than `min_workers`.
     """
-    gpus_per_worker = check_number("the number of GPUs per worker", gpus_per_worker, at_least=1)
+    gpus_per_worker = _check_count("the number of GPUs per worker", gpus_per_worker)
     num_workers, min_workers = _check_range(num_workers, min_workers, "GPU workers")
     return Hardware(kind="gpu", num_workers=num_workers, devices_per_worker=gpus_per_worker, min_workers=min_workers)
 
@@ -200,6 +213,19 @@ def parse_hardware(text: str) -> Hardware:
 
 def _check_range(number: int, smallest: int | None, what: str) -> tuple[int, int]:
     """Return the checked maximum and minimum number of workers or slices."""
-    at_least = 1 if smallest is None else check_number(f"the smallest number of {what}", smallest, at_least=1)
-    number = check_number(f"the number of {what}", number, at_least=at_least)
+    at_least = 1 if smallest is None else _check_count(f"the smallest number of {what}", smallest)
+    number = _check_count(f"the number of {what}", number, at_least)
     return number, number if smallest is None else at_least
+
+
+def _check_count(name: str, number: int, at_least: int = 1) -> int:
+    return check_number(name, number, at_least=at_least, at_most=MAX_COUNT)
+
+
+def check_hardware(hardware: Hardware) -> None:
+    """Check that a caller has passed hardware, and not its text.
+
+    Raises:
+        LaunchError: it is something else.
+    """
+    check_type("hardware", hardware, Hardware, "a Hardware", "Make one, as by parse_hardware('gpu:8')")

@@ -1,4 +1,4 @@
-"""Checks of numbers that a caller passes."""
+"""Checks of the numbers and types that a caller passes."""
 
 import math
 import operator
@@ -6,25 +6,49 @@ from typing import Any
 
 from ray_jax_launch._errors import LaunchError, shown
 
+MAX_COUNT = 10**6
+"""More workers, devices or CPUs than any cluster has."""
 
-def check_number(name: str, value: Any, *, at_least: float, whole: bool = True, remedy: str = "Change it") -> Any:
+
+def check_number(
+    name: str, value: Any, *, at_least: float, at_most: float = math.inf, whole: bool = True, remedy: str = "Change it"
+) -> Any:
     """Return a caller's number as an int, or as a float if it need not be whole.
 
     Args:
         name: name of the number in the message.
         value: an int or NumPy integer. If the number need not be whole, a float is accepted too.
         at_least: smallest number that is accepted.
+        at_most: largest number that is accepted, if there is one. An infinite number is not accepted.
         whole: True if the number must be whole.
         remedy: last sentence of the message, without the period.
 
     Raises:
-        LaunchError: the value is not a number, not finite, or too small.
+        LaunchError: the value is not a number, not finite, too small or too large.
     """
     try:
         number = operator.index(value) if whole else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if isinstance(value, bool | str) or not at_least <= number < math.inf:
+    if isinstance(value, bool | str) or not at_least <= number < math.inf or number > at_most:
         kind = "whole number" if whole else "number"
-        raise LaunchError(f"{name} must be a {kind} of at least {at_least}, got {shown(value)}. {remedy}.")
+        end = f" and at most {at_most}" if at_most < number < math.inf else ""
+        raise LaunchError(f"{name} must be a {kind} of at least {at_least}{end}, got {shown(value)}. {remedy}.")
     return number
+
+
+def check_type(name: str, value: Any, kind: Any, constraint: str, remedy: str = "Change it") -> None:
+    """Check the type of what a caller passes.
+
+    Args:
+        name: name of the value in the message.
+        value: of a caller.
+        kind: the type, or the union of types, that is accepted.
+        constraint: the type in words.
+        remedy: last sentence of the message, without the period.
+
+    Raises:
+        LaunchError: the value has another type.
+    """
+    if not isinstance(value, kind):
+        raise LaunchError(f"{name} must be {constraint}, got {shown(value)}. {remedy}.")

@@ -9,9 +9,9 @@ from typing import Any
 from ray.train import ScalingConfig
 from ray.util.tpu import get_tpu_worker_resources
 
-from ray_jax_launch._errors import LaunchError
-from ray_jax_launch._hardware import Hardware, local
-from ray_jax_launch._numbers import check_number
+from ray_jax_launch._errors import LaunchError, shown
+from ray_jax_launch._hardware import Hardware, check_hardware, local
+from ray_jax_launch._numbers import check_number, check_type
 
 _logger = logging.getLogger("ray_jax_launch")
 
@@ -39,10 +39,13 @@ def scaling_config(
     Raises:
         LaunchError: Ray rejects an argument.
     """
+    check_hardware(hardware)
     if placement_strategy not in (None, *_STRATEGIES):
         raise LaunchError(
-            f"placement_strategy must be one of {', '.join(_STRATEGIES)}, got {placement_strategy!r}. Choose one."
+            f"placement_strategy must be one of {', '.join(_STRATEGIES)}, got {shown(placement_strategy)}. Choose one."
         )
+    if label_selector is not None:
+        check_type("label_selector", label_selector, Mapping | list | tuple, "a dict, or a list of dicts")
     for name, amount in resources_per_worker.items() if isinstance(resources_per_worker, Mapping) else ():
         check_number(f"resources_per_worker[{name!r}]", amount, at_least=0, whole=False)
     num_workers = (hardware.min_workers, hardware.num_workers) if hardware.is_elastic else hardware.num_workers
@@ -76,7 +79,7 @@ def scaling_config(
         given = {name: value for name, value in given.items() if value is not None} or {"hardware": str(hardware)}
         reason = str(error).splitlines()[0].rstrip(".")
         raise LaunchError(
-            f"{' and '.join(given)} must be valid for {hardware}, got {given} ({reason}). Change or omit "
+            f"{' and '.join(given)} must be valid for {hardware}, got {shown(given)} ({reason}). Change or omit "
             f"{'it' if len(given) == 1 else 'them'}."
         ) from error
     return config

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-from ray_jax_launch._errors import LaunchError, shown
+from ray_jax_launch._errors import LaunchError, in_a_line, shown
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -19,6 +19,7 @@ StoragePath = Path | str
 
 _GOOGLE, _PATIENCE = ("gs://", "gcs://"), "retry_limit_seconds"
 _ANSWER_WITHIN_S = 20.0
+_MOST_BYTES = 255  # of the name of a folder
 _SCHEME = r"[a-z][a-z0-9+.-]+:"
 _URI = re.compile(rf"(?!file:){_SCHEME}//", re.IGNORECASE)
 _FILE_URI = re.compile("file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
@@ -51,8 +52,12 @@ def as_storage_path(place: StoragePath) -> StoragePath:
     (PosixPath('/data/my runs'), 's3://bucket/runs')
     """
     check_no_credentials("a storage path", place)
-    if is_uri(place):
-        return place
+    try:
+        if is_uri(place):
+            return str(place).encode().decode()
+        os.fsencode(str(place))  # a folder's name may have other bytes
+    except UnicodeEncodeError as error:
+        raise LaunchError(f"a storage path must be a text in UTF-8, got {shown(place)}. Name another.") from error
     # Like a shell, this leaves `~name` as it is where nobody has that name.
     text = os.path.expanduser(place) if isinstance(place, str | Path) else ""  # noqa: PTH111
     if match := _FILE_URI.fullmatch(text):
@@ -117,6 +122,8 @@ def check_run_name(name: str) -> None:
             f"name must be a printable text that begins with no dot or space and has no / and ? in it, got "
             f"{shown(name)}. Choose another."
         )
+    if len(name.encode()) > _MOST_BYTES:
+        raise LaunchError(f"name must have at most {_MOST_BYTES} bytes, got {shown(name)}. Choose another.")
 
 
 def join_path(place: StoragePath, *names: str) -> StoragePath:
@@ -125,6 +132,8 @@ def join_path(place: StoragePath, *names: str) -> StoragePath:
     In a URI, the names are percent-encoded, and the options after `?` stay at the end.
     """
     place = as_storage_path(place)
+    if not all(isinstance(name, str) for name in names):
+        raise LaunchError(f"names must be texts, got {shown(names)}. Change them.")
     if isinstance(place, Path):
         return place.joinpath(*names)
     address, question_mark, options = place.partition("?")
@@ -149,6 +158,10 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
     """
     from pyarrow.fs import FileSystem, FileType  # half a second: only where object storage is used
 
+    if not isinstance(uri, str):
+        raise LaunchError(
+            f"the storage must be the text of a URI, got {shown(uri)}. Name one, such as s3://bucket/runs."
+        )
     check_no_credentials("the storage", uri)
     try:
         if _in_time(lambda: _file_info(uri)).type == FileType.File:
@@ -157,10 +170,10 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
         if create:
             filesystem.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
-        reason = str(error) or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
+        reason = in_a_line(str(error), 1000).rstrip(".") or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
         raise LaunchError(
-            f"the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got {uri}: "
-            f"{reason}. Check the address, the credentials and the network."
+            "the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got "
+            f"{in_a_line(uri, 300)}: {reason}. Check the address, the credentials and the network."
         ) from error
     return filesystem, path
 
@@ -187,7 +200,7 @@ def _in_time(action: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             answer.set_result(action())
-        except (OSError, ValueError) as error:
+        except BaseException as error:  # of any kind: the caller gets it
             answer.set_exception(error)
 
     threading.Thread(target=run, name="open-storage", daemon=True).start()

@@ -54,6 +54,7 @@ class FieldType:
                 raise ValueError(self.constraint)
             if self.choices and not set(items) <= set(self.choices):
                 raise ValueError(self.constraint)
+            self._check_text(*items)
             return
         accepted = (int, float) if self.type is float else self.type
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
@@ -61,13 +62,23 @@ class FieldType:
         most = MAX_FLOAT if isinstance(value, float) else MAX_INTEGER
         if isinstance(value, int | float) and most < abs(value) != math.inf:
             raise ValueError(self._constraint(f" of at most {most}"))
+        self._check_text(value)
+
+    def _check_text(self, *values: Any) -> None:
+        """Check that a run can write texts to its files. Half of a surrogate pair has no UTF-8.
+
+        Raises:
+            ValueError: it cannot. The message is the constraint.
+        """
+        if any("\ud800" <= one <= "\udfff" for value in values if isinstance(value, str) for one in value):
+            raise ValueError(self._constraint(" in UTF-8"))
 
     def _constraint(self, limit: str = "") -> str:
         if self.choices:
             kind = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
             kind = f"any of {kind}" if self.is_tuple else kind
         else:
-            kind = "texts" if self.is_tuple else _KINDS[self.type] + limit
+            kind = ("texts" if self.is_tuple else _KINDS[self.type]) + limit
         return f"{kind} or none" if self.allows_none else kind
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nnx_gpt2 import GPT2, abstract_train_state, create_optimizer, merge
 from owt_data import load_tokenizer
 from pretrain._config import PretrainConfig
-from pretrain._errors import UsageError
+from pretrain._errors import UsageError, rejecting, shown
 from pretrain._run.description import RunDescription
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder
@@ -56,10 +56,14 @@ def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
         run: the run's folder or URI, or its name in `runs`.
 
     Raises:
-        UsageError: the run does not exist, has no checkpoint, or has a damaged description.
+        UsageError: the run does not exist, cannot be read, has no checkpoint, or has a damaged description.
         ValueError: the checkpoints are damaged; see `rejection` for the subclasses.
     """
-    folder, description = find_run(os.fspath(run))
+    name = os.fspath(run) if isinstance(run, str | os.PathLike) else None
+    if not isinstance(name, str):
+        raise UsageError(f"run must be a text or a path, got {shown(run)}. Give the run's folder, URI or name.")
+    with rejecting():
+        folder, description = find_run(name)
     config = description.config.model
     start_jax()
     optimizer = create_optimizer(description.config.optimizer, description.config.train.max_steps)

@@ -18,7 +18,7 @@ from pretrain._config import PretrainConfig, with_length, with_max_steps, with_s
 from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._data_names import label_of, parse_data
 from pretrain._early_interrupt import keeping_handlers
-from pretrain._errors import UsageError, shown
+from pretrain._errors import UsageError, rejecting, shown
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
 from pretrain._run.description import (
@@ -54,6 +54,7 @@ from ray_jax_launch import (
     TrainingFailed,
     UnsavedCheckpointError,
     as_storage_path,
+    check_run_name,
     join_path,
     latest_step,
     parse_hardware,
@@ -91,8 +92,8 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         console: shows the progress and the result, as `rich.console.Console()` does; None shows nothing.
 
     Raises:
-        ValueError: the input is wrong; see `rejection` for the subclasses.
-        OSError: a file cannot be read or written.
+        ValueError: the input is wrong, or the run's folder cannot be used; see `rejection` for the subclasses.
+        OSError: a file cannot be read or written later.
         RunFailedError: the run has begun, and its storage, its text or its memory has failed. The same configuration
             continues it.
         KeyboardInterrupt: Ctrl-C. The run is saved, and the same configuration continues it.
@@ -100,6 +101,8 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
     """
     if not isinstance(config, PretrainConfig):
         raise UsageError(f"config must be a PretrainConfig, got {shown(config)}. Start from PRESETS['quickstart']().")
+    if not isinstance(console, Console | None):
+        raise UsageError(f"console must be a rich.console.Console or None, got {shown(console)}. Leave it out.")
     began, began_s, console = time.monotonic(), time.time(), console or Console(quiet=True)
     hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
     if hardware is not None:
@@ -108,9 +111,11 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
     if config.data_mode == "stream":
         config = with_stream_order(config)
     name = config.name or f"{config.preset}-{label_of(parse_data(config.data))}"
+    check_run_name(name)
     storage_path = as_storage_path(config.storage_path)
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(lock_run(join_path(storage_path, name)))
+        with rejecting():
+            folder = stack.enter_context(lock_run(join_path(storage_path, name)))
         stored = read_description(folder)
         if stored is not None:
             config = resolve_length(resolve_vocabulary(config, stored.config.model.vocab_size), stored.config)

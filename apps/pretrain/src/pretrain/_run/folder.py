@@ -19,6 +19,10 @@ from ray_jax_launch import LaunchError, StoragePath, as_storage_path, join_path,
 _APART = ("checkpoints/", f"{LOG}/", ".", *TEXTS)
 
 
+# Characters of a run's name in that of its local copy. A file system has names of at most 255 bytes.
+_MOST_OF_A_NAME = 50
+
+
 class MovedFolderError(LaunchError):
     """The folder of a run was renamed, deleted or replaced while its command runs."""
 
@@ -250,7 +254,7 @@ def locate(place: str | Path) -> RunFolder:
     place = as_storage_path(place)
     if isinstance(place, Path):
         return RunFolder(place.absolute())
-    name = f"{hashlib.sha256(place.encode()).hexdigest()[:16]}-{_last_part(place)}"
+    name = f"{hashlib.sha256(place.encode()).hexdigest()[:16]}-{_last_part(place)[:_MOST_OF_A_NAME]}"
     return RunFolder(private_cache() / "runs" / name, place)
 
 

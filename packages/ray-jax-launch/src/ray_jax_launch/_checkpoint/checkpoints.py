@@ -1,9 +1,6 @@
 """Crash-safe numbered checkpoints, listed only after commit."""
 
-import json
 import logging
-import math
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,13 +16,9 @@ from ray_jax_launch._checkpoint.broadcast import from_leader
 from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, open_store, unsaved
 from ray_jax_launch._checkpoint.checksums import STEP_NAME
 from ray_jax_launch._checkpoint.notices import notify, notify_of_failure
-from ray_jax_launch._checkpoint.pytree import items_as_wanted, to_save
-from ray_jax_launch._checkpoint.writers import RESERVED, complete, make_writer
-from ray_jax_launch._errors import (
-    DamagedCheckpointError,
-    DeletedCheckpointError,
-    LaunchError,
-)
+from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_finite, to_metadata, to_save
+from ray_jax_launch._checkpoint.writers import complete, make_writer
+from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError
 from ray_jax_launch._numbers import check_number
 from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
 
@@ -143,6 +136,8 @@ class Checkpoints:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._closed:
+            return
         try:
             if exc is None:
                 self.wait()
@@ -192,17 +187,13 @@ class Checkpoints:
 
         Raises:
             ValueError: the step is not greater than that of the newest checkpoint; the name of an item is not valid;
-                an item is not a tree; a leaf is not a number, is empty, or belongs to this process only; or this
-                object is read-only or closed.
-            TypeError: the metadata cannot be JSON.
+                an item is not a tree; a leaf is not a number, is empty, belongs to this process only, or has the name
+                of another leaf when the keys are joined by dots; the metadata cannot be JSON; the score is not a
+                number; or this object is read-only or closed.
             UnsavedCheckpointError: this save cannot begin, or the save before failed; a `StorageFullError` if the
                 storage is full.
         """
-        if self._closed or self._read_only:
-            raise ValueError(
-                f"the checkpoints in {self._folder} must be open for writing, got "
-                f"{'closed' if self._closed else 'read-only'} ones. Make a new Checkpoints object."
-            )
+        self._check_open(" for writing", self._read_only)
         self.wait()
         newest = self.latest_step()
         step = check_number(
@@ -213,18 +204,9 @@ class Checkpoints:
         )
         if not STEP_NAME.fullmatch(str(step)):
             raise LaunchError(f"step must be less than 10**18, got {str(step)[:40]}. Count steps from 0.")
-        for name in items:
-            if name in RESERVED or not re.fullmatch(r"[a-zA-Z][\w-]{0,99}", str(name), re.ASCII):
-                raise ValueError(
-                    "the name of an item must be a letter followed by letters, digits, - and _, and not "
-                    f"{' or '.join(RESERVED)}, got {name!r}. Rename the item."
-                )
-        trees = to_save(items)
-        json.dumps(dict(metadata))
-        # Numbers of jax and NumPy are not JSON.
-        score = None if score is None or not math.isfinite(score) else float(score)
+        trees, fields, score = to_save(items), to_metadata(metadata), to_finite(score)
         try:
-            self._writer.begin(step, trees, dict(metadata), score)
+            self._writer.begin(step, trees, fields, score)
         except (OSError, ValueError) as error:  # of the file system, and of tensorstore
             raise unsaved(self._folder, step, error) from error
         scores = self._select({**self._scores, step: score})
@@ -270,7 +252,8 @@ class Checkpoints:
             DeletedCheckpointError: this object is read-only, and the run deleted the checkpoint.
             LaunchError: the storage cannot be read, or a node does not see the folder.
         """
-        self._check_exists(step)
+        check_items("like", like)
+        step = self._check_exists(step)
         restored = self._reading(step, lambda: self._writer.restore(step, like))
         return items_as_wanted(like, restored)
 
@@ -292,6 +275,8 @@ class Checkpoints:
             DamagedCheckpointError: there are checkpoints, and all of them are damaged.
             LaunchError: the storage cannot be read, or checkpoints are deleted faster than they can be read.
         """
+        check_items("like", like)
+        self._check_open()
         if not self._read_only or jax.process_count() > 1:
             step = self._newest()
             return None if step is None else Restored(step, self.restore(step, like), self.metadata(step))
@@ -324,12 +309,12 @@ class Checkpoints:
             ValueError: there is no checkpoint of this number.
             DeletedCheckpointError: this object is read-only, and the run deleted the checkpoint.
         """
-        self._check_exists(step)
+        step = self._check_exists(step)
         return from_leader(lambda: self._reading(step, lambda: self._store.metadata(step)))
 
     def _read_copy(self, step: int, like: Mapping[str, Any]) -> Restored:
-        metadata = self._store.metadata(step)
-        return Restored(step, items_as_wanted(like, self._writer.restore_copy(step, like)), metadata)
+        items = items_as_wanted(like, self._writer.restore_copy(step, like))
+        return Restored(step, items, self._store.metadata(step))
 
     def _list(self) -> list[tuple[int, float | None]]:
         store = open_store(self._folder)
@@ -341,7 +326,16 @@ class Checkpoints:
             return self.latest_step()
         return from_leader(lambda: intact_step(self._folder))
 
-    def _check_exists(self, step: int) -> None:
+    def _check_open(self, purpose: str = "", is_rejected: bool = False) -> None:
+        if self._closed or is_rejected:
+            raise LaunchError(
+                f"the checkpoints in {self._folder} must be open{purpose}, got "
+                f"{'closed' if self._closed else 'read-only'} ones. Make a new Checkpoints object."
+            )
+
+    def _check_exists(self, step: int) -> int:
+        self._check_open()
+        step = check_number("step", step, at_least=0)
         if self._pending is not None and step == self._pending.step:
             self.wait()
         if step not in self._scores and self._read_only:
@@ -350,6 +344,7 @@ class Checkpoints:
             raise ValueError(
                 f"step must be a checkpoint in {self._folder}, got {step}. Choose one of {sorted(self._scores)}."
             )
+        return step
 
     def _reading(self, step: int, read: Callable[[], T]) -> T:
         """Read a checkpoint. If this object is read-only, detect that the run deletes the checkpoint."""

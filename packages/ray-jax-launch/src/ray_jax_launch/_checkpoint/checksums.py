@@ -1,7 +1,7 @@
 """Verification of a checkpoint's files and archives: their format, their sizes and their checksums.
 
-`checksums.json` of a folder and `checkpoint.json` of object storage hold the number of their format and the version of
-ray-jax-launch that wrote them, beside their own fields.
+`checksums.json` of a folder and `checkpoint.json` of object storage hold the number of their format, the version of
+ray-jax-launch that wrote them, and a checksum of the whole, beside their own fields.
 """
 
 import json
@@ -20,6 +20,7 @@ from ray_jax_launch._errors import DamagedCheckpointError, LaunchError
 
 BLOCK_BYTES = 1 << 22
 FORMAT = 1
+_CHECKSUM = "checksum"
 # The number of a checkpoint, which is the name of its folder. It fits 64 bits.
 STEP_NAME = re.compile("0|[1-9][0-9]{0,17}")
 _PACKAGE = "ray-jax-launch"
@@ -96,13 +97,22 @@ def parse(name: str, content: bytes, convert: Callable[[Any], T]) -> T:
     """
     try:
         return convert(json.loads(content))
+    except (DamagedCheckpointError, LaunchError):  # which the function has found
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedCheckpointError(f"{name} cannot be read") from error
 
 
 def to_json(fields: Mapping[str, Any]) -> str:
-    """Return the JSON of a file with these fields, a format and a version."""
-    return json.dumps({"format": FORMAT, "version": version(_PACKAGE), **fields})
+    """Return the JSON of a file with these fields, a format, a version and a checksum."""
+    content = json.loads(json.dumps({"format": FORMAT, "version": version(_PACKAGE), **fields}))
+    return json.dumps(content | {_CHECKSUM: _checksum(content)})
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of the fields of a JSON file, less its checksum, in any order."""
+    fields = {name: value for name, value in content.items() if name != _CHECKSUM}
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 def parse_fields(name: str, place: str, content: bytes, convert: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
@@ -115,7 +125,8 @@ def parse_fields(name: str, place: str, content: bytes, convert: Mapping[str, Ca
         convert: a function for each field.
 
     Raises:
-        DamagedCheckpointError: the file is not JSON, or a field is missing or holds something else.
+        DamagedCheckpointError: the file is not JSON, a field is missing or holds something else, or the checksum is
+            another.
         LaunchError: a newer version of this package wrote the file.
     """
 
@@ -131,10 +142,12 @@ def parse_fields(name: str, place: str, content: bytes, convert: Mapping[str, Ca
     if not problem:
         fields = parse(name, content, lambda found: {field: to(found[field]) for field, to in convert.items()})
         # After the fields that must be there: a changed letter in the name of a field is damage.
-        if unknown := sorted(found.keys() - convert.keys()):
-            problem = f"the field {unknown[0][:40]!r}"
-        else:
+        unknown = sorted(found.keys() - convert.keys() - {_CHECKSUM})
+        if not unknown:
+            if parse(name, content, lambda found: found[_CHECKSUM] != _checksum(found)):
+                raise DamagedCheckpointError(f"{name} does not have the checksum it was written with")
             return fields
+        problem = f"the field {unknown[0][:40]!r}"
     raise LaunchError(
         f"{place} must have format {FORMAT}, which {_PACKAGE} {version(_PACKAGE)} reads, got {problem}, which "
         f"{_PACKAGE} {writer} wrote. Install {_PACKAGE} {writer} or later."

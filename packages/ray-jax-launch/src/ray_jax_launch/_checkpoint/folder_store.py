@@ -1,7 +1,7 @@
 """Checkpoints in a folder, with checksums of their files.
 
 <folder>/<step>/<item>/...            files that Orbax wrote
-<folder>/<step>/checksums.json        sizes and checksums of all files of the items, with their format and a version
+<folder>/<step>/checksums.json        sizes and checksums of all files of the items, and what `to_json` adds
 <folder>/<step>.orbax-checkpoint-tmp  a checkpoint that is being written, or that a killed process left
 <folder>/<step>.damaged               a quarantined checkpoint
 <folder>/.trash/                      checkpoints that are being deleted
@@ -36,7 +36,7 @@ from ray_jax_launch._checkpoint.checksums import (
     to_score,
 )
 from ray_jax_launch._checkpoint.retry import ABSENT, STORAGE_FULL, retry
-from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, StorageFullError
+from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, StorageFullError, shown
 
 METADATA, METRICS, SCORE = "metadata", "metrics", "score"
 CHECKSUMS = "checksums.json"
@@ -117,16 +117,28 @@ class FolderStore:
         except DamagedCheckpointError:
             return None
 
-    def files(self, step: int) -> dict[str, Checksum]:
+    def files(self, step: int, *, compare_names: bool = False) -> dict[str, Checksum]:
         """Return the checksums of a checkpoint's files by name.
 
+        Args:
+            step: number of the checkpoint.
+            compare_names: list the files of the checkpoint too.
+
         Raises:
-            DamagedCheckpointError: the checksums are missing or damaged.
+            DamagedCheckpointError: the checksums are missing or damaged, or a file has none.
             LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
         """
         place = f"{CHECKSUMS} of checkpoint {step} in {self._folder}"
         content = _read_content(self._path(step) / CHECKSUMS, CHECKSUMS)
-        return parse_fields(CHECKSUMS, place, content, {"files": to_checksums})["files"]
+
+        def convert(found: Any) -> dict[str, Checksum]:
+            files, path = to_checksums(found), self._path(step)
+            names = read_present("the folder", str(path), partial(_names, path)) if compare_names else set[str]()
+            if unlisted := sorted(names - files.keys()):
+                raise DamagedCheckpointError(f"{CHECKSUMS} does not list {shown(unlisted[0])[1:-1]}")
+            return files
+
+        return parse_fields(CHECKSUMS, place, content, {"files": convert})["files"]
 
     def find_damage(self, step: int) -> str | None:
         """Read all files of a checkpoint. Return a description of the damage, or None.
@@ -136,7 +148,7 @@ class FolderStore:
         """
         checkpoint = self._path(step)
         try:
-            for name, expected in self.files(step).items():
+            for name, expected in self.files(step, compare_names=True).items():
                 self._read_file(checkpoint / name, name, expected)
         except DamagedCheckpointError as error:
             return str(error)
@@ -151,7 +163,7 @@ class FolderStore:
         Raises:
             DamagedCheckpointError: a file is not what was written.
         """
-        files = self.files(step)
+        files = self.files(step, compare_names=True)
         for name, expected in files.items():
             if Path(name).parts[0] in items:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -237,6 +249,23 @@ class FolderStore:
 
     def _empty_trash(self) -> None:
         shutil.rmtree(self._folder / _TRASH, ignore_errors=True)
+
+
+def _names(checkpoint: Path) -> set[str]:
+    """Return the names of the files that `checksums.json` lists.
+
+    Hidden files are not of Orbax: NFS and file managers make them.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return {
+        name
+        for folder, _, files in os.walk(checkpoint, onerror=fail)
+        for file in files
+        if not file.startswith(".") and (name := os.path.relpath(f"{folder}/{file}", checkpoint)) not in _UNCHECKED
+    }
 
 
 def _read_content(path: Path, name: str) -> bytes:

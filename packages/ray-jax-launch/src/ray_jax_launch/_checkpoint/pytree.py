@@ -2,6 +2,8 @@
 
 import functools
 import json
+import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ray_jax_launch._errors import MismatchedCheckpointError
+from ray_jax_launch._checkpoint.folder_store import METADATA, METRICS
+from ray_jax_launch._errors import LaunchError, MismatchedCheckpointError, shown
+from ray_jax_launch._numbers import check_type
 
+# Folders that Orbax keeps beside the items.
+RESERVED = (METADATA, METRICS)
+# What 64 bits hold, with and without a sign.
+_MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 # Kinds of NumPy arrays without numbers: objects, strings, bytes, records.
 _NO_NUMBERS = "OUSV"
 
@@ -21,21 +29,88 @@ def to_save(items: Mapping[str, Any]) -> dict[str, Any]:
     """Return the items that have leaves, with random keys as their data, and NumPy scalars as arrays.
 
     Raises:
-        ValueError: a leaf cannot be saved, an item is not a tree, or no item has leaves.
+        ValueError: a leaf or the name of an item cannot be saved, two leaves have the same name, an item is not a tree,
+            or no item has leaves.
     """
+    check_items("items", items)
     trees: dict[str, Any] = {}
     for name, tree in items.items():
+        if name in RESERVED or not re.fullmatch(r"[a-zA-Z][\w-]{0,99}", str(name), re.ASCII):
+            raise ValueError(
+                "the name of an item must be a letter followed by letters, digits, - and _, and not "
+                f"{' or '.join(RESERVED)}, got {shown(name)}. Rename the item."
+            )
         if tree is not None and jax.tree_util.all_leaves([tree]):
             raise ValueError(
                 f"item {name} must be a tree of arrays, got one {type(tree).__name__}. Put it into a dict."
             )
-        if jax.tree.leaves(tree):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        if leaves:
+            _check_names(name, [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves])
             trees[name] = jax.tree_util.tree_map_with_path(
                 lambda path, x, name=name: _savable(f"{name}{jax.tree_util.keystr(path)}", x), tree
             )
     if not trees:
         raise ValueError(f"items must hold an array or a number, got none in {list(items)}. Save at least one.")
     return trees
+
+
+def _check_names(item: str, names: list[str]) -> None:
+    """Check the names under which Orbax saves the leaves of an item. Of two equal ones, it would save one leaf.
+
+    Raises:
+        ValueError: a name is no UTF-8 text, or is the name of another leaf.
+    """
+    seen: set[str] = set()
+    for name in names:
+        is_text = not any("\ud800" <= character <= "\udfff" for character in name)
+        if not is_text or name in seen:
+            raise ValueError(
+                f"the names of the arrays of item {item}, joined by dots, must be different UTF-8 texts, got "
+                f"{shown(name)}{' twice' if is_text else ''}. Rename one."
+            )
+        seen.add(name)
+
+
+def check_items(name: str, items: Any) -> None:
+    """Check that a caller has passed trees by name.
+
+    Raises:
+        LaunchError: it is something else.
+    """
+    check_type(name, items, Mapping, "trees by name", 'Write them as in {"params": params}')
+
+
+def to_metadata(metadata: Any) -> dict[str, Any]:
+    """Return metadata that can be saved.
+
+    Raises:
+        LaunchError: they are no JSON object, or one that cannot be read again.
+    """
+    reason = f"a {type(metadata).__name__}"
+    if isinstance(metadata, Mapping):
+        try:
+            json.loads(json.dumps(dict(metadata)))
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = str(error).split("; ", maxsplit=1)[0]
+        else:
+            return dict(metadata)
+    raise LaunchError(f"metadata must be a dict of JSON values, got one that is not ({reason}). Change it.")
+
+
+def to_finite(score: Any) -> float | None:
+    """Return a score as a float, or None if it is None or not finite. Numbers of jax and NumPy are not JSON.
+
+    Raises:
+        LaunchError: it is no number.
+    """
+    try:
+        number = math.nan if score is None else float(score)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or isinstance(score, str):
+        raise LaunchError(f"score must be a number or None, got {shown(score)}. Change it.")
+    return number if math.isfinite(number) else None
 
 
 def to_restore(like: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,10 +192,12 @@ def as_wanted(like: Any, restored: Any) -> Any:
 def _savable(where: str, x: Any) -> Any:
     x = _data_of(x)
     is_number = isinstance(x, jax.Array | np.ndarray | int | float)
+    if isinstance(x, int) and not _MIN_INT <= x <= _MAX_INT:
+        raise ValueError(f"{where} must be a number of at most 64 bits, got {shown(x)}. Put it into the metadata.")
     if not is_number or np.size(x) == 0 or (isinstance(x, np.ndarray) and x.dtype.kind in _NO_NUMBERS):
         raise ValueError(
-            f"{where} must be a number, or an array of numbers that is not empty, got {x!r}. Leave it out, or put it "
-            "into the metadata."
+            f"{where} must be a number, or an array of numbers that is not empty, got {shown(x)}. Leave it out, or "
+            "put it into the metadata."
         )
     return _shared(where, x) if jax.process_count() > 1 and isinstance(x, jax.Array) else x
 

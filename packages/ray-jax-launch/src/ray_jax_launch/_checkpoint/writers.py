@@ -22,13 +22,11 @@ from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler, ScalarHan
 from ray_jax_launch._checkpoint.broadcast import from_leader, gather
 from ray_jax_launch._checkpoint.folder_store import METADATA, METRICS, SCORE, FolderStore
 from ray_jax_launch._checkpoint.object_store import ObjectStore
-from ray_jax_launch._checkpoint.pytree import holds_shards, to_restore
+from ray_jax_launch._checkpoint.pytree import RESERVED, holds_shards, to_restore
 from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._checkpoint.staging import Staging
 from ray_jax_launch._errors import LaunchError
 
-# Folders that Orbax keeps beside the items.
-RESERVED = (METADATA, METRICS)
 # How long processes wait for each other to write. The 19 GB of GPT-2 XL take 10 minutes at 32 MB/s.
 _WRITE_TIMEOUT_S = 3600
 # How long a host may see an old listing of a shared folder. NFS caches listings for at most 60 s by default.
@@ -89,7 +87,7 @@ class FolderWriter:
         if jax.process_index() > 0:
             self._wait_until_visible(step)
         else:
-            self._store.files(step)  # rejects a newer format
+            self._store.files(step, compare_names=True)
         checkpoint = self._folder / str(step)
 
         def read_trees() -> dict[str, Any]:

@@ -17,8 +17,9 @@ from ray.train.v2.jax.config import JaxConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_jax_launch._cluster import is_started_here
-from ray_jax_launch._errors import LaunchError
-from ray_jax_launch._hardware import Hardware
+from ray_jax_launch._errors import LaunchError, shown
+from ray_jax_launch._hardware import Hardware, check_hardware
+from ray_jax_launch._numbers import check_number
 from ray_jax_launch._ray_internals.ray_train import JaxBackend, WorkerGroupStartupFailedError
 
 # XLA's CPU backend allocates the temporary arrays of each step again, and by default each step pays for their pages: a
@@ -34,6 +35,7 @@ _TOOLKIT = tuple(
     )
 )  # fmt: skip
 _TASK_TIMEOUT_S = 60.0
+_MAX_TIMEOUT_S = 2**31 - 1  # jax's are of 32 bits
 
 # The node's address in a cluster on this machine alone.
 _LOOPBACK = "127.0.0.1"
@@ -62,6 +64,15 @@ class DistributedConfig(JaxConfig):
 
     shutdown_timeout_s: int = 30
     """Seconds that workers wait for each other at the end."""
+
+    def __post_init__(self) -> None:
+        """Check every timeout once.
+
+        Raises:
+            LaunchError: one is not a whole number, or too small.
+        """
+        for name, at_least in (("initialization_timeout_s", 1), ("heartbeat_timeout_s", 1), ("shutdown_timeout_s", 0)):
+            check_number(name, getattr(self, name), at_least=at_least, at_most=_MAX_TIMEOUT_S)
 
     @property
     def backend_cls(self) -> Any:
@@ -167,6 +178,7 @@ def _shutdown() -> None:
 
 def backend_config(hardware: Hardware) -> JaxConfig:
     """Return the default backend for this hardware."""
+    check_hardware(hardware)
     return TpuConfig() if hardware.kind == "tpu" else DistributedConfig()
 
 
@@ -175,6 +187,7 @@ def worker_environment(hardware: Hardware) -> dict[str, str]:
 
     For GPUs of a connected cluster, this waits for a task on one of its nodes.
     """
+    check_hardware(hardware)
     if hardware.kind == "cpu":
         devices = hardware.devices_per_worker
         return {
@@ -229,13 +242,19 @@ def check_env_vars(runtime_env: Any) -> None:
     """Check the environment variables of a runtime environment.
 
     Raises:
-        LaunchError: they are not texts by name.
+        LaunchError: they are not texts by name, or a process cannot have them.
     """
     variables = (runtime_env or {}).get("env_vars") or {}
     if not isinstance(variables, Mapping) or not all(
         isinstance(text, str) for text in (*variables, *variables.values())
     ):
-        raise LaunchError(f'env_vars must be texts by name, got {variables!r}. Write them as in {{"NAME": "1"}}.')
+        raise LaunchError(f'env_vars must be texts by name, got {shown(variables)}. Write them as in {{"NAME": "1"}}.')
+    for name, value in variables.items():
+        if not name or "=" in name or "\0" in f"{name}{value}":
+            raise LaunchError(
+                f"env_vars must have names without = and values without a null character, got those of "
+                f"{shown(name)}. Change it."
+            )
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ from typing import Any
 import ray.data
 from ray.train import DataConfig
 
-from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._lost_cluster import is_lost
+from ray_jax_launch._numbers import check_type
 from ray_jax_launch._ray_internals.ray_cluster import DefaultAutoscalingCoordinator, ResourceRequestPriority
 from ray_jax_launch._ray_internals.ray_train import datasets_to_split
 
@@ -29,9 +30,13 @@ class RankedDataConfig(DataConfig):
 
     Args:
         base: config for the Ray Datasets; Ray's default if None.
+
+    Raises:
+        LaunchError: it is something else.
     """
 
     def __init__(self, base: DataConfig | None = None) -> None:
+        check_type("base", base, DataConfig | None, "a DataConfig or None")
         self._base = DataConfig() if base is None else base
         super().__init__(datasets_to_split=datasets_to_split(self._base))
 
@@ -57,8 +62,8 @@ def check_datasets(datasets: Any) -> None:
     for name, dataset in (datasets or {}).items() if isinstance(datasets, Mapping | None) else [("all", datasets)]:
         if not callable(dataset) and not isinstance(dataset, ray.data.Dataset):
             raise LaunchError(
-                f"datasets must be Ray Datasets or functions by name, got {dataset!r} for {name}. Make it a Dataset, "
-                "such as ray.data.from_items(...), or a function that returns one."
+                f"datasets must be Ray Datasets or functions by name, got {shown(dataset)} for {shown(name)}. Make it "
+                "a Dataset, such as ray.data.from_items(...), or a function that returns one."
             )
 
 

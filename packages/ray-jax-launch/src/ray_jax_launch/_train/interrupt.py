@@ -20,12 +20,15 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from ray_jax_launch._errors import in_a_line
+from ray_jax_launch._numbers import check_type
 from ray_jax_launch._train.control_actor import ControlHandle, LocalControl, answer
 
 # Signals that come within this time belong to one stop.
 _ONE_STOP_S = 1.0
 # The workers end with the driver in any case.
 _ABORT_LIMIT_S = 10.0
+_LONGEST_REASON = 1000
 
 _logger = logging.getLogger("ray_jax_launch")
 _running: list[ControlHandle] = []
@@ -38,13 +41,17 @@ def request_stop(why: str) -> bool:
     do not start again.
 
     Args:
-        why: the text of the error.
+        why: the text of the error. It becomes one line of at most 1,000 characters.
 
     Returns:
         False if no launch runs. Then nothing happens.
+
+    Raises:
+        LaunchError: it is no text.
     """
+    check_type("why", why, str, "a text")
     for control in _running:
-        answer(control.request_stop.remote("failure", why))
+        answer(control.request_stop.remote("failure", in_a_line(" ".join(why.split()), _LONGEST_REASON)))
     return bool(_running)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax.config import JaxConfig
 
-from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._numbers import check_number
 from ray_jax_launch._scaling import LabelSelector
@@ -110,8 +110,8 @@ def launch(
     shape = {name: value for name, value in shape.items() if value is not None}
     if shape and scaling_config is not None:
         raise LaunchError(
-            f"{next(iter(shape))} must be None with a scaling_config, got {next(iter(shape.values()))!r}. Put it into "
-            "the scaling_config."
+            f"{next(iter(shape))} must be None with a scaling_config, got {shown(next(iter(shape.values())))}. Put it "
+            "into the scaling_config."
         )
     check_number("max_failures", max_failures, at_least=-1)
     if name is not None:
@@ -119,7 +119,7 @@ def launch(
     storage_path = None if storage_path is None else as_storage_path(storage_path)
     for what, given in (("env_vars", env_vars), ("runtime_env", runtime_env)):
         if not isinstance(given, Mapping | None):
-            raise LaunchError(f"{what} must be a dict, got {given!r}. Make it a dict, or leave it out.")
+            raise LaunchError(f"{what} must be a dict, got {shown(given)}. Make it a dict, or leave it out.")
     runtime_env = dict(runtime_env or {})
     check_env_vars(runtime_env)
     runtime_env["env_vars"] = {**(runtime_env.get("env_vars") or {}), **(env_vars or {})}

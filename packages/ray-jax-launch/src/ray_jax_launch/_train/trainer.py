@@ -30,10 +30,10 @@ from ray.train.v2.jax.config import JaxConfig
 
 from ray_jax_launch._checkpoint.ray_snapshot import repair_snapshot
 from ray_jax_launch._cluster import auto, check_resources, connect, is_silent, is_started_here, log_folder
-from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._hardware import Hardware, parse_hardware
 from ray_jax_launch._lost_cluster import ClusterLostError, end_actor, wait_for
-from ray_jax_launch._numbers import check_number
+from ray_jax_launch._numbers import MAX_COUNT, check_number, check_type
 from ray_jax_launch._ray_internals.ray_cluster import hide_cluster_messages, placement_groups, remove_placement_groups
 from ray_jax_launch._ray_internals.ray_train import AtomicSnapshots, Trainer, WaitingPolicy
 from ray_jax_launch._run_folder import RunFolder, making_run_folder
@@ -140,11 +140,17 @@ class JaxTrainer(RayJaxTrainer):
         ):
             if given is not None and not isinstance(given, wanted):
                 name = wanted.__name__
-                raise LaunchError(f"{what} must be a {name}, got {given!r}. Make it a {name}(...), or leave it out.")
+                raise LaunchError(
+                    f"{what} must be a {name}, got {shown(given)}. Make it a {name}(...), or leave it out."
+                )
         self._data_cpus = 0 if data_cpus is None and not datasets else data_cpus
         run_config = run_config or RunConfig()
         failures = run_config.failure_config or FailureConfig()
-        check_number("data_cpus", self._data_cpus or 0, at_least=0)
+        check_number("data_cpus", self._data_cpus or 0, at_least=0, at_most=MAX_COUNT)
+        if on_metrics is not None:
+            check_type("on_metrics", on_metrics, Callable, "a function", "Leave it out, or give a function")
+        if train_loop_config is not None:
+            check_type("the config of the loop", train_loop_config, dict, "a dict", "Put the value into a dict")
         check_number("max_failures", failures.max_failures, at_least=-1)
         for what, seconds in (
             ("preemption_grace_s", failures.preemption_grace_s),
@@ -362,7 +368,7 @@ class JaxTrainer(RayJaxTrainer):
 def _parse(text: Any) -> Hardware | None:
     """Read the hardware's text; None for `auto`, which needs a cluster."""
     if not isinstance(text, str):
-        raise LaunchError(f"hardware must be a Hardware or its text, got {text!r}. Write it as in gpu:8.")
+        raise LaunchError(f"hardware must be a Hardware or its text, got {shown(text)}. Write it as in gpu:8.")
     return None if text == "auto" else parse_hardware(text)
 
 

@@ -20,7 +20,8 @@ from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from ray.util.metrics import Gauge
 
 from ray_jax_launch._checkpoint.notices import notify_of_saves
-from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._errors import LaunchError, shown
+from ray_jax_launch._numbers import check_number, check_type
 from ray_jax_launch._storage import StoragePath
 from ray_jax_launch._train.control_actor import ControlHandle, LocalControl, answer
 from ray_jax_launch._train.failures import Preempted, Resized, note_traceback
@@ -222,12 +223,15 @@ def log_metrics(metrics: Mapping[str, float | str]) -> None:
     Args:
         metrics: numbers by name, such as step, loss, tokens_per_s. Reading a number from a jax array waits for the
             device. With a text among them, such as the phase of the loop, they reach only `on_metrics`.
+
+    Raises:
+        LaunchError: a name is no printable text, or a value is no number and no text.
     """
+    check_type("metrics", metrics, Mapping, "numbers by name", 'Write them as in {"loss": 1.0}')
     session = current_session()
     rank = ray.train.get_context().get_world_rank()
     tags = {"run": session.run_name, "rank": str(rank)}
-    # float() reads arrays; an int stays exact.
-    values = {name: value if isinstance(value, int | str) else float(value) for name, value in metrics.items()}
+    values = {name: _metric(name, value) for name, value in metrics.items()}
     numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
     for name, value in numbers.items() if ray.is_initialized() and len(numbers) == len(values) else ():
         if name not in session.gauges:
@@ -236,6 +240,26 @@ def log_metrics(metrics: Mapping[str, float | str]) -> None:
             )
         session.gauges[name].set(value, tags)
     session.control.record.remote(rank, values)
+
+
+def _metric(name: Any, value: Any) -> int | float | str:
+    """Return the value of a metric. An int stays exact.
+
+    Raises:
+        LaunchError: the name is no printable text, or the value is no number and no text.
+    """
+    check_type("the name of a metric", name, str, "a printable text")
+    if not name.isprintable() or not name:
+        raise LaunchError(f"the name of a metric must be a printable text, got {shown(name)}. Change it.")
+    if isinstance(value, str):
+        return value
+    try:
+        number = float(value)  # of an array too
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LaunchError(
+            f"metric {shown(name)} must be a number or a text, got {shown(value)}. Change it, or leave it out."
+        ) from error
+    return value if isinstance(value, int) else number
 
 
 def mark_finished(return_value: Any = None) -> None:
@@ -265,9 +289,11 @@ def stop_requested(step: int) -> bool:
         step: the loop's step, which only grows. Every rank calls this at the same steps.
 
     Raises:
+        LaunchError: the step is no whole number, or negative.
         UnsavedCheckpointError: a save in the background of this process has failed.
         StopRequestedError: the driver has called `request_stop`.
     """
+    step = check_number("step", step, at_least=0)
     session = current_session()
     if session.failed_saves:
         raise session.failed_saves.pop()
