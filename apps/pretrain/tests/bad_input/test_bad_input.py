@@ -165,7 +165,7 @@ LINES = [
         "--model.vocab-size must be at least 257, the vocabulary of the tokenizer bytes",
     ),
     (f"--data book.txt --seed {END}", f"seed must be at least 0 and below {END}, got {END}"),
-    (f"--data book.txt --name {LONG}", "must be accessible, got File name too long"),
+    (f"--data book.txt --name {LONG}", "name must have at most 255 bytes, got"),
     ("--data book.txt --model.vocab-size 999999999", "the model and its batch must fit the"),
     (f"{SMALL} --train.global-batch-size 100000000", "the model and its batch must fit the"),
     ("sample nowhere", "run must be the folder or URI of a run, or its name in runs, got nowhere."),
