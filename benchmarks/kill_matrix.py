@@ -33,6 +33,7 @@ from options import count
 from watched_run import COMMAND, PHASES, ROOT, Nodes, WatchedRun, has_noise
 
 from owt_data import PrepareOptions, prepare
+from ray_jax_launch._reaper import KILLED
 
 # Steps between two checkpoints: Ray Data starts after 200 steps of a start, and steps of two workers are slower.
 CHECKPOINT_EVERY = {"local": 50, "cpu:1": 250, "cpu:2": 60, "nodes": 60}
@@ -41,7 +42,7 @@ NUM_CHECKPOINTS, KILLS_PER_RUN = 12, 8
 FATAL = ("raylet", "gcs_server")
 # A raylet ends with its agents.
 ENDS_NODE = (*FATAL, "ray::DashboardAgent", "ray::RuntimeEnvAgent")
-IS_GONE, MAX_COMMANDS = "the Ray cluster is gone", 30
+SAID, MAX_COMMANDS = ("the Ray cluster is gone", KILLED), 30
 # Longest random time from the beginning of a phase to the kill. Most phases are short.
 DELAY_S = {"starting": 2.0, "loading": 0.1, "training": 0.3, "ending": 0.3}
 # A command without a sign of life hangs. After a kill its effect is awaited before the next kill.
@@ -226,6 +227,10 @@ class Matrix:
                 kill.faults.append(f"a later command exited with {code}")
             return
         kill.outcome, kill.said = f"exit {code}", text.strip().rpartition("\n")[2][:200]
+        until_s = time.monotonic() + SETTLE_S  # a process that outlives the command says that Ray has ended it
+        while code == 1 and not any(one in kill.said for one in SAID) and time.monotonic() < until_s:
+            time.sleep(0.1)
+            kill.said = run.output(0).strip().rpartition("\n")[2][:200]
         is_ended_by_signal = kill.victim == COMMAND and kill.signal != "SIGKILL"
         allowed = {0}
         if kill.victim == COMMAND:
@@ -233,7 +238,7 @@ class Matrix:
             allowed |= {130, -signal.SIGINT} if is_ended_by_signal else {-signal.SIGKILL}
         elif kill.victim in ENDS_NODE or kill.at_phase == "starting":
             allowed.add(1)
-            if code == 1 and kill.at_phase != "starting" and IS_GONE not in kill.said:
+            if code == 1 and kill.at_phase != "starting" and not any(one in kill.said for one in SAID):
                 kill.faults.append("exit 1 without a sentence")
         if code not in allowed:
             kill.faults.append(f"exit code {code}")
