@@ -43,7 +43,7 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
 
 def _remedy(name: str) -> str:
     """Return the names of the runs beside a path, or in the default storage, the newest first."""
-    storage = Path(name).parent if "/" in name and not is_uri(name) else DEFAULT_STORAGE
+    storage = locate(name).path.parent if "/" in name and not is_uri(name) else DEFAULT_STORAGE
     files = sorted(storage.glob("*/config.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     names = [file.parent.name for file in files]
     if not names:
