@@ -44,5 +44,5 @@ def test_a_loop_that_fills_the_memory_of_its_node_twice_ends_the_launch(tmp_path
     finally:
         ray.shutdown()
     again, no_more = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
-    assert again.endswith("the workers start again (failure 1 of at most 5)")
+    assert again.endswith("the workers start again (failure 1 of at most 5 without a new checkpoint)")
     assert no_more.endswith("the workers do not start again, because they failed in the same way before")

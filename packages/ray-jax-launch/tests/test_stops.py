@@ -15,7 +15,7 @@ import ray
 import ray.cloudpickle
 
 from ray_jax_launch import StopRequestedError, cpu, latest_step, launch, request_stop
-from ray_jax_launch._train.control_actor import StopRequest, answer, start_control_actor
+from ray_jax_launch._train.control_actor import StopRequest, answer, count_failure, forwarding, start_control_actor
 from ray_jax_launch._train.interrupt import Interrupt
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -261,3 +261,17 @@ def test_the_workers_start_again_after_the_death_of_rays_controller(tmp_path, ca
     assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == 2 * [
         "Ray Train's controller died; the workers start again (failure 1 of at most 1 without a new checkpoint)"
     ]
+
+
+@pytest.mark.fault
+def test_the_death_of_the_control_actor_forgets_no_failure(record_property):
+    record_property("fault", "death of the control actor and of a worker at once, as by Ray's memory monitor")
+    record_property("lost", "steps since the last checkpoint")
+    control = start_control_actor()
+    with forwarding(control, None, lambda: None):
+        assert count_failure(control) == 1
+        answer(control.save.remote("/run", 10))
+        assert [count_failure(control), count_failure(control)] == [1, 2]
+        time.sleep(1.5)  # the driver collects every half second
+        ray.kill(control, no_restart=False)
+        assert count_failure(control) == 3

@@ -24,9 +24,13 @@ SHELL = [
     (f"$PRETRAIN {EXPORT} >&-", 0, ""),
     (f"$PRETRAIN {SAMPLE} | true", 141, ""),
     (f"PYTHONIOENCODING=ascii $PRETRAIN {SAMPLE} --prompt \u00fc | grep '^.xfc'", 0, ""),
-    (f"LC_ALL=C $PRETRAIN {SAMPLE} --prompt $'\\xff'", 0, ""),
+    (f"LC_ALL=C $PRETRAIN {SAMPLE} --prompt $'\\xff'", 2, "--prompt must be a text in UTF-8, got \\udcff. Change it."),
     ("COLUMNS=0 $PRETRAIN runs | grep -c finished", 0, ""),
-    (f"JAX_PLATFORM_NAME=gpu $PRETRAIN {SAMPLE}", 2, ", with JAX_PLATFORM_NAME=gpu. Correct or unset it."),
+    (
+        f"JAX_PLATFORMS= JAX_PLATFORM_NAME=gpu $PRETRAIN {SAMPLE}",
+        2,
+        ", with JAX_PLATFORM_NAME=gpu. Correct or unset it.",
+    ),
     (f"GCE_METADATA_ROOT=127.0.0.1:9 $PRETRAIN --storage-path gs://bucket/runs {SMALL}", 2, "got gs://bucket/runs/"),
     (
         f"cd runs/run/checkpoints && cp -r 1 2 && echo > $(find 2/params -path '*/d/*' | head -1) && cd ../../.. && "

@@ -8,6 +8,7 @@ next polls, and the driver's copy of `ControlState`, tell it what it has forgott
 import contextlib
 import logging
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -113,6 +114,7 @@ class ControlActor:
         self._lines: list[tuple[int, str]] = []
         self._groups: dict[str, _Group] = {}
         self._state = ControlState()
+        self._is_resumed = not _is_restarted()
 
     def state(self) -> ControlState:
         """Return what the actor knows of the launch."""
@@ -120,6 +122,7 @@ class ControlActor:
 
     def resume(self, before: ControlState) -> None:
         """Add what the actor knew before it died, unless it has learned something newer since."""
+        self._is_resumed = True
         latest = before.latest | self._state.latest
         for item in fields(ControlState):
             if getattr(self._state, item.name) == getattr(ControlState(), item.name):
@@ -156,8 +159,10 @@ class ControlActor:
         self._lines.clear()
         return collected
 
-    def count_failure(self) -> int:
-        """Count a failure. Return the number of failures since a checkpoint became complete, or from the beginning."""
+    def count_failure(self) -> int | None:
+        """Count a failure, unless the actor has died and does not know yet what it knew before. See `count_failure`."""
+        if not self._is_resumed:
+            return None
         progress = (self._state.saved, self._state.num_reported)
         self._state.num_failures = 1 if progress != self._state.progress else self._state.num_failures + 1
         self._state.progress = progress
@@ -197,6 +202,12 @@ class ControlActor:
         self._state.is_acknowledged = True
 
 
+def _is_restarted() -> bool:
+    """Return whether this process replaces an actor's that died."""
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    return context is not None and context.get_actor_id() is not None and context.was_current_actor_reconstructed
+
+
 def start_control_actor() -> ControlHandle:
     """Start the actor on this node. It lives as long as its handle, in a new process if its process dies."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -225,6 +236,20 @@ def answer(called: Any) -> Any:
     return ray.get(called) if isinstance(called, ray.ObjectRef) else called
 
 
+def count_failure(control: ControlHandle) -> int:
+    """Count a failure of the workers.
+
+    The memory monitor of Ray may kill the actor and a worker at once. The driver then tells the actor, within half a
+    second, what it knew.
+
+    Returns:
+        The number of failures since a checkpoint became complete, or from the beginning.
+    """
+    while (number := answer(control.count_failure.remote())) is None:
+        time.sleep(_COLLECT_EVERY_S)
+    return number
+
+
 @contextlib.contextmanager
 def forwarding(control: ControlHandle, on_metrics: OnMetrics | None, renew: Callable[[], None]) -> Iterator[None]:
     """Forward metrics to `on_metrics` and lines to the log, and call `renew`, every half second of the block."""
@@ -242,7 +267,9 @@ def forwarding(control: ControlHandle, on_metrics: OnMetrics | None, renew: Call
                 if is_lost() or ClusterWatch().loss(is_suspected=True) is not None:
                     return
                 raise
-            if before is not None and collected.actor != before.actor:
+            if before is None:
+                control.resume.remote(collected.state)
+            elif collected.actor != before.actor:
                 control.resume.remote(before.state)
                 _logger.info("the control actor died, and has started again")
                 collected = collected._replace(state=before.state)  # until the actor has got it

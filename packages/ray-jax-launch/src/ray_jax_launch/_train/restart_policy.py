@@ -12,7 +12,7 @@ from ray_jax_launch._ray_internals.ray_train import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
 )
-from ray_jax_launch._train.control_actor import ControlHandle, answer
+from ray_jax_launch._train.control_actor import ControlHandle, answer, count_failure
 from ray_jax_launch._train.failures import (
     fingerprint,
     first_failure,
@@ -40,7 +40,7 @@ def restart_without_controller(control: ControlHandle, config: FailureConfig | N
         Whether the workers start again.
     """
     max_failures = _limit((config or FailureConfig()).max_failures)
-    num_failures: int = answer(control.count_failure.remote())
+    num_failures = count_failure(control)
     if num_failures > max_failures:
         return False
     _logger.warning("Ray Train's controller died; %s", _describe(num_failures, max_failures))
@@ -122,7 +122,7 @@ class RestartPolicy(FailurePolicy):
         return self._retry(what, num_failures)
 
     def _count(self) -> int:
-        return answer(self._control.count_failure.remote())
+        return count_failure(self._control)
 
     def _retry(self, what: str, num_failures: int) -> FailureDecision:
         if num_failures > self._max_failures:
