@@ -147,7 +147,7 @@ class Matrix:
                 break
             self._repair_nodes(run)
             run.start()
-        for kill, later in zip(kills, [*kills[1:], None], strict=True):
+        for kill, later in zip(kills, [*kills, None][1:], strict=True):
             describe(run, kill, later)
             print(asdict(kill), flush=True)
         return kills

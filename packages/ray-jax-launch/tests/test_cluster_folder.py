@@ -191,6 +191,9 @@ def test_a_killed_driver_leaves_a_sentence_and_no_folder(start, tmp_path, tempor
     record_property("lost", "steps since the last checkpoint")
     driver = start()
     assert len(clusters(temporary)) == 1
+    time.sleep(3)  # the reaper looks for workers every second
+    newest = max(pid for pid, command in session_members(driver.pid).items() if command.startswith("ray::"))
+    os.kill(newest, signal.SIGSTOP)  # it cannot end by itself
     driver.kill()
     driver.wait()
     killed_s = time.monotonic()

@@ -2,9 +2,11 @@
 
 While the process still imports, they end it at once, with nothing to save and no traceback. A KeyboardInterrupt cannot
 do this, because extension modules turn it into other errors of an import. Later they raise KeyboardInterrupt. While the
-process exits, they end it at once again.
+process exits, they end it at once again. In the end Python gives them back their default, which would replace the exit
+code: there they are ignored.
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -19,6 +21,7 @@ _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 def exit_at_interrupts() -> None:
     """End the process at these signals, until `raise_interrupts`. A signal that is ignored stays ignored."""
+    atexit.register(_ignore_all)  # the last callback, as the first one registered
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) in _DEFAULTS:
             signal.signal(number, _exit)
@@ -65,6 +68,11 @@ def end_at_interrupts(code: int) -> None:
 
 def _exit(number: int, frame: FrameType | None) -> None:
     os._exit(_INTERRUPTED)
+
+
+def _ignore_all() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _raise_once(number: int, frame: FrameType | None) -> None:

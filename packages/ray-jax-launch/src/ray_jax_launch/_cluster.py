@@ -129,7 +129,6 @@ def _start(hardware: Hardware, *, dashboard: bool) -> None:
             "to a cluster."
         ) from error
     _silent_jobs.add(ray.get_runtime_context().get_job_id())
-    reaper.watch_children()
 
 
 def dashboard_url() -> str | None:

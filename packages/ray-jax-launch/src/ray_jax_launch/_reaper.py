@@ -2,7 +2,8 @@
 
 On Linux Ray itself ends most processes of a killed driver, but two agents of the node first try for a minute to reach
 the control store, which is gone. On macOS no process ends with the driver. This module runs as a separate process. It
-reads what to do from its standard input, a pipe that only the driver holds open, until the pipe ends.
+reads what to do from its standard input, a pipe that only the driver holds open, until the pipe ends. Meanwhile it
+looks which workers the cluster has: the raylet that started them may end before they do.
 
 A driver that has been killed cannot say so. Nor can one that Ray ends in C++, as it does after the death of its raylet
 or of an agent. This process says it then, on the driver's standard error.
@@ -11,6 +12,7 @@ or of an agent. This process says it then, on the driver's standard error.
 import atexit
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,7 +23,9 @@ from ray_jax_launch._cluster_folder import clean_up
 
 # Processes that end by themselves do it within this time.
 _GRACE_S = 10.0
-_CHILDREN, _END = "children", "end"
+_END = "end"
+# macOS has no /proc, and a look starts a process for each one that it looks at.
+_LOOK_EVERY_S = 1.0 if sys.platform == "linux" else 30.0
 KILLED = (
     "error: this command was killed, or Ray ended it because a process of its cluster had died: the same command "
     "continues from the newest checkpoint"
@@ -52,12 +56,8 @@ class Reaper:
         atexit.register(self._send, _END)
 
     def watch(self, pid: int) -> None:
-        """Kill this process after the driver has ended."""
+        """Kill this process and its children after the driver has ended."""
         self._send(str(pid))
-
-    def watch_children(self) -> None:
-        """Kill also the present children of the processes that it watches."""
-        self._send(_CHILDREN)
 
     def close(self) -> None:
         """Let it act now: the cluster has ended, and this process has not."""
@@ -90,13 +90,22 @@ def _birth(pid: int) -> str:
 
 def _main(parent: Path) -> None:
     births: dict[int, str] = {}
-    is_killed = True
-    for line in map(str.strip, sys.stdin):  # ends when the driver has ended
-        if line == _END:
-            is_killed = False
-        else:
-            pids = [child for pid in [*births] for child in _children(pid)] if line == _CHILDREN else [int(line)]
-            births |= {pid: _birth(pid) for pid in pids}
+    children: dict[int, str] = {}
+    is_killed, unread = True, b""
+    while True:
+        if select.select([0], [], [], _LOOK_EVERY_S)[0]:
+            block = os.read(0, 4096)
+            if not block:  # the driver has ended
+                break
+            *lines, unread = (unread + block).split(b"\n")
+            for line in map(bytes.decode, lines):
+                if line == _END:
+                    is_killed = False
+                else:
+                    births[int(line)] = _birth(int(line))
+        children = {pid: birth for pid, birth in children.items() if birth and _birth(pid) == birth}
+        children |= {pid: _birth(pid) for one in births for pid in _children(one)}
+    births |= children
     if is_killed:
         with contextlib.suppress(OSError):  # of a terminal that is closed
             os.write(2, f"{KILLED}\n".encode())
