@@ -83,6 +83,48 @@ def test_sigterm_during_a_start_of_ray_is_an_interrupt():
     assert process.stdout == "interrupted True\n", process.stderr
 
 
+STOP_DURING_A_CALLBACK = """
+import gc, os, signal, time
+from pretrain._early_interrupt import exit_at_interrupts, raise_interrupts
+
+class Ending:
+    def __del__(self):
+        stop()
+
+def stop(*_):
+    if callbacks:
+        for _ in range(2):
+            os.kill(os.getpid(), getattr(signal, "{name}"))
+
+exit_at_interrupts()
+raise_interrupts()
+callbacks = ["{place}"]
+try:
+    if callbacks == ["finalizer"]:
+        Ending()
+    else:
+        gc.callbacks.append(stop)
+        gc.collect()
+    callbacks.clear()
+    time.sleep(10)
+except KeyboardInterrupt:
+    callbacks.clear()
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("place", ["finalizer", "garbage collector"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_during_a_callback_is_an_interrupt(name, place):
+    """JAX has a callback of the garbage collector."""
+    script = STOP_DURING_A_CALLBACK.format(name=name, place=place)
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert (process.stdout, process.stderr) == ("interrupted\n", "")
+
+
 def test_an_ignored_signal_stays_ignored():
     """A shell starts background jobs with an ignored SIGINT."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,9 +1,11 @@
 import dataclasses
+import logging
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+import ray
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, create_train_state, make_mesh
 from owt_data import PrepareOptions, open_tokens, prepare
@@ -35,7 +37,15 @@ def test_a_state_comes_back_with_its_counters_and_its_record(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, getattr(found, name), getattr(state, name))
 
 
-def test_batches_are_the_same_when_ray_data_takes_over(tmp_path, monkeypatch):
+@pytest.fixture
+def cluster():
+    """A Ray of this test alone. Without one, Ray Data connects to any Ray of this machine, also one that is ending."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+def test_batches_are_the_same_when_ray_data_takes_over(cluster, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
     prepare(str(tmp_path / "text.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
     data = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes")

@@ -38,6 +38,13 @@ def test_greedy_is_the_likeliest_token_each_time_past_the_context_too(tiny, use_
         assert generate(model, [prompt], 30, temperature=0.0, use_cache=use_cache) == [text]
 
 
+def test_a_model_with_a_kernel_for_long_windows_continues_a_short_prompt(tiny):
+    splash, plain = (dataclasses.replace(tiny, seq_len=128, attention=kind) for kind in ("splash", "xla"))
+    params = create_train_state(plain, optax.sgd(1.0), jax.random.key(0)).params
+    texts = [generate(merge(config, params), [[1, 2, 3]], 3, temperature=0.0) for config in (splash, plain)]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_greedy_tokens_in_bfloat16_are_the_likeliest_by_exact_sums(use_cache):
     """Logits are near -100, where neighbouring bfloat16 numbers differ by a half.

@@ -263,6 +263,14 @@ def test_a_file_that_is_no_regular_file_is_damage(in_folder, name, make, record_
 
 
 @pytest.mark.fault
+def test_metadata_that_was_replaced_is_damage(in_folder, record_property):
+    (in_folder / "20/metadata/metadata").write_text("{}")
+    assert newest_metadata(in_folder) == {"step": 10}
+    record_property("fault", "the metadata of the newest checkpoint is replaced by other JSON")
+    record_property("lost", "steps since the checkpoint before it")
+
+
+@pytest.mark.fault
 def test_metadata_that_is_nested_too_deeply_is_damage(in_folder, record_property):
     (in_folder / "20/metadata/metadata").write_text(DEEP)
     assert newest_metadata(in_folder) == {"step": 10}

@@ -73,7 +73,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _NO_READER
     except RunFailedError as error:
-        print_error(f"error: {error}: the same command continues from the newest checkpoint")
+        print_error(f"error: {str(error).rstrip('.')}: the same command continues from the newest checkpoint")
         return _FAILED
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         sentence = rejection(error)

@@ -1,21 +1,23 @@
 """Ctrl-C, SIGTERM and SIGHUP outside of a launch, which has its own handlers.
 
 While the process still imports, they end it at once, with nothing to save and no traceback. A KeyboardInterrupt cannot
-do this, because extension modules turn it into other errors of an import. Later they raise KeyboardInterrupt. While the
-process exits, they end it at once again. In the end Python gives them back their default, which would replace the exit
-code: there they are ignored.
+do this, because extension modules turn it into other errors of an import. Later they raise KeyboardInterrupt, again if
+Python has dropped it. While the process exits, they end it at once again. In the end Python gives them back their
+default, which would replace the exit code: there they are ignored.
 """
 
 import atexit
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 _INTERRUPTED = 130
+_AGAIN_AFTER_S = 0.01
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -32,11 +34,10 @@ def raise_interrupts() -> None:
 
     A second SIGTERM or SIGHUP changes nothing: one stop often sends several, and the first one is being handled.
     """
-    if signal.getsignal(signal.SIGINT) is _exit:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is _exit:
-            signal.signal(number, _raise_once)
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else _raise_once)
+            sys.unraisablehook = _raise_again
 
 
 @contextlib.contextmanager
@@ -80,6 +81,18 @@ def _raise_once(number: int, frame: FrameType | None) -> None:
         if signal.getsignal(other) is _raise_once:
             signal.signal(other, _ignore)
     raise KeyboardInterrupt
+
+
+def _raise_again(dropped: Any) -> None:
+    """Raise an interrupt once more that came during a callback of the garbage collector, such as JAX's, or a finalizer.
+
+    Python prints what these raise, and goes on. Here too an exception would be dropped: an alarm raises it.
+    """
+    if dropped.exc_type is KeyboardInterrupt and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_AFTER_S)
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def _ignore(*_: Any) -> None:

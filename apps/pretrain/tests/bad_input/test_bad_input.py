@@ -188,6 +188,8 @@ LINES = [
         f"{SMALL} --optimizer.schedule wsd --train.max-steps 20 --optimizer.warmup-steps 18",
         "optimizer.warmup_steps and optimizer.decay_steps must fit into the 20 steps of the run, got 18 and 4.",
     ),
+    ("runs hf://a/b", "got hf://a/b: hf is no object storage. Check the address"),
+    ("sample hf://a/b", "got hf://a/b: hf is no object storage. Check the address"),
     ("--config ''", "--config must be a file, got an empty name. Give a file, or leave the option out."),
     ("--config /proc/self/mem", "--config must be readable, got /proc/self/mem (Input/output error). Give another fi"),
     ("report run --out runs/run/metrics.jsonl", "--out must be a new file or a page that it can replace, got runs/run"),

@@ -232,13 +232,14 @@ def _continue(
 def _prefill(model: GPT2, blocks: list[Block], prompt_BQ: Array, lengths_B: Array) -> tuple[Array, Any]:
     """Return the logits after each prompt and the cache. Attention does not see the padding on the right."""
     config = model.config
+    backend = "xla" if config.attention == "xla" else "auto"  # other kernels do not take prompts of any length
     num_positions = prompt_BQ.shape[1]
     x_BQC = model.embed(prompt_BQ, jnp.arange(num_positions)[None])
     x_MC = x_BQC.reshape(-1, config.embed_dim)
     cache = []
     for block in blocks:
         q_BQNH, k_BQNH, v_BQNH = block.attn.heads(block.ln_1(x_MC), num_positions)
-        mixed_BQNH = causal_attention(q_BQNH, k_BQNH, v_BQNH, backend=config.attention)
+        mixed_BQNH = causal_attention(q_BQNH, k_BQNH, v_BQNH, backend=backend)
         x_MC = x_MC + block.attn.c_proj(mixed_BQNH.reshape(x_MC.shape))
         x_MC = x_MC + block.mlp(block.ln_2(x_MC), None)
         padding = ((0, 0), (0, config.seq_len - num_positions), (0, 0), (0, 0))

@@ -40,6 +40,8 @@ _TYPES = {
 
 # By default, Google's client repeats a failed request for 15 minutes. The first request looks up a name. Without a
 # network or credentials it always fails. Failures of later reads are likely to pass.
+# For these, pyarrow asks other packages, which raise errors of their own.
+_NOT_OF_PYARROW = ("hf:", "fsspec:")
 _LOOKUP_RETRY_S, _READ_RETRY_S = 5, 60
 
 
@@ -156,6 +158,8 @@ def locate(name: str, *, retry_s: int = _READ_RETRY_S) -> tuple[FileSystem, str]
     if name.startswith(("gs:", "gcs:")) and "retry_limit_seconds" not in name:
         uri += f"{'&' if '?' in name else '?'}retry_limit_seconds={retry_s}"
     try:
+        if name.lower().startswith(_NOT_OF_PYARROW):
+            raise OSError("no object storage")
         filesystem, path = FileSystem.from_uri(uri)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(

@@ -18,6 +18,8 @@ StoragePath = Path | str
 """A folder, or a URI such as `s3://bucket/runs`."""
 
 _GOOGLE, _PATIENCE = ("gs://", "gcs://"), "retry_limit_seconds"
+# For these, pyarrow asks other packages, which raise errors of their own.
+_NOT_OF_PYARROW = ("hf", "fsspec")
 _ANSWER_WITHIN_S = 20.0
 _MOST_BYTES = 255  # of the name of a folder
 _SCHEME = r"[a-z][a-z0-9+.-]+:"
@@ -156,7 +158,8 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
         LaunchError: the URI has credentials, its scheme is unknown, it is that of a file, or the server does not answer
             within 20 s or denies access.
     """
-    from pyarrow.fs import FileSystem, FileType  # half a second: only where object storage is used
+    from pyarrow import ArrowException  # half a second: only where object storage is used
+    from pyarrow.fs import FileSystem, FileType
 
     if not isinstance(uri, str):
         raise LaunchError(
@@ -164,12 +167,14 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
         )
     check_no_credentials("the storage", uri)
     try:
+        if (scheme := uri.partition(":")[0].lower()) in _NOT_OF_PYARROW:
+            raise ValueError(f"{scheme} is no object storage")
         if _in_time(lambda: _file_info(uri)).type == FileType.File:
             raise NotADirectoryError("a file")
         filesystem, path = FileSystem.from_uri(uri)
         if create:
             filesystem.create_dir(path, recursive=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ArrowException) as error:
         reason = in_a_line(str(error), 1000).rstrip(".") or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
         raise LaunchError(
             "the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got "

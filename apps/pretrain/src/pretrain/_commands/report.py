@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pretrain._errors import UsageError, short
+from pretrain._errors import UsageError, one_line, short
 from pretrain._report.page import render_page
 from pretrain._run.find import find_run
 from pretrain._run.history import read_history
@@ -43,7 +43,7 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     page = render_page([read_history(folder) for folder in folders], now_s=clock()).encode()
     with _failures(path):
         write_output(path, page)
-    print_line(console, f"wrote {path} ({len(page) / 1e6:.2f} MB)")
+    print_line(console, f"wrote {one_line(str(path))} ({len(page) / 1e6:.2f} MB)")
     return path
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pretrain._errors import UsageError
+from pretrain._errors import UsageError, one_line
 from pretrain._formats import age, count, duration, loss
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_history, seconds_by_phase
@@ -118,7 +118,7 @@ def _row(folder: RunFolder, now_s: float) -> _Row | None:
     except LaunchError:  # a ValueError too: the storage cannot be reached
         raise
     except (ValueError, OSError) as error:  # a file that another program has written or cut
-        return _Row(name=folder.path.name, state="damaged", problem=str(error))
+        return _Row(name=one_line(folder.path.name), state="damaged", problem=one_line(str(error)))
 
 
 def _read_row(folder: RunFolder, now_s: float) -> _Row:
@@ -132,7 +132,7 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
     if not history.phases and result is not None:
         seconds = result.wall_s
     return _Row(
-        name=folder.path.name,
+        name=one_line(folder.path.name),
         state=run_state(history, now_s),
         step=f"{last.get('step', 0)}/{history.description.config.train.max_steps}",
         loss=loss(last["loss"]) if "loss" in last else "",

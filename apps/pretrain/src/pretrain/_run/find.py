@@ -43,7 +43,9 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
 
 def _remedy(name: str) -> str:
     """Return the names of the runs beside a path, or in the default storage, the newest first."""
-    storage = locate(name).path.parent if "/" in name and not is_uri(name) else DEFAULT_STORAGE
+    storage = DEFAULT_STORAGE
+    if "/" in name and not is_uri(name) and (beside := locate(name).path.parent) != storage.absolute():
+        storage = beside
     files = sorted(storage.glob("*/config.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     names = [file.parent.name for file in files]
     if not names:

@@ -33,8 +33,10 @@ def check_variables() -> None:
     """Check the variables of XLA and JAX in a child process, if any is set: wrong ones abort a process.
 
     Raises:
-        UsageError: JAX cannot be imported, or XLA cannot start.
+        UsageError: JAX cannot be imported, XLA cannot start, or Ray Train is not the version that is needed.
     """
+    if (version := os.environ.get("RAY_TRAIN_V2_ENABLED", "1")).lower() in ("0", "false"):
+        raise UsageError(f"RAY_TRAIN_V2_ENABLED must be 1, got {version}. Unset it.")
     names = [name for name in os.environ if name == "XLA_FLAGS" or name.startswith("JAX_")]
     names = [name for name in names if name not in _UNCHECKED and os.environ[name].strip()]
     if not names:

@@ -104,10 +104,12 @@ class FolderStore:
         """Return a checkpoint's metadata.
 
         Raises:
-            DamagedCheckpointError: the metadata cannot be read.
+            DamagedCheckpointError: the metadata is not what was written.
             LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
         """
-        self.files(step)  # the format comes first
+        files, name = self.files(step), f"{METADATA}/{METADATA}"  # the format comes first
+        if name in files:
+            self._read_file(self._path(step) / name, name, files[name])
         return self._read_json(step, METADATA, lambda found: {**found})
 
     def score(self, step: int) -> float | None:
