@@ -56,7 +56,7 @@ _NOISE = re.compile(
 _CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": sys.argv[1]})
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": sys.argv[1], "dashboard_port": None})
 for _ in range(int(sys.argv[2]) - 1):
     cluster.add_node(num_cpus=1)
 print(cluster.address, flush=True)

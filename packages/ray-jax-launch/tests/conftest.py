@@ -187,7 +187,9 @@ def nodes(temporary, monkeypatch):
     # Ray notes the address of the cluster in its temporary folder. Other programs would find it there.
     monkeypatch.setenv("RAY_TMPDIR", str(temporary))
     flags = os.environ.pop("XLA_FLAGS", None)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    # By default Ray tries one port, which another cluster of this machine may have, and does not close the socket.
+    head = {"num_cpus": 0, "include_dashboard": False, "dashboard_port": None}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     yield cluster
     ray.shutdown()
