@@ -30,7 +30,7 @@ from environment import environment
 from kill_plan import HARDWARE, Kill, plan
 from kill_results import numbers, write
 from options import count
-from watched_run import COMMAND, PHASES, ROOT, Nodes, WatchedRun, has_noise
+from watched_run import COMMAND, PHASES, REAPER, ROOT, Nodes, WatchedRun, has_noise
 
 from owt_data import PrepareOptions, prepare
 from ray_jax_launch._reaper import KILLED
@@ -47,6 +47,8 @@ SAID, MAX_COMMANDS = ("the Ray cluster is gone", KILLED), 30
 DELAY_S = {"starting": 2.0, "loading": 0.1, "training": 0.3, "ending": 0.3}
 # A command without a sign of life hangs. After a kill its effect is awaited before the next kill.
 HANG_S, SETTLE_S, LEFT_S = 120.0, 5.0, 30.0
+# Ray's agents of a dead node try for a minute to reach the cluster, if our reaper cannot end them.
+LEFT_WITHOUT_REAPER_S = 90.0
 
 
 def send(run: WatchedRun, kill: Kill, victim: psutil.Process) -> None:
@@ -107,7 +109,8 @@ class Matrix:
             found = numbers(run) if run.command.returncode == 0 else {}
             row = {"hardware": self.hardware, "run": number, "kills": len(kills), "commands": run.num_commands}
             row |= {what: found.get(what) == value for what, value in expected.items()}
-            row["left_running"] = run.left_running(LEFT_S)
+            has_reaper = all(kill.victim != REAPER for kill in kills)
+            row["left_running"] = run.left_running(LEFT_S if has_reaper else LEFT_WITHOUT_REAPER_S)
             self.runs.append(row)
             print(row, flush=True)
             for kill in [kill for kill in self.pending if kill.num_tries >= 2]:
@@ -224,7 +227,7 @@ class Matrix:
         kill = kills[-1]
         if kill.outcome:  # a command without a new kill
             if code:
-                kill.faults.append(f"a later command exited with {code}")
+                kill.faults.append(f"a later command exited with {code}: {text.strip().rpartition(chr(10))[2][:200]}")
             return
         kill.outcome, kill.said = f"exit {code}", text.strip().rpartition("\n")[2][:200]
         until_s = time.monotonic() + SETTLE_S  # a process that outlives the command says that Ray has ended it
@@ -246,8 +249,12 @@ class Matrix:
             kill.faults.append("exit 0 without result.json")
 
     def _repair_nodes(self, run: WatchedRun) -> None:
-        """Start another cluster if its head has ended."""
-        if self.nodes is None or self.nodes.repair():
+        """Start another cluster if its head has ended, or ends."""
+        if self.nodes is None:
+            return
+        if self.done[-1].victim in ENDS_NODE:
+            time.sleep(SETTLE_S)
+        if self.nodes.repair():
             return
         run.processes()
         self.nodes.close()

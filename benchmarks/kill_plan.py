@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from watched_run import COMMAND, PATTERNS, PHASES, SECOND_RAYLET, SECOND_WORKER, TASK
+from watched_run import COMMAND, PATTERNS, PHASES, REAPER, SECOND_RAYLET, SECOND_WORKER, TASK
 
 HARDWARE = ("local", "cpu:1", "cpu:2", "nodes")
 SIGNALS = ("SIGKILL", "SIGINT", "SIGTERM", "SIGTERM twice to the group", "SIGHUP", "Ctrl-C twice")
@@ -39,7 +39,7 @@ def plan(num_kills: int, hardware: list[str], seed: int) -> list[Kill]:
     for _ in range(2 if clusters else 0):
         names = rng.sample(list(PATTERNS), len(PATTERNS))
         for number, name in enumerate(names):
-            places = [one for one in clusters if name != "our reaper" or one != "nodes"] or clusters
+            places = [one for one in clusters if name != REAPER or one != "nodes"] or clusters
             victims.append((places[(number + len(victims)) % len(places)], name, "SIGKILL"))
         if "nodes" in clusters:
             victims += [("nodes", SECOND_RAYLET, "SIGKILL"), ("nodes", SECOND_WORKER, "SIGKILL")]

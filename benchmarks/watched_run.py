@@ -17,7 +17,7 @@ import psutil
 ROOT = Path(__file__).parent.parent
 COMMAND = "the command"
 SECOND_RAYLET, SECOND_WORKER = "raylet of another node", "ray::RayTrainWorker of another node"
-TASK = "task of Ray Data"
+TASK, REAPER = "task of Ray Data", "our reaper"
 # Other victims, by a pattern of their command lines.
 PATTERNS = {
     **{
@@ -40,7 +40,7 @@ PATTERNS = {
     "monitor.py": r"/monitor\.py ",
     "log_monitor.py": r"/log_monitor\.py ",
     "dashboard.py": r"/dashboard\.py ",
-    "our reaper": r"ray_jax_launch\._reaper",
+    REAPER: r"ray_jax_launch\._reaper",
 }
 # The phases of a run, in the order of a start. The phase `ending` is everything after the last step.
 PHASES = ("starting", "loading", "compiling", "training", "saving", "evaluating", "sampling", "ending")
@@ -54,12 +54,22 @@ _NOISE = re.compile(
     re.M,
 )
 _CLUSTER = """
-import sys
+import sys, threading, time
 from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": sys.argv[1], "dashboard_port": None})
-for _ in range(int(sys.argv[2]) - 1):
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "dashboard_port": None})
+for _ in range(int(sys.argv[1]) - 1):
     cluster.add_node(num_cpus=1)
 print(cluster.address, flush=True)
+
+def reap():  # Ray's workers end with their raylet, but not while it is a zombie
+    while True:
+        time.sleep(0.5)
+        for node in cluster.list_all_nodes():
+            for infos in node.all_processes.values():
+                for info in infos:
+                    info.process.poll()
+
+threading.Thread(target=reap, daemon=True).start()
 for line in sys.stdin:
     cluster.add_node(num_cpus=1)
     print("added", flush=True)
@@ -88,11 +98,14 @@ class Nodes:
     """
 
     def __init__(self, folder: Path) -> None:
+        # Ray notes the address of the cluster in its temporary folder. Other programs would find it there.
+        environment = os.environ | {"RAY_TMPDIR": str(folder)}
+        environment.pop("RAY_ADDRESS", None)
         with (folder / "cluster.log").open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _CLUSTER, str(folder), str(NUM_NODES)],
+                [sys.executable, "-c", _CLUSTER, str(NUM_NODES)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
-                env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+                env=environment,
             )  # fmt: skip
         self.address = self._answer()
         self._head: psutil.Process | None = None

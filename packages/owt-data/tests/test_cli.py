@@ -113,6 +113,10 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
         (["verify", ""], "error: The name must be a path or a URI, got an empty text. Name a file or a folder."),
         (["inspect", ""], "error: The name must be a path or a URI, got an empty text. Name a file or a folder."),
         (
+            ["verify", "hf://a/b"],
+            "error: The name must be a path, s3://bucket/... or gs://bucket/..., got hf://a/b (no object storage).",
+        ),
+        (
             ["verify", "s3://"],
             "error: The name must be a path, s3://bucket/... or gs://bucket/..., got s3:// without a bucket. Correct",
         ),

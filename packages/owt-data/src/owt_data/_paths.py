@@ -38,10 +38,10 @@ _TYPES = {
     FileType.Unknown: "a pipe, a device or a socket",
 }
 
-# By default, Google's client repeats a failed request for 15 minutes. The first request looks up a name. Without a
-# network or credentials it always fails. Failures of later reads are likely to pass.
 # For these, pyarrow asks other packages, which raise errors of their own.
 _NOT_OF_PYARROW = ("hf:", "fsspec:")
+# By default, Google's client repeats a failed request for 15 minutes. The first request looks up a name. Without a
+# network or credentials it always fails. Failures of later reads are likely to pass.
 _LOOKUP_RETRY_S, _READ_RETRY_S = 5, 60
 
 

@@ -7,6 +7,7 @@ next polls, and the driver's copy of `ControlState`, tell it what it has forgott
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import uuid
@@ -77,6 +78,8 @@ class ControlState:
 # Metrics that the driver has not collected yet. If it never collects, the oldest are dropped.
 _MAX_UNREAD = 10_000
 _COLLECT_EVERY_S = 0.5
+# Workers poll twice a second, in a thread of their own. Those that have not polled for this time have ended.
+_SILENT_AFTER_S = 5.0
 
 _logger = logging.getLogger("ray_jax_launch")
 
@@ -88,6 +91,9 @@ class _Group:
     request: StopRequest | None = None
     next_steps: dict[int, int] = field(default_factory=dict)
     """By rank, the first step that it has not passed."""
+
+    polled_s: float = 0.0
+    """Time of the last poll, on this process's monotonic clock."""
 
 
 class Collected(NamedTuple):
@@ -106,9 +112,14 @@ class Collected(NamedTuple):
 
 
 class ControlActor:
-    """Actor of a launch, on the driver's node: carries stop requests, metrics and log lines."""
+    """Actor of a launch, on the driver's node: carries stop requests, metrics and log lines.
 
-    def __init__(self) -> None:
+    Args:
+        silent_after_s: seconds after its last poll when a group of workers counts as ended.
+    """
+
+    def __init__(self, silent_after_s: float = _SILENT_AFTER_S) -> None:
+        self._silent_after_s = silent_after_s
         self._id = uuid.uuid4().hex
         self._unread: deque[tuple[int, Metrics]] = deque(maxlen=_MAX_UNREAD)
         self._lines: list[tuple[int, str]] = []
@@ -171,7 +182,8 @@ class ControlActor:
     def request_stop(self, reason: StopReason, text: str = "") -> bool:
         """Request a stop of this group of workers and of later ones. Return whether any worker polls."""
         self._state.request = StopRequest(reason, text)
-        return bool(self._groups)
+        now_s = time.monotonic()
+        return any(now_s - group.polled_s < self._silent_after_s for group in self._groups.values())
 
     def request_resize(self) -> None:
         """Request a stop of the newest group that polls, which then starts again with another number of workers."""
@@ -192,7 +204,7 @@ class ControlActor:
                 at; None before it knows of a stop request. All ranks stop at the latest of these steps.
         """
         entry = self._groups.setdefault(group, _Group())
-        entry.request = entry.request or request or self._state.request
+        entry.request, entry.polled_s = entry.request or request or self._state.request, time.monotonic()
         if next_step is not None:
             entry.next_steps[rank] = next_step
         return entry.request, max(entry.next_steps.values()) if len(entry.next_steps) == size else None
@@ -219,7 +231,7 @@ class LocalControl:
     """Stand-in for the actor's handle where the loop runs in the driver's process: calls the methods at once."""
 
     def __init__(self) -> None:
-        self._actor = ControlActor()
+        self._actor = ControlActor(silent_after_s=math.inf)  # the loop polls once a step
         # The handler of a signal may call while the thread that it interrupts calls.
         self._lock = threading.RLock()
 
