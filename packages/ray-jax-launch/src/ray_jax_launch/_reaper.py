@@ -2,7 +2,7 @@
 
 On Linux Ray itself ends most processes of a killed driver, but two agents of the node first try for a minute to reach
 the control store, which is gone. On macOS no process ends with the driver. This module runs as a separate process. It
-reads what to do from its standard input, a pipe that only the driver holds open, until the pipe ends. Meanwhile it
+reads what to do from its standard input, a pipe that only the driver holds open, until the pipe ends. Until then it
 looks which workers the cluster has: the raylet that started them may end before they do.
 
 A driver that has been killed cannot say so. Nor can one that Ray ends in C++, as it does after the death of its raylet

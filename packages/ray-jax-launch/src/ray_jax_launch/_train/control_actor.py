@@ -217,7 +217,7 @@ class ControlActor:
 def _is_restarted() -> bool:
     """Return whether this process replaces an actor's that died."""
     context = ray.get_runtime_context() if ray.is_initialized() else None
-    return context is not None and context.get_actor_id() is not None and context.was_current_actor_reconstructed
+    return bool(context and context.get_actor_id() and context.was_current_actor_reconstructed)
 
 
 def start_control_actor() -> ControlHandle:
