@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from owt_data import DataError, PrepareOptions, prepare, verify
+from owt_data._prepare.shards import read_journal, shard_path
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
@@ -108,7 +109,10 @@ def test_a_prepare_killed_while_assembling_resumes(corpus, undisturbed, tmp_path
 
 def test_finished_shards_are_not_tokenized_again(corpus, interrupted, undisturbed):
     folder = interrupted.with_name(".out.partial") / "parts-all"
-    before = {path.name: path.stat().st_mtime_ns for path in sorted(folder.glob("*.bin"))[:5]}
+    # A shard that the journal does not have was in progress.
+    finished = [shard_path(folder, index) for index in range(len(read_journal(folder)[0]))]
+    assert finished
+    before = {path.name: path.stat().st_mtime_ns for path in finished}
     seen, progress = [], []
 
     def look(now):
