@@ -40,6 +40,7 @@ def test_a_state_comes_back_with_its_counters_and_its_record(tmp_path):
 @pytest.fixture
 def cluster():
     """A Ray of this test alone. Without one, Ray Data connects to any Ray of this machine, also one that is ending."""
+    ray.shutdown()  # that of a run of an earlier test
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
