@@ -302,6 +302,9 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for the runs and their output; by default they are deleted")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
+    # The commands answer signals also where this process must not, as under `nohup`.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ |= {"JAX_PLATFORMS": "cpu", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     path = options.out / "kill_matrix.json"
     before = json.loads(path.read_text()) if path.exists() else {"kills": [], "runs": []}

@@ -170,35 +170,6 @@ def test_a_run_continues_after_a_kill_of(nodes, tmp_path, victim, record_propert
 
 
 @pytest.mark.fault
-def test_ctrl_c_ends_a_launch_that_has_lost_its_node(nodes, tmp_path, caplog, record_property):
-    """No worker is left that could save, and none can start."""
-    node = nodes.add_node(num_cpus=1)
-    interrupted_s = []
-
-    def lose_the_node():
-        records = tmp_path / "rank-0.jsonl"
-        while not records.exists() or records.read_text().count("\n") < SAVE_EVERY + 5:
-            time.sleep(0.1)
-        (raylet,) = (info.process for info in node.all_processes["raylet"])
-        raylet.kill()
-        raylet.wait()  # Ray's workers end with their raylet, but not while it is a zombie
-        time.sleep(15)
-        interrupted_s.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=lose_the_node)
-    thread.start()
-    config = {"folder": str(tmp_path), "num_steps": 100_000, "save_every": SAVE_EVERY}
-    with pytest.raises(KeyboardInterrupt):
-        launch(sum_each_step, config, hardware=cpu(1), storage_path=tmp_path, name="run")
-    thread.join()
-    assert time.monotonic() - interrupted_s[0] < 30
-    assert "interrupted: the workers stop at once; saved checkpoints stay" in caplog.text
-    record_property("fault", "the only node of the workers is lost; Ctrl-C while the launch waits for another")
-    record_property("lost", "steps since the last checkpoint")
-
-
-@pytest.mark.fault
 def test_an_elastic_run_shrinks_and_grows(nodes, tmp_path, record_property):
     first, second = (nodes.add_node(num_cpus=1) for _ in range(2))
     run = Run(tmp_path, cpu(2, min_workers=1), num_steps=3000)

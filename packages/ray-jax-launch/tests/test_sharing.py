@@ -1,6 +1,7 @@
-"""Checks before a loop begins: a shared folder, enough resources. Real nodes on this machine."""
+"""Checks and waits before a loop begins: a shared folder, enough resources. Real nodes on this machine."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -78,6 +79,46 @@ def test_a_launch_waits_for_a_node_that_comes_later(nodes, tmp_path, caplog, rec
     thread.join()
     assert marker.exists()
     assert f"waiting up to 60 s for more nodes: The Ray cluster must have 1 CPUs for {hardware}, got 0" in caplog.text
+
+
+def count_steps(config):
+    """Count until a stop is requested."""
+    from ray_jax_launch import log_metrics, stop_requested
+
+    for step in range(1, 100_000):
+        log_metrics({"step": step})
+        if stop_requested(step):
+            return
+        time.sleep(0.05)
+
+
+def test_ctrl_c_ends_a_launch_that_has_lost_its_node(nodes, tmp_path, caplog, record_property):
+    """No worker is left that could save, and none can start."""
+    record_property("fault", "the only node of the workers is lost; Ctrl-C while the launch waits for another")
+    record_property("lost", "steps since the last checkpoint")
+    node = nodes.add_node(num_cpus=1)
+    interrupted_s, has_begun = [], threading.Event()
+
+    def lose_the_node():
+        has_begun.wait()
+        (raylet,) = (info.process for info in node.all_processes["raylet"])
+        raylet.kill()
+        raylet.wait()  # Ray's workers end with their raylet, but not while it is a zombie
+        time.sleep(15)
+        interrupted_s.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def note(rank, metrics):
+        if metrics["step"] == 20:
+            has_begun.set()
+
+    thread = threading.Thread(target=lose_the_node)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(count_steps, {}, hardware=cpu(1), storage_path=tmp_path, name="run", on_metrics=note)
+    thread.join()
+    assert time.monotonic() - interrupted_s[0] < 30
+    assert "interrupted: the workers stop at once; saved checkpoints stay" in caplog.text
 
 
 @ray.remote(num_cpus=1)
