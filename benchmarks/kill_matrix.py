@@ -20,6 +20,7 @@ import random
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -49,6 +50,11 @@ DELAY_S = {"starting": 2.0, "loading": 0.1, "training": 0.3, "ending": 0.3}
 HANG_S, SETTLE_S, LEFT_S = 120.0, 5.0, 30.0
 # Ray's agents of a dead node try for a minute to reach the cluster, if our reaper cannot end them.
 LEFT_WITHOUT_REAPER_S = 90.0
+
+
+def last_line(output: str) -> str:
+    """Return the last line of a command, or its first words."""
+    return textwrap.shorten(output.strip().rpartition("\n")[2], 200, placeholder=" ...")
 
 
 def send(run: WatchedRun, kill: Kill, victim: psutil.Process) -> None:
@@ -227,13 +233,13 @@ class Matrix:
         kill = kills[-1]
         if kill.outcome:  # a command without a new kill
             if code:
-                kill.faults.append(f"a later command exited with {code}: {text.strip().rpartition(chr(10))[2][:200]}")
+                kill.faults.append(f"a later command exited with {code}: {last_line(text)}")
             return
-        kill.outcome, kill.said = f"exit {code}", text.strip().rpartition("\n")[2][:200]
+        kill.outcome, kill.said = f"exit {code}", last_line(text)
         until_s = time.monotonic() + SETTLE_S  # a process that outlives the command says that Ray has ended it
         while code == 1 and not any(one in kill.said for one in SAID) and time.monotonic() < until_s:
             time.sleep(0.1)
-            kill.said = run.output(0).strip().rpartition("\n")[2][:200]
+            kill.said = last_line(run.output(0))
         is_ended_by_signal = kill.victim == COMMAND and kill.signal != "SIGKILL"
         allowed = {0}
         if kill.victim == COMMAND:

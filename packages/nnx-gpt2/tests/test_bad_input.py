@@ -21,6 +21,7 @@ step, evaluate = make_train_step(config, rule), make_eval_step(config)
 key, keys = jax.random.key(0), jax.random.split(jax.random.key(0))
 q, settings = np.ones((1, 3, 1, 8)), OptimizerConfig()
 foreign = jax.sharding.Mesh(jax.devices(), ("x",))
+question = Question(context="a", choices=("b",), answer=0)
 messages = {}
 for code in json.loads(input()):
     try:
@@ -55,10 +56,23 @@ FIELD = (
     "a changed field must be one of dropout_rate, dtype, param_dtype, attention, remat, scan_layers, loss_chunk_tokens"
 )
 END = "end_of_text must be None or an id in [0, 65), got"
+IDS = "encode must return a list of token ids, got"
+WIDTH = "must have a head width of at least 1, got"
+FUNCTION = "must be of type collections.abc.Callable | None, got"
 CASES = {
     "generate(model, [1, 2], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} int64[1].",
     "generate(model, [[1.5]], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} float64[1, 1].",
     "generate(model, ['ab'], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} <U2[1].",
+    "generate(model, 5, 3, temperature=0.0)": "prompts must be of type Iterable, got 5.",
+    "evaluate_tokens(model, ids[0], progress=5)": f"progress {FUNCTION} 5.",
+    "list(read_questions(None))": "path must be of type str | os.PathLike, got None.",
+    "evaluate_choices(model, None, list)": "questions must be of type Iterable, got None.",
+    "evaluate_choices(model, [question], None)": "encode must be of type Callable, got None.",
+    "evaluate_choices(model, [question], lambda text: None)": f"{IDS} None.",
+    "evaluate_choices(model, [question], lambda text: 'x')": f"{IDS} 'x'.",
+    "evaluate_choices(model, [question], lambda text: [1.5])": f"{IDS} [1.5].",
+    "tree_shardings({'a': 5}, make_mesh())": "the leaf 'a' of the tree must be an array, got 5.",
+    "causal_attention(*[np.ones((1, 3, 1, 0))] * 3)": f"queries, keys and values {WIDTH} 0.",
     "model(np.zeros(3, np.int32))": f"token ids must {BATCH} int32[3].",
     "model(np.zeros((1, 3)))": f"token ids must {BATCH} float64[1, 3].",
     "step(state, ids.astype(np.float32), jax.random.key(0))": f"windows must {BATCH} float32[8, 17].",

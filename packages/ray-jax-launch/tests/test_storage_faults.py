@@ -98,6 +98,20 @@ with Checkpoints(sys.argv[1], num_to_keep=1) as checkpoints:
     assert (checkpoints.restore(4, {"params": {"w": jnp.ones(10)}})["params"]["w"] == 4).all()
 """
 
+NO_INODES = """
+import sys
+import jax.numpy as jnp
+from ray_jax_launch import Checkpoints, UnsavedCheckpointError
+
+with Checkpoints(sys.argv[1]) as checkpoints:
+    try:
+        for step in range(50):
+            checkpoints.save(step, {"params": {"w": jnp.ones(10)}}, metadata={})
+            checkpoints.wait()
+    except UnsavedCheckpointError as error:
+        print(error)
+"""
+
 FULL_LAUNCH = """
 import sys
 from ray_jax_launch import LaunchError, StorageFullError, launch
@@ -178,6 +192,18 @@ def start(folder, environment, code=START):
         [sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True, check=True
     )
     return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("num_inodes", [20, 23, 27])
+def test_a_process_ends_after_a_save_without_room_for_a_folder(
+    in_mount_namespace, tmp_path, num_inodes, record_property
+):
+    record_property("fault", f"storage with room for {num_inodes} files and folders")
+    record_property("lost", "steps since the last checkpoint")
+    done = in_mount_namespace(f"mount -t tmpfs -o nr_inodes={num_inodes} none {tmp_path}", NO_INODES, tmp_path)
+    assert "No space left on device" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.fault

@@ -81,9 +81,9 @@ def rejecting() -> Iterator[None]:
 
 def _sentence(error: Exception) -> str | None:
     from owt_data import DataError
-    from ray_jax_launch import DamagedCheckpointError, LaunchError
+    from ray_jax_launch import DamagedCheckpointError, LaunchError, UnsavedCheckpointError
 
-    if isinstance(error, DamagedCheckpointError | DataError | LaunchError | UsageError):
+    if isinstance(error, DamagedCheckpointError | DataError | LaunchError | UnsavedCheckpointError | UsageError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename} must be accessible, got {error.strerror}. Check it, or give another path."

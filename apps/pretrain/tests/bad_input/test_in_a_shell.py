@@ -73,6 +73,9 @@ SHELL = [
         )
         for line in (TRAIN, "runs")
     ),
+    ("mkdir $'\\xff' && cd $'\\xff' && $PRETRAIN runs", 2, "the working folder must have a name in UTF-8, got other"),
+    ("$PRETRAIN sample $'\\xff'", 2, "RUN must be a text in UTF-8, got \\udcff. Change it."),
+    ("$PRETRAIN report run $'\\xff'", 2, "RUN must be texts in UTF-8, got run \\udcff. Change it."),
     *(
         (f"JAX_PLATFORMS={platform} $PRETRAIN {line}", 2, f"with JAX_PLATFORMS={platform}. Correct or unset")
         for line, platform in (

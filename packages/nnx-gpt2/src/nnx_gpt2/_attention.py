@@ -95,6 +95,7 @@ def _check_inputs(q_BTNH: Any, k_BTNH: Any, v_BTNH: Any, segment_ids_BT: Any) ->
     constraint = "be floating-point numbers of one shape [batch, positions, heads, head width]"
     require(are_alike, name, constraint, ", ".join(map(kind, inputs)))
     require(q_BTNH.shape[1] >= 1, name, "have at least 1 position", q_BTNH.shape[1])
+    require(q_BTNH.shape[3] >= 1, name, "have a head width of at least 1", q_BTNH.shape[3])
     if segment_ids_BT is not None:
         are_ids = has_type(segment_ids_BT, jnp.integer) and segment_ids_BT.shape == q_BTNH.shape[:2]
         require(are_ids, "segment ids", f"be integers of shape {list(q_BTNH.shape[:2])}", kind(segment_ids_BT))

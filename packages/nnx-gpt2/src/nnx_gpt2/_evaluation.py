@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -60,6 +61,7 @@ def evaluate_tokens(
         ValueError: too few tokens, ids outside the vocabulary, or a stride or batch size out of range.
     """
     check_type("model", model, GPT2)
+    check_type("progress", progress, Callable | None)
     require(isinstance(tokens, Sized), "tokens", "be an array of token ids", kind(tokens))
     seq_len, num_predicted = model.config.seq_len, len(tokens) - 1
     stride = seq_len if stride is None else stride
@@ -136,6 +138,7 @@ def read_questions(path: str | os.PathLike[str]) -> Iterator[Question]:
     Raises:
         ValueError: a line has another form. The message has its number.
     """
+    check_type("path", path, str | os.PathLike)
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -173,13 +176,15 @@ def evaluate_choices(
             ids lie outside the vocabulary.
     """
     check_type("model", model, GPT2)
+    check_type("questions", questions, Iterable)
+    check_type("encode", encode, Callable)
+    check_type("progress", progress, Callable | None)
     seq_len = model.config.seq_len
     step, params = make_eval_step(model.config), split_params(model)
     num_questions = num_right = num_right_norm = 0
     for question in questions:
         check_type("each question", question, Question)
-        context = list(encode(question.context))
-        choices = [list(encode(" " + choice)) for choice in question.choices]
+        context, *choices = map(_ids, map(encode, [question.context, *(" " + choice for choice in question.choices)]))
         for choice in choices:
             require(
                 bool(context) and 1 <= len(choice) <= seq_len,
@@ -210,3 +215,10 @@ def evaluate_choices(
     return ChoiceEvaluation(
         accuracy=num_right / num_questions, accuracy_norm=num_right_norm / num_questions, num_questions=num_questions
     )
+
+
+def _ids(encoded: Any) -> list[int]:
+    ids = list(encoded) if isinstance(encoded, Iterable) else []
+    is_list = isinstance(encoded, Iterable) and all(is_whole(one, 0) for one in ids)
+    require(is_list, "encode", "return a list of token ids", shown(encoded))
+    return ids

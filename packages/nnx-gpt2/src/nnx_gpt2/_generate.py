@@ -7,7 +7,7 @@ Shapes: B prompts, Q positions of a padded prompt, T context, W = T + 1 tokens, 
 H head width, V vocabulary, P padded vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -91,6 +91,7 @@ def generate(
     """
     check_type("model", model, GPT2)
     check_type("use_cache", use_cache, bool)
+    check_type("prompts", prompts, Iterable)
     rows = [np.asarray(prompt) for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
     _check_sampling(

@@ -114,9 +114,12 @@ def param_spec(name: str, num_dims: int) -> PartitionSpec:
 def tree_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     """Return the sharding of each leaf of a parameter tree or a training state."""
     check_axis_names(mesh)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, param_spec(dotted_name(path), leaf.ndim)), tree
-    )
+
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        require(hasattr(leaf, "ndim"), f"the leaf {dotted_name(path)!r} of the tree", "be an array", kind(leaf))
+        return NamedSharding(mesh, param_spec(dotted_name(path), leaf.ndim))
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

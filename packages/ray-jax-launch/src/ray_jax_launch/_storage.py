@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from ray_jax_launch._errors import LaunchError, in_a_line, shown
+from ray_jax_launch._numbers import check_type
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -97,6 +98,7 @@ def without_credentials(text: str) -> str:
     >>> without_credentials("s3://key:secret@bucket/runs?secret_key=secret&region=x")
     's3://***@bucket/runs?secret_key=***&region=x'
     """
+    check_type("text", text, str, "a text")
     if ":/" not in text:
         return text
     return _OPTION.sub(_hide_option, _USER.sub(_hide_user, text))

@@ -89,7 +89,8 @@ def _read_values(command: str, arguments: Sequence[str], options: Sequence[Optio
                     "spaces."
                 )
             option = unnamed.popleft()
-            values[option.name] = option.from_text([word, *_take_values(words)] if option.is_tuple else [word])
+            texts = [word, *_take_values(words)] if option.is_tuple else [word]
+            values[option.name] = _convert(option, option.placeholder or "", texts)
         elif option := off_flags.get(flag):
             values[option.name] = False
         elif not (option := by_flag.get(flag)) or option.placeholder is not None:

@@ -48,6 +48,8 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _read_options(path: str) -> dict[str, Any]:
+    if "\0" in path:
+        raise UsageError("--config must be the name of a file, got one with a null character. Correct it.")
     kind = "JSON" if path.endswith(".json") else "TOML"
     text = _read(path, _MOST_BYTES[kind])
     try:

@@ -18,15 +18,17 @@ _LOG_LINE = re.compile(r"^[EF]\d{4} [\d:.]+ +\d+ [^\]]*\] (.*)", re.MULTILINE)
 
 
 def check_working_folder() -> None:
-    """Check that the working folder exists.
+    """Check that the working folder exists, and that libraries can name it.
 
     Raises:
-        UsageError: it was deleted.
+        UsageError: it was deleted, or its name is not UTF-8.
     """
     try:
-        os.getcwd()  # noqa: PTH109 - Path.cwd() does the same
+        os.getcwd().encode()  # noqa: PTH109 - Path.cwd() does the same
     except FileNotFoundError:
         raise UsageError("the working folder must exist, got one that was deleted. Change to another folder.") from None
+    except UnicodeEncodeError:
+        raise UsageError("the working folder must have a name in UTF-8, got other bytes. Rename it.") from None
 
 
 def check_variables() -> None:

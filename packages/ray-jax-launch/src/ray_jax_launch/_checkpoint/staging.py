@@ -40,7 +40,7 @@ class Staging:
         _clean_up(parent)
         self._lock = -1
         while self._lock < 0:
-            name = f"{hashlib.sha256(uri.encode()).hexdigest()[:16]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+            name = f"{hashlib.sha256(os.fsencode(uri)).hexdigest()[:16]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
             self.path = parent / name
             self._lock = _lock(_lock_path(self.path), os.O_CREAT | os.O_EXCL)
         self.path.mkdir(mode=0o700)

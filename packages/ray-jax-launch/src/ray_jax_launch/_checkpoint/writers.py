@@ -49,14 +49,17 @@ class FolderWriter:
         _silence_tracebacks()
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         registry.add(None, ocp.args.PyTreeSave, _arrays_handler())
-        self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(handler_registry=registry),
-            async_options=ocp.options.AsyncOptions(
-                timeout_secs=_WRITE_TIMEOUT_S,
-                # The first process calls this when all processes have written, before the rename.
-                post_finalization_callback=lambda: store.write_checksums(self._step),
-            ),
+        # By default Orbax makes folders in the background. Its threads wait for them, also on a disk that has no room
+        # for them, and keep the process from its end.
+        options = ocp.options.AsyncOptions(
+            timeout_secs=_WRITE_TIMEOUT_S,
+            create_directories_asynchronously=False,
+            # The first process calls this when all processes have written, before the rename.
+            post_finalization_callback=lambda: store.write_checksums(self._step),
         )
+        items = ocp.CompositeOptions(async_options=options)
+        handler = ocp.CompositeCheckpointHandler(composite_options=items, handler_registry=registry)
+        self._writer = ocp.AsyncCheckpointer(handler, async_options=options)
         self._reader = ocp.Checkpointer(_arrays_handler())
 
     def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
@@ -126,6 +129,7 @@ class FolderWriter:
     def close(self) -> None:
         """Release threads and local files."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(OSError))  # of a failed save, whose error `commit` has raised
             stack.callback(self._reader.close)
             stack.callback(self._writer.close)
 
@@ -214,6 +218,7 @@ class ObjectWriter:
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(OSError))
             stack.callback(self._staging.close)
             stack.callback(self._reader.close)
             stack.callback(self._writer.close)
