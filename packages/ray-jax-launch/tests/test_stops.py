@@ -176,15 +176,16 @@ def test_what_a_loop_prints_is_logged_and_a_progress_bar_stays_short(tmp_path, c
 
 
 def train_slowly(config):
-    """Save every ten steps, until a file asks for the end."""
+    """Save every ten steps, until the step that a file names."""
     import jax
 
     from ray_jax_launch import Checkpoints, log_metrics, stop_requested
 
+    last = Path(config["last"])
     with Checkpoints() as checkpoints:
         step = checkpoints.latest_step() or 0
         log_metrics({"start": step, "step": step})
-        while step < 10_000 and not (step % 10 == 0 and Path(config["enough"]).exists()):
+        while step < (int(last.read_text()) if last.exists() else 10_000):
             step += 1
             time.sleep(0.02)
             log_metrics({"step": step})
@@ -221,7 +222,7 @@ def test_a_launch_survives_the_death_of_the_control_actor(tmp_path, caplog, reco
         if metrics["step"] > 60 and sum(step > 60 for step in seen) == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-    config = {"enough": str(tmp_path / "enough")}
+    config = {"last": str(tmp_path / "last")}
     with (
         pytest.raises(KeyboardInterrupt, match="to continue"),
         caplog.at_level(logging.INFO, "ray_jax_launch"),
@@ -245,12 +246,14 @@ def test_the_workers_start_again_after_the_death_of_rays_controller(tmp_path, ca
             starts.append(metrics["start"])
         if rank == 0 and len(killed) < len(starts) and metrics["step"] > starts[-1] + 15:
             if len(killed) == 2:
-                (tmp_path / "enough").touch()
+                # Both ranks must see the file before they are there.
+                (tmp_path / "new").write_text(str(metrics["step"] // 10 * 10 + 50))
+                (tmp_path / "new").rename(tmp_path / "last")
             else:
                 kill_process("ray::TrainController.run")
             killed.append(metrics["step"])
 
-    config = {"enough": str(tmp_path / "enough")}
+    config = {"last": str(tmp_path / "last")}
     with caplog.at_level(logging.WARNING, "ray_jax_launch"):
         result = launch(
             train_slowly, config, hardware=cpu(2), storage_path=tmp_path, name="run", on_metrics=kill_twice,
