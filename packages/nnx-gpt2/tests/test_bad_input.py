@@ -71,7 +71,7 @@ CASES = {
     "evaluate_choices(model, [question], lambda text: None)": f"{IDS} None.",
     "evaluate_choices(model, [question], lambda text: 'x')": f"{IDS} 'x'.",
     "evaluate_choices(model, [question], lambda text: [1.5])": f"{IDS} [1.5].",
-    "tree_shardings({'a': 5}, make_mesh())": "the leaf 'a' of the tree must be an array, got 5.",
+    "tree_shardings({'a': 5}, make_mesh())": "leaf a of the tree must be an array, got 5.",
     "causal_attention(*[np.ones((1, 3, 1, 0))] * 3)": f"queries, keys and values {WIDTH} 0.",
     "model(np.zeros(3, np.int32))": f"token ids must {BATCH} int32[3].",
     "model(np.zeros((1, 3)))": f"token ids must {BATCH} float64[1, 3].",

@@ -116,7 +116,7 @@ def tree_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     check_axis_names(mesh)
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
-        require(hasattr(leaf, "ndim"), f"the leaf {dotted_name(path)!r} of the tree", "be an array", kind(leaf))
+        require(hasattr(leaf, "ndim"), f"leaf {dotted_name(path)} of the tree", "be an array", kind(leaf))
         return NamedSharding(mesh, param_spec(dotted_name(path), leaf.ndim))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)

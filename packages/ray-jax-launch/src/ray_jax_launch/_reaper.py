@@ -23,6 +23,8 @@ from ray_jax_launch._cluster_folder import clean_up
 
 # Processes that end by themselves do it within this time.
 _GRACE_S = 10.0
+# A process that was started just before the end, and is not known here, may write for this time.
+_LATE_S = 3.0
 _END = "end"
 # macOS has no /proc, and a look starts a process for each one that it looks at.
 _LOOK_EVERY_S = 1.0 if sys.platform == "linux" else 30.0
@@ -117,6 +119,8 @@ def _main(parent: Path) -> None:
     for pid in births:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    clean_up(parent)
+    time.sleep(_LATE_S)
     clean_up(parent)
 
 
