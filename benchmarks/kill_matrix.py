@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -52,9 +53,14 @@ HANG_S, SETTLE_S, LEFT_S = 120.0, 5.0, 30.0
 LEFT_WITHOUT_REAPER_S = 90.0
 
 
+def without_folders(output: str) -> str:
+    """Return the output with the last part of each path: the folders are those of this machine."""
+    return re.sub(r"(?<![\w.-])/(?:[\w.-]+/)+", "", output)
+
+
 def last_line(output: str) -> str:
     """Return the last line of a command, or its first words."""
-    return textwrap.shorten(output.strip().rpartition("\n")[2], 200, placeholder=" ...")
+    return textwrap.shorten(without_folders(output.strip().rpartition("\n")[2]), 200, placeholder=" ...")
 
 
 def send(run: WatchedRun, kill: Kill, victim: psutil.Process) -> None:
@@ -283,7 +289,7 @@ def describe(run: WatchedRun, kill: Kill, later: Kill | None) -> None:
     text = run.output(kill._log_begin, None if later is None else later._log_begin)
     if has_noise(text):
         kill.faults.append("printed a traceback or an abort")
-        kill.said = text[:3000]
+        kill.said = without_folders(text[:3000])
     starts = run.lines("starts.jsonl")[kill._num_starts : None if later is None else later._num_starts]
     if kill.at_phase in ("starting", "loading") and not kill.outcome:
         del starts[:1]  # the start that was under way, unless its workers died before they wrote it

@@ -150,3 +150,8 @@ def test_credentials_in_a_uri_are_rejected_and_not_repeated(written, hidden):
 def test_a_name_without_credentials_is_accepted(written):
     check_no_credentials("data", written)
     assert without_credentials(written) == written
+
+
+def test_what_is_no_text_has_no_credentials():
+    with pytest.raises(LaunchError, match="text must be a text, got 5"):
+        without_credentials(5)  # pyright: ignore[reportArgumentType]  # what the test is about

@@ -10,6 +10,7 @@ import pytest
 from pretrain import main
 from pretrain._errors import rejection
 from pretrain._run.files import write_json
+from ray_jax_launch import UnsavedCheckpointError
 
 SMALL = "--data book.txt --model.num-layers 1 --model.num-heads 2 --model.embed-dim 16 --train.max-steps 10"
 TRAIN = f"--name run {SMALL}"
@@ -320,3 +321,13 @@ def test_a_failed_allocation_is_rejected_in_one_sentence():
     expected = "the model and its batch must fit the memory, got RESOURCE_EXHAUSTED: Out of memory allocating"
     assert (rejection(caught.value) or "").startswith(expected)
     assert rejection(KeyError("step")) is None
+
+
+def test_a_failed_save_is_no_lack_of_memory():
+    text = "checkpoint 2 must be written, got RESOURCE_EXHAUSTED: too many open files. Check the storage."
+    assert rejection(UnsavedCheckpointError(text)) == text
+
+
+def test_a_null_character_in_the_name_of_a_configuration_is_rejected(capsys):
+    assert main(["--config", "a\0b.toml"]) == 2
+    assert "--config must be the name of a file, got one with a null character." in capsys.readouterr().err
