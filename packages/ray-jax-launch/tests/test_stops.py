@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ def save_when_asked(config):
 
     from ray_jax_launch import Checkpoints, log_metrics, stop_requested
 
+    log_metrics({"pid": os.getpid()})
     with Checkpoints() as checkpoints:
         step = checkpoints.latest_step() or 0
         while True:
@@ -48,8 +50,8 @@ def test_ctrl_c_lets_a_loop_that_polls_save_and_ends_any_other(tmp_path, polls, 
     seen = []
 
     def interrupt_at_20(rank, metrics):
-        seen.append(metrics["step"])
-        if metrics["step"] == 20:
+        seen.append(metrics.get("step", 0))
+        if seen[-1] == 20:
             os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
@@ -76,6 +78,34 @@ def test_ctrl_c_lets_a_loop_that_polls_save_and_ends_any_other(tmp_path, polls, 
         ]
     else:
         assert saved is None
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_ctrl_c_waits_for_a_worker_that_has_stood_still(tmp_path, record_property):
+    record_property("fault", "Ctrl-C while a worker has stood still for six seconds (SIGSTOP)")
+    record_property("lost", "nothing: it saves when it goes on")
+    seen, pids = [], []
+
+    def note(rank, metrics):
+        pids.extend([metrics["pid"]] if "pid" in metrics else [])
+        seen.extend([metrics["step"]] if "step" in metrics else [])
+
+    def hold_the_worker():
+        while not (pids and seen):
+            time.sleep(0.1)
+        os.kill(pids[0], signal.SIGSTOP)
+        time.sleep(6)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(2)
+        os.kill(pids[0], signal.SIGCONT)
+
+    thread = threading.Thread(target=hold_the_worker)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt, match="to continue"):
+        launch(save_when_asked, {"polls": True}, hardware=cpu(1), storage_path=tmp_path, name="run", on_metrics=note)
+    thread.join()
+    assert latest_step(tmp_path / "run" / "checkpoints") == seen[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -271,7 +301,7 @@ def test_the_death_of_the_control_actor_forgets_no_failure(record_property):
     record_property("fault", "death of the control actor and of a worker at once, as by Ray's memory monitor")
     record_property("lost", "steps since the last checkpoint")
     control = start_control_actor()
-    with forwarding(control, None, lambda: None):
+    with forwarding(control, None):
         assert count_failure(control) == 1
         answer(control.save.remote("/run", 10))
         assert [count_failure(control), count_failure(control)] == [1, 2]

@@ -78,8 +78,8 @@ class ControlState:
 # Metrics that the driver has not collected yet. If it never collects, the oldest are dropped.
 _MAX_UNREAD = 10_000
 _COLLECT_EVERY_S = 0.5
-# Workers poll twice a second, in a thread of their own. Those that have not polled for this time have ended.
-_SILENT_AFTER_S = 5.0
+# Workers poll twice a second, in a thread of their own. If none has polled for this time, all have ended.
+_SILENT_AFTER_S = 15.0
 
 _logger = logging.getLogger("ray_jax_launch")
 
@@ -91,9 +91,6 @@ class _Group:
     request: StopRequest | None = None
     next_steps: dict[int, int] = field(default_factory=dict)
     """By rank, the first step that it has not passed."""
-
-    polled_s: float = 0.0
-    """Time of the last poll, on this process's monotonic clock."""
 
 
 class Collected(NamedTuple):
@@ -108,6 +105,9 @@ class Collected(NamedTuple):
     lines: list[tuple[int, str]]
     """New log lines, by level."""
 
+    is_silent: bool
+    """No worker polls."""
+
     state: ControlState
 
 
@@ -115,7 +115,7 @@ class ControlActor:
     """Actor of a launch, on the driver's node: carries stop requests, metrics and log lines.
 
     Args:
-        silent_after_s: seconds after its last poll when a group of workers counts as ended.
+        silent_after_s: seconds after the last poll when the workers count as ended.
     """
 
     def __init__(self, silent_after_s: float = _SILENT_AFTER_S) -> None:
@@ -126,6 +126,7 @@ class ControlActor:
         self._groups: dict[str, _Group] = {}
         self._state = ControlState()
         self._is_resumed = not _is_restarted()
+        self._polled_s = -math.inf if self._is_resumed else time.monotonic()
 
     def state(self) -> ControlState:
         """Return what the actor knows of the launch."""
@@ -165,7 +166,7 @@ class ControlActor:
 
     def collect(self) -> Collected:
         """Return the state, and what has come since the last call."""
-        collected = Collected(self._id, list(self._unread), list(self._lines), self._state)
+        collected = Collected(self._id, list(self._unread), list(self._lines), self._is_silent(), self._state)
         self._unread.clear()
         self._lines.clear()
         return collected
@@ -182,8 +183,7 @@ class ControlActor:
     def request_stop(self, reason: StopReason, text: str = "") -> bool:
         """Request a stop of this group of workers and of later ones. Return whether any worker polls."""
         self._state.request = StopRequest(reason, text)
-        now_s = time.monotonic()
-        return any(now_s - group.polled_s < self._silent_after_s for group in self._groups.values())
+        return not self._is_silent()
 
     def request_resize(self) -> None:
         """Request a stop of the newest group that polls, which then starts again with another number of workers."""
@@ -204,7 +204,8 @@ class ControlActor:
                 at; None before it knows of a stop request. All ranks stop at the latest of these steps.
         """
         entry = self._groups.setdefault(group, _Group())
-        entry.request, entry.polled_s = entry.request or request or self._state.request, time.monotonic()
+        entry.request = entry.request or request or self._state.request
+        self._polled_s = time.monotonic()
         if next_step is not None:
             entry.next_steps[rank] = next_step
         return entry.request, max(entry.next_steps.values()) if len(entry.next_steps) == size else None
@@ -212,6 +213,9 @@ class ControlActor:
     def acknowledge(self) -> None:
         """Note that the loop returned because of an interrupt."""
         self._state.is_acknowledged = True
+
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self._polled_s >= self._silent_after_s
 
 
 def _is_restarted() -> bool:
@@ -263,8 +267,17 @@ def count_failure(control: ControlHandle) -> int:
 
 
 @contextlib.contextmanager
-def forwarding(control: ControlHandle, on_metrics: OnMetrics | None, renew: Callable[[], None]) -> Iterator[None]:
-    """Forward metrics to `on_metrics` and lines to the log, and call `renew`, every half second of the block."""
+def forwarding(
+    control: ControlHandle,
+    on_metrics: OnMetrics | None,
+    *,
+    renew: Callable[[], None] = lambda: None,
+    on_silence: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Forward metrics to `on_metrics` and lines to the log, and call `renew`, every half second of the block.
+
+    While no worker polls, call `on_silence` too.
+    """
     stop = threading.Event()
     forward = on_metrics or _do_nothing
 
@@ -293,6 +306,8 @@ def forwarding(control: ControlHandle, on_metrics: OnMetrics | None, renew: Call
                     _logger.exception("on_metrics failed; it gets the next metrics all the same")
             for level, line in collected.lines:
                 _logger.log(level, line)
+            if collected.is_silent:
+                on_silence()
 
     thread = threading.Thread(target=collect, name="collect-metrics", daemon=True)
     thread.start()

@@ -2,7 +2,8 @@
 
 The first signal sends a stop request to the control actor (`control_actor.py`). Each worker polls for it
 (`stop_poller.py`): `stop_requested` returns True at the same step on every rank, the loop saves and returns, and
-`launch` raises KeyboardInterrupt. If no loop calls `stop_requested` yet, the first signal stops the workers at once.
+`launch` raises KeyboardInterrupt. If no loop calls `stop_requested` yet, or the workers are lost, the first signal
+stops them at once.
 
 Later signals change nothing, because one stop often sends several: `uv run` passes SIGTERM on to a process that has got
 it already. Only a second Ctrl-C, at least a second after the first, stops the workers at once.
@@ -64,6 +65,7 @@ class Interrupt:
         self._previous: dict[int, Any] = {}
         self._first_s: float | None = None
         self._first_ctrl_c_s: float | None = None
+        self._is_ending = False
 
     @property
     def is_requested(self) -> bool:
@@ -83,6 +85,12 @@ class Interrupt:
     def attach(self, controller: ActorHandle) -> None:
         """Set Ray Train's controller, which stops the workers."""
         self._controller = controller
+
+    def on_silence(self) -> None:
+        """End the launch if a signal has come and no worker is left that could save."""
+        if self._first_s is not None and not self._is_ending and self._controller is not None:
+            self._end_workers()
+            ray.kill(self._controller)  # it may wait for nodes
 
     def restore(self) -> None:
         """Restore the handlers that `install` replaced."""
@@ -106,14 +114,18 @@ class Interrupt:
             remedy = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
             _logger.warning("interrupted: the workers save what they have%s", remedy)
             return
+        self._end_workers()
+        if isinstance(self._control, LocalControl):
+            raise KeyboardInterrupt  # in the loop itself
+        raise SystemExit(1)
+
+    def _end_workers(self) -> None:
+        self._is_ending = True
         _logger.warning("interrupted: the workers stop at once; saved checkpoints stay")
         if self._controller is not None:
             # The controller exits while it answers. While it waits for nodes, it does not answer.
             with contextlib.suppress(RayActorError, GetTimeoutError):
                 ray.get(self._controller.abort.remote(), timeout=_ABORT_LIMIT_S)
-        if isinstance(self._control, LocalControl):
-            raise KeyboardInterrupt  # in the loop itself
-        raise SystemExit(1)
 
 
 _NOHUP = (signal.SIG_IGN, signal.SIGHUP)

@@ -41,7 +41,7 @@ def fit_locally(
     try:
         interrupt.install()
         with (
-            forwarding(control, on_metrics, lambda: None),
+            forwarding(control, on_metrics),
             reports.active(),
             _environment(runtime_env.get("env_vars") or {}),
             _logging(run_config.logging_config),

@@ -291,7 +291,7 @@ class JaxTrainer(RayJaxTrainer):
             interrupt.install()
             with (
                 reserving(hardware, f"{folder and folder.path}/{run_config.name}", self._data_cpus or 0) as renew,
-                forwarding(control, self._on_metrics, renew),
+                forwarding(control, self._on_metrics, renew=renew, on_silence=interrupt.on_silence),
                 train_settings(hardware),
             ):
                 while True:
