@@ -99,7 +99,11 @@ def show_runs(storage_path: str, *, console: Console, clock: Callable[[], float]
 
 
 def _is_run(folder: Path) -> bool:
-    return folder.is_dir() and ((folder / "config.json").exists() or (folder / "checkpoints").is_dir())
+    """Return whether a folder holds a run, or nobody but its owner may know."""
+    try:
+        return folder.is_dir() and ((folder / "config.json").exists() or (folder / "checkpoints").is_dir())
+    except PermissionError:
+        return True
 
 
 def _row(folder: RunFolder, now_s: float) -> _Row | None:
@@ -115,10 +119,12 @@ def _row(folder: RunFolder, now_s: float) -> _Row | None:
             return None
     try:
         return _read_row(folder, now_s)
-    except LaunchError:  # a ValueError too: the storage cannot be reached
-        raise
-    except (ValueError, OSError) as error:  # a file that another program has written or cut
-        return _Row(name=one_line(folder.path.name), state="damaged", problem=one_line(str(error)))
+    except (ValueError, OSError) as error:  # a file that another program has written or cut, or that is another user's
+        is_unreadable = isinstance(error, LaunchError | PermissionError)
+        if is_unreadable and folder.uri is not None:
+            raise  # the storage cannot be reached
+        state = "unreadable" if is_unreadable else "damaged"
+        return _Row(name=one_line(folder.path.name), state=state, problem=one_line(str(error)))
 
 
 def _read_row(folder: RunFolder, now_s: float) -> _Row:
