@@ -342,8 +342,12 @@ def test_arguments_that_do_not_fit_are_rejected_with_one_sentence(tmp_path, give
     assert not ray.is_initialized()
 
 
-def test_a_loop_of_two_arguments_is_rejected(tmp_path):
-    loop: Any = lambda config, other: None  # noqa: E731
+async def wait_for_nothing(config):
+    pass
+
+
+@pytest.mark.parametrize("loop", [lambda config, other: None, wait_for_nothing])
+def test_a_loop_that_cannot_be_called_with_its_config_is_rejected(tmp_path, loop):
     with pytest.raises(LaunchError, match="train_loop_per_worker must be a function of no argument or one"):
         launch(loop, hardware="local", storage_path=tmp_path, name="run")
 

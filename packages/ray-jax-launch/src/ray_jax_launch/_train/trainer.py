@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -179,6 +180,8 @@ class JaxTrainer(RayJaxTrainer):
             validation_config=validation_config,
         )
         try:
+            if inspect.iscoroutinefunction(train_loop_per_worker):
+                raise TypeError("It is async: nobody would await it.")
             self._get_train_func()
         except (TypeError, ValueError) as error:
             raise LaunchError(
