@@ -67,6 +67,23 @@ def test_a_later_start_hides_what_it_records_again(tmp_path):
     assert shown(folder, "val") == {0: {"loss": 4.0}, 1: {"loss": 4.0}, 2: {"loss": 3.0}, 3: {"loss": 3.0}}
 
 
+def test_a_full_event_file_is_not_changed_any_more(tmp_path, monkeypatch):
+    monkeypatch.setattr("pretrain._trackers.tensorboard._FULL_BYTES", 1000)
+    folder = RunFolder(tmp_path)
+    trackers = opened(folder, 0)
+    full: dict[Path, bytes] = {}
+    for step in range(100):
+        trackers.write({"step": step, "loss": float(step)})
+        trackers.flush()
+        *earlier, newest = sorted((folder.tensorboard / "train").iterdir())
+        assert {path: path.read_bytes() for path in full} == full
+        assert newest.stat().st_size < 1000
+        full = {path: path.read_bytes() for path in earlier}
+    trackers.close()
+    assert len(full) > 3
+    assert shown(folder, "train") == {step: {"loss": float(step)} for step in range(100)}
+
+
 def test_a_continued_run_without_event_files_gets_the_whole_curve(tmp_path):
     folder = RunFolder(tmp_path)
     for step in range(3):

@@ -80,6 +80,12 @@ def start(tmp_path, temporary):
         driver.communicate()
 
 
+@pytest.fixture
+def parent(temporary, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(temporary))
+    return temporary / f"ray-jax-{os.getuid()}"
+
+
 def finish(driver, folder):
     """Let the workers return, and return the folder of the logs."""
     (folder / "go").touch()
@@ -223,6 +229,19 @@ def test_the_next_start_deletes_what_a_driver_and_its_reaper_left(start, tempora
     new.close()
 
 
+def test_what_a_late_process_writes_is_deleted_too(parent):
+    """A process that Ray has started just before the end is not known to the reaper."""
+    parent.mkdir()
+    folder = parent / "abcdef"
+    folder.mkdir()
+    command = [sys.executable, "-m", "ray_jax_launch._reaper", str(parent)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as reaper:
+        wait_until(lambda: not folder.exists())
+        (folder / "session" / "sockets").mkdir(parents=True)
+        assert reaper.wait(timeout=60) == 0
+    assert not folder.exists()
+
+
 def test_the_logs_of_a_failed_run_stay_and_nothing_else(start, tmp_path, temporary):
     driver = start()
     (tmp_path / "fail").touch()
@@ -230,12 +249,6 @@ def test_the_logs_of_a_failed_run_stay_and_nothing_else(start, tmp_path, tempora
     (folder,) = clusters(temporary)
     wait_until(lambda: [*folder.glob("*/*")] == [logs])
     assert any("AssertionError" in path.read_text(errors="replace") for path in logs.glob("**/*.log"))
-
-
-@pytest.fixture
-def parent(temporary, monkeypatch):
-    monkeypatch.setenv("RAY_TMPDIR", str(temporary))
-    return temporary / f"ray-jax-{os.getuid()}"
 
 
 def test_the_logs_of_the_newest_failures_stay(parent):

@@ -33,7 +33,7 @@ from pretrain._errors import RunFailedError, UsageError, rejection, shown
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
 from pretrain._presets import PRESETS
 from pretrain._screen.facts import print_line
-from pretrain._surroundings.environment import check_variables, check_working_folder
+from pretrain._surroundings.environment import check_open_files, check_variables, check_working_folder
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 _USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, ProfileCommand)
@@ -62,6 +62,7 @@ def main(args: Sequence[str] | None = None) -> int:
             check_working_folder()
             command = parse_command(arguments)
             if isinstance(command, _USERS_OF_JAX):
+                check_open_files()
                 check_variables()
             hint = ": run the same command again to continue" if isinstance(command, PretrainConfig) else ""
             code = _run(command)

@@ -100,6 +100,9 @@ SHELL = [
             (EXPORT, "XLA_FLAGS=--xla_force_host_platform_device_count=two", "Couldn't interpret value two for flag"),
         )
     ),
+    (f"JAX_DISABLE_JIT=1 $PRETRAIN {TRAIN}", 2, "JAX_DISABLE_JIT must be off: sharded steps need the compiler, got on."),
+    (f"ulimit -n 100; $PRETRAIN {TRAIN}", 2, "a process must be allowed to open at least 256 files, got 100. Raise"),
+    ("ulimit -S -n 100; ulimit -H -n 1000; $PRETRAIN sample run --max-new-tokens 3 > /dev/null", 0, ""),
     ("mkfifo pipe; $PRETRAIN --config pipe", 2, "--config must be a file, got pipe, a pipe or a device."),
     ("$PRETRAIN --config /dev/zero", 2, "--config must be a file, got /dev/zero, a pipe or a device."),
     ("$PRETRAIN --config /dev/stdin < /dev/zero", 2, "--config must be a file of at most 32,000 bytes, got /d"),

@@ -42,7 +42,7 @@ from pretrain._screen.introduction import introduce
 from pretrain._screen.run_view import RunView
 from pretrain._screen.tokenizing import Tokenizing
 from pretrain._screen.waiting import waiting
-from pretrain._surroundings.environment import start_jax
+from pretrain._surroundings.environment import is_on, start_jax
 from pretrain._trackers.tracker import check_trackers
 from pretrain._training.entry import train_worker
 from ray_jax_launch import (
@@ -216,8 +216,7 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
         per_worker = hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
     if config.model.attention == "cudnn" and platform != "gpu":
         raise UsageError(f"model.attention must not be cudnn without a GPU, got {hardware} on {platform}. Choose auto.")
-    has_float64 = os.environ.get("JAX_ENABLE_X64", "").lower() in ("y", "yes", "t", "true", "on", "1")
-    if "float64" in (config.model.dtype, config.model.param_dtype) and not has_float64:
+    if "float64" in (config.model.dtype, config.model.param_dtype) and not is_on("JAX_ENABLE_X64"):
         raise UsageError(
             "model.dtype and model.param_dtype must be bfloat16 or float32, got float64. Choose another, or set "
             "JAX_ENABLE_X64=1."

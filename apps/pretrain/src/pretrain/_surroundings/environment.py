@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
 
@@ -12,6 +13,8 @@ _MAKE_DEVICES = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 _WITHIN_S = 60.0
 # `start_jax` checks the first. The second is the name of a folder.
 _UNCHECKED = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR")
+# A run with Ray on two CPU cores needs more than 128. The limit of macOS is 256.
+_FEWEST_OPEN_FILES, _OPEN_FILES = 256, 4096
 _CHOOSE_DEVICES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES")
 # A line of XLA's log: its level and date, its time, its thread, its place, and the message.
 _LOG_LINE = re.compile(r"^[EF]\d{4} [\d:.]+ +\d+ [^\]]*\] (.*)", re.MULTILINE)
@@ -39,6 +42,8 @@ def check_variables() -> None:
     """
     if (version := os.environ.get("RAY_TRAIN_V2_ENABLED", "1")).lower() in ("0", "false"):
         raise UsageError(f"RAY_TRAIN_V2_ENABLED must be 1, got {version}. Unset it.")
+    if is_on("JAX_DISABLE_JIT"):
+        raise UsageError("JAX_DISABLE_JIT must be off: sharded steps need the compiler, got on. Unset it.")
     names = [name for name in os.environ if name == "XLA_FLAGS" or name.startswith("JAX_")]
     names = [name for name in names if name not in _UNCHECKED and os.environ[name].strip()]
     if not names:
@@ -55,6 +60,30 @@ def check_variables() -> None:
         reason = message[1] if message else (tried.stderr.strip().splitlines() or ["no message"])[-1]
         remedy = "Correct or unset it." if len(names) == 1 else "Correct or unset them."
         raise UsageError(f"JAX and XLA must accept {', '.join(sorted(names))}, got {reason.rstrip('.')}. {remedy}")
+
+
+def is_on(variable: str) -> bool:
+    """Return whether JAX takes the value of an environment variable for true."""
+    return os.environ.get(variable, "").lower() in ("y", "yes", "t", "true", "on", "1")
+
+
+def check_open_files() -> None:
+    """Raise the number of files that this process may open to the most it may set, and check that it is enough.
+
+    Ray, Orbax and XLA wait or abort where a file cannot be opened.
+
+    Raises:
+        UsageError: it is too small.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
+        soft = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft != resource.RLIM_INFINITY and soft < _FEWEST_OPEN_FILES:
+        raise UsageError(
+            f"a process must be allowed to open at least {_FEWEST_OPEN_FILES} files, got {soft}. Raise the limit with "
+            "`ulimit -n`."
+        )
 
 
 def start_jax() -> None:

@@ -24,6 +24,8 @@ from pretrain._run.metrics import Record
 from pretrain._trackers.content import tagged
 
 _proto: Any = event_pb2  # its import makes the classes; type checkers do not see them
+# A run in object storage uploads whole files at each save. A file of this size is not changed any more.
+_FULL_BYTES = 1 << 20
 
 
 class TensorBoard:
@@ -63,7 +65,7 @@ class TensorBoard:
     def flush(self) -> None:
         """Make the recorded events durable, and then the number of their steps. The next start records later steps."""
         for file in (self._train, self._val):
-            file.flush()
+            file.flush(self._end)
         write_durably(self._marker, str(self._end))
 
     def close(self) -> None:
@@ -74,25 +76,31 @@ class TensorBoard:
 
 
 class _EventFile:
-    """An event file. TensorBoard hides the events of the folder's earlier files from the step `first_step` on."""
+    """An event file, and after it the next one. TensorBoard hides events of earlier files from `first_step` on."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        before = {*folder.iterdir()}
+        self._open(first_step)
+
+    def _open(self, first_step: int) -> None:
+        before = {*self._folder.iterdir()}
         # TensorBoard reads the files in the order of their names, which begin with the time in seconds.
-        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{time.time_ns()}")
-        (self._path,) = {*folder.iterdir()} - before
+        self._writer = EventsWriter(str(self._folder / "events"), filename_suffix=f".{time.time_ns()}")
+        (self._path,) = {*self._folder.iterdir()} - before
         self._write(first_step, time.time(), session_log=_proto.SessionLog(status=_proto.SessionLog.START))
 
     def add(self, step: int, time_s: float, summary: Any) -> None:
         """Append an event."""
         self._write(step, time_s, summary=summary)
 
-    def flush(self) -> None:
-        """Make the events durable."""
+    def flush(self, next_step: int) -> None:
+        """Make the events durable. If the file is full, the next events, from `next_step` on, go to a new one."""
         self._writer.flush()
         sync_file(self._path)
+        if self._path.stat().st_size >= _FULL_BYTES:
+            self._writer.close()
+            self._open(next_step)
         sync_folder(self._folder)
 
     def close(self) -> None:
