@@ -77,9 +77,10 @@ def test_a_folder_that_is_renamed_during_its_run_gets_no_double(tmp_path, record
     with training(tmp_path, BOOK) as (process, log):
         wait_for_records(tmp_path, process, log)
         (tmp_path / "runs/run").rename(tmp_path / "runs/renamed")
-        assert "must stay in its place while its command runs" in failure(process, log)
+        sentence = failure(process, log)
+        assert [path.name for path in (tmp_path / "runs").iterdir()] == ["renamed"]
+        assert "must stay in its place while its command runs" in sentence
         assert "Traceback" not in log.read_text()
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["renamed"]
 
 
 @pytest.mark.fault
@@ -92,9 +93,10 @@ def test_a_command_writes_nothing_into_another_run_in_the_place_of_its_own(tmp_p
         (tmp_path / "other/.lock").write_text('{"owner": "another"}')
         (tmp_path / "runs/run").rename(tmp_path / "runs/renamed")
         (tmp_path / "other").rename(tmp_path / "runs/run")
-        assert "must stay in its place while its command runs" in failure(process, log)
+        sentence = failure(process, log)
+        assert [path.name for path in (tmp_path / "runs/run").iterdir()] == [".lock"]
+        assert "must stay in its place while its command runs" in sentence
         assert "Traceback" not in log.read_text()
-    assert [path.name for path in (tmp_path / "runs/run").iterdir()] == [".lock"]
 
 
 @pytest.mark.fault

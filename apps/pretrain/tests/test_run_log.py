@@ -5,6 +5,7 @@ import time
 import pytest
 
 from pretrain import PRESETS
+from pretrain._run import log_parts
 from pretrain._config import with_vocab_size
 from pretrain._run.description import DataDescription, RunDescription
 from pretrain._run.files import read_lines
@@ -39,6 +40,21 @@ def test_the_log_starts_where_the_run_does(tmp_path):
     assert {name: start[name] for name in ("step", "workers", "devices", "device")} == {
         "step": 10, "workers": 1, "devices": 2, "device": "cpu",
     }  # fmt: skip
+
+
+def test_a_record_reaches_object_storage_before_a_save(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_parts, "UPLOAD_EVERY_S", 0.1)
+    uri = f"{s3}/{tmp_path.name}/run"
+    reader = RunFolder(tmp_path / "reader", uri)
+    with start_log(RunFolder(tmp_path / "driver", uri)) as log:
+        begin(log, 0)
+        log.write({"step": 1, "loss": 2.0})
+        until_s = time.monotonic() + 60
+        while not reader.metrics.exists() or not read_lines(reader.metrics):
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+            reader.pull()
+        assert read_lines(reader.metrics) == [{"step": 1, "loss": 2.0}]
 
 
 def test_what_is_not_finite_is_left_out(tmp_path):

@@ -208,6 +208,36 @@ def test_a_killed_driver_leaves_a_sentence_and_no_folder(start, tmp_path, tempor
     assert (tmp_path / "errors").read_text().splitlines()[-1] == KILLED
 
 
+INTERRUPTED_START = """
+import ray._raylet
+from ray_jax_launch import connect
+
+start = ray._raylet.CoreWorker
+
+def start_and_interrupt(*args):
+    start(*args)
+    raise KeyboardInterrupt
+
+ray._raylet.CoreWorker = start_and_interrupt
+try:
+    connect()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.fault
+def test_an_interrupt_in_the_middle_of_rays_start_is_no_crash(tmp_path, temporary, record_property):
+    record_property("fault", "Ctrl-C while Ray starts, between its C++ part and the rest")
+    record_property("lost", "nothing")
+    command = [sys.executable, "-c", INTERRUPTED_START]
+    environment = environment_of(tmp_path, temporary)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (130, "interrupted\n"), done.stderr
+    assert KILLED not in done.stderr
+    wait_until(lambda: clusters(temporary) == [])
+
+
 @on_linux
 @pytest.mark.slow
 @pytest.mark.fault

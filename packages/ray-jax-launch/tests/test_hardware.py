@@ -1,4 +1,5 @@
 import re
+import sys
 
 import pytest
 from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, infer_tpu_pod_type_from_topology
@@ -189,6 +190,18 @@ def test_gpu_workers_keep_the_folders_of_the_driver_and_lose_those_of_cuda_toolk
     monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(str(tmp_path / folder) for folder in (*files, "missing")))
     kept = ":".join(str(tmp_path / folder) for folder in ("mounted", "other", "missing"))
     assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": kept}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the name of the interface")
+@pytest.mark.parametrize(
+    ("is_ours", "given", "interface"), [(True, None, "lo"), (False, None, None), (True, "eth0", None)], ids=str
+)
+def test_nccl_uses_the_loopback_interface_of_a_cluster_on_this_machine(monkeypatch, is_ours, given, interface):
+    monkeypatch.setattr("ray_jax_launch._train.backend.is_started_here", lambda: is_ours)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
+    assert worker_environment(gpu(2)).get("NCCL_SOCKET_IFNAME") == interface
 
 
 def test_a_library_path_without_cuda_toolkits_is_not_touched(monkeypatch):

@@ -209,6 +209,7 @@ def loop():
             if step == 3:
                 print("running", flush=True)
             if stop and sys.argv[2] == "saves":
+                time.sleep(1.5)
                 checkpoints.save(step, {"state": {"step": jnp.int32(step)}}, metadata={})
                 return
             if stop:
@@ -236,12 +237,14 @@ def running_process(tmp_path, what):
 def test_signals_of_one_stop_let_the_loop_save(tmp_path, number):
     process = running_process(tmp_path, "saves")
     process.send_signal(number)
-    process.send_signal(number)
+    assert process.stderr is not None
+    line = process.stderr.readline().rstrip()
+    process.send_signal(number)  # while the loop saves
     output, errors = process.communicate(timeout=30)
     assert output.startswith("interrupted stopped"), errors
     assert "to continue" in output
+    assert errors == ""
     remedy = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-    (line,) = errors.splitlines()
     assert line.endswith(f"interrupted: the workers save what they have{remedy}")
     saved = latest_step(tmp_path / "run" / "checkpoints")
     assert saved is not None

@@ -306,5 +306,8 @@ def test_the_death_of_the_control_actor_forgets_no_failure(record_property):
         answer(control.save.remote("/run", 10))
         assert [count_failure(control), count_failure(control)] == [1, 2]
         time.sleep(1.5)  # the driver collects every half second
+        first = answer(control.collect.remote()).actor
         ray.kill(control, no_restart=False)
+        while answer(control.collect.remote()).actor == first:
+            time.sleep(0.05)
         assert count_failure(control) == 3

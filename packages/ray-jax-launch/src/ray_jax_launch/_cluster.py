@@ -16,6 +16,7 @@ from ray_jax_launch._cluster_folder import ClusterFolder, mark_failed
 from ray_jax_launch._cluster_security import check_answers, protect_token
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._hardware import Hardware, check_hardware, cpu, gpu, tpu
+from ray_jax_launch._lost_cluster import starting_ray
 from ray_jax_launch._numbers import MAX_COUNT, check_number
 from ray_jax_launch._ray_internals.ray_cluster import (
     connected_node,
@@ -79,7 +80,8 @@ def _join(address: str) -> None:
     try:
         url = urlsplit(address if "://" in address else f"//{find_address(address)}")
         check_answers(url.hostname or "", url.port or (10001 if url.scheme else 6379))
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with starting_ray():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         _silent_jobs.add(ray.get_runtime_context().get_job_id())
     except (OSError, ValueError, AuthenticationError) as error:
         # Ray names a rejected token only in the text of the error's cause.
@@ -113,7 +115,7 @@ def _start(hardware: Hardware, *, dashboard: bool) -> None:
     reaper = Reaper(folder.path)
     _started = folder, reaper
     try:
-        with own_processes(reaper.watch), only_this_machine():
+        with own_processes(reaper.watch), only_this_machine(), starting_ray():
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, hardware.num_workers + max(_LOCAL_DATA_CPUS, hardware.data_cpus)),

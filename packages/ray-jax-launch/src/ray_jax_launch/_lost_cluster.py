@@ -1,16 +1,20 @@
-"""Loss of the Ray cluster of a launch: found within seconds, and left without Ray's own end.
+"""Loss of the Ray cluster of a launch, and an interrupted start of Ray: the process then exits without Ray's own end.
 
 After the death of the control store, Ray waits for it for a minute, and then ends the process in C++, without an
 exception. After that of the node's raylet, a driver may wait forever. At the exit of the process, Ray waits and aborts
 again. Therefore the driver waits for Ray Train in Python, looks at the cluster every second, and exits without Ray.
+
+If an exception breaks off Ray's start, threads of its C++ part may run on, and crash when Python is gone.
 """
 
 import atexit
 import concurrent.futures
+import contextlib
 import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -24,7 +28,7 @@ _LOOK_EVERY_S, _CONNECT_TIMEOUT_S = 1.0, 5.0
 # The control store of another cluster may be started again within Ray's minute.
 _UNREACHABLE_LIMIT_S = 30.0
 _NODE_ENDED = "its raylet on this node has ended"
-_FAILED = 1
+_FAILED, _INTERRUPTED = 1, 130
 
 _is_lost = False
 
@@ -109,13 +113,24 @@ def _abandon() -> None:
     if not _is_lost:
         _is_lost = True
         abandon_cluster()
-        atexit.register(_exit_without_ray)
+        atexit.register(_exit_without_ray, _FAILED)
 
 
-def _exit_without_ray() -> None:
+@contextlib.contextmanager
+def starting_ray() -> Iterator[None]:
+    """Start Ray in the block. If a signal interrupts it, the process later exits with the code 130 at its end."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        atexit.register(_exit_without_ray, _INTERRUPTED)
+        raise
+    atexit.unregister(_exit_without_ray)  # of a start before this one
+
+
+def _exit_without_ray(code: int) -> None:
     atexit.unregister(_exit_without_ray)
     atexit._run_exitfuncs()  # those of other libraries
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
-    os._exit(_FAILED)
+    os._exit(code)
