@@ -1,5 +1,6 @@
 """`train` and `load_trained` in a script without a file, like a notebook cell: Python reads it from standard input."""
 
+import dataclasses
 import json
 import os
 import re
@@ -8,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from pretrain import PRESETS, train
+from ray_jax_launch import LaunchError
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -129,3 +133,16 @@ def test_the_files_of_a_run_have_its_length(found, place):
     assert [record["step"] for record in records] == [step for step in range(26) if step % 3 == 0 or step % 5 == 0]
     assert [record["tokens"] for record in records] == [1024 * record["step"] for record in records]
     assert [record["epoch"] for record in records] == [round(record["step"] * 16 / 271, 4) for record in records]
+
+
+def test_nine_workers_need_two_cpus_for_ray_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("Some words. " * 1000)
+    monkeypatch.setattr("ray_jax_launch.connect", lambda hardware, dashboard: None)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 10.0}}])
+    config = PRESETS["quickstart"]()
+    steps = dataclasses.replace(config.train, global_batch_size=18)
+    with pytest.raises(
+        LaunchError, match=r"must have 11 CPUs, 9 for the workers of cpu:9 and 2 for the tasks of Ray D"
+    ):
+        train(dataclasses.replace(config, data="book.txt", hardware="cpu:9", train=steps))

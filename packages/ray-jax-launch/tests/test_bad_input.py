@@ -128,6 +128,7 @@ def keeping(**changed: Any):
 
 LONG = "a" * 300
 WRITABLE = "storage_path must be a folder that can be written, got "
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(100_000), 1)
 NO_PLACE = "a storage path must be a folder, or the text of a URI, got "
 UNWRITABLE = "the folder of the checkpoints must be writable, got "
 BAD_INTS: list[Any] = [True, 1.5, -1, "2", NAN]
@@ -211,6 +212,9 @@ CASES = {
     "file as storage": (launching_below("file", write_file), WRITABLE),
     "file as run": (launching_below("folder", make_file_of_run), WRITABLE),
     "number as storage": (launching(storage_path=3), f"{NO_PLACE}3"),
+    "deep list as storage": (lambda _: latest_step(DEEP), f"{NO_PLACE}a very large list"),
+    "deep list as config": (launching(config=DEEP), "the config of the loop must be a dict, got a very large list"),
+    "hardware of 5,000 digits": (lambda _: parse_hardware(10**5000), "got a very large int"),  # pyright: ignore[reportArgumentType]
     "null in path": (launching(storage_path="a\0b"), NO_PLACE),
     "storage of nobody": (launching(storage_path="nowhere://x"), "the storage must be a folder, s3://bucket/path or gs://bucket/"),
     **{

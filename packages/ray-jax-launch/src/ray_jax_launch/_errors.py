@@ -13,7 +13,10 @@ def shown(value: object) -> str:
     >>> shown([1, 2]), len(shown("x" * 5000))
     ('[1, 2]', 80)
     """
-    return in_a_line(repr(value))
+    try:
+        return in_a_line(repr(value))
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, or a deep list
+        return f"a very large {type(value).__name__}"
 
 
 def in_a_line(text: str, most: int = _MOST_CHARACTERS) -> str:

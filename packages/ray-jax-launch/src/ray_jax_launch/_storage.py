@@ -58,7 +58,8 @@ def as_storage_path(place: StoragePath) -> StoragePath:
     try:
         if is_uri(place):
             return str(place).encode().decode()
-        os.fsencode(str(place))  # a folder's name may have other bytes
+        if isinstance(place, str | Path):
+            os.fsencode(place)  # a folder's name may have other bytes
     except UnicodeEncodeError as error:
         raise LaunchError(f"a storage path must be a text in UTF-8, got {shown(place)}. Name another.") from error
     # Like a shell, this leaves `~name` as it is where nobody has that name.

@@ -18,7 +18,7 @@ from ray_jax_launch._checkpoint.checksums import STEP_NAME
 from ray_jax_launch._checkpoint.notices import notify, notify_of_failure
 from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_finite, to_metadata, to_save
 from ray_jax_launch._checkpoint.writers import complete, make_writer
-from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError
+from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError, shown
 from ray_jax_launch._numbers import check_number
 from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
 
@@ -342,7 +342,7 @@ class Checkpoints:
             self._scores = dict(from_leader(self._list))
         if step not in self._scores:
             raise ValueError(
-                f"step must be a checkpoint in {self._folder}, got {step}. Choose one of {sorted(self._scores)}."
+                f"step must be a checkpoint in {self._folder}, got {shown(step)}. Choose one of {sorted(self._scores)}."
             )
         return step
 
