@@ -138,6 +138,7 @@ def test_the_configuration_of_another_version_is_rejected(in_folder, description
         ("x.toml", "sed = 1", "no option sed, in x.toml; did you mean seed?"),
         ("x.toml", "model = 1", "no option model, in x.toml; "),
         ("x.toml", "zzz = 1", "options in x.toml must be those of pretrain --help-all, got zzz. Correct the name."),
+        ("x.toml", "'' = 1", "options in x.toml must be those of pretrain --help-all, got ''. Correct the name."),
         ("x.toml", "[seed]\nx = 1", "no option seed.x, in x.toml; "),
         ("x.toml", "config = 'y.toml'", "options in x.toml must be those of pretrain --help-all, got config."),
         ("x.toml", "[train]\nmax_steps = 1.5", "train.max_steps in x.toml must be an integer, got 1.5. Change it."),

@@ -10,7 +10,9 @@ import pytest
 from pretrain import PRESETS, main
 from pretrain._run.description import DataDescription, describe, write_description
 from pretrain._run.files import append_line
+from pretrain._run.history import read_history
 from pretrain._run.lock import lock_run
+from pretrain._run.result import read_result
 
 BEGAN_S = 1_700_000_000.0
 COMMANDS = (
@@ -35,6 +37,7 @@ DAMAGE = {
     "infinite": '{"step": 1, "loss": 1e999, "step_s": Infinity, "time_s": 5.0, "tokens": 1e999}\n',
     "late": '{"step": 1, "time_s": 1e300, "phase": "training"}\n{"step": 1, "loss": 1.0, "time_s": 1e300}\n',
     "late start": '{"step": 1, "time_s": 1.0, "began_s": 1e300, "workers": 1, "device": "cpu"}\n',
+    "denormal losses": "".join(f'{{"step": {n}, "loss": {n * 5e-324}, "val_loss": {n * 5e-324}}}\n' for n in (2, 3)),
     "unknown phase": '{"step": 1, "time_s": 1.0, "phase": "resting"}\n',
     "many workers": f'{{"step": 1, "time_s": 1.0, "workers": {HUGE}, "devices": {HUGE}, "device": "cpu"}}\n',
 }
@@ -45,6 +48,15 @@ RESULTS = {
     "huge loss": json.dumps(RESULT | {"metrics": {"loss": 10**400}}),
     "large times": json.dumps(RESULT | {"wall_s": 1e300, "seconds": {"training": 1e300}}),
     "no time": json.dumps(RESULT | {"began_at": "soon", "ended_at": "x"}),
+}
+# Values of the right type that no run writes.
+IMPOSSIBLE = {
+    "infinite time": {"seconds": {"training": float("inf")}},
+    "no number": {"wall_s": float("nan")},
+    "negative time": {"seconds": {"training": -5.0, "saving": 5.0}},
+    "negative steps": {"steps": -1},
+    "infinite loss": {"metrics": {"loss": float("inf")}},
+    "loss without a step": {"best_val_loss": 1.0, "last_val_loss": 1.0, "best_val_step": 1, "last_val_step": None},
 }
 
 
@@ -101,6 +113,41 @@ def test_a_damaged_result_is_no_traceback(run, capsys, damage):
     run.result.write_text(RESULTS[damage])
     for command in COMMANDS:
         ends(capsys, command)
+
+
+@pytest.mark.parametrize("damage", IMPOSSIBLE)
+def test_a_result_with_impossible_values_is_damaged(run, capsys, damage):
+    run.result.write_text(json.dumps(RESULT | IMPOSSIBLE[damage]))
+    assert read_result(run) is None
+    assert "finished" not in ends(capsys, "watch run")
+
+
+def test_the_page_of_denormal_losses_has_them_as_zero(run, capsys):
+    run.metrics.write_text('{"step": 1, "loss": 5e-324}\n{"step": 2, "loss": 1e-323}\n')
+    assert "wrote page.html" in ends(capsys, "report run --out page.html")
+
+
+def test_records_are_read_in_the_order_of_steps(run, capsys):
+    run.metrics.write_text(
+        '{"step": 3, "loss": 1.0, "time_s": 1700000003.0}\n{"step": 1, "loss": 2.0, "time_s": 1700000001.0}\n'
+    )
+    assert [record["step"] for record in read_history(run).records] == [1, 3]
+    assert "wrote page.html" in ends(capsys, "report run --out page.html")
+
+
+@pytest.mark.parametrize("tokens", ["-1e39", "-1", "1e39"])
+def test_a_record_with_an_impossible_number_of_tokens_is_damaged(run, capsys, tokens):
+    with run.metrics.open("a") as file:
+        file.write(f'{{"step": 2, "tokens": {tokens}}}\n')
+    assert " 1/1500 " in ends(capsys, "runs")
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a device"])
+def test_a_trace_that_is_no_file_does_not_hang(run, capsys, kind):
+    path = run.profiles / "plugins/profile/2026_01_01_00_00_00/host.xplane.pb"
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path) if kind == "a named pipe" else path.symlink_to("/dev/zero")
+    assert f"host.xplane.pb must be accessible, got {kind}." in ends(capsys, "profile run")
 
 
 @pytest.mark.parametrize(

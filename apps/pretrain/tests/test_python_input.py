@@ -16,7 +16,25 @@ from pretrain import train
 
 quickstart = PRESETS["quickstart"]()
 Path("run/.lock").mkdir(parents=True)
+deep = []
+for _ in range(100_000):
+    deep = [deep]
+
+class Broken:
+    def __repr__(self):
+        raise LookupError
+
 CALLS = {
+    "hardware deep": lambda: dataclasses.replace(quickstart, hardware=deep),
+    "hardware broken": lambda: dataclasses.replace(quickstart, hardware=Broken()),
+    "load_trained(deep)": lambda: load_trained(deep),
+    "main([deep])": lambda: main([deep]),
+    "main([Broken])": lambda: main([Broken()]),
+    "seed large": lambda: dataclasses.replace(quickstart, seed=10**5000),
+    "seed negative": lambda: dataclasses.replace(quickstart, seed=-10**5000),
+    "preset large": lambda: dataclasses.replace(quickstart, preset=10**5000),
+    "TrainConfig.max_steps": lambda: TrainConfig(max_steps=10**5000),
+    "profile empty": lambda: dataclasses.replace(quickstart, profile=""),
     "train(None)": lambda: train(None),
     "train('quickstart')": lambda: train("quickstart"),
     "train(PRESETS)": lambda: train(PRESETS["quickstart"]),
@@ -95,6 +113,16 @@ def found(tmp_path_factory):
             "main('runs')",
             "code 2: error: args must be a list of texts, got 'runs'. Write it as in ['sample', 'first'].",
         ),
+        ("hardware deep", "hardware must be a text, got [[[[[[[...]]]]]]]. Change it."),
+        ("hardware broken", "hardware must be a text, got <Broken instance at 0x"),
+        ("load_trained(deep)", "run must be a text or a path, got [[[[[[[...]]]]]]]. Give the run's folder, URI or"),
+        ("main([deep])", "code 2: error: args must be a list of texts, got [[[[[[[...]]]]]]]. Write it as"),
+        ("main([Broken])", "code 2: error: args must be a list of texts, got [<Broken instance at 0x"),
+        ("seed large", "seed must be an integer of at most 9007199254740992, got a very large int. Change it."),
+        ("seed negative", "seed must be an integer of at most 9007199254740992, got a very large int. Change it."),
+        ("preset large", "gpt2-large or gpt2-xl, got a very large int. Change it."),
+        ("TrainConfig.max_steps", "train.max_steps must be an integer of at most 9007199254740992, got a very large "),
+        ("profile empty", "profile must be FIRST:END with 1 <= FIRST < END, such as 100:105, got ''. Change it."),
         ("PrepareConfig.text_column", "prepare.text_column must be a text in UTF-8, got '\\ud800'. Change it."),
         ("MeshConfig", "mesh.fsdp must be an integer, got None. Change it."),
         ("ModelConfig", "model.attention must be auto, xla, cudnn or splash, got 'x'."),

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from pretrain import PRESETS
-from pretrain._run import log_parts
 from pretrain._config import with_vocab_size
+from pretrain._run import log_parts
 from pretrain._run.description import DataDescription, RunDescription
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder

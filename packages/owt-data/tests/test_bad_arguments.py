@@ -130,6 +130,7 @@ CASES = {
     "starts(seed='a')": f"{SEED} 'a'.",
     "starts(num_tokens=10**400)": f"num_tokens must be an integer from 0 to {LARGEST}, got 1000",
     "starts(num_tokens='a')": "num_tokens must be an integer of at least 0, got 'a'.",
+    "starts(np.ma.masked_array([5, 6], [0, 1]))": f"{INDEX} masked_array(data=[5, --],",
     "windows([0])": f"{INDEX} [0].",
     "windows(None, GrowingTokens(P('book'), 'train', is_one_source=True))": "The order of tokens that are being",
     "windows([0], TokenMixture((tr,), (1.0,)))": f"{INDEX} [0].",
@@ -194,6 +195,19 @@ SAME = (
     "(windows(np.arange(3, dtype=np.uint8)) == windows(I)).all()",
     "(windows(np.array([200], np.uint8), TokenMixture((tr,), (1.0,))) == "
     "windows(np.array([200]), TokenMixture((tr,), (1.0,)))).all()",
+    "num_windows(np.uint8(0), np.uint8(1)) == 0",
+    "tr.num_windows(np.uint8(1)) == tr.num_windows(1)",
+    "(windows(np.arange(3, dtype=np.int8), seq_len=np.uint8(200), seed=np.int8(1)) == windows(I, seq_len=200)).all()",
+    "(windows(I, TokenMixture((tr, tr), (np.uint8(200), np.uint8(200))), np.uint8(200), np.uint8(255)) == "
+    "windows(I, TokenMixture((tr, tr), (200, 200)), 200, 255)).all()",
+    "(starts(np.arange(200, dtype=np.uint8), 'random', np.uint8(1), np.uint16(65000), np.uint8(200)) == "
+    "starts(np.arange(200), 'random', 1, 65000, 200)).all()",
+    "all((a[1] == b[1]).all() for a, b in zip(steps(seq_len=np.int8(64), global_batch_size=np.int8(100), "
+    "stop_step=np.int8(2)), steps(seq_len=64, global_batch_size=100), strict=True))",
+    "inspect('book', window_tokens=np.int8(5)) == inspect('book', window_tokens=5)",
+    "(tr.read(np.uint8(250), np.int16(300)) == tr.read(250, 300)).all()",
+    "(tr.read_windows(np.array([250], np.uint8), np.uint8(255)) == tr.read_windows(np.array([250]), 255)).all()",
+    "prepare('book.txt', 'book', T, num_processes=np.uint8(200)) == read_manifest('book')",
     "PrepareOptions(split_seed=np.int64(5), val_fraction=np.float32(0.5)).record() == "
     "PrepareOptions(split_seed=5, val_fraction=0.5).record() and "
     "type(PrepareOptions(split_seed=np.int64(5)).split_seed) is int",

@@ -86,6 +86,22 @@ def test_a_pipe_in_the_working_folder_does_not_block(name, interrupted, corpus, 
     assert str(path) in err
 
 
+@pytest.mark.parametrize("name", ["plan.json", "parts-all/parts.jsonl"])
+def test_a_huge_file_in_the_working_folder_is_not_read_whole(name, interrupted, corpus):
+    expected = prepare(str(corpus), interrupted.with_name("expected"), START, num_processes=1)
+    os.truncate(interrupted / name, 1 << 42)
+    assert prepare(str(corpus), interrupted.with_name("out"), START, num_processes=1) == expected
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_huge_manifest_is_rejected_without_reading_it_whole(command, prepared, capsys):
+    os.truncate(prepared / "manifest.json", 1 << 42)
+    assert main([command, str(prepared)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {prepared}/manifest.json must be a manifest of owt-data, got another or a damaged")
+    assert "it has more than 268435456 bytes. Restore it" in err
+
+
 @pytest.mark.parametrize("value", ["x" * 5000, "a\nb\r\nc", "\x1b[31m" + "y" * 5000, "1" * 400])
 @pytest.mark.parametrize(
     "arguments",

@@ -18,12 +18,15 @@ from owt_data._cli import main
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 SCHEMA = pa.schema([("text", pa.large_string()), ("starts", pa.bool_()), ("ends", pa.bool_())])
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
+# Background processes of a shell inherit that Ctrl-C is ignored.
+HEED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
 
 
-def start(corpus, out):
+def start(corpus, out, before=""):
     """`owt-data prepare` of the corpus, given four times over, with three tokenizing processes."""
     arguments = ["prepare", *[str(corpus)] * 4, str(out), "--tokenizer", "bytes", "--val-fraction", "0.1"]
-    command = [sys.executable, "-c", COMMAND, *arguments, "--num-processes", "3"]
+    command = [sys.executable, "-c", before + COMMAND, *arguments, "--num-processes", "3"]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
@@ -46,6 +49,33 @@ def test_a_terminated_prepare_ends_as_after_ctrl_c(moment, corpus, tmp_path, rec
     prepare([str(corpus)] * 4, out, OPTIONS)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert verify(out) == []
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("signals", ["SIGTERM " * 8, "SIGINT " * 8, "SIGHUP", "SIGHUP SIGTERM"])
+def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, record_property):
+    record_property("fault", f"{', '.join(signals.split())} to prepare, 30 ms apart")
+    record_property("lost", "the shards in progress")
+    journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
+    process = start(corpus, tmp_path / "out", HEED)
+    while not (journal.exists() and journal.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.002)
+    for name in signals.split():
+        process.send_signal(signal.Signals[name])
+        time.sleep(0.03)
+    _, err = process.communicate()
+    assert (process.returncode, err) == (130, "interrupted: run the same command again to resume\n")
+
+
+def test_a_prepare_under_nohup_ignores_the_end_of_its_terminal(corpus, tmp_path):
+    process = start(corpus, tmp_path / "out", NOHUP)
+    while not (tmp_path / ".out.partial/plan.json").exists():
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(signal.SIGHUP)
+    process.communicate()
+    assert process.returncode == 0
 
 
 @pytest.mark.fault
@@ -105,14 +135,15 @@ def worker(received, answers, tokenizer="bytes"):
     return subprocess.run(command, input=received, stdout=answers, stderr=subprocess.PIPE, check=False)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("set_before", [signal.SIG_DFL, signal.SIG_IGN, lambda number, frame: None])
-def test_the_command_line_leaves_the_handler_of_sigterm_as_it_was(set_before, articles, tmp_path):
-    before = signal.signal(signal.SIGTERM, set_before)
+def test_the_command_line_leaves_the_handler_of_a_signal_as_it_was(set_before, number, articles, tmp_path):
+    before = signal.signal(number, set_before)
     try:
         assert main(["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
-        assert signal.getsignal(signal.SIGTERM) is set_before
+        assert signal.getsignal(number) is set_before
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def test_the_command_line_runs_in_another_thread(articles, tmp_path):

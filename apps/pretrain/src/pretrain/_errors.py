@@ -3,6 +3,8 @@
 import contextlib
 import errno
 import re
+import reprlib
+import sys
 from collections.abc import Iterator
 
 from ray_jax_launch import PermanentError, without_credentials
@@ -10,6 +12,9 @@ from ray_jax_launch import PermanentError, without_credentials
 # Errors of a write to an open file. They name no file.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _MOST_SHOWN, _LONGEST_WORD, _LONGEST_SENTENCE = 80, 250, 1200
+# It bears deep values, and those whose `repr` fails. `short` cuts the texts, after it has hidden credentials.
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxlong = _repr.maxother = sys.maxsize
 
 
 def shown(value: object) -> str:
@@ -18,12 +23,18 @@ def shown(value: object) -> str:
     >>> shown([1, 2]), len(shown("x" * 5000))
     ('[1, 2]', 80)
     """
-    return short(repr(value))
+    try:
+        return short(_repr.repr(value))
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return f"a very large {type(value).__name__}"
 
 
 def short(text: str) -> str:
-    """Return a text of the command line as an error shows it: in one line, and at most 80 characters of it."""
-    return one_line(_cut(without_credentials(text), _MOST_SHOWN))
+    """Return a text of the command line as an error shows it: in one line, and at most 80 characters of it.
+
+    An empty text has quotes, which an error without them would hide.
+    """
+    return one_line(_cut(without_credentials(text), _MOST_SHOWN)) or "''"
 
 
 def one_line(text: str) -> str:
@@ -94,4 +105,6 @@ def _sentence(error: Exception) -> str | None:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         reason = " ".join(str(error).split()) or "no memory"
         return f"the model and its batch must fit the memory, got {reason}. Lower the batch size."
+    if isinstance(error, OSError):  # such as that of `tempfile`, which finds no folder that it can write to
+        return f"files and the network must be usable, got {error.strerror}. Check the disk and the limits of `ulimit`."
     return None

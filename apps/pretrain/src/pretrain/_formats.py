@@ -113,5 +113,5 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if len(means) < 2:
         return ""
     low, high = min(means), max(means)
-    scale = (len(_LEVELS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_LEVELS[round((mean - low) * scale)] for mean in means)
+    height = high - low or 1.0
+    return "".join(_LEVELS[round((len(_LEVELS) - 1) * ((mean - low) / height))] for mean in means)

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
+from pretrain._errors import shown
+
 _LIKENESS = 0.6
 
 
@@ -42,7 +44,7 @@ def nearest_option(name: str, names: Sequence[str]) -> str | None:
     return lasts[known_last] if known_last else nearest(name, names)
 
 
-def did_you_mean(name: str, names: Iterable[str], otherwise: str) -> str:
-    """Return the remedy for a wrong name: the most similar name, or another sentence."""
-    known = nearest(name, names)
+def did_you_mean(name: object, names: Iterable[str], otherwise: str) -> str:
+    """Return the remedy for a wrong name, or another wrong value: the most similar name, or another sentence."""
+    known = nearest(name if isinstance(name, str) else shown(name), names)
     return f"Did you mean {known}?" if known else otherwise

@@ -85,7 +85,7 @@ def test_a_configuration_that_is_nested_deeply_is_rejected(name, text, levels, p
 
 
 @pytest.mark.parametrize("name", ["seed", "train.max_steps", "optimizer.learning_rate", "train.max_epochs", "prompts"])
-@pytest.mark.parametrize("value", ["1" + "0" * 400, "-1" + "0" * 400, "1" + "0" * 20, "[[1]]"])
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "-1" + "0" * 400, "1" + "0" * 20, "0x" + "f" * 4000, "[[1]]"])
 def test_a_number_that_is_too_large_is_rejected_in_a_file(name, value, place, rejected):
     section, _, last = name.rpartition(".")
     (place / "large.toml").write_text((f"[{section}]\n" if section else "") + f"{last} = {value}\n")

@@ -61,9 +61,11 @@ SHELL = [
     (f"chmod 0 runs/run/result.json; $LIMITED $PRETRAIN {TRAIN}", 2, "result.json must be accessible, got Permission"),
     (f"chmod 500 .; $LIMITED $PRETRAIN {EXPORT}", 2, "out must be accessible, got Permission denied."),
     (
-        "$PRETRAIN report run --out /dev/full; code=$?; test -c /dev/full && exit $code",
+        # Code that replaces the device, run by root, must not replace the machine's own.
+        "full=/dev/full; mknod -m 666 full c 1 7 2>/dev/null && (: > full) 2>/dev/null && full=full; "
+        "$PRETRAIN report run --out $full; code=$?; test -c $full && exit $code",
         2,
-        "--out must be a file that can be written, got /dev/full (No space left on device). Give another --out.",
+        "full (No space left on device). Give another --out.",
     ),
     *(
         (
@@ -100,7 +102,29 @@ SHELL = [
             (EXPORT, "XLA_FLAGS=--xla_force_host_platform_device_count=two", "Couldn't interpret value two for flag"),
         )
     ),
-    (f"JAX_DISABLE_JIT=1 $PRETRAIN {TRAIN}", 2, "JAX_DISABLE_JIT must be off: sharded steps need the compiler, got on."),
+    (f"JAX_DISABLE_JIT=1 $PRETRAIN {TRAIN}", 2, "JAX_DISABLE_JIT must be off: sharded steps need the compiler, got 1."),
+    *(
+        (f"{name}={value} $PRETRAIN {line}", 2, f"{name} must be {constraint}, got {value}. Unset it.")
+        for line, name, value, constraint in (
+            (TRAIN, "JAX_NUMPY_RANK_PROMOTION", "raise", "allow or warn"),
+            (EVAL, "JAX_NUMPY_DTYPE_PROMOTION", "strict", "standard"),
+            *(
+                (SAMPLE, f"JAX_TRANSFER_GUARD{way}", value, "allow, log or log_explicit: each step moves arrays")
+                for way, value in (
+                    ("", "disallow"),
+                    ("_HOST_TO_DEVICE", "disallow_explicit"),
+                    ("_DEVICE_TO_DEVICE", "disallow"),
+                    ("_DEVICE_TO_HOST", "disallow"),
+                )
+            ),
+        )
+    ),
+    (f"JAX_NUMPY_RANK_PROMOTION=allow JAX_TRANSFER_GUARD=allow $PRETRAIN {SAMPLE}", 0, ""),
+    *(
+        (f"JAX_COMPILATION_CACHE_DIR={path} $PRETRAIN {SAMPLE}", 2, f"_CACHE_DIR must be a folder, got {path}. Correct")
+        for path in ("book.txt", "book.txt/x")
+    ),
+    (f"ulimit -f 0; $PRETRAIN {EXPORT}", 2, "files and the network must be usable, got No usable temporary directory"),
     (f"ulimit -n 100; $PRETRAIN {TRAIN}", 2, "a process must be allowed to open at least 256 files, got 100. Raise"),
     ("ulimit -S -n 100; ulimit -H -n 1000; $PRETRAIN sample run --max-new-tokens 3 > /dev/null", 0, ""),
     ("mkfifo pipe; $PRETRAIN --config pipe", 2, "--config must be a file, got pipe, a pipe or a device."),

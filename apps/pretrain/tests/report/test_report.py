@@ -153,6 +153,21 @@ def test_the_page_of_one_run_is_in_its_folder(write_run, tmp_path, monkeypatch, 
     assert capsys.readouterr().out.startswith(f"wrote {folder.path / 'report.html'} (0.0")
 
 
+def test_a_page_is_written_through_a_link(write_run, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "page.html")
+    report([str(write_run())], out=str(tmp_path / "link"), console=Console(quiet=True))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "page.html").read_bytes().startswith(b"<!doctype html>")
+
+
+def test_a_foreign_file_in_the_place_of_the_page_stays(write_run):
+    folder = write_run()
+    (folder.path / "report.html").write_text("another program's")
+    with pytest.raises(UsageError, match=r"--out must be a new file or a page that it can replace, got .*another file"):
+        report([str(folder)], out=None, console=Console(quiet=True))
+    assert (folder.path / "report.html").read_text() == "another program's"
+
+
 def test_the_page_of_two_runs_is_in_the_working_folder(write_run, tmp_path, monkeypatch):
     folders = [str(write_run("a")), str(write_run("b"))]
     monkeypatch.chdir(tmp_path)

@@ -4,9 +4,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import FrameType
 
 from rich.console import Console
 
@@ -21,6 +23,8 @@ _SPLITS = {
     "start": "position, with validation at its start",
     "sources": "its sources",
 }
+# Signals within this time of an interruption are its repetitions. Later ones end a cleanup that takes too long.
+_REPEATED_WITHIN_S = 5.0
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 
 
@@ -182,18 +186,37 @@ def _discard_output() -> None:
 
 
 @contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C, unless the process ignores it or has its own handler."""
+def _signals_as_ctrl_c() -> Iterator[None]:
+    """Handle SIGTERM and SIGHUP like Ctrl-C, unless the process ignores them or has its own handlers.
+
+    A repeated signal does not disturb the cleanup. After it, the process ignores all three signals until it ends.
+    """
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
     # Python sets signal handlers in the main thread only.
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {
+        number: found for number, found in defaults.items() if in_main_thread and signal.getsignal(number) is found
+    }
+    last_s = float("-inf")
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last_s
+        if time.monotonic() > last_s + _REPEATED_WITHIN_S:
+            last_s = time.monotonic()
+            raise KeyboardInterrupt
+
+    for number in before:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        is_interrupted = last_s > 0
+        for number, found in before.items():
+            signal.signal(number, signal.SIG_IGN if is_interrupted else found)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -201,7 +224,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 if `verify` found a difference; 2 for bad input, and output that cannot be written; 130
-        after Ctrl-C or SIGTERM; or 141 if the reader of the output is gone.
+        after Ctrl-C, SIGTERM or SIGHUP; or 141 if the reader of the output is gone.
     """
     _open_streams()
     try:
@@ -227,7 +250,7 @@ def _run(arguments: Sequence[str]) -> int:
         if os.environ.get(name, "").strip("0") == "":  # rich would print nothing
             os.environ.pop(name, None)
     try:
-        with _sigterm_as_ctrl_c():
+        with _signals_as_ctrl_c():
             return run_command("owt-data", _DESCRIPTION, _COMMANDS, arguments)
     except DataError as error:
         _console().print(f"error: {' '.join(str(error).split())}", markup=False)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import platformdirs
 
 from owt_data._errors import DataError, file_errors, show_name
-from owt_data._json_types import parse_record
+from owt_data._json_types import parse_record, read_json
 from owt_data._paths import open_regular
 
 _FORMAT = 1
@@ -79,7 +79,8 @@ def known_sha256(path: str | os.PathLike[str]) -> str | None:
     """Return the SHA-256 of a file if the cache has it, without reading the file; else None."""
     name = os.path.abspath(path)  # noqa: PTH100 - names here are strings
     try:
-        entry = parse_record(_Entry, _entry_path(name).read_bytes(), "", number=_FORMAT)
+        with open_regular(_entry_path(name), "rb") as file:
+            entry = parse_record(_Entry, read_json(file), "", number=_FORMAT)
         return entry.sha256 if (entry.path, entry.state) == (name, file_state(name)) else None
     except (OSError, ValueError):  # missing, of another version, or damaged: the file is read again
         return None

@@ -91,8 +91,8 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_integer(name: str, value: int, *, least: int, most: int = LARGEST) -> None:
-    """Check that a value is an integer within bounds. True and False are not.
+def check_integer(name: str, value: int, *, least: int, most: int = LARGEST) -> int:
+    """Check that a value is an integer within bounds, and return it. True and False are not.
 
     Args:
         name: the name of the value, for the error.
@@ -100,14 +100,18 @@ def check_integer(name: str, value: int, *, least: int, most: int = LARGEST) -> 
         least: its lower bound.
         most: its upper bound.
 
+    Returns:
+        The value as Python's integer. Products and sums of numpy's small integers would overflow.
+
     Raises:
         DataError: the value has another type, or is out of bounds.
     """
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_integer or not least <= value <= most:
-        is_large = is_integer and value > most
+    if not is_integer or not least <= int(value) <= most:
+        is_large = is_integer and int(value) > most
         bounds = f"of at least {least}" if most == LARGEST and not is_large else f"from {least} to {most}"
         raise DataError(f"{name} must be an integer {bounds}, got {show(value)}. Choose another number.")
+    return int(value)
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:

@@ -9,7 +9,20 @@ from owt_data._errors import LARGEST, DataError, show, show_name
 
 T = TypeVar("T")
 
+_MOST_BYTES = 256 << 20  # the names of two million sources
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+def read_json(stream: Any) -> bytes:
+    """Read an open file of JSON.
+
+    Raises:
+        ValueError: it is larger than any that this package writes.
+    """
+    data = stream.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    return data
 
 
 def parse_json(declared: type[T], text: str | bytes) -> T:

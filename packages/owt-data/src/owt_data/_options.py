@@ -92,17 +92,18 @@ class PrepareOptions:
         return dataclasses.asdict(self)
 
 
-def check_arguments(options: PrepareOptions, num_processes: int | None, use_ray: bool, progress: Any) -> None:
-    """Check the arguments of `prepare` that are no names.
+def check_arguments(options: PrepareOptions, num_processes: int | None, use_ray: bool, progress: Any) -> int | None:
+    """Check the arguments of `prepare` that are no names. Return `num_processes` as Python's integer.
 
     Raises:
         DataError: one has another type, or is out of its range.
     """
     check_type("options", options, PrepareOptions, "PrepareOptions", "Make them with PrepareOptions(...).")
     if num_processes is not None:
-        check_integer("num_processes", num_processes, least=1, most=MOST_PROCESSES)
+        num_processes = check_integer("num_processes", num_processes, least=1, most=MOST_PROCESSES)
     check_flag("use_ray", use_ray)
     check_function("progress", progress)
+    return num_processes
 
 
 def check_record(record: dict[str, Any]) -> None:

@@ -170,5 +170,5 @@ def _read_value(name: str, value: Any, path: str) -> Any:
     try:
         return option.from_file(value)
     except ValueError as error:
-        remedy = did_you_mean(str(value), option.choices, "Change it.")
+        remedy = did_you_mean(value, option.choices, "Change it.")
         raise UsageError(f"{name} in {path} must be {error}, got {shown(value)}. {remedy}") from None

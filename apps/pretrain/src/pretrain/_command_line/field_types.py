@@ -109,7 +109,7 @@ def check_fields(config: Any, section: str = "") -> None:
         try:
             kind.check(value)
         except ValueError as error:
-            known = did_you_mean(str(value), kind.choices, "Change it.")
+            known = did_you_mean(value, kind.choices, "Change it.")
             tuple_of = "a tuple of " if kind.is_tuple else ""
             raise UsageError(f"{section}{name} must be {tuple_of}{error}, got {shown(value)}. {known}") from None
 

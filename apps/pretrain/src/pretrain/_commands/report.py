@@ -39,7 +39,7 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     target = None if out is None else _parse_out(out)
     folders = [find_run(name)[0] for name in runs]
     is_in_folder = len(folders) == 1 and folders[0].uri is None
-    path = target or (folders[0].path if is_in_folder else Path()) / _NAME
+    path = target or _checked((folders[0].path if is_in_folder else Path()) / _NAME)
     page = render_page([read_history(folder) for folder in folders], now_s=clock()).encode()
     with _failures(path):
         write_output(path, page)
@@ -48,18 +48,22 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
 
 
 def _parse_out(out: str) -> Path:
-    """Return the file, after a check that must not wait until the runs are read."""
     path = as_storage_path(out)
     if not isinstance(path, Path):
         raise UsageError(f"--out must be a file on this machine, got {out}. Write a file, and copy it.")
+    return _checked(path)
+
+
+def _checked(path: Path) -> Path:
+    """Return the file, after a check that must not wait until the runs are read."""
     with _failures(path):
         check_output(path, name="--out")
         if path.is_file() and path.stat().st_size:
             with path.open("rb") as file:
                 if file.read(len(_FIRST)).lower() != _FIRST:
                     raise UsageError(
-                        f"--out must be a new file or a page that it can replace, got {short(out)}, another file. Give "
-                        "another name."
+                        f"--out must be a new file or a page that it can replace, got {short(str(path))}, another "
+                        "file. Give another name."
                     )
     return path
 

@@ -1,7 +1,6 @@
 """The command `train`: from a configuration to a finished run."""
 
 import contextlib
-import os
 import time
 import traceback
 from dataclasses import dataclass

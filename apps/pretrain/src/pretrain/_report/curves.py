@@ -14,6 +14,7 @@ _FEW = 20  # A curve of at most so many points is not smoothed.
 _SMOOTHED_SHARE = 0.01  # An average takes this share of the points to either side.
 _EARLY_SHARE = 0.04  # Values in this share of the steps, and the first two, may be cut off.
 _FEWEST = 12  # An axis shows all values if they are fewer.
+_SMALLEST = 1e-300  # Smaller values count as 0: quotients of their differences overflow.
 _HEADROOM = 1.2  # An axis is longer than the range of the later values by this factor.
 
 
@@ -25,8 +26,8 @@ def points(records: Iterable[Record], name: str) -> tuple[Array, Array]:
         name: name of the metric.
     """
     found = [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
-    steps, values = zip(*found, strict=True) if found else ((), ())
-    return np.asarray(steps, np.float64), np.asarray(values, np.float64)
+    steps, values = np.asarray(found, np.float64).reshape(-1, 2).T
+    return steps, np.where(np.abs(values) < _SMALLEST, 0.0, values)
 
 
 def smooth(values: Array) -> Array:

@@ -190,12 +190,16 @@ def read_lines(path: Path, texts: Collection[str] = ()) -> list[dict[str, Any]]:
 
 
 def is_line(value: Any, texts: Collection[str] = ()) -> TypeGuard[dict[str, Any]]:
-    """Return whether a value is a line of a log: a dictionary with a step, whose other values have the right type."""
+    """Return whether a value is a line of a log: a dictionary with a step, whose other values have the right type.
+
+    A number of tokens, if it has one, is one that a run can reach.
+    """
     return (
         isinstance(value, dict)
         and type(value.get("step")) is int
         and value["step"] >= 0
         and all(type(of) in ((str,) if name in texts else (int, float)) for name, of in value.items())
+        and not (value.get("tokens", 0) < 0 or MAX_INTEGER < value.get("tokens", 0) < math.inf)
     )
 
 

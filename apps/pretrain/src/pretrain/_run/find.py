@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pretrain._errors import UsageError
+from pretrain._errors import UsageError, short
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.remote_copy import pull_changed, reader_copy
@@ -37,7 +37,7 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
         if (description := read_description(folder)) is not None:
             return folder, description
     raise UsageError(
-        f"run must be the folder or URI of a run, or its name in {DEFAULT_STORAGE}, got {name}. {_remedy(name)}"
+        f"run must be the folder or URI of a run, or its name in {DEFAULT_STORAGE}, got {short(name)}. {_remedy(name)}"
     )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 from nnx_gpt2 import num_params
@@ -104,7 +105,7 @@ def read_history(folder: RunFolder, description: RunDescription | None = None) -
     return RunHistory(
         folder=folder,
         description=description,
-        records=read_lines(folder.metrics),
+        records=sorted(read_lines(folder.metrics), key=itemgetter("step")),
         starts=read_starts(folder),
         phases=read_phases(folder),
         samples=read_samples(folder),

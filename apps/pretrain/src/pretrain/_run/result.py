@@ -1,6 +1,7 @@
 """`result.json`: the result of a finished run."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -96,9 +97,26 @@ def read_result(folder: RunFolder) -> RunResult | None:
         result = parse_json(RunResult, folder.result.read_bytes(), folder.result, "The run writes it again.")
         for time in (result.began_at, result.ended_at):
             datetime.fromisoformat(time or as_utc(0.0))
+        _check(result)
     except ValueError:
         return None
     return result
+
+
+def _check(result: RunResult) -> None:
+    """Check that numbers are finite, that only metrics are negative, and that a validation loss has its step.
+
+    Raises:
+        ValueError: the result is none that a run writes.
+    """
+    amounts = [*dataclasses.asdict(result).values(), *result.seconds.values()]
+    if not all(0 <= amount < math.inf for amount in amounts if isinstance(amount, int | float)):
+        raise ValueError("a number is negative or not finite")
+    if not all(map(math.isfinite, result.metrics.values())):
+        raise ValueError("a metric is not finite")
+    validations = (result.best_val_loss, result.best_val_step), (result.last_val_loss, result.last_val_step)
+    if any((loss is None) != (step is None) for loss, step in validations):
+        raise ValueError("a validation must have a loss and a step")
 
 
 def as_utc(time_s: float) -> str:

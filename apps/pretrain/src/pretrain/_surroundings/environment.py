@@ -5,14 +5,27 @@ import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
-from pretrain._errors import UsageError
+from pretrain._errors import UsageError, short
 
 _IMPORT_JAX = "import jax; "
 _MAKE_DEVICES = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 _WITHIN_S = 60.0
 # `start_jax` checks the first. The second is the name of a folder.
 _UNCHECKED = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR")
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_GUARD = "allow, log or log_explicit: each step moves arrays", ("disallow", "disallow_explicit")
+# What these variables must be, and values that JAX accepts, and with which a run fails.
+_REJECTED = {
+    "JAX_DISABLE_JIT": ("off: sharded steps need the compiler", _TRUE),
+    "JAX_NUMPY_RANK_PROMOTION": ("allow or warn", ("raise",)),
+    "JAX_NUMPY_DTYPE_PROMOTION": ("standard", ("strict",)),
+    "JAX_TRANSFER_GUARD": _GUARD,
+    "JAX_TRANSFER_GUARD_HOST_TO_DEVICE": _GUARD,
+    "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE": _GUARD,
+    "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": _GUARD,
+}
 # A run with Ray on two CPU cores needs more than 128. The limit of macOS is 256.
 _FEWEST_OPEN_FILES, _OPEN_FILES = 256, 4096
 _CHOOSE_DEVICES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -38,12 +51,18 @@ def check_variables() -> None:
     """Check the variables of XLA and JAX in a child process, if any is set: wrong ones abort a process.
 
     Raises:
-        UsageError: JAX cannot be imported, XLA cannot start, or Ray Train is not the version that is needed.
+        UsageError: a run cannot work with a value, JAX cannot be imported, XLA cannot start, or Ray Train is not the
+            version that is needed.
     """
     if (version := os.environ.get("RAY_TRAIN_V2_ENABLED", "1")).lower() in ("0", "false"):
         raise UsageError(f"RAY_TRAIN_V2_ENABLED must be 1, got {version}. Unset it.")
-    if is_on("JAX_DISABLE_JIT"):
-        raise UsageError("JAX_DISABLE_JIT must be off: sharded steps need the compiler, got on. Unset it.")
+    for variable, (constraint, rejected) in _REJECTED.items():
+        if (value := os.environ.get(variable, "")).lower() in rejected:
+            raise UsageError(f"{variable} must be {constraint}, got {value}. Unset it.")
+    if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        path = Path(cache)
+        if any(one.exists() and not one.is_dir() for one in (path, *path.parents)):
+            raise UsageError(f"JAX_COMPILATION_CACHE_DIR must be a folder, got {short(cache)}. Correct or unset it.")
     names = [name for name in os.environ if name == "XLA_FLAGS" or name.startswith("JAX_")]
     names = [name for name in names if name not in _UNCHECKED and os.environ[name].strip()]
     if not names:
@@ -64,7 +83,7 @@ def check_variables() -> None:
 
 def is_on(variable: str) -> bool:
     """Return whether JAX takes the value of an environment variable for true."""
-    return os.environ.get(variable, "").lower() in ("y", "yes", "t", "true", "on", "1")
+    return os.environ.get(variable, "").lower() in _TRUE
 
 
 def check_open_files() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
+from pretrain._run.files import check_kind
+
 # These operations only run others, which the trace has too.
 _CONTAINERS = ("call", "conditional", "while")
 
@@ -55,7 +57,9 @@ def read_trace(path: Path) -> Trace:
 
     Raises:
         ValueError: the file is damaged.
+        OSError: the file is a pipe or a device, or cannot be read.
     """
+    check_kind(path)
     content = path.read_bytes()
     try:
         planes: list[Any] = [*ProfileData.from_serialized_xspace(content).planes]

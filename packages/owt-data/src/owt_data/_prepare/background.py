@@ -57,7 +57,7 @@ def prepare_in_background(
         DataError: as `prepare`; or the split is unsuitable. A failure after the first tokens is raised to the readers
             that wait for tokens, and its cause is logged.
     """
-    check_arguments(options, num_processes, use_ray, progress)
+    num_processes = check_arguments(options, num_processes, use_ray, progress)
     is_one_source = "all" in find_splits(sources)
     if is_one_source and options.split != "start":
         raise DataError(

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, UnreadableError, check_choice, one_line, show_name
+from owt_data._errors import DataError, UnreadableError, check_choice, check_integer, one_line, show_name
 from owt_data._options import STREAM_ORDERS, OrderKind
 from owt_data._paths import name_text, open_regular
 from owt_data._prepare.shards import read_journal, shard_folder, shard_path, staging_path
@@ -24,7 +24,7 @@ from owt_data._tokens.window_order import as_int64, check_seed, num_windows
 
 _WANTED_NAME, _RUNNING_NAME, _ERROR_NAME = "wanted", "running", "error.txt"
 _POLL_S = 0.1
-_MOST_DIGITS = 20
+_MOST_DIGITS, _MOST_CHARS = 20, 1 << 16
 # Seconds until a network file system shows the files of another machine; and until a folder counts as not shared.
 _PATIENCE_S, _SHARED_WITHIN_S = 90.0, 15.0
 
@@ -84,7 +84,8 @@ class GrowingTokens:
                 f"The order of tokens that are being prepared must be {' or '.join(STREAM_ORDERS)}, got "
                 f"{show_name(order)}. Choose one of these, or prepare the tokens first."
             )
-        check_seed(seed)
+        seed = check_seed(seed)
+        seq_len = check_integer("seq_len", seq_len, least=1)
         indices = as_int64("index", indices)
         last = int(indices.max(initial=0))
 
@@ -207,7 +208,7 @@ def raise_failure(folder: Path) -> None:
 
 def _read(path: Path) -> str:
     with open_regular(path, "r", encoding="utf-8") as file:
-        return file.read()
+        return file.read(_MOST_CHARS)
 
 
 def _write(path: Path, text: str) -> None:

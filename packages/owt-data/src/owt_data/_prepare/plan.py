@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveInt
 
 from owt_data._errors import DataError, show, show_name
-from owt_data._json_types import parse_record
+from owt_data._json_types import parse_record, read_json
 from owt_data._options import PrepareOptions, check_record
 from owt_data._paths import open_regular
 from owt_data._prepare.durable import write_durably
@@ -122,7 +122,7 @@ def _read(path: Path) -> Plan | None:
     """
     try:
         with open_regular(path, "rb") as file:
-            return parse_record(Plan, file.read(), path, number=_FORMAT)
+            return parse_record(Plan, read_json(file), path, number=_FORMAT)
     except DataError:
         raise
     except (FileNotFoundError, ValueError):

@@ -134,7 +134,7 @@ def prepare_for(
     report: Report,
 ) -> Manifest:
     """Prepare as `prepare` does, at the pace of a consumer of the training shards. No error deletes its shards."""
-    check_arguments(options, num_processes, use_ray, report)
+    num_processes = check_arguments(options, num_processes, use_ray, report)
     splits = find_splits(sources)
     if "all" not in splits and (options.split != "auto" or options.val_fraction is not None):
         found = f"{show(options.split)} and {show(options.val_fraction)}"

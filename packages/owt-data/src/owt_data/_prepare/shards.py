@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -39,6 +39,7 @@ _JOURNAL_NAME = "parts.jsonl"
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 1 << 18, 1 << 24
 _POLL_S = 0.05
 _READ_BYTES = 1 << 20
+_MOST_LINE_BYTES = 1 << 20
 SCHEMA = pa.schema([("text", pa.large_string()), ("starts", pa.bool_()), ("ends", pa.bool_())])
 
 
@@ -221,16 +222,16 @@ def read_journal(folder: Path) -> tuple[list[ShardRecord], int]:
     if not path.exists():
         return records, num_bytes
     with open_regular(path, "rb") as file:
-        header, *lines = file.read().splitlines(keepends=True) or [b""]
-    if not header.endswith(b"\n"):  # a line without its break would run into the next one
+        header = file.readline(_MOST_LINE_BYTES)
+        # A line without its break would run into the next one.
+        lines = [*takewhile(lambda line: line.endswith(b"\n"), iter(lambda: file.readline(_MOST_LINE_BYTES), b""))]
+    if not header.endswith(b"\n"):
         return records, num_bytes
     writer = None
     try:
         writer = parse_record(JournalHeader, header, path, number=_FORMAT).version
         num_bytes = len(header)
         for line in lines:
-            if not line.endswith(b"\n"):
-                break
             records.append(parse_json(ShardRecord, line))
             num_bytes += len(line)
     except UnknownFieldError as error:

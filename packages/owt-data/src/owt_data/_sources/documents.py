@@ -194,7 +194,7 @@ def first_rows(name: str, num_rows: int, *, text_column: str = "text") -> list[s
     Raises:
         DataError: the source cannot be read, or `num_rows` is not positive.
     """
-    check_integer("rows", num_rows, least=1)
+    num_rows = check_integer("rows", num_rows, least=1)
     documents = Documents(find_source(name), text_column=text_column, starts_document=every_row, limit_rows=num_rows)
     return [row for chunk in documents.read() for row in chunk.texts.to_pylist()]
 

@@ -22,9 +22,9 @@ def local_rows(global_batch_size: int, rank: int, world_size: int) -> range:
     Raises:
         DataError: `world_size` does not divide `global_batch_size`, or an argument is out of its range.
     """
-    check_integer("world_size", world_size, least=1)
-    check_integer("rank", rank, least=0, most=world_size - 1)
-    check_integer("global_batch_size", global_batch_size, least=1)
+    world_size = check_integer("world_size", world_size, least=1)
+    rank = check_integer("rank", rank, least=0, most=world_size - 1)
+    global_batch_size = check_integer("global_batch_size", global_batch_size, least=1)
     if global_batch_size % world_size:
         constraint = f"a multiple of the {world_size} workers"
         raise DataError(f"global_batch_size must be {constraint}, got {global_batch_size}. Change one of them.")
@@ -32,27 +32,28 @@ def local_rows(global_batch_size: int, rank: int, world_size: int) -> range:
     return range(rank * local_batch_size, (rank + 1) * local_batch_size)
 
 
-def check_steps(start_step: int, stop_step: int, global_batch_size: int) -> None:
-    """Check that a range of steps is not empty, and that the indices of its windows fit into 64 bits.
+def check_steps(start_step: int, stop_step: int, global_batch_size: int) -> range:
+    """Return a range of steps. It must not be empty, and the indices of its windows must fit into 64 bits.
 
     Raises:
         DataError: it is empty, begins before 0, or is too long.
     """
-    check_integer("start_step", start_step, least=0)
-    check_integer("stop_step", stop_step, least=start_step + 1)
+    start_step = check_integer("start_step", start_step, least=0)
+    stop_step = check_integer("stop_step", stop_step, least=start_step + 1)
     check_integer("stop_step", stop_step, least=0, most=LARGEST // global_batch_size)
+    return range(start_step, stop_step)
 
 
-def check_order(tokens: Tokens, seq_len: int, order: OrderKind, seed: int) -> None:
-    """Check the arguments of a stream of windows.
+def check_order(tokens: Tokens, seq_len: int, order: OrderKind, seed: int) -> tuple[int, int]:
+    """Check the arguments of a stream of windows. Return `seq_len` and the seed as Python's integers.
 
     Raises:
         DataError: an argument has another type, or is out of its range.
     """
     check_type("tokens", tokens, Tokens, "train or val of open_tokens", "Open the token files first.")
-    check_integer("seq_len", seq_len, least=1)
+    seq_len = check_integer("seq_len", seq_len, least=1)
     check_choice("order", order, get_args(OrderKind))
-    check_seed(seed)
+    return seq_len, check_seed(seed)
 
 
 def read_steps(
@@ -92,14 +93,15 @@ def read_steps(
         DataError: an argument is out of its range, or the tokens cannot be read.
     """
     rows = np.array(local_rows(global_batch_size, rank, world_size))
-    check_steps(start_step, stop_step, global_batch_size)
-    check_order(tokens, seq_len, order, seed)
-    check_integer("prefetch_steps", prefetch_steps, least=1)
+    global_batch_size = int(global_batch_size)
+    steps = check_steps(start_step, stop_step, global_batch_size)
+    seq_len, seed = check_order(tokens, seq_len, order, seed)
+    prefetch_steps = check_integer("prefetch_steps", prefetch_steps, least=1)
 
     def read_step(step: int) -> NDArray[np.uint16]:
         return tokens.windows(step * global_batch_size + rows, seq_len=seq_len, order=order, seed=seed)
 
-    return _read_ahead(read_step, range(start_step, stop_step), prefetch_steps)
+    return _read_ahead(read_step, steps, prefetch_steps)
 
 
 def _read_ahead(

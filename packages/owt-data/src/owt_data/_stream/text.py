@@ -96,13 +96,13 @@ def stream_text(
         DataError: the source does not exist, or an argument is out of its range. Errors inside the source are raised
             by the task.
     """
-    check_integer("block_size", block_size, least=1)
-    check_integer("start_block", start_block, least=0)
-    check_integer("world_size", world_size, least=1)
-    check_integer("rank", rank, least=0, most=world_size - 1)
-    check_integer("batch_size", batch_size, least=1)
-    check_integer("num_cpus", num_cpus, least=1, most=MOST_PROCESSES)
-    check_integer("num_tasks", num_tasks, least=1, most=MOST_PROCESSES)
+    block_size = check_integer("block_size", block_size, least=1)
+    start_block = check_integer("start_block", start_block, least=0)
+    world_size = check_integer("world_size", world_size, least=1)
+    rank = check_integer("rank", rank, least=0, most=world_size - 1)
+    batch_size = check_integer("batch_size", batch_size, least=1)
+    num_cpus = check_integer("num_cpus", num_cpus, least=1, most=MOST_PROCESSES)
+    num_tasks = check_integer("num_tasks", num_tasks, least=1, most=MOST_PROCESSES)
     check_text("row_end", row_end)
     check_text("text_column", text_column, least=1)
     check_text("column", column, least=1)

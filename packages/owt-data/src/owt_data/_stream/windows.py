@@ -54,12 +54,13 @@ def token_windows(
     Raises:
         DataError: there are fewer tokens than one window needs, or a number is out of its range.
     """
-    check_order(tokens, seq_len, order, seed)
-    for name, value in (("batch_size", batch_size), ("concurrency", concurrency)):
-        if value is not None:
-            check_integer(name, value, least=1)
+    seq_len, seed = check_order(tokens, seq_len, order, seed)
+    if batch_size is not None:
+        batch_size = check_integer("batch_size", batch_size, least=1)
+    if concurrency is not None:
+        concurrency = check_integer("concurrency", concurrency, least=1)
     read = functools.partial(_read_rows, tokens=tokens, seq_len=seq_len, order=order, seed=seed)
-    check_integer("num_rows", num_rows, least=1)
+    num_rows = check_integer("num_rows", num_rows, least=1)
     read({"id": np.arange(1)})  # raises the errors of a task here
     num_blocks = -(-num_rows // batch_size) if batch_size is not None else _num_blocks(num_rows, 8 * seq_len)
     return _dataset(read, num_rows, num_blocks, concurrency)
@@ -130,8 +131,9 @@ def step_windows(
         DataError: `world_size` does not divide `global_batch_size`, or an argument is out of its range.
     """
     rows = local_rows(global_batch_size, rank, world_size)
-    check_steps(start_step, stop_step, global_batch_size)
-    check_order(tokens, seq_len, order, seed)
+    global_batch_size = int(global_batch_size)
+    steps = check_steps(start_step, stop_step, global_batch_size)
+    seq_len, seed = check_order(tokens, seq_len, order, seed)
     local_batch_size = len(rows)
     read = functools.partial(
         _read_steps,
@@ -140,13 +142,12 @@ def step_windows(
         global_batch_size=global_batch_size,
         first_row=rows.start,
         local_batch_size=local_batch_size,
-        start_step=start_step,
+        start_step=steps.start,
         order=order,
         seed=seed,
     )
-    num_steps = stop_step - start_step
-    num_blocks = _num_blocks(num_steps, 2 * local_batch_size * (seq_len + 1))
-    return _dataset(read, num_steps, num_blocks)
+    num_blocks = _num_blocks(len(steps), 2 * local_batch_size * (seq_len + 1))
+    return _dataset(read, len(steps), num_blocks)
 
 
 def _read_steps(
@@ -181,7 +182,7 @@ def iter_steps(
     """
     kinds = ray.data.Dataset | ray.data.DataIterator
     check_type("dataset", dataset, kinds, "the result of step_windows, or its iterator", "Call step_windows first.")
-    check_integer("prefetch_steps", prefetch_steps, least=0)
+    prefetch_steps = check_integer("prefetch_steps", prefetch_steps, least=0)
     return _iter_steps(dataset, prefetch_steps)
 
 

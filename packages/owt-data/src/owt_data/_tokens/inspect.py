@@ -42,7 +42,7 @@ def inspect(name: str | os.PathLike[str], *, tokenizer: str = "gpt2", window_tok
     Raises:
         DataError: as `open_tokens`, or `window_tokens` is not positive.
     """
-    check_integer("window_tokens", window_tokens, least=1)
+    window_tokens = check_integer("window_tokens", window_tokens, least=1)
     name = normalize(name)
     data = open_tokens(name, tokenizer=tokenizer)
     encoding = load_tokenizer(data.tokenizer)

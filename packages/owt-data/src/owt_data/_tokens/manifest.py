@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal
 
 from pyarrow.fs import FileType
 
-from owt_data._errors import DataError, one_line, show, show_name
-from owt_data._json_types import parse_record
+from owt_data._errors import DataError, file_errors, one_line, show, show_name
+from owt_data._json_types import parse_record, read_json
 from owt_data._options import check_record
-from owt_data._paths import BYTES_PER_TOKEN, check_file_type, file_info, join, normalize, read_blocks
+from owt_data._paths import BYTES_PER_TOKEN, check_file_type, file_info, join, locate, normalize
 
 TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
 DTYPE: Literal["<u2"] = "<u2"
@@ -137,8 +137,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
     if file_info(path).type is FileType.NotFound:
         return None
     check_file_type(path, FileType.File, "a manifest of owt-data", _REMEDY)  # reading a pipe could block
+    filesystem, place = locate(path)
     try:
-        return parse_record(Manifest, b"".join(read_blocks(path)), path, number=FORMAT)
+        with file_errors("readable", path), filesystem.open_input_stream(place) as stream:
+            data = read_json(stream)
+        return parse_record(Manifest, data, path, number=FORMAT)
     except DataError:
         raise
     except ValueError as error:

@@ -59,8 +59,9 @@ class TokenSpan:
     def __post_init__(self) -> None:
         """Check the fields."""
         check_type("path", self.path, str, "a text", "Give the path as text.")
-        check_integer("start", self.start, least=0)
-        check_integer("stop", self.stop, least=self.start)
+        start = check_integer("start", self.start, least=0)
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "stop", check_integer("stop", self.stop, least=start))
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -90,7 +91,8 @@ class TokenSequence:
         """Check the fields."""
         _check_tuple("spans", self.spans, TokenSpan)
         if self.vocab_size is not None:
-            check_integer("vocab_size", self.vocab_size, least=1, most=1 << 16)
+            size = check_integer("vocab_size", self.vocab_size, least=1, most=1 << 16)
+            object.__setattr__(self, "vocab_size", size)
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -106,7 +108,7 @@ class TokenSequence:
         Raises:
             DataError: the range is not within the tokens.
         """
-        self._check_range(start, stop)
+        start, stop = self._check_range(start, stop)
         spans, first = [], 0
         for span in self.spans:
             low, high = max(start - first, 0), min(stop - first, len(span))
@@ -122,8 +124,7 @@ class TokenSequence:
             DataError: the range is not within the tokens, or a file cannot be read, is cut short, or holds a token
                 outside the vocabulary.
         """
-        stop = len(self) if stop is None else stop
-        self._check_range(start, stop)
+        start, stop = self._check_range(start, len(self) if stop is None else stop)
         tokens = np.empty(stop - start, dtype=np.uint16)
         SequenceReader(self, in_order=True).copy(start, tokens)
         self._check_ids(np.array([start]), tokens[None])
@@ -137,6 +138,7 @@ class TokenSequence:
                 outside the vocabulary.
         """
         count_windows(len(self), seq_len)
+        seq_len = int(seq_len)
         starts = as_int64("start", starts, most=len(self) - seq_len - 1)
         windows = np.empty((len(starts), seq_len + 1), dtype=np.uint16)
         reader = SequenceReader(self)
@@ -149,9 +151,9 @@ class TokenSequence:
         self._check_ids(starts, windows)
         return windows
 
-    def _check_range(self, start: int, stop: int) -> None:
-        check_integer("start", start, least=0, most=len(self))
-        check_integer("stop", stop, least=start, most=len(self))
+    def _check_range(self, start: int, stop: int) -> tuple[int, int]:
+        start = check_integer("start", start, least=0, most=len(self))
+        return start, check_integer("stop", stop, least=start, most=len(self))
 
     def _check_ids(self, starts: NDArray[np.int64], windows: NDArray[np.uint16]) -> None:
         """Check the tokens of windows that begin at `starts`."""
@@ -262,8 +264,9 @@ class TokenMixture:
             raise DataError(
                 "The order of a mixture must be shuffle or random, got sequential. Read its sequences one by one."
             )
-        check_seed(seed)
+        seed = check_seed(seed)
         count_windows(len(self), seq_len)
+        seq_len = int(seq_len)
         indices = as_int64("index", indices)
         windows = np.empty((len(indices), seq_len + 1), dtype=np.uint16)
         which, own_index = self._deal(indices, seed)
@@ -287,7 +290,8 @@ class TokenMixture:
 
     def _shares(self) -> list[int]:
         """Return the windows of each sequence in a round, rounded by the largest-remainder method."""
-        exact = [weight / sum(self.weights) * _ROUND for weight in self.weights]
+        weights = [*map(float, self.weights)]  # sums of numpy's small numbers would overflow
+        exact = [weight / sum(weights) * _ROUND for weight in weights]
         shares = [int(share) for share in exact]
         by_remainder = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
         for number in by_remainder[: _ROUND - sum(shares)]:

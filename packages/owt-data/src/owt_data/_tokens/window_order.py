@@ -32,8 +32,8 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
     Raises:
         DataError: `num_tokens` is not an integer of at least 0, or `seq_len` not one of at least 1.
     """
-    check_integer("num_tokens", num_tokens, least=0)
-    check_integer("seq_len", seq_len, least=1)
+    num_tokens = check_integer("num_tokens", num_tokens, least=0)
+    seq_len = check_integer("seq_len", seq_len, least=1)
     return max(0, num_tokens - 1) // seq_len
 
 
@@ -45,6 +45,7 @@ def count_windows(num_tokens: int, seq_len: int) -> int:
     """
     count = num_windows(num_tokens, seq_len)
     if count == 0:
+        seq_len = int(seq_len)
         needed = f"at least {seq_len + 1}, one window of {seq_len} inputs and a target"
         raise DataError(f"The tokens must be {needed}, got {num_tokens}. Give more text or a shorter seq_len.")
     return count
@@ -59,9 +60,10 @@ def as_int64(name: str, values: NDArray[np.int64], *, most: int = _MASK_63) -> N
         most: upper bound.
 
     Raises:
-        DataError: it is no array of integers of one axis, or a value is out of its range.
+        DataError: it is no array of integers of one axis, it has a mask, or a value is out of its range.
     """
-    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
+    is_masked = isinstance(values, np.ma.MaskedArray)
+    if not isinstance(values, np.ndarray) or is_masked or values.dtype.kind not in "iu" or values.ndim != 1:
         remedy = "Convert a list with np.array(values, np.int64)."
         raise DataError(f"Each {name} must be an integer in an array int64[N], got {show(values)}. {remedy}")
     check_integer(f"The smallest {name}", int(values.min(initial=0)), least=0)
@@ -69,13 +71,13 @@ def as_int64(name: str, values: NDArray[np.int64], *, most: int = _MASK_63) -> N
     return values.astype(np.int64, copy=False)
 
 
-def check_seed(seed: int) -> None:
-    """Check the seed of an order: seeds of more than 64 bits would have the orders of others.
+def check_seed(seed: int) -> int:
+    """Check and return the seed of an order: seeds of more than 64 bits would have the orders of others.
 
     Raises:
         DataError: it is no integer of 64 bits.
     """
-    check_integer("seed", seed, least=0, most=_MASK_64)
+    return check_integer("seed", seed, least=0, most=_MASK_64)
 
 
 def window_starts(
@@ -105,8 +107,9 @@ def window_starts(
     [10, 0, 30, 20]
     """
     check_choice("order", order, get_args(OrderKind))
-    check_seed(seed)
+    seed = check_seed(seed)
     count = count_windows(num_tokens, seq_len)
+    num_tokens, seq_len = int(num_tokens), int(seq_len)
     indices = as_int64("index", indices)
     starts = np.empty(len(indices), dtype=np.int64)
     for begin in range(0, len(indices), _BLOCK):
