@@ -8,7 +8,8 @@ import sys
 import pytest
 
 CODE = """
-import dataclasses, json, jax, numpy as np
+import dataclasses, json, jax, numpy as np, tempfile
+from fractions import Fraction
 from flax import nnx
 from nnx_gpt2 import *
 config = GPT2Config(vocab_size=65, seq_len=16, num_layers=1, num_heads=1, embed_dim=8)
@@ -22,13 +23,22 @@ key, keys = jax.random.key(0), jax.random.split(jax.random.key(0))
 q, settings = np.ones((1, 3, 1, 8)), OptimizerConfig()
 foreign = jax.sharding.Mesh(jax.devices(), ("x",))
 question = Question(context="a", choices=("b",), answer=0)
+swapped, masked, schedule = ids.astype(">u2"), np.ma.array(ids, mask=True), learning_rate_schedule(settings, 10)
+folder = tempfile.TemporaryDirectory()
+wsd = dict(schedule="wsd", decay_steps=200)
+deep = []
+for _ in range(100_000):
+    deep = [deep]
+def compare(found, wanted):
+    if not np.array_equal(found, wanted):
+        raise ValueError(f"{found} is not {wanted}")
 messages = {}
 for code in json.loads(input()):
     try:
         eval(code)
         messages[code] = "accepted"
-    except ValueError as error:
-        messages[code] = str(error)
+    except Exception as error:
+        messages[code] = str(error) if type(error) is ValueError else repr(error)
 print(json.dumps(messages))
 """
 
@@ -59,7 +69,32 @@ END = "end_of_text must be None or an id in [0, 65), got"
 IDS = "encode must return a list of token ids, got"
 WIDTH = "must have a head width of at least 1, got"
 FUNCTION = "must be of type collections.abc.Callable | None, got"
+STEP = "step must be an array of numbers, or a number of at most 2147483647, got"
+PATH = "path must be a name that a file can have, got"
 CASES = {
+    "put_batch(np.full((8, 17), 2**40), make_mesh())":
+        f"rows must lie in [0, 2147483648), got {2**40} to {2**40}.",
+    "model(masked[:, 1:])": f"token ids must {BATCH} masked uint16[8, 16].",
+    "put_batch(masked, make_mesh())": f"rows must {BATCH} masked uint16[8, 17].",
+    "step(dataclasses.replace(state, opt_state=None), ids, key)":
+        "state.opt_state must be a state of this step's optimizer, got None. Make the state by create_train_state.",
+    "schedule(None)": f"{STEP} None.",
+    "schedule('a')": f"{STEP} 'a'.",
+    "schedule(10**400)": f"{STEP} 1{'0' * 56}...{'0' * 20}.",
+    "generate(model, [[1, [2]]], 3, temperature=0.0)":
+        "each prompt must be a list of token ids, got an object of type list.",
+    "evaluate_choices(model, [question], lambda text: [10**30])": f"{IDS} [{10**30}].",
+    "param_spec('wte.embedding', 10**400)":
+        f"num_dims must be a whole number from 0 to 64, got 1{'0' * 56}...{'0' * 20}.",
+    "model.embed(ids[:1, :5], np.arange(7)[None])":
+        "positions must have the shape [1, 5] of the tokens, or sizes of 1, got (1, 7).",
+    "model.save_pretrained(chr(0))": f"{PATH} '\\x00'.",
+    "model.save_pretrained(chr(0xd800))": f"{PATH} '\\ud800'.",
+    "list(read_questions('nowhere' + chr(0)))": f"{PATH} 'nowhere\\x00'.",
+    "list(read_questions('.'))": "path must be a file, got the folder '.'.",
+    "list(read_questions(''))": "path must be a file, got the folder '.'.",
+    "GPT2Config(num_layers=deep)": f"model.num_layers {SIZE} a very large list.",
+    "GPT2Config(num_layers=(10**5000,))": f"model.num_layers {SIZE} a very large tuple.",
     "generate(model, [1, 2], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} int64[1].",
     "generate(model, [[1.5]], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} float64[1, 1].",
     "generate(model, ['ab'], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} <U2[1].",
@@ -189,7 +224,7 @@ CASES = {
     "replicated('x')": f"{MESH} 'x'. {MAKE_MESH}",
     "tree_shardings(state.params, None)": f"{MESH} None. {MAKE_MESH}",
     "param_spec(None, 2)": "name must be of type str, got None.",
-    "param_spec('wte.embedding', '2')": "num_dims must be a whole number of at least 0, got '2'.",
+    "param_spec('wte.embedding', '2')": "num_dims must be a whole number from 0 to 64, got '2'.",
     "GPT2(None, rngs=None)": f"{CONFIG} None.",
     "GPT2(config, rngs=5)": "rngs must be of type Rngs, got 5.",
     "model([[1, 2, 3]])": f"token ids must {BATCH} an object of type list.",
@@ -231,12 +266,32 @@ CASES = {
 }  # fmt: skip
 
 
+# Numbers and arrays that jax or the arithmetic of numpy cannot take as they are.
+CONVERTED = [
+    "compare(model(swapped[:, :16]), model(ids[:, :16]))",
+    "compare(put_batch(swapped, make_mesh()), ids)",
+    "compare(model.embed(ids[:1, :5], np.arange(5, dtype='>i4')[None]), model.embed(ids[:1, :5], np.arange(5)[None]))",
+    "compare(evaluate_tokens(model, np.ones(500, int), stride=np.int8(5), batch_size=np.int8(3)).num_tokens, 499)",
+    "check_mesh(fsdp=np.int8(16), tensor=np.int8(16), num_devices=256, devices_per_process=256)",
+    "config.check_axes(fsdp=np.int8(1), tensor=np.int8(1))",
+    "compare(learning_rate_schedule(OptimizerConfig(warmup_steps=np.uint8(200), **wsd), 1000)(700),"
+    " learning_rate_schedule(OptimizerConfig(warmup_steps=200, **wsd), 1000)(700))",
+    "model.block(np.int8(0))",
+    "model.save_pretrained(folder.name, end_of_text=np.int64(5))",
+    "make_train_step(config, rule, grad_accum_steps=np.int8(64))(state, np.zeros((128, 17), int), key)",
+    "compare(GPT2Config(norm_epsilon=Fraction(1, 10)).norm_epsilon.hex(), (0.1).hex())",
+    "compare(OptimizerConfig(learning_rate=Fraction(1, 4)).learning_rate.hex(), (0.25).hex())",
+    "compare(causal_attention(q, q, q, dropout_rate=Fraction(1, 2), dropout_key=key),"
+    " causal_attention(q, q, q, dropout_rate=0.5, dropout_key=key))",
+]
+
+
 @pytest.fixture(scope="module")
 def messages():
     done = subprocess.run(
         [sys.executable, "-c", CODE],
         env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-        input=json.dumps(list(CASES)), capture_output=True, text=True, check=True,
+        input=json.dumps([*CASES, *CONVERTED]), capture_output=True, text=True, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
 
@@ -244,3 +299,8 @@ def messages():
 @pytest.mark.parametrize("code", CASES)
 def test_input_of_a_wrong_type_or_shape_is_rejected(messages, code):
     assert messages[code] == CASES[code]
+
+
+@pytest.mark.parametrize("code", CONVERTED)
+def test_numbers_and_ids_of_other_types_count_as_plain_ones(messages, code):
+    assert messages[code] == "accepted"

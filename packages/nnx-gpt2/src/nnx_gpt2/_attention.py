@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nnx_gpt2._bfloat16 import compute_capability, has_bfloat16
 from nnx_gpt2._dropout import check_key, dropout, split_key
-from nnx_gpt2._errors import is_number, kind, require, shown
+from nnx_gpt2._errors import is_number, kind, plain, require, shown
 from nnx_gpt2._model_config import SPLASH_MULTIPLE, AttentionBackend
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain, under_mesh
 from nnx_gpt2._token_ids import has_type
@@ -63,6 +63,7 @@ def causal_attention(
             the inputs.
     """
     _check_inputs(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
+    dropout_rate = plain(dropout_rate)
     is_rate = is_number(dropout_rate) and 0 <= dropout_rate < 1
     require(is_rate, "dropout_rate", "be in [0, 1)", shown(dropout_rate))
     if dropout_key is not None:

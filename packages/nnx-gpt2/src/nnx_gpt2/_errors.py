@@ -1,6 +1,8 @@
 """The wording that all errors of this package share."""
 
 import numbers
+import os
+from pathlib import Path
 from typing import Any
 
 # Upper limits on the characters of a value, and of a text that an error composes of several values.
@@ -29,8 +31,11 @@ def shown(value: Any) -> str:
     """Return the `repr` of a value for an error: on one line, at most 80 characters."""
     try:
         return one_line(repr(value))
+    except RecursionError:
+        return f"a very large {type(value).__name__}"
     except ValueError:  # Python writes no int of more than 4,300 digits
-        return "a number of more than 4,300 digits"
+        is_int = isinstance(value, int)
+        return "a number of more than 4,300 digits" if is_int else f"a very large {type(value).__name__}"
 
 
 def value_error(name: str, constraint: str, got: Any, remedy: str = "") -> ValueError:
@@ -55,7 +60,8 @@ def require(holds: bool, name: str, constraint: str, got: Any, remedy: str = "")
 def kind(value: Any) -> str:
     """Return what a value is, for an error: the type and shape of an array, a short value, or the name of its type."""
     if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(value.shape)}"
+        masked = "masked " if type(value).__name__ == "MaskedArray" else ""
+        return f"{masked}{value.dtype}{list(value.shape)}"
     is_short = value is None or isinstance(value, (str, bytes, numbers.Number))
     return shown(value) if is_short else f"an object of type {type(value).__name__}"
 
@@ -64,6 +70,27 @@ def check_type(name: str, value: Any, expected: Any, remedy: str = "") -> None:
     """Raise `value_error` unless a value has the type, or one of a union of types."""
     wanted = getattr(expected, "__name__", str(expected))
     require(isinstance(value, expected), name, f"be of type {wanted}", kind(value), remedy)
+
+
+def check_path(name: str, path: Any) -> Path:
+    """Return the path of a file or folder. Raise `value_error` if no file can have it."""
+    check_type(name, path, str | os.PathLike)
+    try:
+        is_path = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        is_path = False
+    require(is_path, name, "be a name that a file can have", shown(path))
+    return Path(os.fsdecode(path))
+
+
+def plain(value: Any) -> Any:
+    """Return a number as an int or a float: small integers of numpy overflow, and jax takes no fractions."""
+    if _is_a(numbers.Integral, value):
+        return int(value)
+    try:
+        return float(value) if _is_a(numbers.Real, value) else value
+    except OverflowError:  # beyond the range of a float: the check of its range rejects it
+        return value
 
 
 def is_number(value: Any) -> bool:

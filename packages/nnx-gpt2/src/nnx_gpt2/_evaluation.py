@@ -5,13 +5,12 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
 
-from nnx_gpt2._errors import check_type, is_whole, kind, require, shown, value_error
+from nnx_gpt2._errors import INT32_MAX, check_path, check_type, is_whole, kind, require, shown, value_error
 from nnx_gpt2._model import GPT2, split_params
 from nnx_gpt2._token_ids import check_ids
 from nnx_gpt2._train_step import make_eval_step
@@ -68,6 +67,7 @@ def evaluate_tokens(
     require(num_predicted >= 1, "tokens", "be at least 2", len(tokens))
     require(is_whole(stride, 1, seq_len), "stride", f"be 1 to {seq_len}, the model's context", shown(stride))
     require(is_whole(batch_size, 1), "batch_size", "be at least 1", shown(batch_size))
+    stride, batch_size = int(stride), int(batch_size)  # those of numpy could overflow
     length = min(seq_len, num_predicted)
     # The first token of each window. The last window ends with the tokens.
     starts = [min(start, num_predicted - length) for start in range(0, num_predicted - length + stride, stride)]
@@ -136,10 +136,11 @@ def read_questions(path: str | os.PathLike[str]) -> Iterator[Question]:
     Each line is an object with `ctx`, a text; `endings`, a list of texts; `label`, the index of the right ending.
 
     Raises:
-        ValueError: a line has another form. The message has its number.
+        ValueError: the path is a folder, or a line has another form. The message has its number.
     """
-    check_type("path", path, str | os.PathLike)
-    with Path(path).open("rb") as file:
+    source = check_path("path", path)
+    require(not source.is_dir(), "path", "be a file", f"the folder {shown(str(source))}")
+    with source.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -219,6 +220,6 @@ def evaluate_choices(
 
 def _ids(encoded: Any) -> list[int]:
     ids = list(encoded) if isinstance(encoded, Iterable) else []
-    is_list = isinstance(encoded, Iterable) and all(is_whole(one, 0) for one in ids)
+    is_list = isinstance(encoded, Iterable) and all(is_whole(one, 0, INT32_MAX) for one in ids)
     require(is_list, "encode", "return a list of token ids", shown(encoded))
     return ids

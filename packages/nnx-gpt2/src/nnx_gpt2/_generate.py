@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._dropout import check_key
-from nnx_gpt2._errors import INT32_MAX, check_type, is_number, is_whole, require, shown
+from nnx_gpt2._errors import INT32_MAX, check_type, is_number, is_whole, kind, require, shown, value_error
 from nnx_gpt2._model import GPT2, Block
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._token_ids import check_end_of_text, check_ids
@@ -92,7 +92,7 @@ def generate(
     check_type("model", model, GPT2)
     check_type("use_cache", use_cache, bool)
     check_type("prompts", prompts, Iterable)
-    rows = [np.asarray(prompt) for prompt in prompts]
+    rows = [_row(prompt) for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
     _check_sampling(
         model.config, rows, key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -131,6 +131,13 @@ def generate(
         for text, row, first, last in zip(texts, tokens_BW, lengths, ends_B, strict=True):
             text += row[first:last].tolist()
     return texts
+
+
+def _row(prompt: Any) -> np.ndarray:
+    try:
+        return np.asarray(prompt)
+    except ValueError as error:  # lists of several lengths
+        raise value_error("each prompt", "be a list of token ids", kind(prompt)) from error
 
 
 def _check_sampling(

@@ -1,6 +1,6 @@
 """Sizes of the mesh axes that a set of devices allows, in plain numbers. Imports no jax."""
 
-from nnx_gpt2._errors import is_whole, require, shown
+from nnx_gpt2._errors import is_whole, plain, require, shown
 
 
 def check_mesh(
@@ -21,6 +21,8 @@ def check_mesh(
         ValueError: a number is no whole number or below 1, the axes do not divide the devices, `tensor` spans
             processes, or `fsdp` or `tensor` spans slices.
     """
+    fsdp, tensor, num_devices = plain(fsdp), plain(tensor), plain(num_devices)
+    devices_per_process, devices_per_slice = plain(devices_per_process), plain(devices_per_slice)
     for name, number in (
         ("num_devices", num_devices),
         ("devices_per_process", devices_per_process),

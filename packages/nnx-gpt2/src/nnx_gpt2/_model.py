@@ -22,12 +22,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._dropout import check_key, dropout, split_key
 from nnx_gpt2._embedding import logits, lookup
-from nnx_gpt2._errors import check_type, is_whole, require, shown, value_error
+from nnx_gpt2._errors import check_type, is_whole, plain, require, shown, value_error
 from nnx_gpt2._model_config import DType, GPT2Config
 from nnx_gpt2._params import Params, check_layers, dotted_name
 from nnx_gpt2._pretrained import check_changes, locate_pretrained, read_config, read_params, write_pretrained
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain
-from nnx_gpt2._token_ids import check_ids, check_range
+from nnx_gpt2._token_ids import as_native, check_ids, check_range
 
 # The standard deviation of GPT-2's initial weights.
 INIT_STD = 0.02
@@ -306,14 +306,19 @@ class GPT2(nnx.Module):
         """Return the sum of token and position embeddings. `wte` is None if the tokens must be looked up.
 
         Raises:
-            ValueError: tokens or positions are no integers, or, outside jit, lie outside the model's tables.
+            ValueError: tokens or positions are no integers, positions have a shape that does not broadcast to that of
+                the tokens, or, outside jit, they lie outside the model's tables.
         """
         check_range(positions, self.config.seq_len, "positions")
         wpe_TC = constrain(self.wpe.embedding[...].astype(self.config.dtype), None, None)
         if wte is None:
             check_range(tokens, self.config.vocab_size, "token ids")
-            wte, _ = lookup(self.wte.embedding[...], tokens, self.config.dtype)
-        return wte + wpe_TC[positions]
+            wte, _ = lookup(self.wte.embedding[...], as_native(tokens), self.config.dtype)
+        shape = wte.shape[:-1]
+        sizes = zip(positions.shape[::-1], shape[::-1], strict=False)
+        fits = positions.ndim <= len(shape) and all(size in (1, want) for size, want in sizes)
+        require(fits, "positions", f"have the shape {list(shape)} of the tokens, or sizes of 1", str(positions.shape))
+        return wte + wpe_TC[as_native(positions)]
 
     def padded_logits(self, x_MC: Float[Array, "M C"]) -> Float[Array, "M P"]:
         """Apply the tied head. The logits are float32 at least. The columns from `vocab_size` on are padding."""
@@ -326,6 +331,7 @@ class GPT2(nnx.Module):
             ValueError: there is no such layer.
         """
         last = self.config.num_layers - 1
+        i = plain(i)
         require(is_whole(i, 0, last), "the index of a layer", f"be 0 to {last}", shown(i))
         if not self.config.scan_layers:
             return self.h[i]

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, require, shown
+from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, plain, require, shown
 
 DType = Literal["bfloat16", "float32", "float64"]
 SPLASH_MULTIPLE = 128
@@ -80,6 +80,8 @@ class GPT2Config:
             is_default, most = size is None and name == "mlp_dim", _MOST.get(name, _MOST_OTHERWISE)
             holds = is_default or (isinstance(size, int) and is_whole(size, 1, most))
             require(holds, f"model.{name}", f"be a whole number from 1 to {most}", shown(size))
+        for name in ("norm_epsilon", "dropout_rate"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         dim, num_heads, epsilon, rate = self.embed_dim, self.num_heads, self.norm_epsilon, self.dropout_rate
         require(dim % num_heads == 0, "model.embed_dim", "be a multiple of model.num_heads", f"{dim} and {num_heads}")
         for name, constraint, holds in (
@@ -99,6 +101,7 @@ class GPT2Config:
         Raises:
             ValueError: the message names the axis, its size, and the dimension.
         """
+        fsdp, tensor = plain(fsdp), plain(tensor)
         for axis, size, name, dim in (
             ("tensor", tensor, "num_heads", self.num_heads),
             ("tensor", tensor, "mlp_dim", self.feed_forward_dim),

@@ -9,9 +9,10 @@ import optax
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, muon
 
-from nnx_gpt2._errors import INT32_MAX, check_type, is_whole, require, shown
+from nnx_gpt2._errors import INT32_MAX, check_type, is_number, is_whole, kind, plain, require, shown
 from nnx_gpt2._optimizer_config import OptimizerConfig
 from nnx_gpt2._params import dotted_name
+from nnx_gpt2._token_ids import has_type
 
 # Muon's updates are scaled to this root mean square, which is about that of AdamW's updates. One learning rate then
 # fits both: Liu et al., 2025, arXiv:2502.16982, section 2.2.
@@ -28,9 +29,11 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
     at the peak. A run of `cosine` or `constant` may be shorter than its warmup.
 
     Raises:
-        ValueError: `max_steps` is below 1, or warmup and decay of `wsd` are longer than the run.
+        ValueError: `max_steps` is below 1, or warmup and decay of `wsd` are longer than the run. The schedule raises
+            ValueError if a step is no number, or above the largest int32.
     """
     check_type("config", config, OptimizerConfig)
+    max_steps = plain(max_steps)
     is_length = is_whole(max_steps, 1, INT32_MAX)
     require(is_length, "max_steps", f"be at least 1 and at most {INT32_MAX}", shown(max_steps))
     peak, end, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
@@ -54,7 +57,14 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
         case _:
             assert_never(config.schedule)
     schedule = optax.join_schedules(parts, starts)
-    return lambda step: jnp.asarray(schedule(step))
+
+    def rate(step: ArrayLike) -> jax.Array:
+        count: Any = plain(step)
+        is_step = has_type(count, jnp.number) or (is_number(count) and -INT32_MAX <= count <= INT32_MAX)
+        require(is_step, "step", f"be an array of numbers, or a number of at most {INT32_MAX}", kind(count))
+        return jnp.asarray(schedule(count))
+
+    return rate
 
 
 def _is_weight(path: tuple[Any, ...]) -> bool:

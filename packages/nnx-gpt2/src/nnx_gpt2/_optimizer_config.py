@@ -1,9 +1,9 @@
 """The configuration of the optimizer. Imports no jax."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, require, shown
+from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, plain, require, shown
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -49,6 +49,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
+        for field in fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         peak, end, decay = self.learning_rate, self.min_learning_rate, self.decay_steps
         between = f"lie between 0 and optimizer.learning_rate ({shown(peak)})"
         finite = "be finite and not negative"

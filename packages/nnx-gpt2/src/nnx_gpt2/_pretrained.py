@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from nnx_gpt2._errors import check_type, is_whole, one_line, require, shown, value_error
+from nnx_gpt2._errors import check_path, check_type, is_whole, one_line, plain, require, shown, value_error
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import Params
 from nnx_gpt2._token_ids import check_end_of_text
@@ -161,8 +161,7 @@ def write_pretrained(
     """Write parameters and `config.json`; see `GPT2.save_pretrained`."""
     check_end_of_text(end_of_text, config.vocab_size)
     require(is_whole(max_shard_bytes, 1), "max_shard_bytes", "be a whole number of at least 1", shown(max_shard_bytes))
-    check_type("path", path, str | os.PathLike)
-    folder = Path(path)
+    folder = check_path("path", path)
     if (folder / _CONFIG).exists():
         is_model = "model_type" in _read_object(folder / _CONFIG)
         require(is_model, str(folder / _CONFIG), "be that of a model", "another", "Give another folder.")
@@ -191,7 +190,7 @@ def write_pretrained(
     if len(shards) > 1:
         weight_map = {name: file_name(i) for i, shard in enumerate(shards) for name in shard}
         _write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    _write_json(folder / _CONFIG, _describe(config, end_of_text))
+    _write_json(folder / _CONFIG, _describe(config, plain(end_of_text)))
     # Remove files of an earlier model that would be read instead of these files, or with them.
     names = {file_name(i) for i in range(len(shards))} | ({_INDEX} if len(shards) > 1 else set())
     for stale in [*folder.glob("model*.safetensors"), folder / _INDEX]:

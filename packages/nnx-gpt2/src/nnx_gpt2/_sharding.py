@@ -20,13 +20,16 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Integer, PyTree
 
-from nnx_gpt2._errors import check_type, is_whole, kind, require, shown, value_error
+from nnx_gpt2._errors import INT32_MAX, check_type, is_whole, kind, plain, require, shown, value_error
 from nnx_gpt2._mesh_sizes import check_mesh
 from nnx_gpt2._params import dotted_name
-from nnx_gpt2._token_ids import check_batch
+from nnx_gpt2._token_ids import check_batch, for_device
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
+
+# Dimensions that an array of numpy can have.
+_MOST_DIMS = 64
 
 # The sharding of each parameter by the end of its name. All other parameters are replicated.
 # A parameter that is stacked over layers has one more leading dimension, which is not split.
@@ -74,6 +77,7 @@ def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None =
         devices_per_process=next(iter(counts.values()), 0),
         devices_per_slice=_devices_per_slice(in_order),
     )
+    fsdp, tensor = plain(fsdp), plain(tensor)
     shape = (len(in_order) // (fsdp * tensor), fsdp, tensor)
     if len(counts) == 1:
         # Any order keeps the rows of a single process in place. On a TPU host jax finds the fastest order.
@@ -104,7 +108,9 @@ def param_spec(name: str, num_dims: int) -> PartitionSpec:
         ValueError: an argument has another type.
     """
     check_type("name", name, str)
-    require(is_whole(num_dims, 0), "num_dims", "be a whole number of at least 0", shown(num_dims))
+    num_dims = plain(num_dims)
+    is_dims = is_whole(num_dims, 0, _MOST_DIMS)
+    require(is_dims, "num_dims", f"be a whole number from 0 to {_MOST_DIMS}", shown(num_dims))
     for suffix, spec in _RULES.items():
         if name.endswith(suffix) and num_dims:
             return PartitionSpec(*[None] * (num_dims - len(spec)), *spec)
@@ -154,10 +160,12 @@ def put_batch(local_rows: Integer[np.ndarray, "b T"], mesh: Mesh) -> Integer[Arr
         mesh: the result of `make_mesh`.
 
     Raises:
-        ValueError: the rows are not integers of shape [rows, tokens], the axes `data` and `fsdp` do not divide their
-            number, or the mesh places rows of other processes on devices of this process.
+        ValueError: the rows are not integers of shape [rows, tokens], 64-bit integers lie outside [0, 2**31), the axes
+            `data` and `fsdp` do not divide the number of rows, or the mesh places rows of other processes on devices of
+            this process.
     """
     check_batch(local_rows, "rows")
+    local_rows = for_device(local_rows, INT32_MAX + 1, "rows")
     sharding = batch_sharding(mesh)
     rank, num_processes = _place_among_processes(mesh)
     first, num_rows = rank * len(local_rows), num_processes * len(local_rows)

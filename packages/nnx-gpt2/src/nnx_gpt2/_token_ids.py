@@ -52,8 +52,30 @@ def check_range(indices: Any, size: int, name: str) -> None:
 
 
 def has_type(x: Any, dtype: Any) -> bool:
-    """Return whether a value is an array of numpy or jax whose type is of this kind, such as `jnp.integer`."""
-    return isinstance(x, (np.ndarray, jax.Array)) and _is_subtype(x.dtype, dtype)
+    """Return whether a value is an array of numpy or jax, not masked, of a kind of types such as `jnp.integer`."""
+    is_array = isinstance(x, (np.ndarray, jax.Array)) and not isinstance(x, np.ma.MaskedArray)
+    return is_array and _is_subtype(x.dtype, dtype)
+
+
+def as_native(ids: Any) -> Any:
+    """Return an array in the byte order of this machine, the only one that jax takes."""
+    return ids if ids.dtype.isnative else ids.astype(ids.dtype.newbyteorder("="))
+
+
+def for_device(ids: Any, size: int, name: str) -> Any:
+    """Check a batch of numpy, and return it in the byte order of devices. Another batch is returned as it is.
+
+    The range of types above 32 bits is checked here: jax would cut them to 32 bits.
+
+    Raises:
+        ValueError: see `check_batch`; or ids of such a type lie outside [0, size).
+    """
+    if not isinstance(ids, np.ndarray):
+        return ids
+    check_batch(ids, name)
+    if ids.dtype.itemsize > 4:
+        check_range(ids, size, name)
+    return as_native(ids)
 
 
 @cache

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, use_abstract_mesh
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from nnx_gpt2._dropout import check_key
-from nnx_gpt2._errors import INT32_MAX, check_type, is_whole, require, shown
+from nnx_gpt2._errors import INT32_MAX, check_type, is_whole, kind, plain, require, shown
 from nnx_gpt2._loss import mean_loss, token_losses
 from nnx_gpt2._model import merge
 from nnx_gpt2._model_config import GPT2Config
@@ -63,11 +63,13 @@ def make_train_step(
     Raises:
         ValueError: an argument has another type, the parameters are bfloat16 (see `GPT2Config.check_trainable`), the
             mesh does not divide the model, `grad_accum_steps` is below 1, or `end_of_text` is no id of the model. The
-            step raises ValueError if it gets no state, no random key, or a batch that is not integers of shape
-            `[batch, tokens]`, or that devices and microbatches do not divide. (What jit cannot take as an array, such
-            as a text, is jax's TypeError.)
+            step raises ValueError if it gets no state, that of another optimizer, no random key, or a batch that is not
+            integers of shape `[batch, tokens]`, or that devices and microbatches do not divide. (What jit cannot take
+            as an array, such as a text, is jax's TypeError. It cuts 64-bit ids of numpy to 32 bits: `put_batch` rejects
+            those that do not fit.)
     """
     shapes = abstract_train_state(config, optimizer, mesh)
+    grad_accum_steps = plain(grad_accum_steps)
     require(is_whole(grad_accum_steps, 1), "grad_accum_steps", "be at least 1", shown(grad_accum_steps))
     check_end_of_text(end_of_text, config.vocab_size)
 
@@ -100,6 +102,9 @@ def make_train_step(
         state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         check_type("state", state, TrainState)
+        is_ours = jax.tree.structure(state.opt_state) == jax.tree.structure(shapes.opt_state)
+        remedy = "Make the state by create_train_state."
+        require(is_ours, "state.opt_state", "be a state of this step's optimizer", kind(state.opt_state), remedy)
         check_key(key)
         _check_windows(config, windows, mesh, grad_accum_steps)
         with _traced_over(mesh):
