@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -26,6 +27,10 @@ beartype_package("owt_data", conf=BeartypeConf(is_pep484_tower=True))  # an int 
 from owt_data import PrepareOptions, TokenSequence, TokenSpan, load_tokenizer, prepare  # noqa: E402 - see above
 
 SHARED_DATA = {"gpt2", "corpora"}
+
+# The tests, and what they start, answer signals also where the parent ignores them, as `nohup` does.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)
