@@ -143,6 +143,6 @@ def test_nine_workers_need_two_cpus_for_ray_data(tmp_path, monkeypatch):
     config = PRESETS["quickstart"]()
     steps = dataclasses.replace(config.train, global_batch_size=18)
     with pytest.raises(
-        LaunchError, match=r"must have 11 CPUs, 9 for the workers of cpu:9 and 2 for the tasks of Ray D"
+        LaunchError, match=r"must have 11 CPUs, 9 for the workers of cpu:9 and 2 for the tasks of Ray Data, got 10"
     ):
         train(dataclasses.replace(config, data="book.txt", hardware="cpu:9", train=steps))

@@ -18,8 +18,6 @@ from owt_data._cli import main
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 SCHEMA = pa.schema([("text", pa.large_string()), ("starts", pa.bool_()), ("ends", pa.bool_())])
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
-# Background processes of a shell inherit that Ctrl-C is ignored.
-HEED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
 NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
 
 
@@ -57,7 +55,7 @@ def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, rec
     record_property("fault", f"{', '.join(signals.split())} to prepare, 30 ms apart")
     record_property("lost", "the shards in progress")
     journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
-    process = start(corpus, tmp_path / "out", HEED)
+    process = start(corpus, tmp_path / "out")
     while not (journal.exists() and journal.stat().st_size):
         assert process.poll() is None
         time.sleep(0.002)
