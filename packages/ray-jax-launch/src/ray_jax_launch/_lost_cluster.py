@@ -22,7 +22,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from ray_jax_launch._errors import TrainingFailed
-from ray_jax_launch._ray_internals.ray_cluster import abandon_cluster, connected_node
+from ray_jax_launch._ray_internals.ray_cluster import abandon_cluster, connected_node, signals_in_python
 
 _LOOK_EVERY_S, _CONNECT_TIMEOUT_S = 1.0, 5.0
 # The control store of another cluster may be started again within Ray's minute.
@@ -120,7 +120,8 @@ def _abandon() -> None:
 def starting_ray() -> Iterator[None]:
     """Start Ray in the block. If a signal interrupts it, the process later exits with the code 130 at its end."""
     try:
-        yield
+        with signals_in_python():
+            yield
     except (KeyboardInterrupt, SystemExit):
         atexit.register(_exit_without_ray, _INTERRUPTED)
         raise

@@ -52,6 +52,21 @@ def own_processes(on_start: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def signals_in_python() -> Iterator[None]:
+    """Handle the signals of a driver that starts while the block runs in Python alone.
+
+    Ray's C++ code prints a stack at SIGTERM, and aborts a driver that then needs three seconds for its end. Ray reads
+    the environment variable when it is imported, and its other processes must keep their handler.
+    """
+    before = ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
+    try:
+        yield
+    finally:
+        ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = before
+
+
+@contextlib.contextmanager
 def only_this_machine() -> Iterator[None]:
     """Give a cluster that starts while the block runs the loopback address, on which alone its processes then listen.
 
