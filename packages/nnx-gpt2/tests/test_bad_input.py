@@ -26,6 +26,9 @@ question = Question(context="a", choices=("b",), answer=0)
 swapped, masked, schedule = ids.astype(">u2"), np.ma.array(ids, mask=True), learning_rate_schedule(settings, 10)
 folder = tempfile.TemporaryDirectory()
 wsd = dict(schedule="wsd", decay_steps=200)
+class BadText:
+    def __repr__(self):
+        raise RuntimeError("no text")
 deep = []
 for _ in range(100_000):
     deep = [deep]
@@ -93,6 +96,8 @@ CASES = {
     "list(read_questions('nowhere' + chr(0)))": f"{PATH} 'nowhere\\x00'.",
     "list(read_questions('.'))": "path must be a file, got the folder '.'.",
     "list(read_questions(''))": "path must be a file, got the folder '.'.",
+    "list(read_questions('x' + chr(10) * 5000))": PATH + " 'x" + r"\n" * 27 + r"\...n" + r"\n" * 9 + "'.",
+    "GPT2Config(num_layers=BadText())": f"model.num_layers {SIZE} one BadText, which has no text.",
     "GPT2Config(num_layers=deep)": f"model.num_layers {SIZE} a very large list.",
     "GPT2Config(num_layers=(10**5000,))": f"model.num_layers {SIZE} a very large tuple.",
     "generate(model, [1, 2], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} int64[1].",

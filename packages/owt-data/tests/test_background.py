@@ -162,7 +162,7 @@ def test_windows_are_the_same_after_every_kill(corpus, prepared_start, tmp_path,
     assert list(digests.values()) == window_digests(prepared_start.train, 0, 4000)
 
 
-def test_a_failure_after_the_first_tokens_reaches_the_readers(corpus, tmp_path):
+def test_a_failure_after_the_first_tokens_is_logged_and_reaches_the_readers(corpus, tmp_path, caplog):
     lines = corpus.read_text().splitlines(keepends=True)
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text("".join([*lines[:3000], '{"text": 7}\n', *lines[3000:]]))
@@ -171,15 +171,17 @@ def test_a_failure_after_the_first_tokens_reaches_the_readers(corpus, tmp_path):
         pytest.raises(DataError, match="must hold text"),
     ):
         window_digests(data.train, 0, 4000)
+    assert [one[:38] for one in caplog.messages] == ["no more text can be tokenized, the read"[:38]]
 
 
-def test_a_failure_before_the_first_tokens_is_raised(tmp_path):
+def test_a_failure_before_the_first_tokens_is_raised_and_not_logged(tmp_path, caplog):
     (tmp_path / "damaged.jsonl").write_text('{"text": 7}\n')
     with (
         pytest.raises(DataError, match="must hold text"),
         prepare_in_background(str(tmp_path / "damaged.jsonl"), tmp_path / "out", START),
     ):
         pytest.fail("the block must not run")
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("order", ["shuffle", "random"])

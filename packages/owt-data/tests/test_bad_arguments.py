@@ -23,6 +23,10 @@ data = open_tokens("book", tokenizer="bytes")
 tr, I = data.train, np.arange(3)
 text = {"block_size": 8, "tokenizer": "bytes"}
 
+class BadText:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
 def starts(indices=I, order="shuffle", seed=1, num_tokens=100, seq_len=8):
     return window_starts(indices, order=order, seed=seed, num_tokens=num_tokens, seq_len=seq_len)
 
@@ -76,6 +80,7 @@ CASES = {
     "PrepareOptions(split=5)": "split must be one of auto, documents, position, start, got 5. Choose one.",
     "PrepareOptions(val_fraction='0.1')": "val_fraction must be between 0 and 1, got '0.1'. Choose another share.",
     "PrepareOptions(split_seed='1')": "split_seed must be an integer of at least 0, got '1'. Choose another number.",
+    "PrepareOptions(split_seed=BadText())": "split_seed must be an integer of at least 0, got one BadText, which has",
     "PrepareOptions(split_seed=True)": "split_seed must be an integer of at least 0, got True.",
     "PrepareOptions(limit_rows=1.5)": "limit_rows must be an integer of at least 1, got 1.5.",
     "PrepareOptions(text_column=5)": "text_column must be UTF-8 text of at least 1 character, got 5. Change it.",

@@ -128,6 +128,13 @@ def keeping(**changed: Any):
 
 LONG = "a" * 300
 WRITABLE = "storage_path must be a folder that can be written, got "
+
+
+class BadText:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(100_000), 1)
 NO_PLACE = "a storage path must be a folder, or the text of a URI, got "
 UNWRITABLE = "the folder of the checkpoints must be writable, got "
@@ -214,6 +221,9 @@ CASES = {
     "number as storage": (launching(storage_path=3), f"{NO_PLACE}3"),
     "deep list as storage": (lambda _: latest_step(DEEP), f"{NO_PLACE}a very large list"),
     "deep list as config": (launching(config=DEEP), "the config of the loop must be a dict, got a very large list"),
+    "hardware without a text": (lambda _: parse_hardware(BadText()), "got one BadText, which has no text. Choose"),  # pyright: ignore[reportArgumentType]
+    "hardware of 7 digits": (lambda _: parse_hardware("cpu:1000000"), "these forms, with numbers of at most 6 digits."),
+    "lines as storage": (lambda _: latest_step("x\n" * 3000), r"x\nx\nx"),
     "hardware of 5,000 digits": (lambda _: parse_hardware(10**5000), "got a very large int"),  # pyright: ignore[reportArgumentType]
     "null in path": (launching(storage_path="a\0b"), NO_PLACE),
     "storage of nobody": (launching(storage_path="nowhere://x"), "the storage must be a folder, s3://bucket/path or gs://bucket/"),

@@ -33,7 +33,7 @@ from pretrain._errors import RunFailedError, UsageError, rejection, shown
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
 from pretrain._presets import PRESETS
 from pretrain._screen.facts import print_line
-from pretrain._surroundings.environment import check_open_files, check_variables, check_working_folder
+from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 _USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, ProfileCommand)
@@ -59,10 +59,11 @@ def main(args: Sequence[str] | None = None) -> int:
             sys.stdout.write(text)
             code = 0
         else:
-            check_working_folder()
+            check_folders()
+            check_ray_variables()
             command = parse_command(arguments)
             if isinstance(command, _USERS_OF_JAX):
-                check_open_files()
+                check_limits()
                 check_variables()
             hint = ": run the same command again to continue" if isinstance(command, PretrainConfig) else ""
             code = _run(command)

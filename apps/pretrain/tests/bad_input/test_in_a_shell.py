@@ -75,6 +75,22 @@ SHELL = [
         )
         for line in (TRAIN, "runs")
     ),
+    ("HOME='~' $PRETRAIN runs", 2, "HOME must be a folder, got '~'. Correct it."),
+    (f"PYTHONOPTIMIZE=2 $PRETRAIN {TRAIN}", 2, "Python must keep docstrings, which Ray reads, got -OO or PYTHONOPT"),
+    ("RAY_memory_usage_threshold=x $PRETRAIN runs", 2, "Ray must be able to read RAY_memory_usage_threshold, got a cr"),
+    *(
+        (f"{name}={value} $PRETRAIN runs", 2, f"{name} must be a positive number of seconds, got '{value}'. Correct or")
+        for name, value in (
+            ("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "x"),
+            ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "-1"),
+            ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "nan"),
+        )
+    ),
+    (
+        f"HF_HUB_DOWNLOAD_TIMEOUT=x $PRETRAIN {TRAIN} --hardware local --data one/two --name hub",
+        2,
+        "The variables HF_... must be values that the library `datasets` accepts, got invalid literal for int() with",
+    ),
     ("mkdir $'\\xff' && cd $'\\xff' && $PRETRAIN runs", 2, "the working folder must have a name in UTF-8, got other"),
     ("$PRETRAIN sample $'\\xff'", 2, "RUN must be a text in UTF-8, got \\udcff. Change it."),
     ("$PRETRAIN report run $'\\xff'", 2, "RUN must be texts in UTF-8, got run \\udcff. Change it."),
@@ -95,6 +111,7 @@ SHELL = [
                 "JAX_ENABLE_X64=maybe",
                 "ValueError: invalid truth value 'maybe' for environment 'JAX_ENABLE_X64'.",
             ),
+            (EVAL, "JAX_DEBUG_NANS=", "ValueError: invalid truth value '' for environment 'JAX_DEBUG_NANS'."),
             (TRAIN, "JAX_DEFAULT_MATMUL_PRECISION=x", 'ValueError: Invalid value "x" for JAX flag jax_default_matmul'),
             (SAMPLE, "XLA_FLAGS=garbage", 'Could not open file "garbage"'),
             (EVAL, "XLA_FLAGS=--bogus=1", "Unknown flag in XLA_FLAGS: --bogus=1. Correct or unset it."),
@@ -125,6 +142,7 @@ SHELL = [
         for path in ("book.txt", "book.txt/x")
     ),
     (f"ulimit -f 0; $PRETRAIN {EXPORT}", 2, "files and the network must be usable, got No usable temporary directory"),
+    (f"ulimit -v 3000000; $PRETRAIN {TRAIN}", 2, "a process must be allowed to map at least 4 GiB of memory, got 2929"),
     (f"ulimit -n 100; $PRETRAIN {TRAIN}", 2, "a process must be allowed to open at least 256 files, got 100. Raise"),
     ("ulimit -S -n 100; ulimit -H -n 1000; $PRETRAIN sample run --max-new-tokens 3 > /dev/null", 0, ""),
     ("mkfifo pipe; $PRETRAIN --config pipe", 2, "--config must be a file, got pipe, a pipe or a device."),

@@ -36,6 +36,8 @@ def shown(value: Any) -> str:
     except ValueError:  # Python writes no int of more than 4,300 digits
         is_int = isinstance(value, int)
         return "a number of more than 4,300 digits" if is_int else f"a very large {type(value).__name__}"
+    except Exception:  # the value's own
+        return f"one {type(value).__name__}, which has no text"
 
 
 def value_error(name: str, constraint: str, got: Any, remedy: str = "") -> ValueError:
@@ -72,11 +74,16 @@ def check_type(name: str, value: Any, expected: Any, remedy: str = "") -> None:
     require(isinstance(value, expected), name, f"be of type {wanted}", kind(value), remedy)
 
 
+# No path of Linux has more, with the zero byte at its end.
+_MOST_PATH_BYTES = 4096
+
+
 def check_path(name: str, path: Any) -> Path:
     """Return the path of a file or folder. Raise `value_error` if no file can have it."""
     check_type(name, path, str | os.PathLike)
     try:
-        is_path = b"\0" not in os.fsencode(path)
+        name_bytes = os.fsencode(path)
+        is_path = b"\0" not in name_bytes and len(name_bytes) < _MOST_PATH_BYTES
     except UnicodeEncodeError:  # half of a surrogate pair
         is_path = False
     require(is_path, name, "be a name that a file can have", shown(path))

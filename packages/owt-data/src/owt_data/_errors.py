@@ -36,6 +36,8 @@ def show(value: object) -> str:
         return _shorten(" ".join(repr(value).split()), _VALUE_CHARS)
     except (ValueError, RecursionError):  # an integer of more than 4300 digits, or nested values
         return f"a very large {type(value).__name__}"
+    except Exception:  # the value's own
+        return f"one {type(value).__name__}, which has no text"
 
 
 def show_name(name: object) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ _logger = logging.getLogger("ray_jax_launch")
 # Jobs of Ray, one per connection, whose workers' output Ray does not print.
 _silent_jobs: set[str] = set()
 
+_NICENESS = "RAY_worker_niceness"
 # Of the cluster that this process started last.
 _started: tuple[ClusterFolder, Reaper] | None = None
 
@@ -106,7 +108,7 @@ def _start(hardware: Hardware, *, dashboard: bool) -> None:
             "'ray[default]'."
         )
     # Ray's default is the niceness 15. Each short task of another process would then hold up a training step.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault(_NICENESS, "0")
     if _started is not None:  # its cluster has ended by `ray.shutdown`
         for part in _started:
             part.close()
@@ -126,9 +128,11 @@ def _start(hardware: Hardware, *, dashboard: bool) -> None:
             )
     except Exception as error:  # Ray raises Exception itself here
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        # Ray's own settings are named so, such as RAY_memory_usage_threshold.
+        given = ", ".join(sorted(name for name in os.environ if re.match("RAY_[a-z]", name) and name != _NICENESS))
+        remedy = f"Unset {given}" if given else "Free its memory, disk and ports"
         raise LaunchError(
-            f"this machine must be able to run Ray, got {reason}. Free its memory, disk and ports, or set RAY_ADDRESS "
-            "to a cluster."
+            f"this machine must be able to run Ray, got {reason}. {remedy}, or set RAY_ADDRESS to a cluster."
         ) from error
     _silent_jobs.add(ray.get_runtime_context().get_job_id())
 

@@ -17,6 +17,8 @@ def shown(value: object) -> str:
         return in_a_line(repr(value))
     except (ValueError, RecursionError):  # an integer of more than 4,300 digits, or a deep list
         return f"a very large {type(value).__name__}"
+    except Exception:  # the value's own
+        return f"one {type(value).__name__}, which has no text"
 
 
 def in_a_line(text: str, most: int = _MOST_CHARACTERS) -> str:

@@ -208,7 +208,9 @@ def parse_hardware(text: str) -> Hardware:
         return make(int(match[2]), int(match[3] or 1), min_workers=int(match[1]) if match[1] else None)
     if kind == "tpu" and (match := re.fullmatch(rf"([^:]+):([^:]+)(?::(?:{_COUNT}-)?{_COUNT})?", rest)):
         return tpu(match[1], match[2], int(match[4] or 1), min_slices=int(match[3]) if match[3] else None)
-    raise LaunchError(f"hardware must be {_FORMS}, got {shown(text)}. Choose one of these forms.")
+    raise LaunchError(
+        f"hardware must be {_FORMS}, got {shown(text)}. Choose one of these forms, with numbers of at most 6 digits."
+    )
 
 
 def _check_range(number: int, smallest: int | None, what: str) -> tuple[int, int]:

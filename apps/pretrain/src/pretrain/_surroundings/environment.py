@@ -1,5 +1,6 @@
-"""Surroundings in which no command can work: a deleted working folder, and wrong variables of XLA and JAX."""
+"""Surroundings in which no command can work: a deleted working folder, small limits, and wrong variables."""
 
+import contextlib
 import os
 import re
 import resource
@@ -7,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pretrain._errors import UsageError, short
+from pretrain._errors import UsageError, short, shown
 
 _IMPORT_JAX = "import jax; "
 _MAKE_DEVICES = "from jaxlib import xla_client; xla_client.make_cpu_client()"
@@ -28,16 +29,18 @@ _REJECTED = {
 }
 # A run with Ray on two CPU cores needs more than 128. The limit of macOS is 256.
 _FEWEST_OPEN_FILES, _OPEN_FILES = 256, 4096
+# Orbax could start no thread within 3 GiB, and a run with Ray needs less than 16.
+_LEAST_ADDRESS_SPACE = 4 << 30
 _CHOOSE_DEVICES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES")
 # A line of XLA's log: its level and date, its time, its thread, its place, and the message.
 _LOG_LINE = re.compile(r"^[EF]\d{4} [\d:.]+ +\d+ [^\]]*\] (.*)", re.MULTILINE)
 
 
-def check_working_folder() -> None:
-    """Check that the working folder exists, and that libraries can name it.
+def check_folders() -> None:
+    """Check that the working folder exists, and that libraries can name it and the home folder.
 
     Raises:
-        UsageError: it was deleted, or its name is not UTF-8.
+        UsageError: it was deleted, its name is not UTF-8, or there is no home folder.
     """
     try:
         os.getcwd().encode()  # noqa: PTH109 - Path.cwd() does the same
@@ -45,17 +48,20 @@ def check_working_folder() -> None:
         raise UsageError("the working folder must exist, got one that was deleted. Change to another folder.") from None
     except UnicodeEncodeError:
         raise UsageError("the working folder must have a name in UTF-8, got other bytes. Rename it.") from None
+    try:
+        Path.home()
+    except RuntimeError:
+        raise UsageError(f"HOME must be a folder, got {shown(os.environ.get('HOME'))}. Correct it.") from None
 
 
 def check_variables() -> None:
-    """Check the variables of XLA and JAX in a child process, if any is set: wrong ones abort a process.
+    """Check the variables of Python, and of XLA and JAX in a child process, if any is set: wrong ones abort a process.
 
     Raises:
-        UsageError: a run cannot work with a value, JAX cannot be imported, XLA cannot start, or Ray Train is not the
-            version that is needed.
+        UsageError: a run cannot work with a value, JAX cannot be imported, or XLA cannot start.
     """
-    if (version := os.environ.get("RAY_TRAIN_V2_ENABLED", "1")).lower() in ("0", "false"):
-        raise UsageError(f"RAY_TRAIN_V2_ENABLED must be 1, got {version}. Unset it.")
+    if sys.flags.optimize > 1:
+        raise UsageError("Python must keep docstrings, which Ray reads, got -OO or PYTHONOPTIMIZE=2. Leave it out.")
     for variable, (constraint, rejected) in _REJECTED.items():
         if (value := os.environ.get(variable, "")).lower() in rejected:
             raise UsageError(f"{variable} must be {constraint}, got {value}. Unset it.")
@@ -63,8 +69,9 @@ def check_variables() -> None:
         path = Path(cache)
         if any(one.exists() and not one.is_dir() for one in (path, *path.parents)):
             raise UsageError(f"JAX_COMPILATION_CACHE_DIR must be a folder, got {short(cache)}. Correct or unset it.")
-    names = [name for name in os.environ if name == "XLA_FLAGS" or name.startswith("JAX_")]
-    names = [name for name in names if name not in _UNCHECKED and os.environ[name].strip()]
+    names = [name for name in os.environ if name.startswith("JAX_") and name not in _UNCHECKED]
+    if os.environ.get("XLA_FLAGS", "").strip():
+        names.append("XLA_FLAGS")
     if not names:
         return
     try:
@@ -81,19 +88,54 @@ def check_variables() -> None:
         raise UsageError(f"JAX and XLA must accept {', '.join(sorted(names))}, got {reason.rstrip('.')}. {remedy}")
 
 
+def check_ray_variables() -> None:
+    """Check the variables of Ray, and those of its C++ code in a child process: wrong ones crash a process.
+
+    Raises:
+        UsageError: a value is wrong, or Ray Train is not the version that is needed.
+    """
+    if (version := os.environ.get("RAY_TRAIN_V2_ENABLED", "1")).lower() in ("0", "false"):
+        raise UsageError(f"RAY_TRAIN_V2_ENABLED must be 1, got {version}. Unset it.")
+    for name, value in os.environ.items():
+        if re.fullmatch(r"RAY_TRAIN_\w+_S", name) and not _is_duration(value):
+            raise UsageError(f"{name} must be a positive number of seconds, got {shown(value)}. Correct or unset it.")
+    names = sorted(name for name in os.environ if re.match("RAY_[a-z]", name))
+    if not names:
+        return
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the machine is busy
+        command = [sys.executable, "-c", "import ray._raylet"]
+        if subprocess.run(command, capture_output=True, check=False, timeout=_WITHIN_S).returncode:
+            raise UsageError(
+                f"Ray must be able to read {', '.join(names)}, got a crash. Correct or unset what is wrong."
+            )
+
+
+def _is_duration(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
 def is_on(variable: str) -> bool:
     """Return whether JAX takes the value of an environment variable for true."""
     return os.environ.get(variable, "").lower() in _TRUE
 
 
-def check_open_files() -> None:
-    """Raise the number of files that this process may open to the most it may set, and check that it is enough.
+def check_limits() -> None:
+    """Raise the number of files that this process may open to the most it may set, and check the limits of `ulimit`.
 
-    Ray, Orbax and XLA wait or abort where a file cannot be opened.
+    Ray, Orbax and XLA wait or abort where a file cannot be opened, or memory cannot be mapped.
 
     Raises:
-        UsageError: it is too small.
+        UsageError: a limit is too small.
     """
+    memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if memory != resource.RLIM_INFINITY and memory < _LEAST_ADDRESS_SPACE:
+        raise UsageError(
+            f"a process must be allowed to map at least {_LEAST_ADDRESS_SPACE >> 30} GiB of memory, got "
+            f"{memory >> 20} MiB. Raise the limit with `ulimit -v`."
+        )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
         soft = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)

@@ -90,7 +90,7 @@ class _Worker:
     def __init__(self, folder: Path, progress: Report | None) -> None:
         self.folder, self.stop = folder, threading.Event()
         self._progress = progress
-        self._begun, self._ended = threading.Event(), threading.Event()
+        self._begun, self._is_read, self._ended = threading.Event(), threading.Event(), threading.Event()
         self.error: Exception | None = None
 
     def run(self, sources: Names, options: PrepareOptions, *, num_processes: int | None, use_ray: bool) -> None:
@@ -103,7 +103,7 @@ class _Worker:
             pass
         except Exception as error:  # of any kind: `wait` raises it in the other thread
             self.error = error
-            if self._begun.is_set():  # else `wait` raises it at once
+            if self._is_read.is_set():  # else `wait` raises it at once
                 _log.warning("no more text can be tokenized, the readers get what exists: %s", error)
         finally:
             note_end(self.folder, self.error)
@@ -119,6 +119,7 @@ class _Worker:
         while not self._ended.is_set():
             has_begun = self._begun.is_set()  # all shards of the validation text exist, unless it is part of one text
             if has_begun and len(val):
+                self._is_read.set()
                 return
             if has_begun and not is_one_source:
                 raise DataError("The text of val=... must have at least one document, got none. Give more text.")

@@ -13,7 +13,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from owt_data._errors import check_column, check_integer, file_errors, not_format, not_text, not_utf8, one_line, show
+from owt_data._errors import (
+    DataError,
+    check_column,
+    check_integer,
+    file_errors,
+    not_format,
+    not_text,
+    not_utf8,
+    one_line,
+    show,
+)
 from owt_data._sources.json_lines import read_json_texts
 from owt_data._sources.names import BUILTIN, HUB, HubLayout, Source, find_source
 from owt_data._sources.rows import StartsDocument, every_row, read_lines
@@ -95,7 +105,13 @@ class Documents:
         self._hub = None
         if source.kind == HUB:
             # The import of `datasets` takes more than a second, which files must not wait for.
-            from owt_data._sources.hub import HubRows
+            try:
+                from owt_data._sources.hub import HubRows
+            except ValueError as error:  # a variable such as HF_HUB_DOWNLOAD_TIMEOUT is no number
+                raise DataError(
+                    f"The variables HF_... must be values that the library `datasets` accepts, got {one_line(error)}. "
+                    "Correct them, or unset them."
+                ) from error
 
             self._hub = HubRows(source, revision)
 

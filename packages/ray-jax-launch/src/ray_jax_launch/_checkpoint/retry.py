@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._errors import LaunchError, in_a_line
 
 # Seconds between the attempts, about 15 s in total. pyarrow's S3 client repeats a request for 6 s before it fails.
 DELAYS_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -25,6 +25,7 @@ _PERMANENT_ANSWERS = ("ACCESS_DENIED", "NO_SUCH_BUCKET")
 # The answer of S3 if an object is deleted between the requests for its size and for its content.
 _ABSENT_ANSWER = "NO_SUCH_KEY"
 
+_MOST_CHARACTERS = 240
 _logger = logging.getLogger("ray_jax_launch")
 T = TypeVar("T")
 
@@ -52,7 +53,8 @@ def retry(what: str, action: Callable[[], T]) -> T:
             delay_s = next(delays_s, None) if _is_temporary(error) else None
             if delay_s is None:
                 raise LaunchError(
-                    f"{what} must be accessible, got {error}. Nothing was changed. Check the storage, then start again."
+                    f"{in_a_line(what, _MOST_CHARACTERS)} must be accessible, got {error}. Nothing was changed. Check "
+                    "the storage, then start again."
                 ) from error
             _logger.warning("%s cannot be accessed (%s): the next attempt is in %s s", what, error, delay_s)
         time.sleep(delay_s)
