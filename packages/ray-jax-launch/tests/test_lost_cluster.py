@@ -85,3 +85,24 @@ def test_a_launch_that_loses_its_cluster_ends_in_one_sentence_and_continues_late
     # Ray's C++ may log what it has lost.
     assert [line for line in before if not re.match(r"starting|worker 0|\[.* E \d+ \d+\] \w+\.cc:", line)] == []
     subprocess.run([*command, "60"], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.fault
+def test_a_killed_driver_of_a_cluster_that_stays_leaves_a_sentence(nodes, record_property):
+    """Ray's C++ may end a driver too, without an exception."""
+    record_property("fault", "SIGKILL of a command on a cluster that stays")
+    record_property("lost", "steps since the last checkpoint")
+    code = "from ray_jax_launch import connect; connect(); print('connected', flush=True); input()"
+    environment = os.environ | {"RAY_ADDRESS": nodes.address}
+    found = []
+    for is_killed in (True, False):
+        with subprocess.Popen(
+            [sys.executable, "-c", code], env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as driver:  # fmt: skip
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == "connected\n"
+            if is_killed:
+                driver.kill()
+            found.append((driver.communicate("\n", timeout=60)[1], driver.returncode))
+    assert found == [(f"{KILLED}\n", -signal.SIGKILL), ("", 0)]

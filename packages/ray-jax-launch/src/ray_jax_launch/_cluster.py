@@ -41,6 +41,8 @@ _silent_jobs: set[str] = set()
 _NICENESS = "RAY_worker_niceness"
 # Of the cluster that this process started last.
 _started: tuple[ClusterFolder, Reaper] | None = None
+# Of the cluster that this process joined last.
+_watcher: Reaper | None = None
 
 
 def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> None:
@@ -78,6 +80,10 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
 
 def _join(address: str) -> None:
     """Connect to a cluster."""
+    global _watcher
+    if _watcher is not None:  # of a cluster that this process has left by `ray.shutdown`
+        _watcher.close()
+    _watcher = Reaper(None)
     shown = repr(address) if len(address) < 200 else f"{address[:100]!r}... ({len(address)} characters)"
     try:
         url = urlsplit(address if "://" in address else f"//{find_address(address)}")

@@ -6,7 +6,7 @@ reads what to do from its standard input, a pipe that only the driver holds open
 looks which workers the cluster has: the raylet that started them may end before they do.
 
 A driver that has been killed cannot say so. Nor can one that Ray ends in C++, as it does after the death of its raylet
-or of an agent. This process says it then, on the driver's standard error.
+or of an agent. This process says it then, on the driver's standard error, also for a cluster that was there before.
 """
 
 import atexit
@@ -38,14 +38,14 @@ class Reaper:
     """The process that ends what a cluster leaves behind, started before the cluster.
 
     Args:
-        folder: of the cluster (`ClusterFolder.path`).
+        folder: of the cluster (`ClusterFolder.path`), or None for a cluster that was there before, and stays.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         reader, self._writer = os.pipe()  # the writing end closes with this process
         os.posix_spawn(
             sys.executable,
-            [sys.executable, "-m", "ray_jax_launch._reaper", str(folder.parent)],
+            [sys.executable, "-m", "ray_jax_launch._reaper", *([] if folder is None else [str(folder.parent)])],
             os.environ,
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, reader, 0),
@@ -90,7 +90,7 @@ def _birth(pid: int) -> str:
     return subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
 
 
-def _main(parent: Path) -> None:
+def _main(parents: list[str]) -> None:
     births: dict[int, str] = {}
     children: dict[int, str] = {}
     is_killed, unread = True, b""
@@ -119,10 +119,11 @@ def _main(parent: Path) -> None:
     for pid in births:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    clean_up(parent)
-    time.sleep(_LATE_S)
-    clean_up(parent)
+    for parent in map(Path, parents):
+        clean_up(parent)
+        time.sleep(_LATE_S)
+        clean_up(parent)
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main(sys.argv[1:])
