@@ -1,6 +1,7 @@
 """Each backend that this machine can run, against the plain formula."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,25 @@ def test_splash(masked):
 def test_cudnn(masked):
     q, k, v = (x.astype(jnp.bfloat16) for x in heads(256, head_dim=64))
     ids = segments(256) if masked else None
+    mixed = causal_attention(q, k, v, segment_ids_BT=ids, backend="cudnn")
+    np.testing.assert_allclose(mixed.astype(jnp.float32), plain(q, k, v, ids), atol=0.03)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="test_cudnn runs the kernel itself")
+@pytest.mark.parametrize("masked", [False, True])
+def test_cudnn_is_called_for_causal_attention_within_segments(masked, monkeypatch):
+    """The same call of jax, computed by its plain formula."""
+    attend = jax.nn.dot_product_attention
+
+    def attend_without_gpu(*heads, implementation, **options):
+        assert implementation == "cudnn"
+        return attend(*heads, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend_without_gpu)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability="9.0")])
+    q, k, v = (x.astype(jnp.bfloat16) for x in heads(64))
+    ids = segments(64) if masked else None
     mixed = causal_attention(q, k, v, segment_ids_BT=ids, backend="cudnn")
     np.testing.assert_allclose(mixed.astype(jnp.float32), plain(q, k, v, ids), atol=0.03)
 

@@ -12,26 +12,37 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent / "fixtures" / "hf-gpt2-tiny"
-REVISION = "a" * 40
-FILES = {name: (FOLDER / name).read_bytes() for name in ("config.json", "model.safetensors")}
-FILES["pytorch_model.bin"] = b"a pickle that is never requested"
+CONFIG, WEIGHTS = ((FOLDER / name).read_bytes() for name in ("config.json", "model.safetensors"))
+PICKLE = {"pytorch_model.bin": b"a pickle that is never requested"}
+INDEX = b'{"weight_map": {"wte.weight": "model-1.safetensors"}}'
+COMMITS = {"main": "a" * 40, "indexed": "b" * 40}
+FILES = {
+    COMMITS["main"]: {"config.json": CONFIG, "model.safetensors": WEIGHTS} | PICKLE,
+    COMMITS["indexed"]: {
+        "config.json": CONFIG, "model-1.safetensors": WEIGHTS, "model.safetensors.index.json": INDEX,
+    } | PICKLE,
+}  # fmt: skip
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Server of one repository, org/tiny, that records the requested files."""
+    """Server of one repository, org/tiny, with two revisions, that records the requested files."""
 
     requested: set[str]
 
     def do_GET(self):
         _, *parts = self.path.split("?")[0].split("/")
         if parts[:4] == ["api", "models", "org", "tiny"]:
-            answer: Any = {"_id": "0" * 24, "id": "org/tiny", "sha": REVISION, "siblings": []}
-            if parts[4] == "tree":
-                answer = [{"type": "file", "oid": "b" * 40, "path": n, "size": len(FILES[n])} for n in FILES]
+            kind, revision = parts[4:]
+            commit = COMMITS.get(revision, revision)
+            answer: Any = {"_id": "0" * 24, "id": "org/tiny", "sha": commit, "siblings": []}
+            if kind == "tree":
+                files = FILES[commit].items()
+                answer = [{"type": "file", "oid": "c" * 40, "path": n, "size": len(content)} for n, content in files]
             self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
-        elif parts[:3] == ["org", "tiny", "resolve"] and parts[4] in FILES:
-            self.requested.add(parts[4])
-            self.answer(200, FILES[parts[4]], {"ETag": f'"{parts[4]}"', "X-Repo-Commit": REVISION})
+        elif parts[:3] == ["org", "tiny", "resolve"] and parts[4] in FILES[parts[3]]:
+            _, _, _, commit, name = parts
+            self.requested.add(name)
+            self.answer(200, FILES[commit][name], {"ETag": f'"{name}"', "X-Repo-Commit": commit})
         else:
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
 
@@ -61,22 +72,23 @@ def hub():
     thread.join()
 
 
-def load(name, endpoint, cache):
+def load(name, endpoint, cache, revision="main"):
     code = (
         "import sys; from nnx_gpt2 import GPT2\n"
-        "try: print(GPT2.from_pretrained(sys.argv[1]).config)\n"
+        "try: print(GPT2.from_pretrained(sys.argv[1], revision=sys.argv[2]).config)\n"
         "except ValueError as error: print(error)"
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache)}
     return subprocess.run(
-        [sys.executable, "-c", code, name], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", code, name, revision], env=environment, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
 
 
-def test_a_model_is_downloaded_by_name_without_its_pickles(hub, tmp_path):
-    assert load("org/tiny", hub, tmp_path).startswith("GPT2Config(vocab_size=")
-    assert Hub.requested == {"config.json", "model.safetensors"}
+@pytest.mark.parametrize("revision", COMMITS)
+def test_a_revision_is_downloaded_without_its_pickles(hub, tmp_path, revision):
+    assert load("org/tiny", hub, tmp_path, revision).startswith("GPT2Config(vocab_size=")
+    assert Hub.requested == FILES[COMMITS[revision]].keys() - PICKLE.keys()
 
 
 def test_an_unknown_name_is_rejected(hub, tmp_path):

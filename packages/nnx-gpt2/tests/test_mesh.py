@@ -5,10 +5,12 @@ import math
 import re
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 import pytest
 
 from nnx_gpt2 import batch_sharding, check_mesh, make_mesh
+from nnx_gpt2._sharding import _place_among_processes
 
 
 @dataclass(frozen=True)
@@ -141,12 +143,24 @@ def test_processes_of_unequal_size_are_rejected():
         make_mesh(devices=sorted(devices, key=lambda device: device.process_index)[:7])
 
 
-def test_slices_with_alternating_processes_share_only_the_data_axis():
-    """Processes 0 and 2 are one slice, 1 and 3 the other: only groups within a process stay in a slice."""
-    devices = [Device(i, i // 4, (i % 4, 0, 0), 0, i // 4 % 2, "TPU v4") for i in range(16)]
-    assert make_mesh(fsdp=4, devices=devices).shape == {"data": 4, "fsdp": 4, "tensor": 1}
-    with pytest.raises(ValueError, match=re.escape("divides the 4 devices of one TPU slice, got 8 and 1.")):
-        make_mesh(fsdp=8, devices=devices)
+@pytest.mark.parametrize(
+    ("runs", "largest"), [([4, 4, 4, 4], 4), ([2, 4, 2], 2), ([2, 1, 1, 2], 1), ([3, 2, 3], 1)], ids=str
+)
+def test_slices_with_alternating_processes_share_only_the_data_axis(runs, largest):
+    """Two slices alternate after these numbers of devices: only groups within each run stay in a slice."""
+    slices = [number % 2 for number, length in enumerate(runs) for _ in range(length)]
+    devices = [Device(i, i, (i, 0, 0), 0, slice_index, "TPU v4") for i, slice_index in enumerate(slices)]
+    assert make_mesh(fsdp=largest, devices=devices).shape["fsdp"] == largest
+    message = f"divides the {largest} devices of one TPU slice, got {2 * largest} and 1."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_mesh(fsdp=2 * largest, devices=devices)
+
+
+def test_the_rank_in_a_mesh_counts_only_the_processes_of_the_mesh(monkeypatch):
+    devices = [device for device in tpu_devices("v6e", "4x4") if device.process_index in (1, 3)]
+    for process_index, place in ((1, (0, 2)), (3, (1, 2))):
+        monkeypatch.setattr(jax, "process_index", lambda process_index=process_index: process_index)
+        assert _place_among_processes.__wrapped__(make_mesh(devices=devices)) == place
 
 
 def test_one_host_keeps_the_order_that_jax_finds_best():

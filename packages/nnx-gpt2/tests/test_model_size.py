@@ -38,7 +38,7 @@ def test_flops_per_token():
     assert flops_per_token(gpt2()) == 855_166_464
 
 
-# TFLOP/s in dense bfloat16: NVIDIA's datasheets of A100, H100 and H200 (SXM), Google's of TPU v4, v5e, v5p and v6e.
+# TFLOP/s in dense bfloat16: NVIDIA's datasheets of A100, H100 and H200 (SXM), Google's of TPUs.
 @pytest.mark.parametrize(
     ("device_kind", "peak"),
     [
@@ -57,10 +57,15 @@ def test_flops_per_token():
         ("NVIDIA H200", 989),
         ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
+        ("TPU v2", 22.5),  # half a chip
+        ("TPU v3", 61.5),  # half a chip
         ("TPU v4", 275),
         ("TPU v5 lite", 197),
+        ("TPU v5e", 197),
         ("TPU v5", 459),
+        ("TPU v5p", 459),
         ("TPU v6 lite", 918),
+        ("TPU v6e", 918),
         ("TPU7x", 1153.5),  # half a chip
     ],
 )
