@@ -3,9 +3,18 @@ import dataclasses
 import jax
 import pytest
 
-from nnx_gpt2 import GPT2Config, OptimizerConfig, create_optimizer, create_train_state, estimate_memory, make_mesh
+from nnx_gpt2 import (
+    GPT2Config,
+    MemoryEstimate,
+    OptimizerConfig,
+    create_optimizer,
+    create_train_state,
+    estimate_memory,
+    make_mesh,
+)
 
 CONFIG = GPT2Config(vocab_size=512, seq_len=64, num_layers=4, num_heads=2, embed_dim=64)
+SMALL = GPT2Config(vocab_size=256, seq_len=64, num_layers=1, num_heads=2, embed_dim=32)
 
 
 def test_the_state_is_counted_to_the_byte():
@@ -15,13 +24,34 @@ def test_the_state_is_counted_to_the_byte():
     # The estimate also has the batch, the key, the metrics, and alignment.
     assert held < estimate.state_bytes < held + 8192
     assert estimate.temporary_bytes > 0
-    assert estimate.peak_bytes == estimate.state_bytes + estimate.temporary_bytes + estimate.code_bytes
+
+
+def test_the_peak_is_the_sum():
+    assert MemoryEstimate(state_bytes=1, temporary_bytes=20, code_bytes=300).peak_bytes == 321
+
+
+@pytest.mark.parametrize(("backend", "num_states"), [("cpu", 2), ("gpu", 1)])
+def test_only_a_state_that_is_not_donated_exists_twice(monkeypatch, backend, num_states):
+    """The other arrays of this step, mostly gradients, are smaller than a state."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    config = GPT2Config(vocab_size=128, seq_len=2, num_layers=1, num_heads=2, embed_dim=256)
+    estimate = estimate_memory(config, global_batch_size=1)
+    assert num_states < estimate.peak_bytes / estimate.state_bytes < num_states + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({"optimizer": OptimizerConfig(name="muon")}, 0.9), ({"mesh": make_mesh(fsdp=8)}, 0.25)],
+    ids=["muon", "fsdp=8"],
+)
+def test_the_state_is_that_of_the_optimizer_and_the_mesh(options, share):
+    plain, other = (estimate_memory(SMALL, global_batch_size=8, **changes).state_bytes for changes in ({}, options))
+    assert other < share * plain
 
 
 def test_microbatches_share_the_memory_of_a_batch():
-    config = GPT2Config(vocab_size=256, seq_len=64, num_layers=1, num_heads=2, embed_dim=32)
     at_once, in_microbatches = (
-        estimate_memory(config, global_batch_size=32, grad_accum_steps=num_microbatches).temporary_bytes
+        estimate_memory(SMALL, global_batch_size=32, grad_accum_steps=num_microbatches).temporary_bytes
         for num_microbatches in (1, 8)
     )
     assert at_once > 32 * 64 * 256 * 4  # the logits alone
