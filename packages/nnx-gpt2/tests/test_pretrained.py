@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,41 @@ def test_the_saved_config_describes_the_model(tmp_path):
     assert loaded == model.config
 
 
+@pytest.mark.parametrize(("vocab_size", "end_of_text"), [(50257, 50256), (50256, None)])
+def test_gpt2s_vocabulary_ends_documents_by_its_last_id(tmp_path, vocab_size, end_of_text):
+    config = GPT2Config(vocab_size=vocab_size, seq_len=2, num_layers=1, num_heads=1, embed_dim=2)
+    GPT2(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["bos_token_id"], saved["eos_token_id"]) == (end_of_text, end_of_text)
+
+
+def test_fields_that_do_not_describe_the_weights_are_the_callers():
+    changes: dict[str, Any] = {"dtype": "bfloat16", "attention": "xla", "remat": "full", "loss_chunk_tokens": 7}
+    config = GPT2.from_pretrained(FOLDER, **changes).config
+    assert config == GPT2Config(vocab_size=300, seq_len=32, num_layers=2, num_heads=3, embed_dim=48, **changes)
+
+
+def test_fields_that_a_config_lacks_are_gpt2s(copy):
+    sizes = {"vocab_size": 300, "n_positions": 32, "n_layer": 2, "n_head": 3, "n_embd": 48}
+    (copy / "config.json").write_text(json.dumps({**sizes, "activation_function": "gelu_pytorch_tanh"}))
+    config = GPT2.from_pretrained(copy).config
+    assert config == GPT2Config(
+        vocab_size=300, seq_len=32, num_layers=2, num_heads=3, embed_dim=48, mlp_dim=None, norm_epsilon=1e-5
+    )
+
+
+def test_weights_of_other_floating_point_types_are_converted(copy):
+    halves, doubles = (load_file(FOLDER / "model.safetensors")[f"transformer.{name}.weight"] for name in ("wte", "wpe"))
+    halves, doubles = halves.astype(np.float16), doubles.astype(np.float64)
+    change_tensors(
+        copy, lambda tensors: tensors.update({"transformer.wte.weight": halves, "transformer.wpe.weight": doubles})
+    )
+    params = split_params(GPT2.from_pretrained(copy))
+    assert (params["wte"]["embedding"].dtype, params["wpe"]["embedding"].dtype) == (jnp.float32, jnp.float32)
+    np.testing.assert_array_equal(params["wte"]["embedding"][:300], halves)
+    np.testing.assert_array_equal(params["wpe"]["embedding"], doubles)
+
+
 @pytest.mark.fault
 def test_a_save_that_fails_leaves_the_model_that_was_there(tmp_path, record_property):
     record_property("fault", "a parameter that cannot be read in the middle of an export")
@@ -140,10 +176,13 @@ def test_any_shape_survives_a_round_trip(tmp_path, scan_layers, param_dtype):
 
 def test_large_models_are_split_over_files_with_an_index(tmp_path):
     model = GPT2(ODD, rngs=nnx.Rngs(0))
-    model.save_pretrained(tmp_path, max_shard_bytes=40_000)
+    model.save_pretrained(tmp_path, max_shard_bytes=42_720)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    assert len(names) > 2
+    # The first file is exactly full.
+    sizes = [sum(array.nbytes for array in load_file(tmp_path / name).values()) for name in names]
+    assert max(sizes) == sizes[0] == 42_720
+    assert len(names) == 6
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     assert set(index["weight_map"].values()) == set(names)
     assert index["metadata"]["total_size"] == sum(a.nbytes for n in names for a in load_file(tmp_path / n).values())
@@ -152,6 +191,8 @@ def test_large_models_are_split_over_files_with_an_index(tmp_path):
     assert_same_params(GPT2.from_pretrained(tmp_path), model)
     model.save_pretrained(tmp_path)  # removes the files of the split model
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    model.save_pretrained(tmp_path, max_shard_bytes=42_720)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == names
 
 
 def test_files_as_openai_published_them_are_read(copy):
@@ -216,6 +257,7 @@ def test_tensors_that_do_not_fit_are_named(copy, change, message):
         ({"activation_function": "relu"}, "config.json must be 'gelu_new' or 'gelu_pytorch_tanh', got 'relu'."),
         ({"model_type": "llama"}, "config.json must be 'gpt2', got 'llama'. Only GPT-2 can be loaded."),
         ({"tie_word_embeddings": False}, "config.json must be True, got False."),
+        ({"scale_attn_weights": False}, "config.json must be True, got False."),
         ({"scale_attn_by_inverse_layer_idx": True}, "config.json must be False, got True."),
         ({"add_cross_attention": True}, "config.json must be False, got True."),
         (
