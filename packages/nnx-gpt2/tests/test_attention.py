@@ -89,6 +89,16 @@ def test_cudnn_is_called_for_causal_attention_within_segments(masked, monkeypatc
     np.testing.assert_allclose(mixed.astype(jnp.float32), plain(q, k, v, ids), atol=0.03)
 
 
+def test_auto_takes_splash_on_a_tpu_for_full_tiles_without_dropout(monkeypatch):
+    short, full, key = heads(100), heads(128), jax.random.key(0)
+    dropped = causal_attention(*full, dropout_rate=0.1, dropout_key=key, backend="xla")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    np.testing.assert_allclose(causal_attention(*short), plain(*short), atol=2e-6)
+    np.testing.assert_array_equal(causal_attention(*full, dropout_rate=0.1, dropout_key=key), dropped)
+    with pytest.raises(ValueError, match="Only interpret mode is supported on CPU backend"):  # the kernel's own error
+        causal_attention(*full)
+
+
 def test_there_is_no_array_of_all_pairs_of_positions():
     q, k, v = heads(512)
     program = jax.jit(lambda q, k, v: causal_attention(q, k, v)).lower(q, k, v).as_text()

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from nnx_gpt2 import causal_attention, has_bfloat16
+from nnx_gpt2 import GPT2, GPT2Config, causal_attention, generate, has_bfloat16
 
 OLD = SimpleNamespace(device_kind="Tesla T4", compute_capability="7.5")
 NEW = SimpleNamespace(device_kind="A100-SXM4-40GB", compute_capability="8.0")
@@ -48,3 +49,21 @@ def test_auto_takes_cudnn_on_a_new_gpu(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [NEW])
     with pytest.raises(RuntimeError, match="cuDNN is not detected"):  # jax itself looks for the library
         causal_attention(q, k, v)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN would not raise")
+def test_a_prompt_is_read_by_the_plain_formula_if_the_config_says_so(monkeypatch):
+    plain, auto = (
+        GPT2(
+            GPT2Config(
+                vocab_size=65, seq_len=16, num_layers=1, num_heads=2, embed_dim=32, dtype="bfloat16", attention=backend
+            ),
+            rngs=nnx.Rngs(0),
+        )
+        for backend in ("xla", "auto")
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [NEW])
+    assert len(generate(plain, [[1, 2, 3]], 2, temperature=0.0)[0]) == 5
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        generate(auto, [[1, 2, 3]], 2, temperature=0.0)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from nnx_gpt2 import (
     GPT2Config,
@@ -20,6 +21,7 @@ from nnx_gpt2 import (
     merge,
 )
 from nnx_gpt2._dropout import dropout
+from nnx_gpt2._model import Attention
 
 SGD = optax.sgd(1.0)
 
@@ -62,6 +64,17 @@ def test_embeddings_and_both_branches_of_each_layer_have_independent_masks(scan_
     np.testing.assert_allclose(sums, sums.round(), atol=1e-3)
     shares = np.bincount(sums.round().astype(int).ravel(), minlength=32) / sums.size
     np.testing.assert_allclose(shares, 1 / 32, atol=0.006)  # six standard deviations
+
+
+def test_attention_weights_and_outputs_have_independent_masks():
+    """Each head has the value 1, and of its single weight and its output each is dropped half of the time."""
+    config = GPT2Config(vocab_size=4, seq_len=1, num_layers=1, num_heads=64, embed_dim=64, dropout_rate=0.5)
+    attention = Attention(config, rngs=nnx.Rngs(0))
+    attention.c_attn.bias[...] = jnp.ones((3, 64))
+    attention.c_proj.kernel[...] = jnp.eye(64)
+    x_MC = np.asarray(attention(jnp.zeros((200, 64)), 1, None, jax.random.key(0)))
+    assert set(x_MC.ravel()) == {0, 4}
+    assert (x_MC == 4).mean() == pytest.approx(1 / 4, abs=0.02)  # five standard deviations
 
 
 def slope(dropped, whole):

@@ -182,5 +182,11 @@ def test_the_feed_forward_width_and_the_epsilon_are_the_configs(tiny):
     assert model.ln_f.epsilon == 1e-3
 
 
+def test_the_attention_kernel_is_the_configs(tiny, tokens):
+    model = GPT2(dataclasses.replace(tiny, attention="splash"), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"attention backend splash must have a multiple of 128 positions"):
+        model(tokens)
+
+
 def test_padding_rows_are_zero(tiny, model):
     assert not value(model.wte.embedding)[tiny.vocab_size :].any()
