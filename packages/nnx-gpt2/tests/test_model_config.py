@@ -48,8 +48,31 @@ def test_bad_optimizer_fields_are_named(fields, message):
         OptimizerConfig(**fields)
 
 
+def test_the_defaults_are_gpt2s_shape_and_gpt3s_rates():
+    """Brown et al., 2020, arXiv:2005.14165, table 2.1 and appendix B."""
+    config, optimizer = GPT2Config(), OptimizerConfig()
+    assert (config.norm_epsilon, config.dropout_rate, config.loss_chunk_tokens) == (1e-5, 0.0, 4096)
+    assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps) == (6e-4, 6e-5, 0)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip_norm) == (0.9, 0.95, 0.1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "splash", "seq_len": 100}, "splash must have a multiple of 128 positions, got 100."),
+        ({"attention": "splash", "dropout_rate": 0.1}, "splash must have no dropout, got 0.1."),
+        ({"attention": "cudnn"}, "cudnn must have the type bfloat16, got float32."),
+        ({"attention": "cudnn", "dtype": "bfloat16", "dropout_rate": 0.1}, "cudnn must have no dropout, got 0.1."),
+    ],
+)
+def test_a_kernel_that_the_model_rules_out_is_rejected_for_training(fields, message):
+    with pytest.raises(ValueError, match=re.escape(f"attention backend {message} Choose auto.")):
+        GPT2Config(**fields).check_trainable()
+
+
 def test_parameters_in_bfloat16_are_rejected_for_training_before_anything_starts():
-    GPT2Config(dtype="bfloat16").check_trainable()
+    for attention in ("auto", "splash", "cudnn"):
+        GPT2Config(dtype="bfloat16", attention=attention).check_trainable()
     message = "model.param_dtype must be float32 or float64 for training, got 'bfloat16'. Set model.dtype to bfloat16"
     with pytest.raises(ValueError, match=re.escape(message)):
         GPT2Config(param_dtype="bfloat16").check_trainable()

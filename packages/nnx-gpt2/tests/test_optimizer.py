@@ -56,7 +56,8 @@ def test_a_run_that_ends_in_its_warmup_has_the_rates_of_the_warmup(schedule):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_weights_decay_and_biases_and_norms_do_not(name):
-    config = OptimizerConfig(name=name, learning_rate=3e-3, min_learning_rate=3e-4, weight_decay=0.5)
+    """The first of two steps of warmup has a third of the rate."""
+    config = OptimizerConfig(name=name, learning_rate=9e-3, min_learning_rate=3e-4, warmup_steps=2, weight_decay=0.5)
     optimizer = create_optimizer(config, 10)
     params = create_train_state(CONFIG, optimizer, jax.random.key(0)).params
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
