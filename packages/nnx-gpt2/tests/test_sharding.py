@@ -37,11 +37,11 @@ def windows(seed):
     return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (8, 17)).astype(np.uint16)
 
 
-def train(num_steps, mesh=None, *, optimizer=OPTIMIZER, grad_accum_steps=1, **changes):
+def train(num_steps, mesh=None, *, optimizer=OPTIMIZER, grad_accum_steps=1, end_of_text=None, **changes):
     config = dataclasses.replace(CONFIG, **changes)
     rule = create_optimizer(optimizer, 200)
     state = create_train_state(config, rule, jax.random.key(0), mesh)
-    step = make_train_step(config, rule, mesh, grad_accum_steps=grad_accum_steps)
+    step = make_train_step(config, rule, mesh, grad_accum_steps=grad_accum_steps, end_of_text=end_of_text)
     losses = []
     for i in range(num_steps):
         batch = windows(i) if mesh is None else put_batch(windows(i), mesh)
@@ -62,8 +62,8 @@ def test_a_layout_trains_like_one_device(layout, single):
     state, losses = train(20, mesh)
     np.testing.assert_allclose(losses, single[1], atol=1e-4)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), state.params, single[0].params)
-    expected = np.asarray(make_eval_step(CONFIG)(single[0].params, windows(30)))
-    evaluated = make_eval_step(CONFIG, mesh)(state.params, put_batch(windows(30), mesh))
+    expected = np.asarray(make_eval_step(CONFIG, end_of_text=7)(single[0].params, windows(30)))
+    evaluated = make_eval_step(CONFIG, mesh, end_of_text=7)(state.params, put_batch(windows(30), mesh))
     assert evaluated.sharding.is_fully_replicated
     np.testing.assert_allclose(evaluated, expected, atol=1e-3)
 
@@ -74,6 +74,7 @@ def test_a_layout_trains_like_one_device(layout, single):
     [
         {"scan_layers": True, "remat": "dots", "loss_chunk_tokens": 4},
         {"dropout_rate": 0.2, "grad_accum_steps": 2},
+        {"end_of_text": 7},
         {"optimizer": dataclasses.replace(OPTIMIZER, name="muon")},
     ],
     ids=str,
@@ -125,6 +126,16 @@ def test_no_device_holds_a_complete_sharded_parameter(scan_layers):
     assert num_sharded == 2 * 3 * (2 + per_layer * CONFIG.num_layers)
 
 
+def test_the_initial_parameters_follow_the_key_on_one_device_and_on_a_mesh():
+    rule, mesh = create_optimizer(OPTIMIZER, 200), make_mesh(fsdp=8)
+    one, same, other = (
+        np.asarray(create_train_state(CONFIG, rule, jax.random.key(seed), on).params["wte"]["embedding"])
+        for seed, on in ((5, None), (5, mesh), (6, mesh))
+    )
+    np.testing.assert_allclose(one, same, rtol=1e-6)
+    assert not np.isclose(one[:65], other[:65]).mean() > 0.01
+
+
 def test_the_abstract_state_has_the_form_of_the_real_state():
     mesh, rule = make_mesh(fsdp=2, tensor=2), create_optimizer(OPTIMIZER, 200)
     real = create_train_state(CONFIG, rule, jax.random.key(0), mesh)
@@ -158,6 +169,11 @@ def test_a_mesh_that_does_not_divide_the_devices_is_rejected(sizes, message):
     ("changes", "sizes", "message"),
     [
         ({}, {"tensor": 4}, "mesh axis tensor must divide model.num_heads (2), got 4. Choose another size."),
+        (
+            {"num_heads": 3, "embed_dim": 48},
+            {"tensor": 3, "devices": jax.devices()[:3]},
+            "mesh axis tensor must divide model.padded_vocab_size (128), got 3.",
+        ),
         ({"mlp_dim": 63}, {"tensor": 2}, "mesh axis tensor must divide model.mlp_dim (63), got 2."),
         ({"embed_dim": 36}, {"fsdp": 8}, "mesh axis fsdp must divide model.embed_dim (36), got 8."),
     ],
@@ -210,6 +226,14 @@ def test_the_gradients_of_lookup_and_head_are_sent_as_one_sum(layout, sums):
     sent = re.findall(r"= (.*) (all-reduce|reduce-scatter)\(", program)
     num_rows = config.padded_vocab_size // mesh.shape["tensor"]
     assert sorted(kind for shapes, kind in sent for _ in range(shapes.count(f"f32[{num_rows},"))) == sums
+
+
+def test_a_mesh_with_rows_of_another_process_on_this_one_is_rejected(monkeypatch):
+    """All devices are this process's, which holds only the second half of the rows."""
+    monkeypatch.setattr("nnx_gpt2._sharding._place_among_processes", lambda mesh: (1, 2))
+    message = "mesh must place rows 8 to 16 on process 1, got 0 to 2. Make the mesh by make_mesh."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        put_batch(windows(0), make_mesh())
 
 
 def test_rows_that_do_not_divide_are_rejected():
