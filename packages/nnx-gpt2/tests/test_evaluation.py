@@ -106,8 +106,10 @@ def test_choices_are_scored_by_sum_and_by_mean(model):
             means.append(sum(scores) / count)
         right += int(np.argmax(sums)) == question.answer
         right_norm += int(np.argmax(means)) == question.answer
-    found = evaluate_choices(model, questions, encode)
+    seen = []
+    found = evaluate_choices(model, questions, encode, progress=seen.append)
     assert (found.accuracy, found.accuracy_norm, found.num_questions) == (right / 3, right_norm / 3, 3)
+    assert seen == [1, 2, 3]
 
 
 def test_the_choice_that_is_likeliest_by_its_own_tokens_wins(tiny):

@@ -98,11 +98,12 @@ def test_each_token_has_an_independent_draw(tiny):
     assert texts[0] != texts[1]
 
 
-def test_texts_stop_after_the_end_of_text(model):
-    whole = generate(model, PROMPTS, 12, key=jax.random.key(3))
+@pytest.mark.parametrize("num_new", [12, 40])  # within the context of 16, and beyond it
+def test_texts_stop_after_the_end_of_text(model, num_new):
+    whole = generate(model, PROMPTS, num_new, key=jax.random.key(3))
     end = whole[0][6]
     assert end not in whole[0][:6]
-    stopped = generate(model, PROMPTS, 12, key=jax.random.key(3), end_of_text=end)
+    stopped = generate(model, PROMPTS, num_new, key=jax.random.key(3), end_of_text=end)
     assert stopped[0] == whole[0][:7]
     cut = whole[1].index(end, 3) + 1 if end in whole[1][3:] else len(whole[1])
     assert stopped[1] == whole[1][:cut]

@@ -101,6 +101,14 @@ def test_a_cpu_gets_the_halves_of_an_even_batch_as_independent_products(tiny, ba
     assert products == num_parts * loss.lower(state.params).as_text().count("dot_general") > 0
 
 
+def test_the_halves_of_a_batch_share_the_limit_on_logits(tiny):
+    config = dataclasses.replace(tiny, vocab_size=2000, num_layers=1, loss_chunk_tokens=16)
+    optimizer = create_optimizer(OPTIMIZER, 200)
+    state = abstract_train_state(config, optimizer)
+    program = jax.make_jaxpr(make_train_step(config, optimizer))(state, windows(config), jax.random.key(7))
+    assert {int(num_rows) for num_rows in re.findall(r"f32\[(\d+),2048\]", str(program))} == {8}
+
+
 def test_randomness_follows_the_step_not_the_history(tiny):
     config = dataclasses.replace(tiny, dropout_rate=0.2)
     optimizer = create_optimizer(OPTIMIZER, 200)
