@@ -91,7 +91,7 @@ def test_choices_are_scored_by_sum_and_by_mean(model):
     questions = [
         Question(context="the cat sat", choices=("on the mat", "up", "in a hat", "down there"), answer=1),
         Question(context="a very long context that does not fit", choices=("yes", "no no no"), answer=0),
-        Question(context="dogs", choices=("bark", "meow"), answer=1),
+        Question(context="dogs", choices=("bark", "meow"), answer=0),
     ]
     right = right_norm = 0
     for question in questions:

@@ -72,25 +72,36 @@ def hub():
     thread.join()
 
 
-def load(name, endpoint, cache, revision="main"):
+def load(name, endpoint, cache, revision=None):
     code = (
         "import sys; from nnx_gpt2 import GPT2\n"
-        "try: print(GPT2.from_pretrained(sys.argv[1], revision=sys.argv[2]).config)\n"
+        f"try: print(GPT2.from_pretrained(sys.argv[1], revision={revision!r}).config)\n"
         "except ValueError as error: print(error)"
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache)}
     return subprocess.run(
-        [sys.executable, "-c", code, name, revision], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", code, name], env=environment, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
 
 
-@pytest.mark.parametrize("revision", COMMITS)
-def test_a_revision_is_downloaded_without_its_pickles(hub, tmp_path, revision):
+@pytest.mark.parametrize(("revision", "downloaded"), [(None, "main"), ("indexed", "indexed")])
+def test_a_revision_is_downloaded_without_its_pickles(hub, tmp_path, revision, downloaded):
     assert load("org/tiny", hub, tmp_path, revision).startswith("GPT2Config(vocab_size=")
-    assert Hub.requested == FILES[COMMITS[revision]].keys() - PICKLE.keys()
+    assert Hub.requested == FILES[COMMITS[downloaded]].keys() - PICKLE.keys()
 
 
 def test_an_unknown_name_is_rejected(hub, tmp_path):
     expected = "path or name must be a folder, or a repository on the hub that can be reached, got org/none"
     assert load("org/none", hub, tmp_path).startswith(expected)
+
+
+def test_the_error_for_a_hub_name_names_the_extra_to_install():
+    code = (
+        "import sys; sys.modules['huggingface_hub'] = None\n"
+        "from nnx_gpt2 import GPT2\n"
+        "try: GPT2.from_pretrained('gpt2')\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "To download it from the hub, install nnx-gpt2[hub]." in done.stdout
