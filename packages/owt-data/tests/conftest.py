@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -27,6 +28,7 @@ beartype_package("owt_data", conf=BeartypeConf(is_pep484_tower=True))  # an int 
 from owt_data import PrepareOptions, TokenSequence, TokenSpan, load_tokenizer, prepare  # noqa: E402 - see above
 
 SHARED_DATA = {"gpt2", "corpora"}
+TIMEOUT_S = 120
 
 # The tests, and what they start, answer signals also where the parent ignores them, as `nohup` does.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,6 +48,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if SHARED_DATA & set(item.fixturenames):
             item.add_marker(pytest.mark.shared_data)
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    """Waits until a condition holds, for two minutes at most. A process that is given must run until then."""
+
+    def wait(condition, process=None):
+        stop = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert process is None or process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < stop
+            time.sleep(0.002)
+
+    return wait
 
 
 @pytest.fixture(scope="session")

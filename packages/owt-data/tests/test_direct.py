@@ -1,8 +1,12 @@
 """Batches of a worker, read by a thread of its own."""
 
+import threading
+import time
+
+import numpy as np
 import pytest
 
-from owt_data import DataError, read_steps
+from owt_data import DataError, TokenSequence, read_steps
 
 ARGUMENTS = {
     "seq_len": 16, "global_batch_size": 8, "rank": 0, "world_size": 1, "start_step": 0, "stop_step": 3,
@@ -28,3 +32,58 @@ def test_read_steps_checks_its_arguments_at_the_call(changed, message, tokens):
         read_steps(tokens, **{**ARGUMENTS, **changed})
     assert str(caught.value).startswith(message)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("order", ["shuffle", "random", "sequential"])
+def test_ranks_make_up_the_same_global_batches_from_any_step(order, tokens):
+    given = {**ARGUMENTS, "start_step": 90, "stop_step": 120, "order": order, "seed": 3}
+    shares = []
+    for rank in range(4):
+        steps, windows = zip(*read_steps(tokens, **{**given, "rank": rank, "world_size": 4}), strict=True)
+        assert steps == tuple(range(90, 120))
+        shares.append(np.stack(windows))
+    expected = tokens.windows(np.arange(90 * 8, 120 * 8), seq_len=16, order=order, seed=3)
+    np.testing.assert_array_equal(np.concatenate(shares, axis=1), expected.reshape(30, 8, 17))
+
+
+class CountedTokens:
+    """Tokens that count the reads of windows."""
+
+    def __init__(self, tokens: TokenSequence) -> None:
+        self._tokens, self.num_reads = tokens, 0
+
+    def __len__(self):
+        return len(self._tokens)
+
+    def num_windows(self, seq_len):
+        return self._tokens.num_windows(seq_len)
+
+    def windows(self, indices, **order):
+        self.num_reads += 1
+        return self._tokens.windows(indices, **order)
+
+
+@pytest.mark.parametrize("prefetch_steps", [1, 7])
+def test_the_thread_reads_as_far_ahead_as_asked(prefetch_steps, tokens, wait_until):
+    counted = CountedTokens(tokens)
+    steps = read_steps(counted, **{**ARGUMENTS, "stop_step": 1000}, prefetch_steps=prefetch_steps)
+    time.sleep(0.05)
+    assert counted.num_reads == 0
+    for step in range(3):
+        assert next(steps)[0] == step
+        # Besides those that were taken and those that wait, the thread holds one.
+        wait_until(lambda step=step: counted.num_reads >= step + prefetch_steps + 2)
+        time.sleep(0.05)
+        assert counted.num_reads == step + prefetch_steps + 2
+
+
+@pytest.mark.parametrize("prefetch_steps", [1, 1 << 40])
+def test_the_thread_ends_with_its_iterator(prefetch_steps, tokens, wait_until):
+    before, counted = set(threading.enumerate()), CountedTokens(tokens)
+    steps = read_steps(counted, **{**ARGUMENTS, "stop_step": 1 << 40}, prefetch_steps=prefetch_steps)
+    next(steps)
+    wait_until(lambda: counted.num_reads >= 3)
+    (reader,) = set(threading.enumerate()) - before
+    del steps
+    reader.join(30)
+    assert not reader.is_alive()
