@@ -30,9 +30,9 @@ def read(path):
     return np.fromfile(path, dtype="<u2")
 
 
-def plain_script(documents, tokenizer, folder):
+def plain_script(documents, tokenizer, folder, seed):
     """Write token files as a plain script does: split, encode each document, append end-of-text, concatenate."""
-    splits = documents.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    splits = documents.train_test_split(test_size=0.0005, seed=seed, shuffle=True)
     folder.mkdir()
     for name, split in (("train.bin", splits["train"]), ("val.bin", splits["test"])):
         tokens = []
@@ -41,13 +41,17 @@ def plain_script(documents, tokenizer, folder):
         np.array(tokens, dtype=np.uint16).tofile(folder / name)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "small_bpe", pytest.param("gpt2", marks=pytest.mark.shared_data)])
-def test_token_files_are_those_of_a_plain_script(kind, articles, tmp_path, request):
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [("bytes", 2357), ("bytes", 7), ("small_bpe", 2357), pytest.param("gpt2", 2357, marks=pytest.mark.shared_data)],
+)
+def test_token_files_are_those_of_a_plain_script(kind, seed, articles, tmp_path, request):
     tokenizer = load_tokenizer("bytes") if kind == "bytes" else request.getfixturevalue(kind)
     name = "bytes" if kind == "bytes" else "gpt2"
     documents = datasets.Dataset.from_json(str(articles))
-    plain_script(documents, tokenizer, tmp_path / "plain")
-    manifest = prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer=name), num_processes=1)
+    plain_script(documents, tokenizer, tmp_path / "plain", seed)
+    options = PrepareOptions(tokenizer=name, split_seed=seed)
+    manifest = prepare(str(articles), tmp_path / "out", options, num_processes=1)
     for file in ("train.bin", "val.bin"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
         data = (tmp_path / "plain" / file).read_bytes()

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import platformdirs
@@ -84,6 +83,24 @@ def test_a_damaged_or_newer_cache_is_written_again(damage, folder):
     assert entry.read_text() == whole
 
 
+@pytest.mark.parametrize("field", ["size", "inode", "mtime_ns", "ctime_ns"])
+def test_a_file_of_another_state_than_in_the_cache_is_read_again(field, folder):
+    check_digests(open_tokens(str(folder), tokenizer="bytes"))
+    (entry,) = [path for path in entries() if str(folder) in path.read_text()]
+    known = json.loads(entry.read_text())
+    state = {**known["state"], field: known["state"][field] + 1}
+    entry.write_text(json.dumps({**known, "state": state, "sha256": "0" * 64}))
+    check_digests(open_tokens(str(folder), tokenizer="bytes"))
+    assert json.loads(entry.read_text()) == known
+
+
+def test_a_file_that_has_just_been_written_is_not_kept_in_the_cache(folder):
+    """Another change within the step of the file system's clock would leave the same state."""
+    os.utime(folder / "train.bin")
+    check_digests(open_tokens(str(folder), tokenizer="bytes"))
+    assert not [path for path in entries() if str(folder) in path.read_text()]
+
+
 def test_a_damaged_file_with_its_old_time_of_change_is_read_again(folder):
     path = folder / "train.bin"
     before = path.stat()
@@ -153,7 +170,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("end", ["is killed", "returns", "forks"])
-def test_no_process_is_left_behind(end, endless):
+def test_no_process_is_left_behind(end, endless, wait_until):
     parent = subprocess.Popen(
         [sys.executable, "-c", STARTED, str(endless), end], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -166,7 +183,7 @@ def test_no_process_is_left_behind(end, endless):
         os.kill(parent.pid, signal.SIGKILL)
     else:
         parent.wait(TIMEOUT_S)
-    wait_for(lambda: "digest_worker" not in command(pid))
+    wait_until(lambda: "digest_worker" not in command(pid))
     if end == "forks":
         os.killpg(parent.pid, signal.SIGKILL)
     parent.communicate()
@@ -178,18 +195,11 @@ def command(pid):
     return "" if "defunct" in found.stdout else found.stdout
 
 
-def wait_for(condition):
-    stop = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < stop
-        time.sleep(0.05)
-
-
-def test_the_process_has_the_lowest_priority_and_stop_ends_it(endless):
+def test_the_process_has_the_lowest_priority_and_stop_ends_it(endless, wait_until):
     with verify_in_background(open_tokens(str(endless), tokenizer="bytes")) as verification:
         assert verification._process is not None
         process = verification._process
-        wait_for(lambda: os.getpriority(os.PRIO_PROCESS, process.pid) == 19)
+        wait_until(lambda: os.getpriority(os.PRIO_PROCESS, process.pid) == 19)
         assert verification.poll() is None
         assert not verification.is_done
     assert process.returncode == -signal.SIGKILL
