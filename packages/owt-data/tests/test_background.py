@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from owt_data import (
 
 START = PrepareOptions(tokenizer="bytes", split="start")
 SEQ_LEN, BATCH = 64, 32
+TIMEOUT_S = 60
 ORDER: OrderKind = "sequential-first"
 
 
@@ -108,6 +110,22 @@ def test_the_end_of_the_block_stops_the_preparation_and_the_next_start_resumes(c
     with prepare_in_background(str(corpus), out, START) as data:
         assert data.source_fingerprint == fingerprint
         assert window_digests(data.train, 0, 100) == first
+
+
+def test_a_reader_that_waits_wishes_again_after_a_reader_of_earlier_windows(
+    corpus, prepared_start, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
+    out, order = tmp_path / "out", {"seq_len": SEQ_LEN, "order": ORDER, "seed": 0}
+    last = np.array([prepared_start.train.num_windows(SEQ_LEN) - 1])
+    with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
+        ahead, behind = (pickle.loads(pickle.dumps(data.train)) for _ in range(2))
+    with pytest.raises(DataError, match="got a preparation that has ended"):
+        ahead.windows(last, **order)
+    behind.windows(np.array([0]), **order)
+    with ThreadPoolExecutor(1) as thread, prepare_in_background(str(corpus), out, START, num_processes=1):
+        windows = thread.submit(ahead.windows, last, **order).result(TIMEOUT_S)
+    np.testing.assert_array_equal(windows, prepared_start.train.windows(last, **order))
 
 
 def test_readers_in_other_processes_see_the_tokens_grow(corpus, prepared_start, tmp_path):

@@ -18,6 +18,7 @@ from owt_data import DataError, PrepareOptions, prepare, verify
 from owt_data._prepare.shards import read_journal, shard_path
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
+TIMEOUT_S = 120
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -104,6 +105,39 @@ def test_a_prepare_killed_while_assembling_resumes(corpus, undisturbed, tmp_path
     began = time.monotonic()
     prepare(str(corpus), out, OPTIONS)
     record_property("recovery_s", round(time.monotonic() - began, 1))
+    assert_same(out, undisturbed)
+
+
+KILLED_IN_THE_CLEAN_UP = """
+import os, shutil, signal, sys
+from pathlib import Path
+from owt_data._cli import main
+out, remove = sys.argv[1], shutil.rmtree
+def remove_some(folder, **options):
+    if not os.path.exists(out):
+        return remove(folder, **options)
+    for path in sorted(Path(folder).glob("*/*.bin"))[:5]:
+        path.unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+shutil.rmtree = remove_some
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.fault
+def test_a_prepare_killed_while_it_cleans_up_has_finished(corpus, undisturbed, tmp_path, record_property):
+    record_property("fault", "SIGKILL of prepare while it deletes the shards of finished token files")
+    record_property("lost", "nothing")
+    out = tmp_path / "out"
+    arguments = ["prepare", str(corpus), str(out), "--tokenizer", "bytes", "--val-fraction", "0.1"]
+    command = [sys.executable, "-c", KILLED_IN_THE_CLEAN_UP, str(out), *arguments]
+    assert subprocess.run(command, check=False, timeout=TIMEOUT_S).returncode == -signal.SIGKILL
+    assert list((tmp_path / ".out.partial").glob("*/*.bin"))
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    began = time.monotonic()
+    prepare(str(corpus), out, OPTIONS)
+    record_property("recovery_s", round(time.monotonic() - began, 1))
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
     assert_same(out, undisturbed)
 
 
