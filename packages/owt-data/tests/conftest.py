@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -62,6 +63,19 @@ def wait_until() -> Callable[..., None]:
             time.sleep(0.002)
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def tokenizing_processes() -> Callable[[], list[int]]:
+    """Lists the tokenizing processes that this process has started."""
+
+    def find():
+        command = ["ps", "-A", "-o", "pid=,ppid=,command="]
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S).stdout
+        fields = [line.split(maxsplit=2) for line in found.splitlines()]
+        return [int(pid) for pid, parent, name in fields if int(parent) == os.getpid() and "tokenize_worker" in name]
+
+    return find
 
 
 @pytest.fixture(scope="session")

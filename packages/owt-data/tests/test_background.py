@@ -23,6 +23,7 @@ from owt_data import (
     prepare_in_background,
     read_steps,
 )
+from owt_data._prepare.growing_tokens import read_num_wanted
 
 START = PrepareOptions(tokenizer="bytes", split="start")
 SEQ_LEN, BATCH = 64, 32
@@ -83,18 +84,26 @@ def test_each_split_can_have_its_own_source(two_sources, tmp_path):
         assert window_digests(data.train, 0, 900) == window_digests(prepared.train, 0, 900)
 
 
-def test_the_preparation_stays_a_few_shards_ahead_of_the_readers(corpus, prepared_start, tmp_path):
+def test_the_preparation_stays_a_few_shards_ahead_of_the_readers(corpus, tmp_path, monkeypatch, wait_until):
+    seen, shards = [], tmp_path / ".out.partial/parts-all"
+
+    def look(folder):
+        seen.append(len(list(shards.glob("*.bin"))))
+        return read_num_wanted(folder)
+
+    monkeypatch.setattr("owt_data._prepare.background.read_num_wanted", look)
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
-        window_digests(data.train, 0, 1)
-        time.sleep(1)  # enough to tokenize all, if nothing held it back
-        assert len(data.train) < len(prepared_start.train) / 4
-        first = len(data.train)
-        window_digests(data.train, 0, first // (SEQ_LEN * BATCH))
-        time.sleep(1)
-        assert first < len(data.train) < len(prepared_start.train)
+        for window, num_shards in ((0, 6), (0, 6), (43_250, 16)):  # of about forty
+            data.train.windows(np.array([window]), seq_len=SEQ_LEN, order=ORDER, seed=0)
+            seen.clear()
+            # It asks once per shard, and again and again while it is held back.
+            wait_until(lambda: len(seen) > 2 and seen[-1] == seen[-3])
+            assert seen[-1] == num_shards
 
 
-def test_the_end_of_the_block_stops_the_preparation_and_the_next_start_resumes(corpus, prepared_start, tmp_path):
+def test_the_end_of_the_block_stops_the_preparation_and_the_next_start_resumes(
+    corpus, prepared_start, tmp_path, tokenizing_processes
+):
     out = tmp_path / "out"
     with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
         first = window_digests(data.train, 0, 100)
@@ -103,10 +112,12 @@ def test_the_end_of_the_block_stops_the_preparation_and_the_next_start_resumes(c
     unfinished = open_tokens(str(out), tokenizer="gpt2")
     assert (unfinished.tokenizer, unfinished.source_fingerprint) == ("bytes", fingerprint)
     np.testing.assert_array_equal(validation_windows(unfinished), validation_windows(prepared_start))
-    with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
+    with prepare_in_background(str(corpus), out, START, num_processes=2) as data:
+        assert len(tokenizing_processes()) == 2
         assert data.source_fingerprint == fingerprint
         assert window_digests(data.train, 0, 100) == first
         window_digests(data.train, 0, prepared_start.train.num_windows(SEQ_LEN) // BATCH + 1)
+    assert tokenizing_processes() == []
     with prepare_in_background(str(corpus), out, START) as data:
         assert data.source_fingerprint == fingerprint
         assert window_digests(data.train, 0, 100) == first
@@ -120,6 +131,7 @@ def test_a_reader_that_waits_wishes_again_after_a_reader_of_earlier_windows(
     last = np.array([prepared_start.train.num_windows(SEQ_LEN) - 1])
     with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
         ahead, behind = (pickle.loads(pickle.dumps(data.train)) for _ in range(2))
+        ahead.windows(last // 2, **order)
     with pytest.raises(DataError, match="got a preparation that has ended"):
         ahead.windows(last, **order)
     behind.windows(np.array([0]), **order)
@@ -137,8 +149,9 @@ def test_readers_in_other_processes_see_the_tokens_grow(corpus, prepared_start, 
     )
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
         reader = subprocess.run(
-            [sys.executable, "-c", program], input=pickle.dumps(data.train), stdout=subprocess.PIPE, check=True
-        )
+            [sys.executable, "-c", program],
+            input=pickle.dumps(data.train), stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S,
+        )  # fmt: skip
     steps = read_steps(
         prepared_start.train, seq_len=SEQ_LEN, global_batch_size=BATCH, rank=1, world_size=2, start_step=0,
         stop_step=2000, order=ORDER,
@@ -219,7 +232,8 @@ def test_one_source_needs_the_split_start(corpus, tmp_path):
         pytest.fail("the block must not run")
 
 
-def test_tokens_are_encoded_by_tasks_of_a_cluster(cluster, corpus, prepared_start, tmp_path):
+def test_tokens_are_encoded_by_tasks_of_a_cluster(cluster, corpus, prepared_start, tmp_path, monkeypatch):
+    monkeypatch.delattr("owt_data._prepare.prepare.local_encoder")
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1, use_ray=True) as data:
         assert window_digests(data.train, 0, 500) == window_digests(prepared_start.train, 0, 500)
 

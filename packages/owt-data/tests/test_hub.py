@@ -165,19 +165,22 @@ def download(hub, folder):
     assert done.returncode == 0, done.stderr
 
 
-def kill_in_the_middle(hub, folder, **options):
-    """SIGKILL `owt-data prepare` after some shards and before the last."""
-    journal = folder / ".out.partial/parts-all/parts.jsonl"
-    hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
-    process = start(hub, folder, **options)
-    while not (journal.exists() and journal.read_text().count("\n") > 3):  # and a header
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert not (folder / "out").exists()
-    hub.seconds_per_read = 0.0
+@pytest.fixture
+def kill_in_the_middle(wait_until):
+    """SIGKILLs `owt-data prepare` after some shards and before the last."""
+
+    def kill(hub, folder, **options):
+        journal = folder / ".out.partial/parts-all/parts.jsonl"
+        hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
+        process = start(hub, folder, **options)
+        wait_until(lambda: journal.exists() and journal.read_text().count("\n") > 3, process)  # and a header
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert not (folder / "out").exists()
+        hub.seconds_per_read = 0.0
+
+    return kill
 
 
 def shards(folder):
@@ -203,16 +206,14 @@ def test_a_dataset_is_streamed_and_leaves_no_copy(hub, expected, tmp_path):
 
 @pytest.mark.fault
 def test_a_killed_hub_preparation_resumes_with_the_same_revision_and_the_remaining_files(
-    hub, expected, tmp_path, record_property
+    hub, expected, tmp_path, record_property, wait_until
 ):
     record_property("fault", "SIGKILL of a hub preparation, and the dataset moved to another revision")
     record_property("lost", "the shards in progress")
     journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
     hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
     process = start(hub, tmp_path)
-    while not (journal.exists() and '"stop": [1, ' in journal.read_text()):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.002)
+    wait_until(lambda: journal.exists() and '"stop": [1, ' in journal.read_text(), process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "out").exists()
@@ -247,7 +248,7 @@ def test_a_name_that_is_not_on_the_hub_is_rejected(hub, tmp_path):
 @pytest.mark.fault
 @pytest.mark.parametrize("began_offline", [False, True], ids=["online-first", "offline-first"])
 def test_a_preparation_resumed_in_the_other_mode_is_rejected_and_resumes_in_its_own(
-    began_offline, hub, expected, tmp_path, record_property
+    began_offline, hub, expected, tmp_path, record_property, kill_in_the_middle
 ):
     mode = "offline" if began_offline else "online"
     record_property("fault", f"hub preparation killed {mode}, resumed in the other mode")
@@ -273,7 +274,9 @@ def test_a_preparation_resumed_in_the_other_mode_is_rejected_and_resumes_in_its_
 
 
 @pytest.mark.fault
-def test_a_copy_downloaded_again_at_another_revision_is_not_mixed_with_the_first(hub, tmp_path, record_property):
+def test_a_copy_downloaded_again_at_another_revision_is_not_mixed_with_the_first(
+    hub, tmp_path, record_property, kill_in_the_middle
+):
     record_property("fault", "hub preparation killed offline, the copy replaced by another revision")
     record_property("lost", "nothing")
     download(hub, tmp_path)
@@ -291,7 +294,7 @@ def test_a_copy_downloaded_again_at_another_revision_is_not_mixed_with_the_first
 
 
 @pytest.mark.fault
-def test_the_mode_may_change_before_the_first_shard(hub, expected, tmp_path, record_property):
+def test_the_mode_may_change_before_the_first_shard(hub, expected, tmp_path, record_property, kill_in_the_middle):
     record_property("fault", "hub preparation killed before its first shard, resumed in the other mode")
     record_property("lost", "nothing")
     download(hub, tmp_path)
@@ -307,7 +310,9 @@ def test_the_mode_may_change_before_the_first_shard(hub, expected, tmp_path, rec
 
 @pytest.mark.fault
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_hub_that_answers_with_an_error_keeps_finished_shards(status, hub, expected, tmp_path, record_property):
+def test_a_hub_that_answers_with_an_error_keeps_finished_shards(
+    status, hub, expected, tmp_path, record_property, kill_in_the_middle
+):
     record_property("fault", f"the hub answers {status} when a killed preparation is resumed")
     record_property("lost", "nothing")
     kill_in_the_middle(hub, tmp_path)
@@ -349,7 +354,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.fault
 @pytest.mark.parametrize("kind", ["made", pytest.param("real", marks=pytest.mark.shared_data)])
 def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
-    kind, hub, tmp_path, request, record_property
+    kind, hub, tmp_path, request, record_property, wait_until
 ):
     record_property("fault", "SIGKILL of a preparation of the hub's wikitext, three times")
     record_property("lost", "the shards in progress")
@@ -372,9 +377,7 @@ def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
     for _ in range(3):
         before = journal.stat().st_size if journal.exists() else 0
         process = wikitext_command(hub, tmp_path, tmp_path / "out", *names)
-        while not (journal.exists() and journal.stat().st_size > before):
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.001)
+        wait_until(lambda before=before: journal.exists() and journal.stat().st_size > before, process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert not (tmp_path / "out").exists()

@@ -118,6 +118,21 @@ def test_neither_shards_nor_processes_change_a_byte(num_processes, shard_bytes, 
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
 
 
+@pytest.mark.parametrize(("num_processes", "num_children"), [(1, 0), (3, 3)])
+def test_as_many_processes_tokenize_as_asked_and_none_is_left(
+    num_processes, num_children, corpus, tmp_path, tokenizing_processes
+):
+    seen = []
+
+    def look(progress):
+        if progress.stage == "tokenizing" and not seen:
+            seen.append(len(tokenizing_processes()))
+
+    prepare(str(corpus), tmp_path / "out", BYTES, num_processes=num_processes, progress=look)
+    assert seen == [num_children]
+    assert tokenizing_processes() == []
+
+
 def test_splits_that_are_given_are_kept(articles, tmp_path):
     lines = articles.read_text().splitlines(keepends=True)
     (tmp_path / "a.jsonl").write_text("".join(lines[:250]))

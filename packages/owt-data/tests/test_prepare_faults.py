@@ -30,7 +30,7 @@ def undisturbed(corpus) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed(corpus) -> Path:
+def killed(corpus, kill_when) -> Path:
     """The working folder of a prepare that was killed after some shards."""
     out, staging = corpus.with_name("killed"), corpus.with_name(".killed.partial")
     journal = staging / "parts-all/parts.jsonl"
@@ -55,14 +55,17 @@ def start(corpus, out, *options, times=1):
     return subprocess.Popen([sys.executable, "-c", heed + COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
 
 
-def kill_when(process, condition):
-    """SIGKILL a process once a condition holds. The process must not end before."""
-    while not condition():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+@pytest.fixture(scope="session")
+def kill_when(wait_until):
+    """Kills a process once a condition holds. The process must not end before."""
+
+    def kill(process, condition):
+        wait_until(condition, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+
+    return kill
 
 
 def assert_same(out, expected):
@@ -74,16 +77,16 @@ def assert_same(out, expected):
 
 
 @pytest.mark.fault
-def test_prepare_killed_at_random_moments_writes_the_same_bytes(corpus, undisturbed, tmp_path, record_property):
+def test_prepare_killed_at_random_moments_writes_the_same_bytes(
+    corpus, undisturbed, tmp_path, record_property, wait_until, kill_when
+):
     record_property("fault", "SIGKILL of prepare at four random moments")
     record_property("lost", "the shards in progress")
     rng = random.Random(1)
     out, staging = tmp_path / "out", tmp_path / ".out.partial"
     for _ in range(4):
         process = start(corpus, out)
-        while not staging.exists():
-            assert process.poll() is None
-            time.sleep(0.002)
+        wait_until(staging.exists, process)
         moment = time.monotonic() + rng.uniform(0, 0.5)
         kill_when(process, lambda moment=moment: time.monotonic() > moment)
         assert not out.exists()
@@ -96,7 +99,7 @@ def test_prepare_killed_at_random_moments_writes_the_same_bytes(corpus, undistur
 
 
 @pytest.mark.fault
-def test_a_prepare_killed_while_assembling_resumes(corpus, undisturbed, tmp_path, record_property):
+def test_a_prepare_killed_while_assembling_resumes(corpus, undisturbed, tmp_path, record_property, kill_when):
     record_property("fault", "SIGKILL of prepare while it assembles the shards")
     record_property("lost", "what was assembled")
     out = tmp_path / "out"
@@ -241,15 +244,13 @@ def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_rejected
 
 @pytest.mark.fault
 def test_two_prepares_into_one_folder_are_rejected_and_the_first_resumes(
-    corpus, undisturbed, tmp_path, record_property
+    corpus, undisturbed, tmp_path, record_property, wait_until
 ):
     record_property("fault", "a second prepare into one folder")
     record_property("lost", "nothing")
     out = tmp_path / "out"
     first = start(corpus, out, "--num-processes", "1")
-    while not (tmp_path / ".out.partial/plan.json").exists():
-        assert first.poll() is None
-        time.sleep(0.002)
+    wait_until((tmp_path / ".out.partial/plan.json").exists, first)
     first.send_signal(signal.SIGSTOP)
     with pytest.raises(DataError, match="out must be prepared by one process at a time, got two"):
         prepare(str(corpus), out, OPTIONS)
@@ -274,14 +275,12 @@ def test_a_lock_of_a_dead_process_does_not_block(articles, tmp_path, record_prop
 
 
 @pytest.mark.fault
-def test_ctrl_c_keeps_finished_shards(corpus, tmp_path, record_property):
+def test_ctrl_c_keeps_finished_shards(corpus, tmp_path, record_property, wait_until):
     record_property("fault", "Ctrl-C in prepare")
     record_property("lost", "the shards in progress")
     out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
     process = start(corpus, out, "--num-processes", "1", times=4)
-    while not (journal.exists() and journal.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.002)
+    wait_until(lambda: journal.exists() and journal.stat().st_size, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130
@@ -293,29 +292,32 @@ def test_ctrl_c_keeps_finished_shards(corpus, tmp_path, record_property):
 
 
 @pytest.mark.fault
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc or /sys")
 def test_a_tokenizing_process_that_dies_is_reported_and_loses_only_its_shard(
-    corpus, undisturbed, tmp_path, record_property
+    corpus, tmp_path, record_property, tokenizing_processes
 ):
-    record_property("fault", "SIGKILL of a tokenizing process")
+    record_property("fault", "SIGKILL of all tokenizing processes")
     record_property("lost", "the shards in progress")
-    out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
-    process = start(corpus, out, "--num-processes", "2")
-    while not (journal.exists() and journal.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.002)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    every = [
-        int(child) for task in children.parent.parent.iterdir() for child in (task / "children").read_text().split()
-    ]
-    os.kill(every[0], signal.SIGKILL)
-    _, err = process.communicate()
-    assert process.returncode == 2
-    assert err.startswith("error: Tokenizing processes must run to the end, got exit code -9 (-9: out of memory).")
+    out, killed = tmp_path / "out", []
+
+    def kill(progress):
+        if progress.stage == "tokenizing" and not killed:
+            killed.extend(tokenizing_processes())
+            for process in killed:
+                os.kill(process, signal.SIGKILL)
+
+    sources = [str(corpus)] * 4
+    with pytest.raises(
+        DataError, match=r"^Tokenizing processes must run to the end, got exit code -9 \(-9: out of mem"
+    ):
+        prepare(sources, out, OPTIONS, num_processes=2, progress=kill)
+    assert len(killed) == 2
+    num_finished = len(read_journal(tmp_path / ".out.partial/parts-all")[0])
+    assert num_finished > 0
     began = time.monotonic()
-    prepare(str(corpus), out, OPTIONS)
+    manifest = prepare(sources, out, OPTIONS)
     record_property("recovery_s", round(time.monotonic() - began, 1))
-    assert_same(out, undisturbed)
+    assert sum(record.num_documents for record in manifest.files.values()) == 4 * 4000
+    assert verify(out) == []
 
 
 def in_small_filesystem(folder, megabytes, script, *arguments):

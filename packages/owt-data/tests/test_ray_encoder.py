@@ -18,11 +18,12 @@ def small_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=pytest.mark.shared_data)])
-def test_tasks_write_the_same_files(tokenizer, articles, tmp_path, cluster, request):
+def test_tasks_write_the_same_files(tokenizer, articles, tmp_path, cluster, request, monkeypatch):
     if tokenizer == "gpt2":
         request.getfixturevalue("gpt2")
     options = PrepareOptions(tokenizer=tokenizer, val_fraction=0.1)
     expected = prepare(str(articles), tmp_path / "expected", options, num_processes=1)
+    monkeypatch.delattr("owt_data._prepare.prepare.local_encoder")
     assert prepare(str(articles), tmp_path / "out", options, use_ray=True) == expected
     assert verify(tmp_path / "out") == []
 

@@ -30,14 +30,12 @@ def start(corpus, out, before=""):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("moment", ["plan.json", "parts-all/parts.jsonl"])
-def test_a_terminated_prepare_ends_as_after_ctrl_c(moment, corpus, tmp_path, record_property):
+def test_a_terminated_prepare_ends_as_after_ctrl_c(moment, corpus, tmp_path, record_property, wait_until):
     record_property("fault", f"SIGTERM to prepare once it has {Path(moment).name}")
     record_property("lost", "the shards in progress")
     out, reached = tmp_path / "out", tmp_path / ".out.partial" / moment
     process = start(corpus, out)
-    while not (reached.exists() and reached.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.002)
+    wait_until(lambda: reached.exists() and reached.stat().st_size, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()  # ends once no tokenizing process has the pipe
     assert process.returncode == 130
@@ -51,14 +49,12 @@ def test_a_terminated_prepare_ends_as_after_ctrl_c(moment, corpus, tmp_path, rec
 
 @pytest.mark.fault
 @pytest.mark.parametrize("signals", ["SIGTERM " * 8, "SIGINT " * 8, "SIGHUP", "SIGHUP SIGTERM"])
-def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, record_property):
+def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, record_property, wait_until):
     record_property("fault", f"{', '.join(signals.split())} to prepare, 30 ms apart")
     record_property("lost", "the shards in progress")
     journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
     process = start(corpus, tmp_path / "out")
-    while not (journal.exists() and journal.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.002)
+    wait_until(lambda: journal.exists() and journal.stat().st_size, process)
     for name in signals.split():
         process.send_signal(signal.Signals[name])
         time.sleep(0.03)
@@ -66,25 +62,21 @@ def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, rec
     assert (process.returncode, err) == (130, "interrupted: run the same command again to resume\n")
 
 
-def test_a_prepare_under_nohup_ignores_the_end_of_its_terminal(corpus, tmp_path):
+def test_a_prepare_under_nohup_ignores_the_end_of_its_terminal(corpus, tmp_path, wait_until):
     process = start(corpus, tmp_path / "out", NOHUP)
-    while not (tmp_path / ".out.partial/plan.json").exists():
-        assert process.poll() is None
-        time.sleep(0.002)
+    wait_until((tmp_path / ".out.partial/plan.json").exists, process)
     process.send_signal(signal.SIGHUP)
     process.communicate()
     assert process.returncode == 0
 
 
 @pytest.mark.fault
-def test_tokenizing_processes_of_a_killed_prepare_end_silently(corpus, tmp_path, record_property):
+def test_tokenizing_processes_of_a_killed_prepare_end_silently(corpus, tmp_path, record_property, wait_until):
     record_property("fault", "SIGKILL of prepare with three tokenizing processes")
     record_property("lost", "the shards in progress")
     out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
     process = start(corpus, out)
-    while not (journal.exists() and journal.stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.002)
+    wait_until(lambda: journal.exists() and journal.stat().st_size, process)
     process.send_signal(signal.SIGKILL)
     _, err = process.communicate()  # ends once no tokenizing process has the pipe
     assert process.returncode == -signal.SIGKILL
