@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -59,6 +60,9 @@ def test_inspect_shows_rows_of_text(articles, tmp_path, capsys):
     assert capsys.readouterr().out == f"row 0: ''\nrow 1: ' = [bold] = \\n'\nrow 2: {'x' * 120 + '...'!r}\n"
     assert main(["inspect", str(articles), "--rows", "2"]) == 0
     assert capsys.readouterr().out.count("\n") == 2
+    (tmp_path / "body.jsonl").write_text('{"text": "a", "body": "b"}\n')
+    assert main(["inspect", str(tmp_path / "body.jsonl"), "--rows", "1", "--text-column", "body"]) == 0
+    assert capsys.readouterr().out == "row 0: 'b'\n"
 
 
 def test_without_a_terminal_progress_is_lines_for_the_log(articles, tmp_path, capsys, monkeypatch):
@@ -68,6 +72,25 @@ def test_without_a_terminal_progress_is_lines_for_the_log(articles, tmp_path, ca
     assert "tokenizing  " in err
     assert " MB/s" in err
     assert "assembling  100 %  300 documents" in err
+
+
+def test_the_log_has_a_line_every_half_minute_with_the_speed_of_this_start(monkeypatch):
+    clock = iter([0.0, 10.0, 20.0, 50.0, 70.0, 90.0])
+    monkeypatch.setattr("owt_data._prepare.progress_bar.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    out = io.StringIO()
+    with progress_bar(Console(file=out, width=120)) as report:
+        for fraction, num_bytes in (
+            (0.1, 500_000_000),
+            (0.12, 600_000_000),
+            (0.2, 1_000_000_000),
+            (0.3, 1_500_000_000),
+        ):
+            report(Progress(stage="tokenizing", fraction=fraction, num_documents=7_000, num_bytes=num_bytes))
+        report(Progress(stage="assembling", fraction=0.5, num_documents=7_000, num_tokens=9_000))
+    assert out.getvalue().splitlines() == [
+        "tokenizing  20 %  7,000 documents  0 tokens  12.5 MB/s",
+        "assembling  50 %  7,000 documents  9,000 tokens",
+    ]
 
 
 def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):

@@ -2,6 +2,7 @@ import gzip
 import hashlib
 import io
 import json
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -185,6 +186,15 @@ def test_the_same_call_changes_nothing_and_another_is_rejected(articles, tmp_pat
     assert (tmp_path / "out/train.bin").stat().st_mtime_ns == before
     with pytest.raises(DataError, match=r"got token files of .*: split_seed 2357 and 1 differ"):
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", split_seed=1))
+
+
+def test_the_same_files_in_another_order_are_another_source(tmp_path):
+    names = [str(tmp_path / f"{letter}.txt") for letter in "ab"]
+    for name in names:
+        Path(name).write_text(name * 50)
+    prepare(names, tmp_path / "out", BYTES)
+    with pytest.raises(DataError, match=r"got token files of .*: contents differ"):
+        prepare(names[::-1], tmp_path / "out", BYTES)
 
 
 def test_progress_counts_documents_and_tokens(articles, tmp_path):

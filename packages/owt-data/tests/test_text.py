@@ -152,8 +152,15 @@ def test_rows_of_datasets_are_documents_if_one_says_so(articles):
     tokenizer = load_tokenizer("bytes")
     loaded = datasets.Dataset.from_json(str(articles))
     expected = plain_loop(loaded["text"], tokenizer, lambda row: True)
-    for source in (str(articles), loaded, loaded.to_iterable_dataset()):
-        stream = stream_text(source, block_size=BLOCK, tokenizer="bytes", starts_document=every_row)
+    renamed = loaded.rename_column("text", "body")
+    renamed.to_parquet(articles.with_suffix(".parquet"))
+    for source, column in (
+        (str(articles), "text"),
+        (loaded, "text"),
+        (renamed.to_iterable_dataset(), "body"),
+        (str(articles.with_suffix(".parquet")), "body"),
+    ):
+        stream = stream_text(source, block_size=BLOCK, tokenizer="bytes", starts_document=every_row, text_column=column)
         assert_blocks(collect(stream), expected)
 
 
