@@ -66,7 +66,7 @@ class CountedTokens:
 @pytest.mark.parametrize("prefetch_steps", [1, 7])
 def test_the_thread_reads_as_far_ahead_as_asked(prefetch_steps, tokens, wait_until):
     counted = CountedTokens(tokens)
-    steps = read_steps(counted, **{**ARGUMENTS, "stop_step": 1000}, prefetch_steps=prefetch_steps)
+    steps = read_steps(counted, **{**ARGUMENTS, "stop_step": 1000, "prefetch_steps": prefetch_steps})
     time.sleep(0.05)
     assert counted.num_reads == 0
     for step in range(3):
@@ -80,7 +80,7 @@ def test_the_thread_reads_as_far_ahead_as_asked(prefetch_steps, tokens, wait_unt
 @pytest.mark.parametrize("prefetch_steps", [1, 1 << 40])
 def test_the_thread_ends_with_its_iterator(prefetch_steps, tokens, wait_until):
     before, counted = set(threading.enumerate()), CountedTokens(tokens)
-    steps = read_steps(counted, **{**ARGUMENTS, "stop_step": 1 << 40}, prefetch_steps=prefetch_steps)
+    steps = read_steps(counted, **{**ARGUMENTS, "stop_step": 1 << 40, "prefetch_steps": prefetch_steps})
     next(steps)
     wait_until(lambda: counted.num_reads >= 3)
     (reader,) = set(threading.enumerate()) - before
