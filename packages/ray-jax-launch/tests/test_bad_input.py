@@ -275,6 +275,13 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def stop_ray():
+    """Stop Ray after a case that was not rejected: the next case must find none."""
+    yield
+    ray.shutdown()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_rejected_with_one_sentence_before_anything_starts(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

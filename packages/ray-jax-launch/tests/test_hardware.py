@@ -164,10 +164,20 @@ def test_presets_set_what_ray_and_jax_need():
 
 
 @pytest.mark.parametrize(
-    ("num_cpus", "share"), [(2, 0.5), (1.5, 0.25), (3, None), (16, None), (1, None)], ids=lambda value: str(value)
+    ("num_cpus", "num_workers", "data_cpus", "share"),
+    [
+        (2, 2, 1, 0.5),
+        (1.5, 2, 1, 0.25),
+        (3, 2, 1, None),
+        (16, 2, 1, None),
+        (1, 2, 1, None),
+        (8, 9, 1, 0.77),  # 9 x 0.78 would leave less than a CPU
+        (8, 9, 2, 0.66),
+        (4, (1, 6), 1, 0.5),
+    ],
 )
-def test_workers_share_the_cpus_that_ray_data_leaves(num_cpus, share):
-    shared = share_cpus(ScalingConfig(num_workers=2), num_cpus, data_cpus=1).resources_per_worker
+def test_workers_share_the_cpus_that_ray_data_leaves(num_cpus, num_workers, data_cpus, share):
+    shared = share_cpus(ScalingConfig(num_workers=num_workers), num_cpus, data_cpus).resources_per_worker
     assert shared == (None if share is None else {"CPU": share})
 
 

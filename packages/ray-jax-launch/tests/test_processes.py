@@ -132,7 +132,7 @@ def test_another_number_of_processes_restores_the_same_bits(place, num_readers):
 def test_every_listed_checkpoint_can_be_read_after_kills_during_a_save(place, num_kills, record_property):
     record_property("fault", f"a process that saves is killed at {num_kills} random moments")
     record_property("lost", "steps since the last checkpoint")
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(num_kills)
     for _ in range(num_kills):
         before = intact_step(place) or 0
         process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(place)], env=one_device_each())

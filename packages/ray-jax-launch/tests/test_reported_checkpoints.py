@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray.train
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
@@ -34,7 +34,7 @@ def report(config):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "number").write_text(str(number))
             ray.train.report({"number": number, "loss": 1 / number}, checkpoint=Checkpoint.from_directory(folder))
-    ray.train.report({"last": True})
+    ray.train.report({"last": True, "loss": -1.0})
     return start
 
 
@@ -56,14 +56,14 @@ def numbers(result):
 def test_a_reported_checkpoint_is_kept_in_the_run_and_found_by_the_next_start(place):
     result = fit(place, 3, num_to_keep=2)
     assert result.return_value == 0
-    assert result.metrics == {"number": 3, "loss": 1 / 3, "last": True}
+    assert result.metrics == {"number": 3, "loss": -1.0, "last": True}
     assert numbers(result) == [2, 3]
     assert result.path.endswith("/a run")
     assert result.checkpoint is not None
     assert result.checkpoint.path.startswith(f"{result.path}/checkpoint_")
     result = fit(place, 0, num_to_keep=2)
     assert result.return_value == 3
-    assert result.metrics == {"number": 3, "loss": 1 / 3, "last": True}
+    assert result.metrics == {"number": 3, "loss": -1.0, "last": True}
 
 
 def test_a_filesystem_of_the_users_own_is_used_as_it_is(tmp_path):
@@ -232,7 +232,7 @@ test_reported_checkpoints.fit(sys.argv[1], 10**9, num_to_keep=2)
 def test_kills_while_a_loop_reports_lose_at_most_the_report(tmp_path, record_property):
     record_property("fault", "SIGKILL while a loop reports a checkpoint every few milliseconds, five times")
     record_property("lost", "at most the checkpoint that was being reported")
-    newest = 0
+    newest, rng = 0, np.random.default_rng(0)
     for _ in range(5):
         process = subprocess.Popen([sys.executable, "-c", REPORT_FOREVER, str(tmp_path)], env=dict(os.environ))
         while (
@@ -242,7 +242,7 @@ def test_kills_while_a_loop_reports_lose_at_most_the_report(tmp_path, record_pro
         ):
             assert process.poll() is None
             time.sleep(0.05)
-        time.sleep(random.random() / 10)
+        time.sleep(rng.random() / 10)
         process.send_signal(signal.SIGKILL)
         process.wait()
         text = (tmp_path / "a run" / SNAPSHOT).read_text()
