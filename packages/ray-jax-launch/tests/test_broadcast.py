@@ -104,6 +104,28 @@ with Checkpoints(sys.argv[1]) as checkpoints:
     assert checkpoints.latest_step() == latest_step(sys.argv[1]) == 3
 """
 
+# Rank 1 uploads its shards a second after rank 0.
+LATE = """
+import sys, time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ray_jax_launch import Checkpoints
+from ray_jax_launch._checkpoint import writers
+
+rank, writers._WRITE_TIMEOUT_S = int(sys.argv[2]), int(sys.argv[4])
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, rank)
+split = NamedSharding(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec("data"))
+with Checkpoints(sys.argv[1]) as checkpoints:
+    upload = checkpoints._store.upload
+    checkpoints._store.upload = lambda *args: time.sleep(rank) or upload(*args)
+    checkpoints.save(1, {"params": {"w": jax.jit(lambda: jnp.zeros(256), out_shardings=split)()}}, metadata={})
+    checkpoints.wait()
+    print("found", checkpoints.latest_step())
+"""
+
 
 def save(folder, steps, size=10):
     with Checkpoints(folder, num_to_keep=len(steps)) as checkpoints:
@@ -156,3 +178,7 @@ def test_all_processes_raise_if_one_process_cannot_write_its_shards(run_ranks, s
     assert "No space left" in outputs[1]
     record_property("fault", "the local disk of one of two hosts is full while both save to object storage")
     record_property("lost", "steps since the last checkpoint")
+
+
+def test_processes_wait_for_the_upload_of_another(run_ranks, s3, tmp_path):
+    assert run_ranks(LATE, [f"{s3}/{tmp_path.name}"] * 2, "60") == ["1"] * 2

@@ -1,14 +1,18 @@
-"""An elastic group that gets another number of workers, on a cluster of several nodes of this machine."""
+"""Elastic groups: another number of workers, on a cluster of several nodes of this machine, and waits for nodes."""
 
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray.cloudpickle
 from ray.train import ScalingConfig
+from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy.scaling_policy import NoopDecision, ResizeDecision
 
 from ray_jax_launch import launch
+from ray_jax_launch._ray_internals.ray_train import WaitingPolicy
 
 # Workers cannot import this file: their functions are sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -70,3 +74,28 @@ def test_an_elastic_group_saves_before_it_grows(nodes, tmp_path, caplog, record_
     assert results[0].return_value == last + 10
     text = "the cluster has room for another number of workers; the workers start again, from where they were"
     assert text in [record.message for record in caplog.records]
+
+
+@pytest.mark.parametrize("wait_s", [240, 600])
+def test_each_wait_for_nodes_has_its_own_line_and_limit(monkeypatch, wait_s):
+    start, lines = ResizeDecision(1, {"CPU": 1}), []
+    decision = wait = NoopDecision()
+    method = "make_decision_for_non_running_worker_group"
+    monkeypatch.setattr(ElasticScalingPolicy, method, lambda self: decision)
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr("ray_jax_launch._ray_internals.ray_train.time", clock)
+    policy = WaitingPolicy(ScalingConfig(num_workers=(1, 2)), lines.append, lambda: None, wait_s)
+    what = "the cluster has too few free resources for 1 workers"
+    for number, began_s in enumerate((0.0, 5000.0)):
+        for waited_s, num_lines in ((0, 0), (9, 0), (11, 1), (wait_s - 1, 1)):
+            clock.now_s = began_s + waited_s
+            assert policy.make_decision_for_non_running_worker_group() == wait
+            assert lines == [f"{what}; waiting up to {wait_s} s for more"] * (number + num_lines)
+        decision = start
+        assert policy.make_decision_for_non_running_worker_group() == start
+        decision = wait
+    clock.now_s = 9000.0
+    policy.make_decision_for_non_running_worker_group()
+    clock.now_s += wait_s + 1
+    with pytest.raises(TimeoutError, match=f"{what}, and got no more within {wait_s} s"):
+        policy.make_decision_for_non_running_worker_group()

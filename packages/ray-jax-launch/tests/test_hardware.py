@@ -1,12 +1,14 @@
 import re
 import sys
 
+import jax
 import pytest
 from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, infer_tpu_pod_type_from_topology
 from ray.train import ScalingConfig
 from ray.util.tpu import get_tpu_worker_resources
 
 from ray_jax_launch import (
+    DistributedConfig,
     LaunchError,
     auto,
     backend_config,
@@ -19,6 +21,7 @@ from ray_jax_launch import (
     worker_environment,
 )
 from ray_jax_launch._scaling import hardware_of, share_cpus
+from ray_jax_launch._train.backend import _initialize
 
 
 @pytest.mark.parametrize(
@@ -224,3 +227,19 @@ def test_a_library_path_without_cuda_toolkits_is_not_touched(monkeypatch):
 )
 def test_eight_workers_share_a_cpu_for_ray_data(text, data_cpus):
     assert parse_hardware(text).data_cpus == data_cpus
+
+
+@pytest.mark.parametrize(("coordinator", "bind"), [("10.0.0.1:5", None), ("127.0.0.1:5", "127.0.0.1:5")])
+def test_each_timeout_reaches_jax_under_its_own_name(monkeypatch, coordinator, bind):
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: given.update(args=args, **kwargs))
+    monkeypatch.setattr("ray_jax_launch._train.backend._keep_gloo_on_loopback", lambda: None)  # for all of a process
+    timeouts = DistributedConfig(initialization_timeout_s=1, heartbeat_timeout_s=2, shutdown_timeout_s=3)
+    _initialize(coordinator, 4, 3, timeouts)
+    assert given == {
+        "args": (coordinator, 4, 3),
+        "coordinator_bind_address": bind,
+        "initialization_timeout": 1,
+        "heartbeat_timeout_seconds": 2,
+        "shutdown_timeout_seconds": 3,
+    }

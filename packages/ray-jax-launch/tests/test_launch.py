@@ -1,5 +1,6 @@
 """Real launches on a real cluster: each takes Ray some tens of seconds to start and stop."""
 
+import json
 import logging
 import os
 import re
@@ -8,12 +9,15 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
 import ray.cloudpickle
 import ray.data
+from ray._private.ray_constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
+from ray.experimental.internal_kv import _internal_kv_get
 
 from ray_jax_launch import (
     LaunchError,
@@ -170,6 +174,19 @@ def test_hardware_that_the_cluster_lacks_is_rejected_before_anything_starts(tmp_
     with pytest.raises(LaunchError, match=r"must have 16 TPUs for tpu:v6e:4x4, got 0"):
         check_resources(parse_hardware("tpu:v6e:4x4"))
     assert [*tmp_path.rglob("*")] == []
+
+
+def test_missing_nodes_are_requested_from_the_autoscaler_only_while_they_are_waited_for(monkeypatch):
+    def requested():
+        return json.loads(_internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL) or b"[]")
+
+    seen = []
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda s: seen.append(requested()) or time.sleep(0.05))
+    monkeypatch.setattr("ray_jax_launch._cluster.time", clock)
+    with pytest.raises(LaunchError, match="must have 200 CPUs for cpu:100, got 4"):
+        check_resources(cpu(100), data_cpus=2, wait_for_resources_s=0.2, resources_per_worker={"CPU": 2})
+    assert seen[0] == [{"CPU": 2}] * 100 + [{"CPU": 1}] * 2
+    assert requested() == []
 
 
 def test_without_accelerators_auto_is_one_cpu_worker():

@@ -288,14 +288,6 @@ def test_a_resize_does_not_count_as_a_failure(decide):
     assert [decide(*resized) for _ in range(10)] == [FailureDecision.RETRY] * 10
 
 
-@pytest.mark.parametrize("max_failures", [-1, 0])
-def test_the_number_of_failures_to_recover_from(control, max_failures):
-    policy = RestartPolicy(control, max_failures=max_failures, wait_for_resources_s=0)
-    failure = WorkerGroupError("", {0: died(ray.exceptions.ActorDiedError())})
-    expected = FailureDecision.RETRY if max_failures == -1 else FailureDecision.RAISE
-    assert [policy.make_decision(failure) for _ in range(20)] == [expected] * 20
-
-
 def test_the_wait_for_nodes_starts_again_after_each_loss(decide, monkeypatch):
     too_few = ControllerError(WorkerGroupStartupTimeoutError(2))
     assert decide(too_few) == FailureDecision.RETRY

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ray_jax_launch._checkpoint.pytree import _chunks
 from ray_jax_launch._storage import join_path, open_uri
 
 # Two processes save an item of which each holds a half, and restore it with the axes of the mesh given by an argument.
@@ -59,3 +60,20 @@ def test_a_node_downloads_only_the_archives_with_shards_of_its_processes(
     # The archive of process 0 also holds what is equal in all processes.
     assert proxy.downloaded_bytes("/process-0.params.tar") == 2 * sizes["process-0.params.tar"]
     assert proxy.downloaded_bytes("/process-1.params.tar") == num_downloads * sizes["process-1.params.tar"]
+
+
+@pytest.mark.parametrize(
+    ("num_saved", "num_restored", "chunks"),
+    [
+        (3, 2, [[0, 1], [1, 2]]),
+        (2, 3, [[0], [0, 1], [1]]),
+        (4, 2, [[0, 1], [2, 3]]),
+        (1, 2, [[0], [0]]),
+        (12, 1, [[*range(12)]]),
+    ],
+)
+def test_a_shard_needs_each_chunk_that_it_touches(num_saved, num_restored, chunks):
+    size, shard = 12, 12 // num_restored
+    indices = [slice(start, start + shard) for start in range(0, size, shard)]
+    assert [[*_chunks(index, size, size // num_saved)] for index in indices] == chunks
+    assert [*_chunks(slice(None), size, size // num_saved)] == [*range(num_saved)]

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import ray
 import ray.cloudpickle
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-from ray_jax_launch import StopRequestedError, cpu, latest_step, launch, request_stop
+from ray_jax_launch import JaxTrainer, StopRequestedError, TrainingFailed, cpu, latest_step, launch, request_stop
 from ray_jax_launch._train.control_actor import StopRequest, answer, count_failure, forwarding, start_control_actor
 from ray_jax_launch._train.interrupt import Interrupt
 
@@ -203,6 +204,45 @@ def test_what_a_loop_prints_is_logged_and_a_progress_bar_stays_short(tmp_path, c
     printed = [record.message for record in caplog.records if record.message.startswith("worker 0: ")]
     assert printed == ["worker 0: hello from the loop", "worker 0: step 19999", "worker 0: the end"]
     assert result.return_value < 30
+
+
+def save_late_on_rank_1(config):
+    """Stop for a preempted node. Rank 1 saves two seconds after rank 0. After another start, return."""
+    import jax
+    import ray.util
+
+    from ray_jax_launch import stop_requested
+    from ray_jax_launch._train.worker_context import current_session
+
+    rank, saved = jax.process_index(), Path(config["saved"])
+    if saved.exists():
+        return
+    group = ray.util.get_current_placement_group().id.hex()
+    noticed = partial(current_session().control.poll.remote, group, 2, rank, request=StopRequest("preemption"))
+    ray.get(noticed(next_step=None))
+    for step in range(10_000):
+        time.sleep(0.02)
+        if stop_requested(step):
+            break
+    if rank == 1:
+        time.sleep(2)
+        saved.touch()
+
+
+@pytest.mark.fault
+def test_a_launch_ends_at_its_last_preemption_after_every_rank_has_saved(tmp_path, record_property):
+    record_property("fault", "one preemption more than max_preemption_failures, and a rank that saves late")
+    record_property("lost", "nothing: it ends, with its checkpoints")
+    failures = FailureConfig(max_failures=3, max_preemption_failures=0)
+    trainer = JaxTrainer(
+        save_late_on_rank_1,
+        train_loop_config={"saved": str(tmp_path / "saved")},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path), failure_config=failures),
+    )
+    with pytest.raises(TrainingFailed, match="saved at step"):
+        trainer.fit()
+    assert (tmp_path / "saved").exists()
 
 
 def train_slowly(config):
