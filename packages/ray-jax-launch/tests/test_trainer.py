@@ -21,6 +21,7 @@ from ray.train import (
     ScalingConfig,
     TrainingFailedError,
     UserCallback,
+    ValidationConfig,
 )
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2.jax.config import JaxConfig
@@ -113,11 +114,17 @@ def report_and_die_once(config):
     for number in range(start + 1, 5):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / ("number" if rank == 0 else "other")).write_text(str(number))
-            ray.train.report({"number": number}, checkpoint=Checkpoint.from_directory(folder))
+            reported = Checkpoint.from_directory(folder)
+            ray.train.report({"number": number}, checkpoint=reported, validation=number == 4)
         if rank == 1 and number == 3 and not Path(config["marker"]).exists():
             Path(config["marker"]).touch()
             os.kill(os.getpid(), signal.SIGKILL)
     return start
+
+
+def validate(checkpoint):
+    with checkpoint.as_directory() as folder:
+        return {"validated": int((Path(folder) / "number").read_text())}
 
 
 @pytest.mark.fault
@@ -134,12 +141,13 @@ def test_a_killed_script_continues_from_what_it_reported_and_so_does_the_next_st
             checkpoint_config=CheckpointConfig(num_to_keep=2),
             failure_config=FailureConfig(max_failures=-1),
         ),
+        validation_config=ValidationConfig(fn=validate),
     )
     result = trainer.fit()
     assert (tmp_path / "marker").exists()
     assert result.return_value in (1, 2, 3)  # Ray Train may not have seen the newest two reports
     assert "worker 1 died, or no longer answers; the workers start again (failure 1)" in caplog.text
-    assert [metrics["number"] for _, metrics in result.best_checkpoints or []] == [3, 4]
+    assert [metrics for _, metrics in result.best_checkpoints or []] == [{"number": 3}, {"number": 4, "validated": 4}]
     assert result.checkpoint is not None
     assert sorted(path.name for path in Path(result.checkpoint.path).iterdir()) == ["number", "other"]
     (tmp_path / "run" / "checkpoint_manager_snapshot.json").write_text("{")
