@@ -128,6 +128,21 @@ def test_a_reader_does_not_rename_a_damaged_checkpoint(folder, caplog):
     assert {path.name for path in folder.iterdir()} == {"10", "20", "30"}
 
 
+@pytest.mark.parametrize(("verify", "step"), [(True, 20), (False, 30)])
+def test_only_a_verified_start_quarantines_a_damaged_checkpoint(folder, verify, step):
+    flip_a_byte(folder / "30")
+    with Checkpoints(folder, verify=verify) as checkpoints:
+        assert checkpoints.latest_step() == step
+    assert (folder / "30.damaged").exists() == verify
+
+
+def test_a_quarantine_is_on_the_disk(folder, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, (folder / "30").exists())))
+    FolderStore(folder).quarantine(30)
+    assert synced == [(inode(folder), False)]
+
+
 @pytest.mark.fault
 def test_a_run_does_not_start_if_all_checkpoints_are_damaged(folder, record_property):
     for step in (10, 20, 30):

@@ -125,6 +125,17 @@ def test_auto_finds_every_slice_that_ray_knows_and_a_missing_host_is_an_error(ge
 
 
 @pytest.mark.parametrize(
+    ("gpus", "hardware"),
+    [([4, 4], gpu(2, 4)), ([4, 2], gpu(6)), ([0, 3], gpu(1, 3)), ([1, 1], gpu(2)), ([0], cpu(1))],
+    ids=str,
+)
+def test_auto_takes_all_gpus_of_living_nodes(gpus, hardware, monkeypatch):
+    found = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": float(number)}} for number in gpus]
+    monkeypatch.setattr("ray.nodes", lambda: [*found, {"Alive": False, "Resources": {"CPU": 8.0, "GPU": 8.0}}])
+    assert auto() == hardware
+
+
+@pytest.mark.parametrize(
     ("text", "data_cpus", "nodes", "shortage"),
     [
         ("gpu:1x4", 0, [(8, 4)], None),

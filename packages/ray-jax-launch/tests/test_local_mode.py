@@ -174,6 +174,13 @@ def test_environment_variables_are_set_while_the_loop_runs(tmp_path):
     assert "A_NAME" not in os.environ
 
 
+def test_the_values_of_the_callers_environment_are_restored(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_NAME", "before")
+    given = {"hardware": "local", "storage_path": tmp_path, "name": "run"}
+    assert launch(lambda: os.environ["A_NAME"], env_vars={"A_NAME": "1"}, **given).return_value == "1"
+    assert os.environ["A_NAME"] == "before"
+
+
 def test_no_environment_variables_in_a_runtime_environment_are_none(tmp_path):
     given = {"hardware": "local", "storage_path": tmp_path, "name": "run"}
     assert launch(lambda: 1, runtime_env={"env_vars": None}, **given).return_value == 1

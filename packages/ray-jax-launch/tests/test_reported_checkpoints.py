@@ -16,7 +16,7 @@ import ray.train
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
 
-from ray_jax_launch import JaxTrainer, LaunchError
+from ray_jax_launch import Checkpoints, JaxTrainer, LaunchError
 from ray_jax_launch._checkpoint import retry
 from ray_jax_launch._checkpoint.ray_snapshot import repair_snapshot
 
@@ -64,6 +64,19 @@ def test_a_reported_checkpoint_is_kept_in_the_run_and_found_by_the_next_start(pl
     result = fit(place, 0, num_to_keep=2)
     assert result.return_value == 3
     assert result.metrics == {"number": 3, "loss": -1.0, "last": True}
+
+
+def save_then_report():
+    with Checkpoints() as checkpoints:
+        checkpoints.save(9, {"state": {"number": 9}}, metadata={})
+    report({"count": 1})
+
+
+def test_the_result_has_the_reported_checkpoint_rather_than_the_saved_one(tmp_path):
+    run_config = RunConfig(name="a run", storage_path=str(tmp_path))
+    result = JaxTrainer(save_then_report, scaling_config=ScalingConfig(num_workers=0), run_config=run_config).fit()
+    assert result.checkpoint is not None
+    assert [path.name for path in Path(result.checkpoint.path).iterdir()] == ["number"]
 
 
 def test_a_filesystem_of_the_users_own_is_used_as_it_is(tmp_path):
