@@ -120,7 +120,7 @@ def test_configs_of_data_validation_and_rendezvous_are_used(rays_trainer, launch
     trainer = rays_trainer(launched(hardware="cpu:2", dataset_config=data, backend=backend))
     assert trainer.data_config._base is data
     assert trainer.backend_config is backend
-    validation = ValidationConfig(fn=lambda checkpoint: {})
+    validation = ValidationConfig(fn=lambda checkpoint, **kwargs: {})
     run_config = RunConfig(name="run", storage_path=str(tmp_path))
     given = {"hardware": "cpu:2", "run_config": run_config, "validation_config": validation}
     trainer = rays_trainer(JaxTrainer(lambda: None, jax_config=JaxConfig(), **given))

@@ -217,9 +217,10 @@ def save_late_on_rank_1(config):
     rank, saved = jax.process_index(), Path(config["saved"])
     if saved.exists():
         return
-    group = ray.util.get_current_placement_group().id.hex()
-    noticed = partial(current_session().control.poll.remote, group, 2, rank, request=StopRequest("preemption"))
-    ray.get(noticed(next_step=None))
+    group = ray.util.get_current_placement_group()
+    assert group is not None
+    noticed, poll = StopRequest("preemption"), current_session().control.poll.remote
+    ray.get(poll(group.id.hex(), 2, rank, request=noticed, next_step=None))
     for step in range(10_000):
         time.sleep(0.02)
         if stop_requested(step):

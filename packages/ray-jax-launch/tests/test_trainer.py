@@ -122,7 +122,7 @@ def report_and_die_once(config):
     return start
 
 
-def validate(checkpoint):
+def validate(checkpoint, **kwargs):
     with checkpoint.as_directory() as folder:
         return {"validated": int((Path(folder) / "number").read_text())}
 
