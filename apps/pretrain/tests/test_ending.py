@@ -84,6 +84,20 @@ run folder: {folder}
     )
 
 
+def test_the_end_of_a_run_of_several_starts_tells_their_number_and_their_time(folder):
+    result = dataclasses.replace(RESULT, restarts=2, tokens_per_s=25_600.4, best_val_step=1500, best_val_loss=1.61965)
+    assert shown(folder, result).splitlines()[:8] == [
+        "done in 3:20 of work over 3 starts",
+        "steps          1,500: 1,536,000 tokens, 0.13 epochs",
+        "restarts       2",
+        "loss           1.6123",
+        "val loss       1.5117 on all validation tokens, as `eval` prints",
+        "               1.6197 at step 1,500, the best, on 20,480 validation tokens",
+        "bits per byte  2.1809 on all validation tokens",
+        "speed          25,600 tokens/s while training",
+    ]
+
+
 def test_a_validation_on_all_tokens_is_no_part(folder):
     result = dataclasses.replace(RESULT, last_val_loss=RESULT.full_val_loss)
     assert "1.5117 at step 1,500, best 1.6000 at step 1,250, on all validation tokens" in shown(folder, result)

@@ -48,7 +48,8 @@ def test_the_name_of_a_run_is_the_last_part_of_its_place(place):
 def test_the_report_sums_up_the_run(tmp_path):
     folder = described(tmp_path)
     folder.metrics.write_text(
-        '{"step": 0, "val_loss": 5.0}\n{"step": 5, "loss": 2.0, "val_loss": 1.6, "step_s": 0.5}\n'
+        '{"step": 0, "val_loss": 5.0}\n{"step": 2, "loss": 3.0}\n'
+        '{"step": 5, "loss": 2.0, "val_loss": 1.6, "step_s": 0.5}\n'
         '{"step": 10, "epoch": 0.5, "tokens": 640, "loss": 1.5, "val_loss": 1.7, "full_val_loss": 1.8, "step_s": 0.25,'
         ' "full_val_bits_per_byte": 2.6, "time_s": 1020.0}\n'
     )
@@ -70,7 +71,7 @@ def test_the_report_sums_up_the_run(tmp_path):
         best_val_loss=1.6, best_val_step=5, last_val_loss=1.7, last_val_step=10,
         began_at="1970-01-01T00:16:40+00:00", ended_at="1970-01-01T00:17:01+00:00",
         device="NVIDIA H200", devices=4, commit="abc",
-        tokens_per_s=2730.67,  # 10 steps of 1 024 tokens in 5 * 0.5 + 5 * 0.25 seconds
+        tokens_per_s=2978.91,  # the 8 timed steps, of 1 024 tokens, in 3 * 0.5 + 5 * 0.25 seconds
         seconds={"starting": 4.5, "training": 10.0, "evaluating": 1.0},
     )  # fmt: skip
     assert json.loads(folder.result.read_text()) == dataclasses.asdict(result)

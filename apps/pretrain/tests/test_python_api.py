@@ -16,14 +16,27 @@ from ray_jax_launch import LaunchError
 README = Path(__file__).parent.parent / "README.md"
 
 SCRIPT = """
-import dataclasses, io, json
+import dataclasses, io, json, os
 from pathlib import Path
 
 from rich.console import Console
 
 from pretrain import PRESETS, load_trained, train
-from ray_jax_launch import TrainingFailed
+from ray_jax_launch import Checkpoints, TrainingFailed
 
+synced, is_on_disk = {}, {}
+sync, save = os.fsync, Checkpoints.save
+
+def note_sync(file):
+    synced[os.fstat(file).st_ino] = os.fstat(file).st_size
+    sync(file)
+
+def note_save(checkpoints, step, *args, **options):
+    log = Path("runs", "quickstart-data", "metrics.jsonl").stat()
+    is_on_disk[step] = synced.get(log.st_ino) == log.st_size
+    save(checkpoints, step, *args, **options)
+
+os.fsync, Checkpoints.save = note_sync, note_save
 quickstart = PRESETS["quickstart"]()
 config = dataclasses.replace(
     quickstart,
@@ -33,6 +46,7 @@ config = dataclasses.replace(
     train=dataclasses.replace(quickstart.train, max_epochs=1.5, log_every=3, checkpoint_every=5),
 )
 result = train(config)
+os.fsync, Checkpoints.save = sync, save
 lines = Console(file=io.StringIO(), width=200)
 again = train(config, console=lines)
 trained = load_trained(result.folder)
@@ -45,6 +59,7 @@ too_fast = dataclasses.replace(
 diverged = train(too_fast)
 print(json.dumps({
     "metrics": result.metrics,
+    "is_on_disk": is_on_disk,
     "checkpoint": [result.checkpoint.step, result.checkpoint.path],
     "is_folder": Path(result.checkpoint.path).is_dir(),
     "folder": str(result.folder),
@@ -104,6 +119,14 @@ def test_the_result_has_the_metrics_and_the_checkpoint(found, place):
     assert found["is_folder"]
     assert found["error"] is None
     assert found["sample"] > 100
+
+
+@pytest.mark.fault
+def test_the_log_is_on_disk_before_each_checkpoint(found, record_property):
+    """What is synced survives a power cut. A continued run does not write the records before its checkpoint again."""
+    record_property("fault", "power cut after a checkpoint")
+    record_property("lost", "no record before the checkpoint")
+    assert found["is_on_disk"] == {"5": True, "10": True, "15": True, "20": True, "25": True}
 
 
 def test_the_same_configuration_finds_the_finished_run(found):

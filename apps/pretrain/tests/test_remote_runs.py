@@ -123,16 +123,25 @@ def test_a_storage_that_does_not_answer_is_no_damaged_run(run, monkeypatch):
         show_runs(place, console=Console(quiet=True))
 
 
-def test_a_file_is_uploaded_when_it_has_changed(run):
+@pytest.mark.parametrize("text", ["another sample", "B sample"], ids=["other size", "equal size"])
+def test_a_file_is_uploaded_when_it_has_changed(run, text):
     filesystem, root = open_uri(run.uri)
     run.sample.write_text("a sample")
     run.push()
     for path in (run.config, run.sample):
         filesystem.delete_file(f"{root}/{path.name}")
-    run.sample.write_text("another sample")
+    run.sample.write_text(text)
     run.push()
-    objects = filesystem.get_file_info(FileSelector(root))
-    assert [(found.base_name, found.size) for found in objects] == [("sample.txt", len("another sample"))]
+    assert [found.base_name for found in filesystem.get_file_info(FileSelector(root))] == ["sample.txt"]
+    assert filesystem.open_input_stream(f"{root}/sample.txt").read() == text.encode()
+
+
+def test_a_copy_that_differs_from_its_object_in_its_time_alone_is_downloaded_again(run):
+    folder, _ = find_run(run.uri)
+    folder.config.write_text(folder.config.read_text().swapcase())
+    assert pull_changed(folder)
+    assert folder.config.read_bytes() == run.config.read_bytes()
+    assert not pull_changed(folder)
 
 
 @pytest.mark.parametrize("place", ["absent", "run/checkpoints"])

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import os
 import time
 
 import pytest
@@ -40,6 +41,22 @@ def test_the_log_starts_where_the_run_does(tmp_path):
     assert {name: start[name] for name in ("step", "workers", "devices", "device")} == {
         "step": 10, "workers": 1, "devices": 2, "device": "cpu",
     }  # fmt: skip
+
+
+def test_each_line_of_each_log_is_on_disk_after_a_push(tmp_path, monkeypatch):
+    synced, sync = {}, os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.update({os.fstat(file).st_ino: os.fstat(file)}), sync(file)))
+    with start_log(RunFolder(tmp_path)) as log:
+        begin(log, 0)
+        log.write({"step": 1, "loss": 2.0})
+        log.write_sample(Sample(step=1, prompt="a", text="ab"))
+        log.phase(1, "saving")
+        synced.clear()
+        log.push()
+        paths = [tmp_path, *tmp_path.iterdir()]
+        assert {path.name for path in paths[1:]} == {"metrics.jsonl", "samples.jsonl", "starts.jsonl", "phases.jsonl"}
+        assert {path for path in paths if path.stat().st_ino not in synced} == set()
+        assert {path for path in paths if synced[path.stat().st_ino].st_size != path.stat().st_size} == set()
 
 
 def test_a_record_reaches_object_storage_before_a_save(s3, tmp_path, monkeypatch):

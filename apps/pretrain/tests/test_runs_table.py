@@ -35,7 +35,8 @@ def storage(tmp_path):
     """Four runs and a damaged one, and a file and a folder that are none."""
     root = tmp_path / "storage"
     done = make_run(root / "quickstart-builtin", "finished", 240, full_val_loss=1.5117)
-    append_line(done.starts, {"step": 0, "workers": 2, "devices": 8, "device": "NVIDIA H100 80GB HBM3"})
+    append_line(done.starts, {"step": 0, "workers": 1, "devices": 4, "device": "TPU v4"})
+    append_line(done.starts, {"step": 250, "workers": 2, "devices": 8, "device": "NVIDIA H100 80GB HBM3"})
     make_run(root / "wikitext-a-longer-name-of-a-run", "training", 86_400)
     make_run(root / "silent", "training", 80_000)
     make_run(root / "stopped", "stopped", 3600)

@@ -96,6 +96,108 @@ def test_the_numbers_of_a_running_training_are_those_of_its_files(write_run, mak
     assert 'class="stopped"' in page
 
 
+@pytest.fixture
+def finished(write_run):
+    """A run of two starts, each of whose numbers is another one."""
+    validation = {"val_loss": 1.6, "val_bits_per_byte": 2.3}
+    speed = {"tokens_per_s": 18_432.4, "data_wait_s": 0.0042}
+    last = {"tokens": 1_536_000, "epoch": 1.25, "loss": 1.8, "learning_rate": 2e-4, "grad_norm_max": 0.75}
+    last |= {"mfu": 0.3124, "memory_bytes": 3 * 2**29, "full_val_loss": 1.5, "full_val_bits_per_byte": 2.2}
+    return write_run(
+        records=[
+            {"step": 500, "time_s": BEGAN_S + 60, "step_s": 0.05, "loss": 3.0, **speed, **validation},
+            {"step": 1000, "time_s": BEGAN_S + 120, "loss": 2.0},
+            {"step": 1500, "time_s": BEGAN_S + 360, "step_s": 0.1, **speed, **last, "val_loss": 1.7},
+        ],
+        starts=[
+            {"step": 0, "time_s": BEGAN_S + 5, "workers": 1, "devices": 4, "device": "TPU v4"},
+            {"step": 600, "time_s": BEGAN_S + 205, "workers": 2, "devices": 8, "device": "NVIDIA H100"},
+        ],
+        phases=[
+            {"step": step, "time_s": BEGAN_S + after_s, "phase": phase}
+            for step, after_s, phase in (
+                (0, 0, "starting"), (0, 12, "training"), (600, 120, "stopped"), (600, 300, "training"),
+                (1500, 360, "finished"),
+            )
+        ],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "value"),
+    [
+        ("state", "finished"),
+        ("validation loss, all tokens (nats per token)", "1.5000"),
+        ("bits per byte, all validation tokens", "2.2000"),
+        ("best validation loss, on train.eval_tokens", "1.6000 at step 500"),
+        ("last validation loss, on train.eval_tokens", "1.7000 at step 1,500"),
+        ("last bits per byte, on train.eval_tokens", "2.3000"),
+        ("last training loss", "1.8000"),
+        ("parameters", "834,432"),
+        ("training tokens", "1,536,000"),
+        ("epochs", "1.25"),
+        ("steps", "1,500"),
+        ("time of work", "3:00"),
+        ("tokens per second", "13,653"),  # 1 000 timed steps of 1 024 tokens, in 500 * 0.05 + 500 * 0.1 seconds
+        ("MFU, at the end", "31.2%"),
+        ("device memory", "1.5 GiB"),
+        ("restarts", "1"),
+        ("began", "2023-11-14 22:13:20 UTC"),
+        ("last sign of life", "2023-11-14 22:19:20 UTC"),
+        ("starting", "12.0 s (6.7%)"),
+        ("training", "2:48 (93.3%)"),
+        ("devices", "8 x NVIDIA H100"),
+        ("workers", "2"),
+        ("tokenizer", "bytes"),
+    ],
+)
+def test_a_table_of_the_page_has_the_value_of_the_files(finished, make_page, row, value):
+    assert cells(make_page(finished), row) == [value]
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        "Loss, nats per token. run, training ends at 1.800; run, validation ends at 1.700.",
+        "run ends at 0.0002.",  # the learning rate, which has no unit
+        "Gradient norm, before clipping. run ends at 0.7500.",
+        "Throughput, tokens per second. run ends at 18.43k.",
+        "MFU, % of the peak of all devices. run ends at 31.24.",
+        "Wait for data, ms per step. run ends at 4.200.",
+    ],
+)
+def test_a_chart_has_the_values_of_the_records_in_its_unit(finished, make_page, summary):
+    assert f'{summary}"' in make_page(finished)
+
+
+def variant(page, classes):
+    """The loss chart on some axes."""
+    return page.split(f'<div class="variant {classes}">')[1].split("</div>")[0]
+
+
+@pytest.mark.parametrize(
+    ("x_axis", "label", "end", "marks"),
+    [
+        ("step", "step", 1500, ["40.00%"]),
+        ("tokens", "training tokens", 1_536_000, ["40.00%"]),
+        ("time", "minutes of work", 3, []),
+    ],
+)
+def test_restarts_are_marked_on_their_axis(finished, make_page, x_axis, label, end, marks):
+    chart = variant(make_page(finished), f"{x_axis} linear")
+    assert f'data-unit="{label}" data-x="0.0,{float(end)}"' in chart
+    assert re.findall('class="mark color0" x1="([0-9.]+%)" x2', chart) == marks
+
+
+@pytest.mark.parametrize(
+    ("work_s", "unit", "end"),
+    [(119, "seconds", 119.0), (120, "minutes", 2.0), (7_200, "hours", 2.0), (172_800, "days", 2.0)],
+)
+def test_the_axis_of_time_has_a_unit_that_fits(write_run, make_page, work_s, unit, end):
+    records = [{"step": step, "time_s": BEGAN_S + work_s * step, "loss": 2.0} for step in range(2)]
+    assert f'data-unit="{unit} of work" data-x="0.0,{end}"' in make_page(write_run(records=records))
+
+
 def test_runs_of_one_name_and_one_run_twice_are_told_apart(write_run, make_page, records, tmp_path):
     folder = write_run(records=records(3))
     other = shutil.copytree(folder.path, tmp_path / "copies" / "run")

@@ -1,0 +1,32 @@
+"""The lines before a run: its model, data, length and hardware."""
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from owt_data import PrepareOptions, open_tokens, prepare
+from pretrain import PRESETS
+from pretrain._config import with_vocab_size
+from pretrain._run.folder import RunFolder
+from pretrain._screen.introduction import introduce
+from ray_jax_launch import parse_hardware
+
+
+@pytest.mark.parametrize(("hardware", "per_worker"), [("cpu:1", "16"), ("cpu:4", "4"), ("cpu:2-4", "4-8")])
+def test_the_introduction_has_the_sizes_of_the_run(hardware, per_worker, tmp_path):
+    (tmp_path / "text.txt").write_text("x" * 100_000)
+    prepare(str(tmp_path / "text.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
+    data, config = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes"), PRESETS["quickstart"]()
+    config = with_vocab_size(dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=2000)), 257)
+    out = io.StringIO()
+    introduce(config, data, parse_hardware(hardware), RunFolder(tmp_path / "run"), Console(file=out, width=80))
+    assert out.getvalue().splitlines() == [
+        "model     834,432 parameters: 4 layers of width 128",
+        "data      90,001 tokens to train on, 10,000 to validate on (bytes)",
+        f"step      1,024 tokens: 16 windows of 64, {per_worker} per worker",
+        "length    2,000 steps: 2,048,000 tokens, 22.76 epochs",
+        f"hardware  {parse_hardware(hardware)}",
+        f"run folder: {tmp_path / 'run'}",
+    ]
