@@ -42,8 +42,19 @@ config = dataclasses.replace(
     quickstart,
     data="train=book.txt,val=end.txt",
     hardware="local",
+    prompts=("a", "of"),
+    trackers=(),
     model=dataclasses.replace(quickstart.model, num_layers=1, num_heads=2, embed_dim=16),
-    train=dataclasses.replace(quickstart.train, max_epochs=1.5, log_every=3, checkpoint_every=5),
+    train=dataclasses.replace(
+        quickstart.train,
+        max_epochs=1.5,
+        log_every=3,
+        eval_every=10,
+        eval_tokens=64,
+        sample_tokens=4,
+        checkpoint_every=5,
+        checkpoints_to_keep=3,
+    ),
 )
 result = train(config)
 os.fsync, Checkpoints.save = sync, save
@@ -156,6 +167,20 @@ def test_the_files_of_a_run_have_its_length(found, place):
     assert [record["step"] for record in records] == [step for step in range(26) if step % 3 == 0 or step % 5 == 0]
     assert [record["tokens"] for record in records] == [1024 * record["step"] for record in records]
     assert [record["epoch"] for record in records] == [round(record["step"] * 16 / 271, 4) for record in records]
+
+
+def test_each_option_of_the_intervals_and_the_samples_has_its_effect(found, place):
+    run = place / "runs" / "quickstart-data"
+    assert not (run / "tensorboard").exists()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["15", "20", "25"]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "val_loss" in record] == [0, 10, 20, 25]
+    assert records[-1]["val_loss"] != records[-1]["full_val_loss"]  # of the first window, and of all
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [
+        (step, prompt) for step in (0, 10, 20, 25) for prompt in ("a", "of")
+    ]
+    assert max(len(sample["text"]) for sample in samples) <= len("of") + 4
 
 
 def test_nine_workers_need_two_cpus_for_ray_data(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_history, summarize
 from pretrain._run.metrics import cut_lines
 from pretrain._run.result import write_result
+from pretrain._screen.run_view import RunView
 
 BEGAN_S = 1_700_000_000.0
 
@@ -89,6 +90,14 @@ def test_a_run_is_shown_from_its_files_until_it_stops(folder):
             "the run is stopped at step 50: run the same command again to continue",
         ],
     )
+
+
+def test_a_view_counts_the_restarts_and_the_time_of_work_of_all_commands(folder):
+    append_line(folder.starts, {"step": 20, "time_s": BEGAN_S + 100, "workers": 1, "devices": 2, "device": "TPU v4"})
+    for name, after_s in (("training", 10), ("stopped", 30), ("training", 100)):
+        phase(folder, name, after_s, 20)
+    view = RunView.of(read_history(folder), is_local=True, clock=lambda: BEGAN_S + 105)
+    assert (view.num_restarts, view.elapsed_s(), view.phase_s()) == (1, 35.0, 5.0)
 
 
 def test_a_failed_run_ends_with_the_advice_to_continue(folder):

@@ -1,0 +1,31 @@
+"""The end of a run, as the driver writes it."""
+
+import pytest
+
+from pretrain._run.files import append_line
+from pretrain._run.folder import RunFolder
+from pretrain._run.history import read_phases, write_end
+
+
+@pytest.mark.parametrize(
+    ("last", "time_s", "written"),
+    [
+        ("training", 50.0, [("failed", 7, 50.0)]),
+        ("training", None, [("failed", 7, 20.0)]),  # the time of the last sign of life
+        ("stopped", 50.0, []),
+        ("finished", 50.0, []),
+    ],
+)
+def test_the_end_of_a_command_is_written_once(tmp_path, last, time_s, written):
+    folder = RunFolder(tmp_path)
+    append_line(folder.phases, {"step": 3, "time_s": 10.0, "phase": last})
+    append_line(folder.metrics, {"step": 7, "time_s": 20.0})
+    for _ in range(2):
+        write_end(folder, "failed", time_s)
+    _, *ends = [(phase.phase, phase.step, phase.time_s) for phase in read_phases(folder)]
+    assert ends == written
+
+
+def test_no_end_is_written_into_the_folder_of_another_run(tmp_path):
+    write_end(RunFolder(tmp_path, owner="the id of this command"), "failed", 50.0)
+    assert [*tmp_path.iterdir()] == []
