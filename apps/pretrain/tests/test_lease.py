@@ -114,6 +114,20 @@ def test_a_lease_that_is_not_renewed_lapses(run, command, monkeypatch):
         assert objects(run) == ["a.json"]
 
 
+def test_a_lease_is_renewed_while_its_command_runs(run, command, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.2)
+    filesystem, root = open_uri(run)
+
+    def written_ns():
+        return filesystem.get_file_info(f"{root}/.lease/a.json").mtime_ns
+
+    with leasing(run, command("a"), ignored):
+        taken_ns, until_s = written_ns(), time.monotonic() + LIMIT_S
+        while written_ns() == taken_ns:
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+
+
 def test_a_command_that_has_lost_its_lease_is_told_once(run, command, monkeypatch):
     monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.2)
     lost, told = threading.Event(), []

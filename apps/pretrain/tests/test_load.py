@@ -102,6 +102,19 @@ def test_a_prompt_that_is_longer_than_the_context_is_continued_at_its_end(make_r
     assert text == prompt[: -config.model.seq_len] + end
 
 
+def test_each_option_of_a_sample_has_its_effect(make_run):
+    folder, _, _, _ = make_run()
+
+    def text(**changes):
+        options = {"max_new_tokens": 10, "temperature": 1, "top_k": None, "top_p": None, "seed": 0} | changes
+        (found,) = sample(str(folder.path), prompt="a", num_samples=1, **options)
+        return found
+
+    most_likely = text(temperature=0)
+    assert len({text(), text(seed=1), most_likely}) == 3
+    assert text(top_k=1) == text(top_p=1e-6) == most_likely
+
+
 def test_no_two_of_many_samples_are_equal(make_run):
     folder, _, _, _ = make_run()
     texts = [

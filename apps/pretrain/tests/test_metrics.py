@@ -5,6 +5,7 @@ import pytest
 
 from pretrain._run.files import append_line, read_lines, write_durably
 from pretrain._run.metrics import cut_lines
+from pretrain._surroundings.output_file import write_output
 
 
 def test_records_come_back_in_order(tmp_path):
@@ -53,9 +54,12 @@ def test_a_record_after_a_line_that_was_cut_off_has_a_line_of_its_own(tmp_path):
 
 
 @pytest.mark.fault
-def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch, record_property):
+@pytest.mark.parametrize(
+    ("write", "content", "syncs_folder"), [(write_durably, "{}", True), (write_output, b"{}", False)]
+)
+def test_a_file_is_on_disk_before_it_has_its_name(write, content, syncs_folder, tmp_path, monkeypatch, record_property):
     """The order of the calls decides what a power cut leaves. The test makes the calls and records them."""
-    record_property("fault", "power cut while a file is replaced")
+    record_property("fault", f"power cut while a file is replaced ({write.__name__})")
     record_property("lost", "nothing")
     calls = []
 
@@ -70,7 +74,7 @@ def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch, record_
     monkeypatch.setattr(os, "fsync", noted("sync", os.fsync))
     monkeypatch.setattr(os, "replace", noted("rename", os.replace))
     path = tmp_path / "config.json"
-    write_durably(path, "{}")
+    write(path, content)
     file, folder = path.stat().st_ino, tmp_path.stat().st_ino
-    assert calls == [("sync", file), ("rename", file), ("sync", folder)]
+    assert calls == [("sync", file), ("rename", file), *[("sync", folder)] * syncs_folder]
     assert path.read_text() == "{}"

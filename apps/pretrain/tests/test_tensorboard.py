@@ -67,6 +67,22 @@ def test_a_later_start_hides_what_it_records_again(tmp_path):
     assert shown(folder, "val") == {0: {"loss": 4.0}, 1: {"loss": 4.0}, 2: {"loss": 3.0}, 3: {"loss": 3.0}}
 
 
+def test_events_are_on_disk_before_the_number_of_their_steps(tmp_path, monkeypatch):
+    """The next start does not record these steps again."""
+    calls, sync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (calls.append((os.fstat(file).st_ino, os.fstat(file).st_size)), sync(file))
+    )
+    folder = RunFolder(tmp_path)
+    trackers = opened(folder, 0)
+    trackers.write({"step": 0, "loss": 3.0, "val_loss": 4.0})
+    trackers.close()
+    files = [path.stat() for path in folder.tensorboard.glob("*/events*")]
+    marker = (folder.tensorboard / "recorded_steps").stat()
+    assert len(files) == 2
+    assert {(file.st_ino, file.st_size) for file in files} <= {*calls[: calls.index((marker.st_ino, marker.st_size))]}
+
+
 def test_a_full_event_file_is_not_changed_any_more(tmp_path, monkeypatch):
     monkeypatch.setattr("pretrain._trackers.tensorboard._FULL_BYTES", 1000)
     folder = RunFolder(tmp_path)
