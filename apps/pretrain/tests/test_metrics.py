@@ -53,13 +53,16 @@ def test_a_record_after_a_line_that_was_cut_off_has_a_line_of_its_own(tmp_path):
     assert read_lines(path) == [{"step": 0}, {"step": 2}]
 
 
-@pytest.mark.fault
 @pytest.mark.parametrize(
-    ("write", "content", "syncs_folder"), [(write_durably, "{}", True), (write_output, b"{}", False)]
+    ("write", "content", "syncs_folder"),
+    [
+        pytest.param(write_durably, "{}", True, id="of a run", marks=pytest.mark.fault),
+        pytest.param(write_output, b"{}", False, id="of a user"),
+    ],
 )
 def test_a_file_is_on_disk_before_it_has_its_name(write, content, syncs_folder, tmp_path, monkeypatch, record_property):
     """The order of the calls decides what a power cut leaves. The test makes the calls and records them."""
-    record_property("fault", f"power cut while a file is replaced ({write.__name__})")
+    record_property("fault", "power cut while a file is replaced")
     record_property("lost", "nothing")
     calls = []
 

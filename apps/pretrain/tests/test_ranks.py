@@ -90,7 +90,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(place):
-    """What each rank prints."""
+    """Results of the two ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

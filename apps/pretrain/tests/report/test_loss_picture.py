@@ -57,11 +57,11 @@ def test_the_picture_has_the_curves_of_the_records_and_a_tick_at_each_restart(wr
     ]
     figure = loss_figure(read_history(write_run(records=lines, starts=[{"step": 0}, {"step": 26}])), "run")
     upper, lower = figure.axes
-    curves = [[*map(tuple, line.get_xydata())] for axes in (upper, lower) for line in axes.get_lines()]
-    assert curves == [[(25, 4.0), (50, 3.0)], [(0, 5.0), (50, 3.5)], [(25, 0.25), (50, 0.5)]]
+    curves = [np.asarray(line.get_xydata()).tolist() for axes in (upper, lower) for line in axes.get_lines()]
+    assert curves == [[[25, 4.0], [50, 3.0]], [[0, 5.0], [50, 3.5]], [[25, 0.25], [50, 0.5]]]
     points, restarts = upper.collections
-    assert points.get_offsets().tolist() == [[25, 4.0], [50, 3.0]]
-    assert [segment[:, 0].tolist() for segment in restarts.get_segments()] == [[26, 26]]
+    assert np.asarray(points.get_offsets()).tolist() == [[25, 4.0], [50, 3.0]]
+    assert [np.asarray(path.vertices)[:, 0].tolist() for path in restarts.get_paths()] == [[26, 26]]
 
 
 def test_labels_at_the_ends_of_two_equal_lines_do_not_overlap(write_run, records):
