@@ -70,7 +70,7 @@ def tokenizing_processes() -> Callable[[], list[int]]:
     """Lists the tokenizing processes that this process has started."""
 
     def find():
-        command = ["ps", "-A", "-o", "pid=,ppid=,command="]
+        command = ["ps", "-Aww", "-o", "pid=,ppid=,command="]
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S).stdout
         fields = [line.split(maxsplit=2) for line in found.splitlines()]
         return [int(pid) for pid, parent, name in fields if int(parent) == os.getpid() and "tokenize_worker" in name]
