@@ -104,5 +104,7 @@ def test_a_killed_driver_of_a_cluster_that_stays_leaves_a_sentence(nodes, record
             assert driver.stdout.readline() == "connected\n"
             if is_killed:
                 driver.kill()
-            found.append((driver.communicate("\n", timeout=60)[1], driver.returncode))
-    assert found == [(f"{KILLED}\n", -signal.SIGKILL), ("", 0)]
+            errors = driver.communicate("\n", timeout=60)[1]
+            # Ray's C++ logs a line where there is no network.
+            found.append((errors.count(KILLED), driver.returncode))
+    assert found == [(1, -signal.SIGKILL), (0, 0)]
