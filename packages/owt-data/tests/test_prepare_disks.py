@@ -71,8 +71,11 @@ subprocess.run(["cp", "-r", folder / "out", kept], check=True)
     assert int(shards) > 5
     assert rest == ["False []"]
     prepare(str(corpus), tmp_path / "expected", OPTIONS)
-    for name in ("train.bin", "val.bin"):
-        assert (kept / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+    names = ["manifest.json", "train.bin", "val.bin"]
+    assert sorted(path.name for path in kept.iterdir()) == names
+    assert [(kept / name).read_bytes() for name in names] == [
+        (tmp_path / "expected" / name).read_bytes() for name in names
+    ]
 
 
 @pytest.mark.fault
