@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import re
 
 import jax
@@ -26,16 +27,22 @@ from nnx_gpt2 import (
 SEEDED_LOSSES = [4.186103, 4.172140, 4.191811]
 
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=5)
+SGD = optax.sgd(1.0)
 
 
 def windows(config, batch_size=8, seed=0):
     return np.random.default_rng(seed).integers(0, config.vocab_size, (batch_size, 17)).astype(np.uint16)
 
 
-def train(config, num_steps, *, grad_accum_steps=1, batch=None, optimizer=OPTIMIZER):
-    rule = create_optimizer(optimizer, 200)
-    state = create_train_state(config, rule, jax.random.key(0))
-    step = make_train_step(config, rule, grad_accum_steps=grad_accum_steps)
+@functools.cache
+def start(config, optimizer=OPTIMIZER, **options):
+    """Return an initial state and its step, compiled once: on a CPU, a step does not change a small state."""
+    rule = create_optimizer(optimizer, 200) if isinstance(optimizer, OptimizerConfig) else optimizer
+    return create_train_state(config, rule, jax.random.key(0)), make_train_step(config, rule, **options)
+
+
+def train(config, num_steps, *, batch=None, optimizer=OPTIMIZER, **options):
+    state, step = start(config, optimizer, **options)
     losses = []
     for i in range(num_steps):
         state, metrics = step(state, windows(config, seed=i) if batch is None else batch, jax.random.key(7))
@@ -66,11 +73,10 @@ def test_accumulated_gradients_are_those_of_the_full_batch(tiny):
 
 def test_gradients_of_microbatches_are_averaged(tiny):
     """SGD without clipping: Adam and clipping hide the scale of the gradient."""
-    config, optimizer = dataclasses.replace(tiny, num_layers=1), optax.sgd(1.0)
+    config = dataclasses.replace(tiny, num_layers=1)
     ends, norms = [], []
     for num_microbatches in (1, 4):
-        state = create_train_state(config, optimizer, jax.random.key(0))
-        step = make_train_step(config, optimizer, grad_accum_steps=num_microbatches)
+        state, step = start(config, SGD, grad_accum_steps=num_microbatches)
         state, metrics = step(state, windows(config), jax.random.key(7))
         ends.append(state.params)
         norms.append(float(metrics["grad_norm"]))
@@ -81,22 +87,22 @@ def test_gradients_of_microbatches_are_averaged(tiny):
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 8])
 def test_a_step_follows_the_gradient_of_the_mean_loss_of_its_batch(tiny, batch_size):
     """On a CPU, a step computes the halves of an even batch separately."""
-    optimizer = optax.sgd(1.0)
-    state = create_train_state(tiny, optimizer, jax.random.key(0))
+    state, step = start(tiny, SGD)
     batch = windows(tiny, batch_size)
-    loss, grads = jax.value_and_grad(lambda params: mean_loss(merge(tiny, params), jnp.asarray(batch)))(state.params)
-    expected = jax.tree.map(jnp.subtract, state.params, grads)
-    state, metrics = make_train_step(tiny, optimizer)(state, batch, jax.random.key(7))
+    gradient = jax.jit(jax.value_and_grad(lambda params: mean_loss(merge(tiny, params), jnp.asarray(batch))))
+    loss, grads = gradient(state.params)
+    expected = jax.tree.map(np.subtract, state.params, grads)
+    state, metrics = step(state, batch, jax.random.key(7))
     assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected)
 
 
 @pytest.mark.parametrize(("batch_size", "dropout_rate", "num_parts"), [(8, 0.0, 2), (7, 0.0, 1), (8, 0.1, 1)])
 def test_a_cpu_gets_the_halves_of_an_even_batch_as_independent_products(tiny, batch_size, dropout_rate, num_parts):
-    config, optimizer = dataclasses.replace(tiny, dropout_rate=dropout_rate), create_optimizer(OPTIMIZER, 200)
-    state = create_train_state(config, optimizer, jax.random.key(0))
+    config = dataclasses.replace(tiny, dropout_rate=dropout_rate)
+    state, step = start(config)
     batch, key = windows(config, batch_size), jax.random.key(7)
-    products = make_train_step(config, optimizer).lower(state, batch, key).as_text().count("dot_general")
+    products = step.lower(state, batch, key).as_text().count("dot_general")
     loss = jax.jit(jax.value_and_grad(lambda params: mean_loss(merge(tiny, params), jnp.asarray(batch))))
     assert products == num_parts * loss.lower(state.params).as_text().count("dot_general") > 0
 
@@ -111,8 +117,7 @@ def test_the_halves_of_a_batch_share_the_limit_on_logits(tiny):
 
 def test_randomness_follows_the_step_not_the_history(tiny):
     config = dataclasses.replace(tiny, dropout_rate=0.2)
-    optimizer = create_optimizer(OPTIMIZER, 200)
-    step = make_train_step(config, optimizer)
+    _, step = start(config)
     state, _ = train(config, 3)
     resumed = jax.tree.map(jnp.array, state)
     (_, a), (_, b) = (step(s, windows(config), jax.random.key(7)) for s in (state, resumed))
@@ -129,9 +134,8 @@ def test_the_state_is_donated_to_an_accelerator(tiny, monkeypatch):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_cpu_writes_a_new_state_without_copying_the_old_one(tiny, name):
-    optimizer = create_optimizer(dataclasses.replace(OPTIMIZER, name=name), 200)
-    state = create_train_state(tiny, optimizer, jax.random.key(0))
-    step, batch, key = make_train_step(tiny, optimizer), windows(tiny), jax.random.key(7)
+    state, step = start(tiny, dataclasses.replace(OPTIMIZER, name=name))
+    batch, key = windows(tiny), jax.random.key(7)
     program = step.lower(state, batch, key).compile().as_text() or ""
     assert len(re.findall(r"%state_opt_state\w*_[mn]u_", program)) > 0
     assert re.findall(r"= f32\S* copy\(%state_opt_state\w*_[mn]u_", program) == []
@@ -159,18 +163,16 @@ def test_seeded_losses_do_not_change(tiny):
 def test_eval_gives_each_predictions_loss(tiny):
     state, _ = train(tiny, 1)
     batch = windows(tiny, seed=9)
-    expected = token_losses(merge(tiny, state.params), jnp.asarray(batch))
+    expected = jax.jit(lambda params: token_losses(merge(tiny, params), jnp.asarray(batch)))(state.params)
     np.testing.assert_allclose(make_eval_step(tiny)(state.params, batch), expected, rtol=1e-6)
 
 
 def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tiny):
     """The embedding of one token overflows: only batches with this token are skipped."""
-    rule = create_optimizer(OPTIMIZER, 200)
-    state = create_train_state(tiny, rule, jax.random.key(0))
+    state, step = start(tiny)
     params = {**state.params, "wte": {"embedding": state.params["wte"]["embedding"].at[3].set(jnp.inf)}}
-    state = dataclasses.replace(state, params=params, opt_state=rule.init(params))
+    state = dataclasses.replace(state, params=params)
     before = jax.tree.map(np.asarray, (state.params, without_schedules(state.opt_state)))
-    step = make_train_step(tiny, rule)
     state, metrics = step(state, windows(tiny), jax.random.key(7))
     assert not np.isfinite(float(metrics["loss"]))
     assert (int(state.step), int(state.num_skipped), int(metrics["num_skipped"])) == (1, 1, 1)
@@ -188,13 +190,13 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tiny
 
 def test_a_gradient_that_overflows_under_a_finite_loss_is_skipped(tiny):
     """Norms map activations of zero to zero, and multiply the gradient by 1e18."""
-    config, rule = dataclasses.replace(tiny, num_layers=1, norm_epsilon=1e-36), create_optimizer(OPTIMIZER, 200)
-    state = create_train_state(config, rule, jax.random.key(0))
+    config = dataclasses.replace(tiny, num_layers=1, norm_epsilon=1e-36)
+    state, step = start(config)
     wte, wpe = (state.params[name]["embedding"] for name in ("wte", "wpe"))
     params = {**state.params, "wte": {"embedding": wte.at[0].set(0)}, "wpe": {"embedding": jnp.zeros_like(wpe)}}
     state = dataclasses.replace(state, params=params)
     before = jax.tree.map(np.asarray, (state.params, without_schedules(state.opt_state)))
-    state, metrics = make_train_step(config, rule)(state, np.zeros((8, 17), np.uint16), jax.random.key(7))
+    state, metrics = step(state, np.zeros((8, 17), np.uint16), jax.random.key(7))
     assert float(metrics["loss"]) == pytest.approx(np.log(65), abs=1e-5)
     assert not np.isfinite(float(metrics["grad_norm"]))
     assert (int(state.step), int(state.num_skipped), int(metrics["num_skipped_in_a_row"])) == (1, 1, 1)
@@ -203,27 +205,25 @@ def test_a_gradient_that_overflows_under_a_finite_loss_is_skipped(tiny):
 
 def test_a_type_that_holds_just_the_vocabulary_is_accepted(tiny):
     config = dataclasses.replace(tiny, vocab_size=256)
-    rule = create_optimizer(OPTIMIZER, 200)
-    state = create_train_state(config, rule, jax.random.key(0))
-    _, metrics = make_train_step(config, rule)(state, windows(config).astype(np.uint8), jax.random.key(7))
+    state, step = start(config)
+    _, metrics = step(state, windows(config).astype(np.uint8), jax.random.key(7))
     assert np.isfinite(float(metrics["loss"]))
 
 
 @pytest.mark.parametrize(("token", "dtype"), [(65, np.uint16), (65535, np.uint16), (-1, np.int32)])
 def test_a_batch_with_ids_outside_the_vocabulary_is_skipped(tiny, token, dtype):
-    rule = create_optimizer(OPTIMIZER, 200)
-    state = create_train_state(tiny, rule, jax.random.key(0))
+    state, step = start(tiny)
     before = jax.tree.map(np.asarray, state.params)
     batch = windows(tiny).astype(dtype)
     batch[3, -1] = token
-    state, metrics = make_train_step(tiny, rule)(state, batch, jax.random.key(7))
+    state, metrics = step(state, batch, jax.random.key(7))
     assert np.isnan(float(metrics["loss"]))
     assert int(state.num_skipped) == 1
     jax.tree.map(np.testing.assert_array_equal, before, state.params)
 
 
 def test_windows_with_ids_outside_the_vocabulary_have_losses_of_nan(tiny):
-    params = create_train_state(tiny, create_optimizer(OPTIMIZER, 200), jax.random.key(0)).params
+    params = start(tiny)[0].params
     batch = windows(tiny).astype(np.int32)
     batch[1, 16], batch[2, 0], batch[5, 7] = 65, -1, 300
     losses = np.asarray(make_eval_step(tiny)(params, batch))
@@ -232,31 +232,29 @@ def test_windows_with_ids_outside_the_vocabulary_have_losses_of_nan(tiny):
 
 
 def test_end_of_text_masks_documents(tiny):
-    rule = create_optimizer(OPTIMIZER, 200)
+    state, step = start(tiny, end_of_text=64)
     batch = windows(tiny)
     batch[:, 8] = 64
-    state = create_train_state(tiny, rule, jax.random.key(0))
     segment_ids = document_ids(jnp.asarray(batch[:, :-1], jnp.int32), 64)
-    expected = mean_loss(merge(tiny, state.params), jnp.asarray(batch), segment_ids=segment_ids)
-    _, metrics = make_train_step(tiny, rule, end_of_text=64)(state, batch, jax.random.key(7))
+    loss = jax.jit(lambda params: mean_loss(merge(tiny, params), jnp.asarray(batch), segment_ids=segment_ids))
+    expected = loss(state.params)
+    _, metrics = step(state, batch, jax.random.key(7))
     assert float(metrics["loss"]) == pytest.approx(float(expected), abs=1e-6)
     assert float(metrics["loss"]) != pytest.approx(SEEDED_LOSSES[0], abs=1e-5)
 
 
 @pytest.mark.parametrize("end_of_text", [None, 64])
 def test_the_same_windows_have_the_same_loss_in_training_and_in_evaluation(tiny, end_of_text):
-    rule = create_optimizer(OPTIMIZER, 200)
+    state, step = start(tiny, end_of_text=end_of_text)
     batch = windows(tiny)
     batch[:, 8] = 64
-    state = create_train_state(tiny, rule, jax.random.key(0))
     evaluated = np.asarray(make_eval_step(tiny, end_of_text=end_of_text)(state.params, batch)).mean()
-    _, metrics = make_train_step(tiny, rule, end_of_text=end_of_text)(state, batch, jax.random.key(7))
+    _, metrics = step(state, batch, jax.random.key(7))
     assert float(metrics["loss"]) == pytest.approx(evaluated, abs=1e-6)
 
 
 def test_skipped_steps_are_counted_in_all_and_in_a_row(tiny):
-    rule = create_optimizer(OPTIMIZER, 200)
-    state, step = create_train_state(tiny, rule, jax.random.key(0)), make_train_step(tiny, rule)
+    state, step = start(tiny)
     counts = []
     for is_bad in (False, True, True, False, True):
         batch = windows(tiny)
@@ -271,8 +269,7 @@ def test_skipped_steps_are_counted_in_all_and_in_a_row(tiny):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_skipped_step_does_not_delay_the_schedule(tiny, name):
     """AdamW's first update moves a bias by the learning rate, here of step 3. Its bias correction counts updates."""
-    rule = create_optimizer(dataclasses.replace(OPTIMIZER, name=name), 200)
-    state, step = create_train_state(tiny, rule, jax.random.key(0)), make_train_step(tiny, rule)
+    state, step = start(tiny, dataclasses.replace(OPTIMIZER, name=name))
     structure = jax.tree.structure(state)
     for i in range(4):
         batch = windows(tiny)
@@ -294,8 +291,7 @@ def test_a_skipped_step_does_not_delay_the_schedule(tiny, name):
 def test_the_last_update_of_a_run_has_the_minimal_rate(tiny, schedule):
     """A minimum of zero: the last of five steps changes nothing, the one before does."""
     config = OptimizerConfig(schedule=schedule, learning_rate=3e-3, min_learning_rate=0.0, decay_steps=2)
-    rule = create_optimizer(config, 5)
-    state, step = create_train_state(tiny, rule, jax.random.key(0)), make_train_step(tiny, rule)
+    state, step = start(tiny, create_optimizer(config, 5))
     biases = []
     for _ in range(5):
         state, _ = step(state, windows(tiny), jax.random.key(7))
@@ -321,19 +317,18 @@ def test_parameters_in_bfloat16_are_rejected(tiny):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_loss_and_gradient_norm_are_float32(tiny, dtype):
     with jax.enable_x64(dtype == "float64"):
-        config, rule = dataclasses.replace(tiny, dtype=dtype), create_optimizer(OPTIMIZER, 200)
+        config = dataclasses.replace(tiny, dtype=dtype)
         if dtype == "float64":
             config = dataclasses.replace(config, param_dtype=dtype)
-        state = create_train_state(config, rule, jax.random.key(0))
-        _, metrics = make_train_step(config, rule)(state, windows(config), jax.random.key(7))
+        state, step = start(config)
+        _, metrics = step(state, windows(config), jax.random.key(7))
         assert (metrics["loss"].dtype, metrics["grad_norm"].dtype) == (jnp.float32, jnp.float32)
 
 
 def test_gradient_is_clipped_and_its_norm_reported(tiny):
     optimizer = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
-    state = create_train_state(tiny, optimizer, jax.random.key(0))
-    before = jax.tree.map(jnp.array, state.params)
-    state, metrics = make_train_step(tiny, optimizer)(state, windows(tiny), jax.random.key(7))
-    moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, before))
+    before, step = start(tiny, optimizer)
+    state, metrics = step(before, windows(tiny), jax.random.key(7))
+    moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, before.params))
     assert float(moved) == pytest.approx(1e-3, rel=1e-3)
     assert float(metrics["grad_norm"]) > 0.1
