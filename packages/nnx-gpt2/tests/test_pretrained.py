@@ -308,22 +308,27 @@ def test_a_damaged_file_is_named(copy, name, content, message):
         GPT2.from_pretrained(copy)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
-@pytest.mark.parametrize("kind", ["a pipe", "a device"])
-def test_a_pipe_or_a_device_is_rejected_before_it_is_opened(copy, name, kind):
-    (copy / name).unlink(missing_ok=True)
-    if kind == "a pipe":
-        os.mkfifo(copy / name)
-    else:
-        (copy / name).symlink_to("/dev/zero")
+def test_a_pipe_or_a_device_is_rejected_before_it_is_opened(copy, tmp_path):
+    names = ("config.json", "model.safetensors", "model.safetensors.index.json")
+    cases = [(name, kind) for name in names for kind in ("pipe", "device")]
+    folders = [str(shutil.copytree(copy, tmp_path / f"{name}-{kind}")) for name, kind in cases]
+    for (name, kind), folder in zip(cases, folders, strict=True):
+        path = Path(folder) / name
+        path.unlink(missing_ok=True)
+        if kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
     code = f"""
 from nnx_gpt2 import GPT2
-try: GPT2.from_pretrained({str(copy)!r})
-except ValueError as error: print(error)
+for folder in {folders}:
+    try: GPT2.from_pretrained(folder)
+    except ValueError as error: print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert f"{name} must be a " in done.stdout
-    assert "got an error (it is no regular file). Save or download the model again." in done.stdout
+    for (name, _), message in zip(cases, done.stdout.splitlines(), strict=True):
+        assert f"{name} must be a " in message
+        assert "got an error (it is no regular file). Save or download the model again." in message
 
 
 def test_a_long_value_with_line_breaks_is_one_short_line(copy):
