@@ -35,6 +35,8 @@ TEST_ENV: dict[str, str | None] = {
     "JAX_PLATFORMS": "cpu",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "PYTHONDONTWRITEBYTECODE": None,
+    # One process more than there are cores: many tests wait for processes that they start.
+    "PYTEST_XDIST_AUTO_NUM_WORKERS": str((os.cpu_count() or 1) + 1),
 }
 # pytest-xdist starts no processes of its own: tests with time limits, and tests that measure, need the machine alone.
 ONE_PROCESS = {"PYTEST_XDIST_AUTO_NUM_WORKERS": "0"}
