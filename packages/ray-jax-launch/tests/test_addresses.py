@@ -87,22 +87,33 @@ def test_an_address_that_is_none_is_reported_in_one_short_sentence(monkeypatch, 
     assert len(str(raised.value)) < 500
 
 
-def test_the_file_of_a_cluster_that_is_gone_is_not_waited_for(monkeypatch, tmp_path):
-    """`ray start` leaves a file with its address, which Ray reads for the address `auto`."""
+@pytest.mark.parametrize("address", ["auto", None])
+def test_the_file_of_a_cluster_that_is_gone_is_not_waited_for(address, temporary, tmp_path):
+    """`ray start` leaves a file with its address, which Ray reads for the address `auto`, and `ray.init()` always."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{port}")
-    code = "from ray_jax_launch import connect; connect()"
+    (temporary / "ray").mkdir()
+    (temporary / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{port}")
     # Ray prefers a cluster whose process it finds, such as that of another test.
-    patch = "from ray._private import services; services.find_gcs_addresses = lambda: set();"
-    patch += "services.find_gcs_addresses.cache_clear = lambda: None"
-    environment = os.environ | {"RAY_ADDRESS": "auto", "RAY_TMPDIR": str(tmp_path)}
+    code = """
+from ray._private import services
+services.find_gcs_addresses = lambda: set()
+services.find_gcs_addresses.cache_clear = lambda: None
+from ray_jax_launch import JaxTrainer
+print(JaxTrainer(lambda: "trained", hardware="cpu:1").fit().return_value)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"RAY_TMPDIR": str(temporary), "HOME": str(tmp_path)}
+    if address is not None:
+        environment["RAY_ADDRESS"] = address
     done = subprocess.run(
-        [sys.executable, "-c", f"{patch}\n{code}"], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
-    assert "LaunchError: RAY_ADDRESS must be a Ray cluster that answers, got 'auto' (" in done.stderr
-    assert f"[Errno {errno.ECONNREFUSED}]" in done.stderr
+    if address is None:
+        assert done.stdout == "trained\n", done.stderr
+    else:
+        assert "LaunchError: RAY_ADDRESS must be a Ray cluster that answers, got 'auto' (" in done.stderr
+        assert f"[Errno {errno.ECONNREFUSED}]" in done.stderr
 
 
 def test_a_deleted_working_folder_is_reported(tmp_path):
