@@ -1,19 +1,24 @@
-"""Shared fixtures: corpora, token files, tokenizers, a Ray cluster, an S3 server."""
+"""Shared fixtures: corpora, token files, tokenizers, a Ray cluster, an S3 server, a hub."""
 
 import base64
+import io
 import json
 import logging
 import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import flask
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import regex
 import tiktoken
@@ -22,6 +27,7 @@ import tiktoken.registry
 from beartype import BeartypeConf
 from beartype.claw import beartype_package
 from tiktoken_ext.openai_public import r50k_pat_str
+from werkzeug.serving import make_server
 
 # Check the types of all calls in the package. Must precede its first import.
 beartype_package("owt_data", conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
@@ -231,3 +237,103 @@ def cluster(s3):
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
+
+
+HUB_CARD = """---
+configs:
+- config_name: plain_text
+  data_files:
+  - split: train
+    path: plain_text/train-*
+---
+"""
+
+
+class Hub:
+    """A dataset repository of some parquet files, whose newest revision can be moved."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.texts = ["".join(rng.choice(list("abc é\n"), size=rng.integers(3000))) for _ in range(1200)]
+        self.first_files = {"README.md": HUB_CARD.encode()}
+        for number in range(4):
+            rows = self.texts[300 * number : 300 * (number + 1)]
+            self.first_files[f"plain_text/train-{number}.parquet"] = self.parquet(rows)
+        self.reset()
+        app = flask.Flask("hub")
+        app.before_request(self.fail)
+        app.add_url_rule("/api/datasets/org/corpus", view_func=self.info)
+        app.add_url_rule("/api/datasets/org/corpus/revision/<revision>", view_func=self.info)
+        app.add_url_rule("/api/datasets/org/corpus/tree/<revision>", view_func=self.tree)
+        app.add_url_rule("/api/datasets/org/corpus/tree/<revision>/<path:folder>", view_func=self.tree)
+        app.add_url_rule("/datasets/org/corpus/resolve/<revision>/<path:path>", view_func=self.resolve)
+        self.server = make_server("127.0.0.1", 0, app, threaded=True)
+
+    @staticmethod
+    def parquet(rows):
+        """The bytes of a file with these rows."""
+        buffer = io.BytesIO()
+        pq.write_table(pa.table({"text": rows}), buffer, row_group_size=50)
+        return buffer.getvalue()
+
+    def reset(self):
+        """Forget the requests, and what a test has set."""
+        self.revision = "a" * 40
+        self.requests: list[str] = []
+        self.sent: Counter[str] = Counter()
+        self.seconds_per_read = 0.0
+        self.fails_with: int | None = None
+        self.files = dict(self.first_files)
+
+    def fail(self):
+        """Answer every request with the status that was set, if one was."""
+        if self.fails_with is not None:
+            return flask.Response(status=self.fails_with, headers={"Retry-After": "0"})
+        return None
+
+    def info(self, revision=None):
+        siblings = [{"rfilename": name} for name in self.files]
+        return {"_id": "0" * 24, "id": "org/corpus", "sha": revision or self.revision, "siblings": siblings}
+
+    def tree(self, revision, folder=""):
+        below = {name.removeprefix(folder).lstrip("/"): name for name in self.files if name.startswith(folder)}
+        entries = [
+            {"type": "file", "oid": "b" * 40, "size": len(self.files[path]), "path": path}
+            for name, path in below.items()
+            if "/" not in name
+        ]
+        folders = {path.partition("/")[0] for name, path in below.items() if "/" in name}
+        entries += [{"type": "directory", "oid": "c" * 40, "size": 0, "path": path} for path in sorted(folders)]
+        return flask.jsonify(entries)
+
+    def resolve(self, revision, path):
+        self.requests.append(f"{revision[0]} {path}")
+        if path not in self.files:
+            return flask.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
+        if path == "plain_text/train-3.parquet":
+            time.sleep(self.seconds_per_read)
+        commit = self.revision if revision == "main" else revision
+        headers = {"ETag": f'"{path}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        response = flask.Response(self.files[path], headers=headers)
+        response.make_conditional(flask.request, accept_ranges=True, complete_length=len(self.files[path]))
+        if flask.request.method == "GET":
+            self.sent[path] += len(response.get_data())
+        return response
+
+
+@pytest.fixture(scope="module")
+def hub_server():
+    """A server of the hub's protocol. Tests that change it use `hub`."""
+    hub = Hub()
+    thread = threading.Thread(target=hub.server.serve_forever)
+    thread.start()
+    yield hub
+    hub.server.shutdown()
+    thread.join()
+
+
+@pytest.fixture
+def hub(hub_server) -> Hub:
+    """A server of the hub's protocol, as it was at first."""
+    hub_server.reset()
+    return hub_server

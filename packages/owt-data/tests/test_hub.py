@@ -1,34 +1,23 @@
 """Datasets of the Hugging Face hub, by its own client, from a server on this machine that speaks the hub's protocol."""
 
-import io
+import contextlib
+import functools
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter
 from pathlib import Path
 
-import flask
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from werkzeug.serving import make_server
 
 from owt_data import PrepareOptions, is_wikitext_title, prepare, read_manifest, verify
 
-NUM_FILES, ROWS = 4, 300
-CARD = """---
-configs:
-- config_name: plain_text
-  data_files:
-  - split: train
-    path: plain_text/train-*
----
-"""
 WIKITEXT_CARD = """---
 configs:
 - config_name: wikitext
@@ -41,11 +30,6 @@ configs:
 """
 
 
-def documents():
-    rng = np.random.default_rng(0)
-    return ["".join(rng.choice(list("abc é\n"), size=rng.integers(3000))) for _ in range(NUM_FILES * ROWS)]
-
-
 def wikitext_rows(num_articles):
     rng = np.random.default_rng(1)
     rows = [""]
@@ -55,132 +39,136 @@ def wikitext_rows(num_articles):
     return rows
 
 
-def parquet(rows):
-    buffer = io.BytesIO()
-    pq.write_table(pa.table({"text": rows}), buffer, row_group_size=50)
-    return buffer.getvalue()
-
-
-class Hub:
-    """A dataset repository of some parquet files, whose newest revision can be moved."""
-
-    def __init__(self) -> None:
-        self.revision = "a" * 40
-        self.requests: list[str] = []
-        self.sent: Counter[str] = Counter()
-        self.seconds_per_read = 0.0
-        self.fails_with: int | None = None
-        texts = documents()
-        self.files = {"README.md": CARD.encode()}
-        for number in range(NUM_FILES):
-            self.files[f"plain_text/train-{number}.parquet"] = parquet(texts[number * ROWS : (number + 1) * ROWS])
-        app = flask.Flask("hub")
-        app.before_request(self.fail)
-        app.add_url_rule("/api/datasets/org/corpus", view_func=self.info)
-        app.add_url_rule("/api/datasets/org/corpus/revision/<revision>", view_func=self.info)
-        app.add_url_rule("/api/datasets/org/corpus/tree/<revision>", view_func=self.tree)
-        app.add_url_rule("/api/datasets/org/corpus/tree/<revision>/<path:folder>", view_func=self.tree)
-        app.add_url_rule("/datasets/org/corpus/resolve/<revision>/<path:path>", view_func=self.resolve)
-        self.server = make_server("127.0.0.1", 0, app, threaded=True)
-
-    def fail(self):
-        """Answer every request with the status that was set, if one was."""
-        if self.fails_with is not None:
-            return flask.Response(status=self.fails_with, headers={"Retry-After": "0"})
-        return None
-
-    def info(self, revision=None):
-        siblings = [{"rfilename": name} for name in self.files]
-        return {"_id": "0" * 24, "id": "org/corpus", "sha": revision or self.revision, "siblings": siblings}
-
-    def tree(self, revision, folder=""):
-        below = {name.removeprefix(folder).lstrip("/"): name for name in self.files if name.startswith(folder)}
-        entries = [
-            {"type": "file", "oid": "b" * 40, "size": len(self.files[path]), "path": path}
-            for name, path in below.items()
-            if "/" not in name
-        ]
-        folders = {path.partition("/")[0] for name, path in below.items() if "/" in name}
-        entries += [{"type": "directory", "oid": "c" * 40, "size": 0, "path": path} for path in sorted(folders)]
-        return flask.jsonify(entries)
-
-    def resolve(self, revision, path):
-        self.requests.append(f"{revision[0]} {path}")
-        if path not in self.files:
-            return flask.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
-        if path == f"plain_text/train-{NUM_FILES - 1}.parquet":
-            time.sleep(self.seconds_per_read)
-        commit = self.revision if revision == "main" else revision
-        headers = {"ETag": f'"{path}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-        response = flask.Response(self.files[path], headers=headers)
-        response.make_conditional(flask.request, accept_ranges=True, complete_length=len(self.files[path]))
-        if flask.request.method == "GET":
-            self.sent[path] += len(response.get_data())
-        return response
-
-
-@pytest.fixture
-def hub():
-    hub = Hub()
-    thread = threading.Thread(target=hub.server.serve_forever)
-    thread.start()
-    yield hub
-    hub.server.shutdown()
-    thread.join()
-
-
-@pytest.fixture
-def expected(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def expected(hub_server, tmp_path_factory) -> Path:
     """The same documents prepared from a file on disk."""
-    pq.write_table(pa.table({"text": documents()}), tmp_path / "corpus.parquet")
-    prepare(str(tmp_path / "corpus.parquet"), tmp_path / "expected", PrepareOptions(tokenizer="bytes"))
-    return tmp_path / "expected"
+    folder = tmp_path_factory.mktemp("expected")
+    pq.write_table(pa.table({"text": hub_server.texts}), folder / "corpus.parquet")
+    prepare(str(folder / "corpus.parquet"), folder / "out", PrepareOptions(tokenizer="bytes"), num_processes=1)
+    return folder / "out"
 
 
-def environment(hub, folder, *, offline=False):
+def environment(hub, home, *, offline=False):
     """The environment of a command, with the client's address of the hub set to the server."""
-    address = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}", "HF_HOME": str(folder / "hf")}
+    address = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}", "HF_HOME": str(home)}
     return {**os.environ, **address, "HF_HUB_OFFLINE": str(int(offline)), "DATASETS_VERBOSITY": "critical"}
 
 
-def start(hub, folder, name="org/corpus", *, offline=False, num_processes=2):
-    """`owt-data prepare NAME` in shards of 50 kB."""
-    code = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
-    small = "import owt_data._prepare.plan as p; p.MIN_SHARD_BYTES = p.MAX_SHARD_BYTES = 50_000; "
-    options = ["--tokenizer", "bytes", "--num-processes", str(num_processes)]
+def prepare_code(shard_bytes):
+    """The start of a program with shards of this size."""
+    return f"import sys, owt_data._prepare.plan as p; p.MIN_SHARD_BYTES = p.MAX_SHARD_BYTES = {shard_bytes}\n"
+
+
+def arguments(folder, *sources, num_processes=1):
+    sources = sources or ("org/corpus",)
+    return ["prepare", *sources, str(folder / "out"), "--tokenizer", "bytes", "--num-processes", str(num_processes)]
+
+
+def start(hub, home, arguments, *, offline=False, shard_bytes=50_000):
+    """`owt-data` with these arguments, as a process of its own."""
+    code = prepare_code(shard_bytes) + "from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
     return subprocess.Popen(
-        [sys.executable, "-c", small + code, "prepare", name, str(folder / "out"), *options],
-        env=environment(hub, folder, offline=offline),
+        [sys.executable, "-c", code, *arguments],
+        env=environment(hub, home, offline=offline),
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def download(hub, folder):
+def download(hub, home):
     """Keep a copy of the dataset, which is what HF_HUB_OFFLINE=1 reads."""
     code = "import datasets; datasets.load_dataset('org/corpus', split='train')"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(hub, folder), capture_output=True, text=True, check=False
+        [sys.executable, "-c", code], env=environment(hub, home), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def kill_in_the_middle(wait_until):
-    """SIGKILLs `owt-data prepare` after some shards and before the last."""
+@pytest.fixture(scope="module")
+def copy(hub_server, tmp_path_factory) -> Path:
+    """A folder of the client with a copy of the first revision."""
+    hub_server.reset()
+    home = tmp_path_factory.mktemp("copy")
+    download(hub_server, home)
+    return home
 
-    def kill(hub, folder, **options):
+
+RUN_EACH = """
+import contextlib, io, json
+from owt_data._cli import main
+for line in sys.stdin:
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(json.loads(line))
+    print(json.dumps([code, err.getvalue()]), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def one_process(hub, home, *, offline=False):
+    """Runs `owt-data` in one process, which imports the client once. Gives exit code and stderr."""
+    with subprocess.Popen(
+        [sys.executable, "-c", prepare_code(50_000) + RUN_EACH],
+        env=environment(hub, home, offline=offline),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def run(*arguments):
+            print(json.dumps(arguments), file=stdin, flush=True)
+            return json.loads(stdout.readline())
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run_online(hub_server, tmp_path_factory):
+    with one_process(hub_server, tmp_path_factory.mktemp("home")) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run_offline(hub_server, copy):
+    with one_process(hub_server, copy, offline=True) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def killed(hub_server, copy, tmp_path_factory, wait_until):
+    """Gives the folder of a prepare that was SIGKILLed after the first file and before the last."""
+
+    def kill(*, offline):
+        hub_server.reset()
+        hub_server.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
+        folder = tmp_path_factory.mktemp("killed")
         journal = folder / ".out.partial/parts-all/parts.jsonl"
-        hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
-        process = start(hub, folder, **options)
-        wait_until(lambda: journal.exists() and journal.read_text().count("\n") > 3, process)  # and a header
+        home = copy if offline else tmp_path_factory.mktemp("home")
+        process = start(hub_server, home, arguments(folder, num_processes=2), offline=offline)
+        wait_until(lambda: journal.exists() and '"stop": [1, ' in journal.read_text(), process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL
         assert not (folder / "out").exists()
-        hub.seconds_per_read = 0.0
+        return folder
 
-    return kill
+    return functools.cache(kill)
+
+
+@pytest.fixture
+def interrupt(killed, hub, tmp_path):
+    """Copies the working folder of a killed prepare. Gives its shards."""
+
+    def copy_it(*, offline=False):
+        shutil.copytree(killed(offline=offline) / ".out.partial", tmp_path / ".out.partial")
+        hub.reset()
+        before = shards(tmp_path)
+        assert len(before) >= 3
+        return before
+
+    return copy_it
 
 
 def shards(folder):
@@ -196,38 +184,29 @@ def assert_same_tokens(out, expected):
 
 
 def test_a_dataset_is_streamed_and_leaves_no_copy(hub, expected, tmp_path):
-    process = start(hub, tmp_path)
+    process = start(hub, tmp_path / "home", arguments(tmp_path, num_processes=2))
     _, err = process.communicate()
     assert process.returncode == 0, err
     assert_same_tokens(tmp_path / "out", expected)
-    copies = [path for path in (tmp_path / "hf").rglob("*") if path.suffix in (".parquet", ".arrow")]
+    copies = [path for path in (tmp_path / "home").rglob("*") if path.suffix in (".parquet", ".arrow")]
     assert copies == []
 
 
 @pytest.mark.fault
 def test_a_killed_hub_preparation_resumes_with_the_same_revision_and_the_remaining_files(
-    hub, expected, tmp_path, record_property, wait_until
+    hub, expected, tmp_path, record_property, interrupt
 ):
     record_property("fault", "SIGKILL of a hub preparation, and the dataset moved to another revision")
     record_property("lost", "the shards in progress")
-    journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
-    hub.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
-    process = start(hub, tmp_path)
-    wait_until(lambda: journal.exists() and '"stop": [1, ' in journal.read_text(), process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (tmp_path / "out").exists()
+    interrupt()
     hub.revision = "d" * 40
-    hub.requests.clear()
-    hub.sent.clear()
-    hub.seconds_per_read = 0.0
     began = time.monotonic()
-    process = start(hub, tmp_path)
+    process = start(hub, tmp_path / "home", arguments(tmp_path))
     _, err = process.communicate()
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert process.returncode == 0, err
     assert {request[0] for request in hub.requests} == {"a"}
-    first, *_, last = (f"plain_text/train-{number}.parquet" for number in range(NUM_FILES))
+    _, first, *_, last = hub.files
     assert hub.sent[first] < 0.5 * len(hub.files[first])  # its footer, for the columns
     assert hub.sent[last] >= 0.9 * len(hub.files[last])
     assert_same_tokens(tmp_path / "out", expected)
@@ -236,10 +215,9 @@ def test_a_killed_hub_preparation_resumes_with_the_same_revision_and_the_remaini
     assert manifest.revisions == {"all": "a" * 40}
 
 
-def test_a_name_that_is_not_on_the_hub_is_rejected(hub, tmp_path):
-    process = start(hub, tmp_path, "org/nothing")
-    _, err = process.communicate()
-    assert process.returncode == 2
+def test_a_name_that_is_not_on_the_hub_is_rejected(hub, tmp_path, run_online):
+    code, err = run_online(*arguments(tmp_path, "org/nothing"))
+    assert code == 2
     assert err.startswith("error: 'org/nothing' must be a file or a dataset of the Hugging Face hub, got neither (")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
@@ -248,44 +226,37 @@ def test_a_name_that_is_not_on_the_hub_is_rejected(hub, tmp_path):
 @pytest.mark.fault
 @pytest.mark.parametrize("began_offline", [False, True], ids=["online-first", "offline-first"])
 def test_a_preparation_resumed_in_the_other_mode_is_rejected_and_resumes_in_its_own(
-    began_offline, hub, expected, tmp_path, record_property, kill_in_the_middle
+    began_offline, expected, tmp_path, record_property, interrupt, run_online, run_offline
 ):
     mode = "offline" if began_offline else "online"
     record_property("fault", f"hub preparation killed {mode}, resumed in the other mode")
     record_property("lost", "nothing")
-    download(hub, tmp_path)
-    kill_in_the_middle(hub, tmp_path, offline=began_offline)
-    before = shards(tmp_path)
-    assert len(before) >= 3
-    process = start(hub, tmp_path, offline=not began_offline)
-    _, err = process.communicate()
-    assert process.returncode == 2, err
+    before = interrupt(offline=began_offline)
+    run, run_in_the_other = (run_offline, run_online) if began_offline else (run_online, run_offline)
+    code, err = run_in_the_other(*arguments(tmp_path))
+    assert code == 2, err
     assert err.startswith(f"error: org/corpus must be read as before its interruption, revision {'a' * 40} in ")
     copy, stream = " as a copy with HF_HUB_OFFLINE=1", " as a stream without HF_HUB_OFFLINE"
     assert err.index(copy) < err.index(stream) if began_offline else err.index(stream) < err.index(copy)
     assert err.count("\n") == 1
     assert shards(tmp_path) == before
     began = time.monotonic()
-    process = start(hub, tmp_path, offline=began_offline)
-    _, err = process.communicate()
+    code, err = run(*arguments(tmp_path))
     record_property("recovery_s", round(time.monotonic() - began, 1))
-    assert process.returncode == 0, err
+    assert code == 0, err
     assert_same_tokens(tmp_path / "out", expected)
 
 
 @pytest.mark.fault
 def test_a_copy_downloaded_again_at_another_revision_is_not_mixed_with_the_first(
-    hub, tmp_path, record_property, kill_in_the_middle
+    hub, tmp_path, record_property, interrupt
 ):
     record_property("fault", "hub preparation killed offline, the copy replaced by another revision")
     record_property("lost", "nothing")
-    download(hub, tmp_path)
-    kill_in_the_middle(hub, tmp_path, offline=True)
-    before = shards(tmp_path)
-    shutil.rmtree(tmp_path / "hf")
+    before = interrupt(offline=True)
     hub.revision = "d" * 40
-    download(hub, tmp_path)
-    process = start(hub, tmp_path, offline=True)
+    download(hub, tmp_path / "home")
+    process = start(hub, tmp_path / "home", arguments(tmp_path), offline=True)
     _, err = process.communicate()
     assert process.returncode == 2, err
     assert "error: org/corpus must be read as before its interruption, revision aaaaaaaa" in err
@@ -294,61 +265,38 @@ def test_a_copy_downloaded_again_at_another_revision_is_not_mixed_with_the_first
 
 
 @pytest.mark.fault
-def test_the_mode_may_change_before_the_first_shard(hub, expected, tmp_path, record_property, kill_in_the_middle):
+def test_the_mode_may_change_before_the_first_shard(expected, tmp_path, record_property, interrupt, run_offline):
     record_property("fault", "hub preparation killed before its first shard, resumed in the other mode")
     record_property("lost", "nothing")
-    download(hub, tmp_path)
-    kill_in_the_middle(hub, tmp_path)
+    interrupt()
     shutil.rmtree(tmp_path / ".out.partial/parts-all")
     began = time.monotonic()
-    process = start(hub, tmp_path, offline=True)
-    _, err = process.communicate()
+    code, err = run_offline(*arguments(tmp_path))
     record_property("recovery_s", round(time.monotonic() - began, 1))
-    assert process.returncode == 0, err
+    assert code == 0, err
     assert_same_tokens(tmp_path / "out", expected)
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_hub_that_answers_with_an_error_keeps_finished_shards(
-    status, hub, expected, tmp_path, record_property, kill_in_the_middle
+    status, hub, expected, tmp_path, record_property, interrupt, run_online
 ):
     record_property("fault", f"the hub answers {status} when a killed preparation is resumed")
     record_property("lost", "nothing")
-    kill_in_the_middle(hub, tmp_path)
-    before = shards(tmp_path)
+    before = interrupt()
     hub.fails_with = status
-    process = start(hub, tmp_path)
-    _, err = process.communicate()
-    assert process.returncode == 2, err
+    code, err = run_online(*arguments(tmp_path))
+    assert code == 2, err
     assert f"{status}" in err
     assert err.count("\n") == 1
     assert shards(tmp_path) == before
     hub.fails_with = None
     began = time.monotonic()
-    process = start(hub, tmp_path)
-    _, err = process.communicate()
+    code, err = run_online(*arguments(tmp_path))
     record_property("recovery_s", round(time.monotonic() - began, 1))
-    assert process.returncode == 0, err
+    assert code == 0, err
     assert_same_tokens(tmp_path / "out", expected)
-
-
-def wikitext_command(hub, folder, out, *sources, shard_bytes=20_000):
-    """`owt-data prepare` of wikitext, as the Ray tutorial reads it."""
-    code = f"""
-import sys
-import owt_data._prepare.plan as plan
-from owt_data._cli import main
-plan.MIN_SHARD_BYTES = plan.MAX_SHARD_BYTES = {shard_bytes}
-sys.exit(main(sys.argv[1:]))
-"""
-    options = ["--tokenizer", "bytes", "--documents", "wikitext-titles", "--row-end", "\n"]
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "prepare", *sources, str(out), *options],
-        env=environment(hub, folder),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.mark.fault
@@ -368,21 +316,22 @@ def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
     for split, part in splits.items():
         (tmp_path / f"{split}.txt").write_text("".join(row or " \n" for row in part))
         for number, half in enumerate((part[:101], part[101:])):
-            hub.files[f"wikitext/{split}-{number}.parquet"] = parquet(half)
+            hub.files[f"wikitext/{split}-{number}.parquet"] = hub.parquet(half)
     local = [f"train={tmp_path}/train.txt", f"val={tmp_path}/validation.txt"]
-    process = wikitext_command(hub, tmp_path, tmp_path / "local", *local, shard_bytes=1 << 24)
-    assert process.communicate()[1].count("error") == 0
+    options = PrepareOptions(tokenizer="bytes", documents="wikitext-titles", row_end="\n")
+    prepare(local, tmp_path / "local", options, num_processes=1)
     names = ["train=org/corpus:wikitext:train", "val=org/corpus:wikitext:validation"]
+    command = [*arguments(tmp_path, *names), "--documents", "wikitext-titles", "--row-end", "\n"]
     journal = tmp_path / ".out.partial/parts-train/parts.jsonl"
     for _ in range(3):
         before = journal.stat().st_size if journal.exists() else 0
-        process = wikitext_command(hub, tmp_path, tmp_path / "out", *names)
+        process = start(hub, tmp_path / "home", command, shard_bytes=20_000)
         wait_until(lambda before=before: journal.exists() and journal.stat().st_size > before, process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert not (tmp_path / "out").exists()
     began = time.monotonic()
-    process = wikitext_command(hub, tmp_path, tmp_path / "out", *names)
+    process = start(hub, tmp_path / "home", command, shard_bytes=20_000)
     _, err = process.communicate()
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert process.returncode == 0, err
