@@ -105,7 +105,7 @@ def test_a_prepare_killed_while_assembling_resumes(corpus, undisturbed, tmp_path
     kill_when(start(corpus, out), (tmp_path / ".out.partial/result/train.bin").exists)
     assert not out.exists()
     began = time.monotonic()
-    prepare(str(corpus), out, OPTIONS)
+    prepare(str(corpus), out, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert_same(out, undisturbed)
 
@@ -137,7 +137,7 @@ def test_a_prepare_killed_while_it_cleans_up_has_finished(corpus, undisturbed, t
     assert list((tmp_path / ".out.partial").glob("*/*.bin"))
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     began = time.monotonic()
-    prepare(str(corpus), out, OPTIONS)
+    prepare(str(corpus), out, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
     assert_same(out, undisturbed)
@@ -155,7 +155,7 @@ def test_finished_shards_are_not_tokenized_again(corpus, interrupted, undisturbe
         progress.append(now)
         seen.append({name: (folder / name).stat().st_mtime_ns for name in before} if folder.exists() else None)
 
-    manifest = prepare(str(corpus), interrupted, OPTIONS, progress=look)
+    manifest = prepare(str(corpus), interrupted, OPTIONS, num_processes=1, progress=look)
     assert all(now == before for now in seen if now is not None)
     assert progress[-1].num_documents == 4000
     assert progress[-1].num_tokens == sum(record.num_tokens for record in manifest.files.values())
@@ -177,7 +177,7 @@ def test_a_shard_damaged_between_kill_and_resume_is_made_again(
     else:
         path.write_bytes(data if damage == "flip" else data[:-2])
     began = time.monotonic()
-    prepare(str(corpus), interrupted, OPTIONS)
+    prepare(str(corpus), interrupted, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert "000002.bin is damaged or missing: tokenizing it again" in caplog.text
     assert_same(interrupted, undisturbed)
@@ -190,7 +190,7 @@ def test_a_record_cut_short_is_made_again(corpus, interrupted, undisturbed, reco
     journal = interrupted.with_name(".out.partial") / "parts-all/parts.jsonl"
     journal.write_bytes(journal.read_bytes()[:-20])
     began = time.monotonic()
-    prepare(str(corpus), interrupted, OPTIONS)
+    prepare(str(corpus), interrupted, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert_same(interrupted, undisturbed)
 
@@ -208,10 +208,10 @@ def test_a_shard_damaged_while_assembling_is_reported_and_repaired_by_the_next_s
             (staging / "parts-all/000001.bin").write_bytes(b"\0\0")
 
     with pytest.raises(DataError, match=r"000001.bin must be as it was written, got other contents"):
-        prepare(str(corpus), out, OPTIONS, progress=damage)
+        prepare(str(corpus), out, OPTIONS, num_processes=1, progress=damage)
     assert not out.exists()
     began = time.monotonic()
-    prepare(str(corpus), out, OPTIONS)
+    prepare(str(corpus), out, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert_same(out, undisturbed)
 
@@ -236,7 +236,7 @@ def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_rejected
             prepare(str(source), interrupted, options)
     assert sorted(interrupted.with_name(".out.partial").rglob("*")) == kept
     began = time.monotonic()
-    prepare(str(corpus), interrupted, OPTIONS)
+    prepare(str(corpus), interrupted, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert_same(interrupted, undisturbed)
 
@@ -285,7 +285,7 @@ def test_ctrl_c_keeps_finished_shards(corpus, tmp_path, record_property, wait_un
     assert process.returncode == 130
     assert err == "interrupted: run the same command again to resume\n"
     assert not out.exists()
-    manifest = prepare([str(corpus)] * 4, out, OPTIONS)
+    manifest = prepare([str(corpus)] * 4, out, OPTIONS, num_processes=1)
     assert sum(record.num_documents for record in manifest.files.values()) == 4 * 4000
     assert verify(out) == []
 
@@ -313,7 +313,7 @@ def test_a_tokenizing_process_that_dies_is_reported_and_loses_only_its_shard(
     num_finished = len(read_journal(tmp_path / ".out.partial/parts-all")[0])
     assert num_finished > 0
     began = time.monotonic()
-    manifest = prepare(sources, out, OPTIONS)
+    manifest = prepare(sources, out, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert sum(record.num_documents for record in manifest.files.values()) == 4 * 4000
     assert verify(out) == []
@@ -327,11 +327,11 @@ def test_a_torn_gzip_file_is_rejected_and_prepared_once_complete(corpus, undistu
     data = gzip.compress(corpus.read_bytes(), 1)
     source.write_bytes(data[: 2 * len(data) // 3])
     with pytest.raises(DataError, match=r"corpus.jsonl.gz must hold JSON lines, .*: Compressed file ended before"):
-        prepare(str(source), out, OPTIONS)
+        prepare(str(source), out, OPTIONS, num_processes=1)
     assert sorted(tmp_path.iterdir()) == [source]
     source.write_bytes(data)
     began = time.monotonic()
-    prepare(str(source), out, OPTIONS)
+    prepare(str(source), out, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     for file in ("train.bin", "val.bin"):
         assert (out / file).read_bytes() == (undisturbed / file).read_bytes()

@@ -19,7 +19,7 @@ TIMEOUT_S = 60
 def folder(tmp_path) -> Path:
     """Token files of 2.2 MB, whose times of change lie in the past, as those of an earlier day."""
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 32_000)
-    prepare(str(tmp_path / "book.txt"), tmp_path / "out", PrepareOptions(tokenizer="bytes"))
+    prepare(str(tmp_path / "book.txt"), tmp_path / "out", PrepareOptions(tokenizer="bytes"), num_processes=1)
     age(tmp_path / "out")
     return tmp_path / "out"
 
@@ -138,7 +138,8 @@ def test_files_without_a_manifest_need_no_process(folder):
 
 
 def test_all_folders_of_a_mixture_are_verified(folder, tmp_path):
-    prepare(str(tmp_path / "book.txt"), tmp_path / "other", PrepareOptions(tokenizer="bytes", val_fraction=0.2))
+    options = PrepareOptions(tokenizer="bytes", val_fraction=0.2)
+    prepare(str(tmp_path / "book.txt"), tmp_path / "other", options, num_processes=1)
     flip(tmp_path / "other/val.bin", 100)
     data = open_tokens({str(folder): 1, str(tmp_path / "other"): 2}, tokenizer="bytes")
     with verify_in_background(data) as verification:
