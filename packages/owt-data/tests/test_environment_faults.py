@@ -18,13 +18,18 @@ OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-@pytest.fixture
-def corpus(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def rows() -> str:
     """3 MB of documents: a dozen shards."""
     rng = random.Random(0)
-    rows = ({"text": "".join(rng.choices("abcdefgh \n", k=rng.randrange(5000)))} for _ in range(1200))
+    texts = ("".join(rng.choices("abcdefgh \n", k=rng.randrange(5000))) for _ in range(1200))
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+@pytest.fixture
+def corpus(rows, tmp_path) -> Path:
     path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(rows)
     return path
 
 

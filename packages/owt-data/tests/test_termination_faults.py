@@ -42,7 +42,7 @@ def test_a_terminated_prepare_ends_as_after_ctrl_c(moment, corpus, tmp_path, rec
     assert err == "interrupted: run the same command again to resume\n"
     assert not out.exists()
     began = time.monotonic()
-    prepare([str(corpus)] * 4, out, OPTIONS)
+    prepare([str(corpus)] * 4, out, OPTIONS, num_processes=1)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert verify(out) == []
 

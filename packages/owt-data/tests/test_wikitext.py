@@ -41,7 +41,7 @@ def wikitext(num_articles, *, preface=""):
     return [*rows, " a = b \n", "", ""]
 
 
-ROWS = wikitext(40)
+ROWS = wikitext(20)
 
 
 @pytest.fixture(params=[".txt", ".parquet", ".jsonl"])
@@ -83,9 +83,9 @@ def test_an_end_of_text_token_precedes_each_title_and_nothing_else(source, row_e
     manifest = prepare(source, tmp_path / "out", options)
     expected = plain_loop(ROWS, load_tokenizer("bytes"), row_end=row_end)
     np.testing.assert_array_equal(read(tmp_path / "out"), expected)
-    assert expected.count(END_OF_TEXT) == 40
+    assert expected.count(END_OF_TEXT) == 20
     train, val = (manifest.files[name].num_documents for name in ("train.bin", "val.bin"))
-    assert (train + val, verify(tmp_path / "out")) == (41, [])  # the boundary cuts an article
+    assert (train + val, verify(tmp_path / "out")) == (21, [])  # the boundary cuts an article
 
 
 def test_wikitext_itself(corpora, gpt2, tmp_path):
@@ -103,8 +103,8 @@ def test_the_split_takes_complete_articles(source, tmp_path):
     manifest = prepare(source, tmp_path / "out", options)
     parts = [np.fromfile(tmp_path / "out" / name, "<u2") for name in ("train.bin", "val.bin")]
     found = [articles(part) for part in parts]
-    assert [len(part) for part in found] == [32, 8]
-    assert [manifest.files[name].num_documents for name in ("train.bin", "val.bin")] == [32, 8]
+    assert [len(part) for part in found] == [16, 4]
+    assert [manifest.files[name].num_documents for name in ("train.bin", "val.bin")] == [16, 4]
     expected = articles(np.array(plain_loop(ROWS, load_tokenizer("bytes"))))
     assert Counter(found[0] + found[1]) == Counter(expected)
     assert verify(tmp_path / "out") == []
@@ -127,12 +127,12 @@ def test_a_given_split_is_kept(tmp_path):
         (tmp_path / f"{name}.txt").write_text("".join(row or " \n" for row in rows))
     options = PrepareOptions(tokenizer="bytes", documents=TITLES)
     manifest = prepare([f"train={tmp_path}/a.txt", f"val={tmp_path}/b.txt"], tmp_path / "out", options)
-    assert [manifest.files[name].num_documents for name in ("train.bin", "val.bin")] == [40, 3]
+    assert [manifest.files[name].num_documents for name in ("train.bin", "val.bin")] == [20, 3]
     val = np.fromfile(tmp_path / "out/val.bin", "<u2")
     np.testing.assert_array_equal(val, plain_loop(wikitext(3), load_tokenizer("bytes")))
 
 
-@pytest.mark.parametrize("limit_rows", [None, 150])
+@pytest.mark.parametrize("limit_rows", [None, 120])
 def test_an_interruption_after_any_shard_neither_repeats_nor_loses_a_token(source, limit_rows, tmp_path, monkeypatch):
     options = PrepareOptions(tokenizer="bytes", documents=TITLES, split="position", limit_rows=limit_rows, row_end="\n")
     prepare(source, tmp_path / "expected", options)
