@@ -6,10 +6,11 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import ray
 
-from owt_data import PrepareOptions, prepare, verify
+from owt_data import PrepareOptions, open_tokens, prepare, prepare_in_background, read_steps, verify
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +27,23 @@ def test_tasks_write_the_same_files(tokenizer, articles, tmp_path, cluster, requ
     monkeypatch.delattr("owt_data._prepare.prepare.local_encoder")
     assert prepare(str(articles), tmp_path / "out", options, use_ray=True) == expected
     assert verify(tmp_path / "out") == []
+
+
+def test_tasks_encode_tokens_while_they_are_read(articles, tmp_path, cluster, monkeypatch):
+    options = PrepareOptions(tokenizer="bytes", split="start")
+    prepare(str(articles), tmp_path / "expected", options, num_processes=1)
+    expected = open_tokens(str(tmp_path / "expected"), tokenizer="bytes")
+    monkeypatch.delattr("owt_data._prepare.prepare.local_encoder")
+    with prepare_in_background(str(articles), tmp_path / "out", options, num_processes=1, use_ray=True) as data:
+        growing, finished = (
+            read_steps(
+                tokens, seq_len=64, global_batch_size=8, rank=0, world_size=1, start_step=0, stop_step=80,
+                order="sequential-first",
+            )
+            for tokens in (data.train, expected.train)
+        )  # fmt: skip
+        for (_, windows), (_, same) in zip(growing, finished, strict=True):
+            np.testing.assert_array_equal(windows, same)
 
 
 def prepare_on(address, articles, out, limit_s=60):
@@ -64,12 +82,12 @@ def test_the_command_starts_no_cluster(address, articles, tmp_path):
 
 @pytest.mark.fault
 def test_tokenizer_files_that_the_cluster_lacks_keep_finished_shards(
-    articles, tmp_path, ranks, no_ranks, record_property
+    articles, tmp_path, ranks, no_ranks, record_property, cluster
 ):
     record_property("fault", "the driver has the tokenizer's files, the Ray cluster has not")
     record_property("lost", "nothing")
     script = """
-import sys
+import os, sys
 import ray, tiktoken, tiktoken.registry
 from tiktoken_ext.openai_public import r50k_pat_str
 from owt_data._cli import main
@@ -80,13 +98,14 @@ special = {"<|endoftext|>": len(pairs)}
 tiktoken.registry.ENCODINGS["gpt2"] = tiktoken.Encoding(
     "gpt2", pat_str=r50k_pat_str, mergeable_ranks=pairs, special_tokens=special
 )
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+lacks = {name: os.environ[name] for name in ("TIKTOKEN_CACHE_DIR", "HTTPS_PROXY", "https_proxy")}
+ray.init(log_to_driver=False, runtime_env={"env_vars": lacks})
 sys.exit(main(sys.argv[2:]))
 """
     arguments = [str(ranks), "prepare", str(articles), str(tmp_path / "out"), "--ray"]
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
-        env=no_ranks,
+        env=no_ranks | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
         capture_output=True,
         text=True,
         check=False,
