@@ -14,25 +14,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.fixture(scope="session")
-def make_cache(tmp_path_factory):
-    """Makes a cache that is empty, but for compiled programs and the list of fonts: they take most of a short run."""
-    shared = {name: tmp_path_factory.mktemp("shared") for name in ("pretrain/programs", "matplotlib")}
-
-    def make():
-        cache = tmp_path_factory.mktemp("cache")
-        (cache / "pretrain").mkdir(mode=0o700)
-        for name, folder in shared.items():
-            (cache / name).symlink_to(folder)
-        return cache
-
-    return make
+@pytest.fixture(scope="session", autouse=True)
+def shared_caches(tmp_path_factory):
+    """Processes share compiled programs and the list of fonts, which cost more than a short run itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("JAX_COMPILATION_CACHE_DIR", "MPLCONFIGDIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp("shared")))
+        yield
 
 
 @pytest.fixture(autouse=True)
-def own_cache(make_cache, monkeypatch):
+def own_cache(tmp_path_factory, monkeypatch):
     """Tests write nothing into the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(make_cache()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="module")
