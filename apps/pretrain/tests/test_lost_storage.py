@@ -132,8 +132,9 @@ def test_tokens_that_vanish_during_a_run_are_a_failure_and_no_bad_input(tmp_path
 def test_a_bad_line_of_a_stream_deletes_no_records(tmp_path, record_property):
     record_property("fault", "a line of the text is no JSON, found while the run trains on the text before it")
     record_property("lost", "steps since the previous checkpoint; the command ends with exit code 1")
-    row = json.dumps({"text": "A short book, of some words. " * 20}) + "\n"
-    (tmp_path / "text.jsonl").write_text(row * 8_000 + "{no JSON\n" + row)
+    # The first 4 MiB are parsed at once, and the first shards of text are tokenized before the run trains.
+    row = json.dumps({"text": "A short book, of some words. " * 20, "unused": "x" * 500}) + "\n"
+    (tmp_path / "text.jsonl").write_text(row * 4_500 + "{no JSON\n" + row)
     options = (
         "--data text.jsonl --data-mode stream --model.embed-dim 4 --model.seq-len 64 --train.checkpoint-every 1000000"
     )
