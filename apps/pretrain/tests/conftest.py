@@ -29,6 +29,12 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
+@pytest.fixture(autouse=True)
+def no_setting_of_ray(monkeypatch):
+    """The cluster of an earlier test has left a setting, which every command would check in a child process."""
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+
+
 @pytest.fixture(scope="module")
 def s3():
     """URI of an empty bucket on a local S3 server. This process has its address in the environment."""

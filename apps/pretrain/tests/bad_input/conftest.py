@@ -1,6 +1,7 @@
 """A folder to work in, with a text, its token files, and a finished run of a small model."""
 
 import dataclasses
+import functools
 import shlex
 import shutil
 
@@ -52,12 +53,16 @@ def finished(tmp_path_factory):
 
 def save_checkpoint(place, description):
     """Save a checkpoint of the small model with a description."""
+    with Checkpoints(place / "runs/run/checkpoints") as checkpoints:
+        checkpoints.save(1, {"params": make_params()}, metadata={RUN: description, "record": {"step": 1}})
+
+
+@functools.cache
+def make_params():
     config = parse_command(shlex.split(TRAIN))
     assert isinstance(config, PretrainConfig)
     model = dataclasses.replace(config.model, vocab_size=257)
-    params = create_train_state(model, create_optimizer(OptimizerConfig(), 10), jax.random.key(0)).params
-    with Checkpoints(place / "runs/run/checkpoints") as checkpoints:
-        checkpoints.save(1, {"params": params}, metadata={RUN: description, "record": {"step": 1}})
+    return create_train_state(model, create_optimizer(OptimizerConfig(), 10), jax.random.key(0)).params
 
 
 @pytest.fixture

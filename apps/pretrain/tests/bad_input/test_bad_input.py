@@ -168,7 +168,7 @@ LINES = [
     (f"--data book.txt --seed {END}", f"seed must be at least 0 and below {END}, got {END}"),
     (f"--data book.txt --name {LONG}", "name must have at most 255 bytes, got"),
     ("--data book.txt --model.vocab-size 999999999", "the model and its batch must fit the"),
-    (f"{SMALL} --train.global-batch-size 100000000", "the model and its batch must fit the"),
+    (f"{SMALL} --hardware local --train.global-batch-size 100000000", "the model and its batch must fit the"),
     ("sample nowhere", "run must be the folder or URI of a run, or its name in runs, got nowhere."),
     ("sample nowhere --top-k 0", "--top-k must be at least 1, got 0."),
     ("sample nowhere --top-p 1.5", "--top-p must be above 0 and at most 1, got 1.5."),
