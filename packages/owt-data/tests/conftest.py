@@ -106,7 +106,7 @@ def ranks(tmp_path_factory) -> Path:
                 pairs[pair] += count
         best = max(pairs, key=lambda pair: (pairs[pair], pair))
         learned.append(best[0] + best[1])
-        words = Counter({merged(word, best): count for word, count in words.items()})
+        words = Counter({merged(word, best) if best[0] in word else word: count for word, count in words.items()})
     path = tmp_path_factory.mktemp("ranks") / "small.tiktoken"
     path.write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(learned)))
     return path

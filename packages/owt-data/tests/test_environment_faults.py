@@ -28,6 +28,7 @@ def rows() -> str:
 
 @pytest.fixture
 def corpus(rows, tmp_path) -> Path:
+    """A file of the documents, which a test may change."""
     path = tmp_path / "corpus.jsonl"
     path.write_text(rows)
     return path

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -146,8 +147,13 @@ def killed(hub_server, copy, tmp_path_factory, wait_until):
         folder = tmp_path_factory.mktemp("killed")
         journal = folder / ".out.partial/parts-all/parts.jsonl"
         home = copy if offline else tmp_path_factory.mktemp("home")
+
+        def is_past_the_first_file():
+            text = journal.read_text() if journal.exists() else ""
+            return text.count("\n") > 3 and re.search(r'"stop": \[[1-9]', text)  # and a header
+
         process = start(hub_server, home, arguments(folder, num_processes=2), offline=offline)
-        wait_until(lambda: journal.exists() and '"stop": [1, ' in journal.read_text(), process)
+        wait_until(is_past_the_first_file, process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL

@@ -79,16 +79,16 @@ def test_a_file_whose_other_fields_change_is_prepared_and_resumed_byte_for_byte(
     write(plain, ({"text": text} for text in texts))
     write(changing, ({"text": text, **other_fields("another type", number)} for number, text in enumerate(texts)))
     options = PrepareOptions(tokenizer="bytes")
-    prepare(str(plain), tmp_path / "expected", options)
+    prepare(str(plain), tmp_path / "expected", options, num_processes=1)
 
     def stop(progress):
         if progress.num_bytes > 3_000_000:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(str(changing), tmp_path / "out", options, progress=stop)
+        prepare(str(changing), tmp_path / "out", options, num_processes=1, progress=stop)
     assert list((tmp_path / ".out.partial/parts-all").glob("*.bin"))
-    prepare(str(changing), tmp_path / "out", options)
+    prepare(str(changing), tmp_path / "out", options, num_processes=1)
     for file in ("train.bin", "val.bin"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
     assert verify(tmp_path / "out") == []
