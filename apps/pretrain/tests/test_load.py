@@ -25,30 +25,39 @@ from pretrain._run.folder import RunFolder
 from pretrain._training.sampling import Sampler
 from ray_jax_launch import Checkpoints
 
-VOCAB_SIZE = 384  # the tokenizer has 257
+MODEL = dataclasses.replace(
+    PRESETS["quickstart"]().model,
+    vocab_size=384,  # the tokenizer has 257
+    seq_len=32,
+    num_layers=1,
+    num_heads=2,
+    embed_dim=16,
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Random parameters of the model of all runs."""
+    optimizer = create_optimizer(PRESETS["quickstart"]().optimizer, 10)
+    return create_train_state(MODEL, optimizer, jax.random.key(0)).params
 
 
 @pytest.fixture
-def make_run(tmp_path):
+def make_run(tmp_path, params):
     """Saves a run of step 1 and returns its folder, its configuration, its parameters and its tokens."""
 
     def make(*, mask_documents=False):
         config = PRESETS["quickstart"]()
         lines = tmp_path / "lines.jsonl"
         lines.write_text("".join(f'{{"text": "document {i} of many, of some words"}}\n' for i in range(400)))
-        model = dataclasses.replace(
-            config.model, vocab_size=VOCAB_SIZE, seq_len=32, num_layers=1, num_heads=2, embed_dim=16
-        )
         train = dataclasses.replace(config.train, mask_documents=mask_documents)
         prepare = dataclasses.replace(config.prepare, val_fraction=0.1)
-        config = dataclasses.replace(config, data=str(lines), model=model, train=train, prepare=prepare)
+        config = dataclasses.replace(config, data=str(lines), model=MODEL, train=train, prepare=prepare)
         tokens = load_tokens(config, Console(quiet=True))
         folder = RunFolder(tmp_path / "run")
         folder.path.mkdir()
         description = describe(config, describe_data(tokens), "cpu:1").to_json()
         write_json(folder.config, description)
-        optimizer = create_optimizer(config.optimizer, config.train.max_steps)
-        params = create_train_state(model, optimizer, jax.random.key(0)).params
         with Checkpoints(folder.checkpoints) as checkpoints:
             checkpoints.save(1, {"params": params}, metadata={RUN: description})
         return folder, config, params, tokens
