@@ -143,6 +143,7 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
             "--trackers must be any of tensorboard, wandb or trackio, got wandbs. Did you mean wandb?",
         ),
         ("--dashboard=1", "--dashboard must have no value, got 1. Write --dashboard or --no-dashboard."),
+        ("--no-dashboard=1", "--no-dashboard must have no value, got 1. Write --dashboard or --no-dashboard."),
         (
             "--train.max-steps --seed 3",
             "--train.max-steps must have a value, got none. Write --train.max-steps VALUE, or --train.max-steps=VALUE.",

@@ -4,12 +4,14 @@ import json
 import logging
 import os
 import re
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pyarrow.fs import FileSelector
 
 from ray_jax_launch import (
     Checkpoints,
@@ -199,6 +201,41 @@ def test_a_changed_listing_in_object_storage_is_damage(in_storage, caplog, chang
     check_that_20_is_damaged(in_storage, caplog, "checkpoint.json does not have the checksum it was written with")
     record_property("fault", f"the listing of the newest checkpoint in object storage has other {change}")
     record_property("lost", "steps since the checkpoint before it")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("how", ["copied", "linked", "renamed"])
+def test_a_checkpoint_in_the_folder_of_another_number_is_damage(in_folder, caplog, how, record_property):
+    record_property("fault", f"the folder of a checkpoint is {how} to a larger number")
+    record_property("lost", "nothing if it is a copy, else steps since the checkpoint before it")
+    if how == "copied":
+        shutil.copytree(in_folder / "20", in_folder / "35")
+    elif how == "linked":
+        (in_folder / "35").symlink_to(in_folder / "20")
+    else:
+        (in_folder / "20").rename(in_folder / "35")
+    with pytest.raises(DamagedCheckpointError, match=r"checksums\.json is that of checkpoint 20"):
+        Checkpoints(in_folder, verify=False, read_only=True).restore(35, {"params": TREE})
+    newest = 10 if how == "renamed" else 20
+    assert newest_metadata(in_folder) == {"step": newest}
+    assert intact_step(in_folder, quarantine=True) == newest
+    assert (
+        f"checkpoint 35 in {in_folder} is damaged (checksums.json is that of checkpoint 20): going back to checkpoint "
+        f"{newest}" in caplog.messages
+    )
+    assert latest_step(in_folder) == newest
+
+
+@pytest.mark.fault
+def test_a_checkpoint_below_another_number_in_object_storage_is_damage(in_storage, caplog, record_property):
+    record_property("fault", "the objects of a checkpoint are copied to a larger number")
+    record_property("lost", "nothing")
+    filesystem, root = open_uri(in_storage)
+    for file in filesystem.get_file_info(FileSelector(f"{root}/20", recursive=True)):
+        if file.is_file:
+            filesystem.copy_file(file.path, file.path.replace(f"{root}/20/", f"{root}/35/"))
+    assert intact_step(in_storage) == 20
+    assert "(checkpoint.json is that of checkpoint 20): going back to checkpoint 20" in caplog.text
 
 
 @pytest.mark.fault

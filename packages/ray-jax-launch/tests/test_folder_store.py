@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,22 @@ def test_only_a_verified_start_quarantines_a_damaged_checkpoint(folder, verify, 
     with Checkpoints(folder, verify=verify) as checkpoints:
         assert checkpoints.latest_step() == step
     assert (folder / "30.damaged").exists() == verify
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "make", [Path.touch, os.mkfifo, lambda path: path.symlink_to("nowhere")], ids=["file", "pipe", "link"]
+)
+def test_what_is_no_folder_is_not_in_the_way_of_the_next_checkpoint(folder, make, caplog, record_property):
+    record_property("fault", "a file, a pipe or a dangling link has the name of the next checkpoint")
+    record_property("lost", "nothing")
+    make(folder / "40")
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.latest_step() == 30
+        checkpoints.save(40, {"params": TREE}, metadata={})
+    assert intact_step(folder) == 40
+    assert os.path.lexists(folder / "40.damaged")
+    assert f"checkpoint 40 in {folder} is damaged (" in caplog.text
 
 
 def test_a_quarantine_is_on_the_disk(folder, monkeypatch):

@@ -91,16 +91,13 @@ def _read_values(command: str, arguments: Sequence[str], options: Sequence[Optio
             option = unnamed.popleft()
             texts = [word, *_take_values(words)] if option.is_tuple else [word]
             values[option.name] = _convert(option, option.placeholder or "", texts)
-        elif option := off_flags.get(flag):
-            values[option.name] = False
-        elif not (option := by_flag.get(flag)) or option.placeholder is not None:
+        elif not (option := off_flags.get(flag) or by_flag.get(flag)) or option.placeholder is not None:
             _reject_flag(command, flag, options)
         elif option.type is bool:
             if equals:
-                raise UsageError(
-                    f"{flag} must have no value, got {short(attached)}. Write {flag} or {option.off_flag}."
-                )
-            values[option.name] = True
+                remedy = f"Write {option.flags[-1]} or {option.off_flag}."
+                raise UsageError(f"{flag} must have no value, got {short(attached)}. {remedy}")
+            values[option.name] = flag not in off_flags
         elif option.is_tuple:
             values[option.name] = _convert(option, flag, [attached] if equals else _take_values(words))
         elif equals or (words and not _FLAG.match(words[0])):

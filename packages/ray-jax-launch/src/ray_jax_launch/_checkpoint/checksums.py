@@ -154,6 +154,20 @@ def parse_fields(name: str, place: str, content: bytes, convert: Mapping[str, Ca
     )
 
 
+def check_step(found: Any, name: str, step: int) -> int:
+    """Check that a file with the number of its checkpoint is in the folder of this checkpoint.
+
+    Raises:
+        DamagedCheckpointError: the folder was renamed or copied.
+        ValueError: it is no number.
+    """
+    if type(found) is not int:
+        raise ValueError("no number of a checkpoint")
+    if found != step:
+        raise DamagedCheckpointError(f"{name} is that of checkpoint {found}")
+    return found
+
+
 def to_checksums(found: Any) -> dict[str, Checksum]:
     """Return checksums by name from JSON.
 

@@ -1,13 +1,13 @@
 """Checkpoints in a folder, with checksums of their files.
 
 <folder>/<step>/<item>/...            files that Orbax wrote
-<folder>/<step>/checksums.json        sizes and checksums of all files of the items, and what `to_json` adds
+<folder>/<step>/checksums.json        number, sizes and checksums of all files of the items, and what `to_json` adds
 <folder>/<step>.orbax-checkpoint-tmp  a checkpoint that is being written, or that a killed process left
 <folder>/<step>.damaged               a quarantined checkpoint
 <folder>/.trash/                      checkpoints that are being deleted
 
 A checkpoint becomes visible when Orbax renames `<step>.orbax-checkpoint-tmp` to `<step>` (`FolderWriter.commit` in
-`writers.py`): `steps` lists folders whose names are numbers. Before that, its files and folders are on the disk.
+`writers.py`): `steps` lists all names that are numbers. Before that, its files and folders are on the disk.
 
 One command at a time writes to a folder. The caller's lock keeps others away.
 """
@@ -26,6 +26,7 @@ from ray_jax_launch._checkpoint.checksums import (
     STEP_NAME,
     Checksum,
     ChecksummedStream,
+    check_step,
     compare,
     open_regular,
     parse,
@@ -127,7 +128,7 @@ class FolderStore:
             compare_names: list the files of the checkpoint too.
 
         Raises:
-            DamagedCheckpointError: the checksums are missing or damaged, or a file has none.
+            DamagedCheckpointError: the checksums are missing, damaged or of another checkpoint, or a file has none.
             LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
         """
         place = f"{CHECKSUMS} of checkpoint {step} in {self._folder}"
@@ -140,7 +141,8 @@ class FolderStore:
                 raise DamagedCheckpointError(f"{CHECKSUMS} does not list {shown(unlisted[0])[1:-1]}")
             return files
 
-        return parse_fields(CHECKSUMS, place, content, {"files": convert})["files"]
+        fields = {"step": partial(check_step, name=CHECKSUMS, step=step), "files": convert}
+        return parse_fields(CHECKSUMS, place, content, fields)["files"]
 
     def find_damage(self, step: int) -> str | None:
         """Read all files of a checkpoint. Return a description of the damage, or None.
@@ -200,7 +202,7 @@ class FolderStore:
         """Rename a checkpoint, so that it is no longer listed and its number is free."""
         checkpoint = self._path(step)
         target, number = checkpoint.with_name(f"{step}.damaged"), 1
-        while target.exists():
+        while os.path.lexists(target):
             number += 1
             target = checkpoint.with_name(f"{step}.damaged{number}")
         checkpoint.rename(target)
@@ -225,7 +227,7 @@ class FolderStore:
                 name = str(path.relative_to(checkpoint))
                 files[name] = _read(path, name, sync=True)
         with (checkpoint / CHECKSUMS).open("w") as file:
-            file.write(to_json({"files": files}))
+            file.write(to_json({"step": step, "files": files}))
             file.flush()
             os.fsync(file.fileno())
         for folder in folders:
@@ -237,7 +239,8 @@ class FolderStore:
 
     def _list(self) -> list[int]:
         with os.scandir(self._folder) as entries:
-            return [int(entry.name) for entry in entries if STEP_NAME.fullmatch(entry.name) and entry.is_dir()]
+            # Also what is no folder: it is damage, and would be in the way of the checkpoint of this number.
+            return [int(entry.name) for entry in entries if STEP_NAME.fullmatch(entry.name)]
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)

@@ -3,7 +3,7 @@
 <uri>/<step>/<save>/process-0.tar           what Orbax keeps about all items: the tree, shapes and types
 <uri>/<step>/<save>/process-<N>.<item>.tar  the shards of an item that process N wrote
 <uri>/<step>/<save>/checksums-<N>.json      checksums of process N's archives, for process 0
-<uri>/<step>/checkpoint.json                written last: names the save, checksums of the archives, metadata, score
+<uri>/<step>/checkpoint.json                written last: step, name of the save, checksums, metadata, score
 <uri>/<step>/checkpoint.json.damaged        the same, of a quarantined checkpoint
 
 All archives unpacked into one folder are an Orbax checkpoint. Each save has a name of its own, so no archive is written
@@ -30,6 +30,7 @@ from ray_jax_launch._checkpoint.checksums import (
     Checksum,
     ChecksummedStream,
     check_name,
+    check_step,
     compare,
     parse_fields,
     read_present,
@@ -51,6 +52,9 @@ _ABANDONED_AFTER_S = 24 * 3600.0
 @dataclass(frozen=True, slots=True)
 class Listing:
     """Contents of `checkpoint.json`, beside its format."""
+
+    step: int
+    """Number of the checkpoint."""
 
     save: str
     """Name of the save that wrote the archives."""
@@ -229,8 +233,8 @@ class ObjectStore:
             raise FileExistsError(
                 f"checkpoint {step} in {self._uri} must not exist, got one of another run. Stop that run."
             )
-        listing = {"save": save, "archives": archives, "files": files, "metadata": metadata, "score": score}
-        self._write(f"{step}/{_LISTING}", to_json(listing).encode())
+        contents = {"archives": archives, "files": files, "metadata": metadata, "score": score}
+        self._write(f"{step}/{_LISTING}", to_json({"step": step, "save": save, **contents}).encode())
 
     def download(
         self, step: int, items: Collection[str], folder: Path, is_needed: Callable[[str], bool] = lambda file: True
@@ -254,8 +258,8 @@ class ObjectStore:
                 self._read_archive(step, listing.save, name, listing.archives[name], folder)
 
     def _parse(self, step: int, content: bytes) -> Listing:
-        fields = parse_fields(_LISTING, f"{_LISTING} of checkpoint {step} in {self._uri}", content, _FIELDS)
-        return Listing(**fields)
+        fields = {"step": partial(check_step, name=_LISTING, step=step), **_FIELDS}
+        return Listing(**parse_fields(_LISTING, f"{_LISTING} of checkpoint {step} in {self._uri}", content, fields))
 
     def _read(self, name: str) -> bytes:
         def read() -> bytes:
