@@ -79,11 +79,11 @@ def rejected(capsys, folder, *arguments):
         (("prepare", "book.txt", "book.txt/out"), "book.txt/.out.partial must be readable and writable, got Not a dir"),
         (
             ("prepare", "book.txt", "pipe.bin"),
-            "The output must be a local or mounted folder, got 'pipe.bin'. Prepare into",
+            "The output must be a folder, got 'pipe.bin', which is something else. Name another.",
         ),
         (
             ("prepare", "book.txt", "loop.txt"),
-            "The output must be a local or mounted folder, got 'loop.txt'. Prepare into",
+            "The output must be a folder, got 'loop.txt', which is something else. Name another.",
         ),
         (("prepare", "book.txt", "~no-such-user/x"), "~no-such-user/x must begin with ~ or the ~name of a user, got"),
         (
@@ -346,5 +346,5 @@ def test_a_folder_or_a_file_in_the_place_of_the_other_is_named(name, interrupted
     err = rejected(capsys, folder, "prepare", "rows.jsonl", "out", *BYTES)
     found = "must be a regular file, got a folder. Rename or remove it."
     if name == "parts-all":
-        found = "must be readable and writable, got File exists. Correct that and run the same command again."
+        found = "must be a folder, got something else. Move it away."
     assert err == f"error: {path} {found}\n"

@@ -348,10 +348,10 @@ def test_a_folder_for_temporary_files_that_cannot_be_used_is_rejected_in_one_sen
     assert len(str(raised.value)) < 300
 
 
-@pytest.mark.parametrize("value", ["/nonexistent", "/tmp/" + "x" * 100])
-def test_a_tmpdir_that_does_not_fit_is_replaced(monkeypatch, value):
+@pytest.mark.parametrize("name", ["absent", "x" * 100])
+def test_a_tmpdir_that_does_not_fit_is_replaced(monkeypatch, temporary, name):
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    monkeypatch.setenv("TMPDIR", value)
+    monkeypatch.setenv("TMPDIR", str(temporary / name))
     folder = ClusterFolder()
     assert folder.path.parent.parent == Path("/tmp")
     folder.close()

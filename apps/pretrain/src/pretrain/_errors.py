@@ -96,6 +96,8 @@ def _sentence(error: Exception) -> str | None:
 
     if isinstance(error, DamagedCheckpointError | DataError | LaunchError | UnsavedCheckpointError | UsageError):
         return str(error)
+    if isinstance(error, FileExistsError) and error.filename is not None:  # of `mkdir`
+        return f"{error.filename} must be a folder, got something else. Move it away, or give another path."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename} must be accessible, got {error.strerror}. Check it, or give another path."
     if isinstance(error, OSError) and error.errno in _UNWRITABLE:

@@ -220,7 +220,7 @@ LINES = [
     ("export run s3://bucket/x", "out must be a folder, got s3://bucket/x. Export to a folder, and copy the files"),
     ("export run book.txt/x", "must be accessible, got Not a directory"),
     ("export run book.txt", "out must be a new or empty folder, got book.txt."),
-    ("export run loop", "loop must be accessible, got File exists."),
+    ("export run loop", "loop must be a folder, got something else. Move it away, or give another path."),
 ]
 # Contents of the `config.json` of a run without checkpoints, and what the sentence has.
 CONFIGS = [

@@ -160,6 +160,8 @@ def file_errors(
         yield
     except OSError as error:
         place = error.filename or name or "the file"
+        if isinstance(error, FileExistsError):  # of `mkdir`
+            raise UnreadableError(f"{show_name(place)} must be a folder, got something else. Move it away.") from error
         found = one_line(str(error.strerror or error).rpartition("Detail: ")[2])  # pyarrow repeats the name before it
         raise UnreadableError(f"{show_name(place)} must be {constraint}, got {found}. {remedy}") from error
     except UnicodeEncodeError as error:

@@ -184,7 +184,9 @@ def local_folder(out: str | os.PathLike[str]) -> Path:
     """
     name = name_text(out)
     path = Path(os.path.realpath(local_path(name)))
-    if not name or is_uri(name) or (os.path.lexists(path) and not path.is_dir()):
+    if os.path.lexists(path) and not path.is_dir():
+        raise DataError(f"The output must be a folder, got {show(name)}, which is something else. Name another.")
+    if not name or is_uri(name):
         raise DataError(
             f"The output must be a local or mounted folder, got {show(name)}. Prepare into one and copy it."
         )
