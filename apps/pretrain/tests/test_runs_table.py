@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -97,3 +99,17 @@ def test_a_narrow_table_has_the_important_columns_and_whole_numbers(storage):
 def test_a_place_without_runs_is_rejected(storage, place):
     with pytest.raises(UsageError, match=r"the storage path must hold the folder of a run, got .* without any"):
         show_runs(str(storage.parent / place), console=Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    "command", ["runs STORAGE", "watch STORAGE/quickstart-builtin", "report STORAGE/silent --out page.html"]
+)
+def test_a_command_that_reads_files_imports_neither_ray_nor_jax(storage, tmp_path, command):
+    code = (
+        "import sys; from pretrain import main; code = main(sys.argv[1:]); print(code, {'ray', 'jax'} & {*sys.modules})"
+    )
+    arguments = command.replace("STORAGE", str(storage)).split()
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 set()", done.stderr

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import ray_jax_launch
 from pretrain._errors import RunFailedError, UsageError, rejection
 from pretrain._run.files import check_kind, load_json, parse_json, read_text
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.history import PhaseName, read_starts, write_end
 from pretrain._run.lease import Owner, leasing, this_command, this_machine
-from ray_jax_launch import StopRequestedError, StoragePath, UnsavedCheckpointError, latest_step, request_stop
+from ray_jax_launch import StopRequestedError, StoragePath, UnsavedCheckpointError, latest_step
 
 # Commands that only read hold the lock for an instant, to see whether another command holds it.
 _LOCK_WITHIN_S, _LOCK_AGAIN_S = 1.0, 0.02
@@ -31,7 +32,7 @@ _FAILURES = (OSError, StopRequestedError, UnsavedCheckpointError)
 
 def _end(reason: str) -> None:
     """End the launch without a save, as the run belongs to another command. Without a launch, interrupt the thread."""
-    if request_stop(reason):
+    if ray_jax_launch.request_stop(reason):  # imports Ray
         return
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a shell
     number = signal.SIGTERM if is_ignored else signal.SIGINT
