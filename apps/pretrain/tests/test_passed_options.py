@@ -1,6 +1,7 @@
 """Options of a run that only other packages use reach them."""
 
 import ray_jax_launch
+from nnx_gpt2 import make_train_step
 from pretrain import main
 from pretrain._training import loop
 
@@ -23,7 +24,7 @@ def test_options_reach_the_step_and_the_launch(tmp_path, monkeypatch):
         return call
 
     monkeypatch.setattr(ray_jax_launch, "launch", noting(ray_jax_launch.launch))
-    monkeypatch.setattr(loop, "make_train_step", noting(loop.make_train_step))
+    monkeypatch.setattr(loop, "make_train_step", noting(make_train_step))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)
     assert main(f"{SMALL} {OPTIONS}".split()) == 0
