@@ -289,7 +289,7 @@ def test_invalid_names_are_rejected(articles, tmp_path):
         ("", "out", "The source must have a name, got an empty text."),
         (["train=", f"val={articles}"], "out", "The source must have a name, got an empty text."),
         (str(articles), "", "The output must be a local or mounted folder, got ''"),
-        (str(articles), articles, r"The output must be a folder, got .*articles.jsonl\', which is something else"),
+        (str(articles), articles, r"The output must be a folder, got .*articles.jsonl', which is something else"),
         (f"{tmp_path}/nowhere/", "out", r"nowhere must be a file or a folder of files, got a name that does not exist"),
     ):
         with pytest.raises(DataError, match=message):

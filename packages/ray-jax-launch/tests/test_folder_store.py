@@ -145,6 +145,10 @@ def test_what_is_no_folder_is_not_in_the_way_of_the_next_checkpoint(folder, make
     record_property("fault", "a file, a pipe or a dangling link has the name of the next checkpoint")
     record_property("lost", "nothing")
     make(folder / "40")
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        found = checkpoints.restore_latest({"params": TREE})
+    assert found is not None
+    assert found.step == 30
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.latest_step() == 30
         checkpoints.save(40, {"params": TREE}, metadata={})

@@ -1,7 +1,7 @@
 """Checkpoints in a folder, with checksums of their files.
 
 <folder>/<step>/<item>/...            files that Orbax wrote
-<folder>/<step>/checksums.json        number, sizes and checksums of all files of the items, and what `to_json` adds
+<folder>/<step>/checksums.json        the step, sizes and checksums of all files of the items, and what `to_json` adds
 <folder>/<step>.orbax-checkpoint-tmp  a checkpoint that is being written, or that a killed process left
 <folder>/<step>.damaged               a quarantined checkpoint
 <folder>/.trash/                      checkpoints that are being deleted
@@ -87,7 +87,7 @@ class FolderStore:
             ) from error
 
     def steps(self) -> list[int]:
-        """Return the numbers of the complete checkpoints."""
+        """Return the numbers of the checkpoints, complete unless they are damaged."""
         try:
             return retry(str(self._folder), self._list)
         except ABSENT:
@@ -96,7 +96,7 @@ class FolderStore:
     def version(self, step: int) -> Hashable:
         """Return inode and time of a checkpoint's folder, which differ between checkpoints; None if there is none."""
         try:
-            found = retry(str(self._path(step)), self._path(step).stat)
+            found = retry(str(self._path(step)), self._path(step).lstat)  # a link to nothing is there too
         except ABSENT:
             return None
         return found.st_ino, found.st_mtime_ns
