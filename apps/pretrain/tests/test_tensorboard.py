@@ -36,17 +36,22 @@ def opened(folder, start):
     return open_trackers(CONFIG, DESCRIPTION, folder, start)
 
 
+def read_events(path):
+    """The complete events of a file. A kill may have cut off the last one."""
+    data, position = path.read_bytes(), 0
+    while position + 12 <= len(data):
+        (size,) = struct.unpack_from("<Q", data, position)
+        if position + 16 + size > len(data):
+            break
+        yield events.Event.FromString(data[position + 12 : position + 12 + size])
+        position += 16 + size
+
+
 def shown(folder, run):
     """By step, what TensorBoard shows: of the files in order, less what a later start hides."""
     found: dict[int, dict[str, float]] = {}
     for path in sorted((folder.tensorboard / run).iterdir()):
-        data, position = path.read_bytes(), 0
-        while position + 12 <= len(data):
-            (size,) = struct.unpack_from("<Q", data, position)
-            if position + 16 + size > len(data):
-                break  # cut off by a kill
-            event = events.Event.FromString(data[position + 12 : position + 12 + size])
-            position += 16 + size
+        for event in read_events(path):
             if event.session_log.status == events.SessionLog.START:
                 found = {step: values for step, values in found.items() if step < event.step}
             for value in event.summary.value:
@@ -65,6 +70,25 @@ def test_a_later_start_hides_what_it_records_again(tmp_path):
         trackers.close()
     assert shown(folder, "train") == {0: {"loss": 3.0}, 1: {"loss": 3.0}, 2: {"loss": 2.0}, 3: {"loss": 2.0}}
     assert shown(folder, "val") == {0: {"loss": 4.0}, 1: {"loss": 4.0}, 2: {"loss": 3.0}, 3: {"loss": 3.0}}
+
+
+def test_events_have_the_time_of_their_record(tmp_path):
+    """Without a time, it is the present."""
+    folder, before = RunFolder(tmp_path), time.time()
+    trackers = opened(folder, 0)
+    trackers.write({"step": 0, "loss": 3.0, "val_loss": 4.0, "time_s": 12345.5})
+    trackers.write({"step": 1, "loss": 2.0})
+    trackers.write_sample(Sample(step=1, prompt="a|b\n", text="b"))
+    trackers.close()
+    times = {
+        (path.parent.name, value.tag, event.step): event.wall_time
+        for path in folder.tensorboard.glob("*/events*")
+        for event in read_events(path)
+        for value in event.summary.value
+    }
+    assert [times.pop((name, "loss", 0)) for name in ("train", "val")] == [12345.5] * 2
+    assert len(times) == 3
+    assert all(before <= time_s <= time.time() for time_s in times.values())
 
 
 def test_events_are_on_disk_before_the_number_of_their_steps(tmp_path, monkeypatch):

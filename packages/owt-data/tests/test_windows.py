@@ -1,6 +1,7 @@
 """Windows through a real Ray cluster."""
 
 import functools
+import itertools
 import time
 
 import numpy as np
@@ -61,6 +62,34 @@ def test_a_task_reads_one_batch_of_token_windows(tokens, concurrency):
     assert [len(x) for x in rows] == [25] * 4
     expected = tokens.windows(np.arange(100), seq_len=SEQ_LEN, order="sequential", seed=0)[:, :-1]
     np.testing.assert_array_equal(np.concatenate(rows), expected)
+
+
+def test_with_a_concurrency_of_1_one_task_reads_at_once(tokens, tmp_path):
+    spans_of = tmp_path / "spans"
+    spans_of.mkdir()
+
+    # A local class travels to the tasks, which cannot import this module.
+    class Timed:
+        """Tokens that note when a task of several windows begins and ends."""
+
+        def __len__(self):
+            return len(tokens)
+
+        def num_windows(self, seq_len):
+            return tokens.num_windows(seq_len)
+
+        def windows(self, indices, **order):
+            begin = time.monotonic()
+            if len(indices) > 1:
+                time.sleep(1)
+                (spans_of / f"{indices.min()}").write_text(f"{begin} {time.monotonic()}")
+            return tokens.windows(indices, **order)
+
+    rows = token_windows(Timed(), seq_len=SEQ_LEN, num_rows=40, batch_size=10, concurrency=1)
+    assert len(rows.take_all()) == 40
+    spans = sorted(tuple(map(float, path.read_text().split())) for path in spans_of.iterdir())
+    assert len(spans) == 4
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
 
 def test_token_windows_are_inputs_and_targets(tmp_path):

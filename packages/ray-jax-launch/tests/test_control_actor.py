@@ -59,6 +59,13 @@ def test_metrics_of_all_ranks_are_collected_once():
     assert (second.metrics, second.lines) == ([], [])
 
 
+def test_of_metrics_that_nobody_collects_the_newest_10_000_are_kept():
+    control = ControlActor()
+    for step in range(10_003):
+        control.record(0, {"step": step})
+    assert control.collect().metrics == [(0, {"step": step}) for step in range(3, 10_003)]
+
+
 def test_the_latest_metrics_are_those_of_rank_0():
     control = ControlActor()
     control.record(0, {"step": 1, "loss": 2.0})

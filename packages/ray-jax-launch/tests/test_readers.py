@@ -12,11 +12,13 @@ import pytest
 from ray_jax_launch import (
     Checkpoints,
     DeletedCheckpointError,
+    LaunchError,
     MismatchedCheckpointError,
     intact_step,
     latest_step,
     newest_metadata,
 )
+from ray_jax_launch._checkpoint.folder_store import FolderStore
 
 WRITER = """
 import sys, time
@@ -67,6 +69,32 @@ def test_a_reader_takes_a_newer_checkpoint_if_the_run_deletes_the_one_it_reads(p
     kind = "object storage" if "://" in str(place) else "a folder"
     record_property("fault", f"a run deletes the checkpoints in {kind} while another process reads them")
     record_property("lost", "nothing")
+
+
+@pytest.mark.parametrize("num_deleted", [4, 5])
+def test_a_reader_gives_up_when_five_checkpoints_were_deleted_under_it(tmp_path, monkeypatch, num_deleted):
+    copy_items = FolderStore.copy_items
+    with Checkpoints(tmp_path, num_to_keep=1) as writer, Checkpoints(tmp_path, read_only=True) as reader:
+
+        def save(step):
+            writer.save(step, {"params": LIKE}, metadata={"step": step})
+            writer.wait()
+
+        def copy_late(store, step, *args):
+            if step <= num_deleted:
+                save(step + 1)
+            return copy_items(store, step, *args)
+
+        save(1)
+        monkeypatch.setattr(FolderStore, "copy_items", copy_late)
+        monkeypatch.setattr("ray_jax_launch._checkpoint.checkpoints._PATIENCE_S", 0.0)
+        if num_deleted == 5:
+            with pytest.raises(LaunchError, match=r"must exist until it is read, got 5 that were deleted"):
+                reader.restore_latest({"params": LIKE})
+        else:
+            found = reader.restore_latest({"params": LIKE})
+            assert found is not None
+            assert (found.step, found.metadata) == (5, {"step": 5})
 
 
 def test_checkpoints_that_a_run_deletes_are_not_damaged(place, writer, caplog):

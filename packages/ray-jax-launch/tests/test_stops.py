@@ -191,6 +191,8 @@ def print_much():
     import sys
 
     sys.stdout.write("hello from the loop\n")
+    for text in ("x" * 5000, "x" * 5000, "y\n"):
+        sys.stdout.write(text)
     for step in range(20_000):
         sys.stdout.write(f"step {step}\r")
     held = len(getattr(sys.stdout, "_held"))  # noqa: B009 - of the stream that replaces standard output
@@ -198,11 +200,12 @@ def print_much():
     return held
 
 
-def test_what_a_loop_prints_is_logged_and_a_progress_bar_stays_short(tmp_path, caplog):
+def test_what_a_loop_prints_is_logged_and_a_long_line_is_not_held(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "ray_jax_launch"):
         result = launch(print_much, hardware=cpu(1), storage_path=tmp_path, name="run")
     printed = [record.message for record in caplog.records if record.message.startswith("worker 0: ")]
-    assert printed == ["worker 0: hello from the loop", "worker 0: step 19999", "worker 0: the end"]
+    lines = ["hello from the loop", "x" * 10_000, "y", "step 19999", "the end"]
+    assert printed == [f"worker 0: {line}" for line in lines]
     assert result.return_value < 30
 
 
