@@ -1,6 +1,8 @@
 """Bad input of every kind: one sentence and exit code 2, or the right result, and nothing left behind."""
 
+import fcntl
 import json
+import os
 import shlex
 import shutil
 
@@ -292,6 +294,15 @@ def test_what_is_damaged_has_a_copy(place, capsys):
     assert main(shlex.split(TRAIN)) == 0
     assert "is finished; choose another --name for a new one\nsteps" in capsys.readouterr().out
     assert path.read_text() == expected
+
+
+def test_a_folder_has_one_export_at_a_time(place, rejected):
+    (place / "out").mkdir()
+    other = os.open(place / "out", os.O_RDONLY)  # as another command opens it
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert "out must be written by one command at a time, got out, to which" in rejected(shlex.split(EXPORT))
+    os.close(other)
+    assert main(shlex.split(EXPORT)) == 0
 
 
 @pytest.mark.parametrize(
