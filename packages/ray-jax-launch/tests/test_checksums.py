@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -104,6 +105,21 @@ def test_a_checkpoint_of_a_newer_version_is_rejected_and_stays(saved, caplog, ch
                 read()
     assert sorted(list_steps(saved)) == [10, 20]
     assert not caplog.records
+
+
+@pytest.mark.fault
+def test_a_full_disk_of_a_reader_is_named_and_not_taken_for_its_source(saved, caplog, record_property):
+    record_property("fault", "a process that reads a checkpoint cannot write its copy on the local disk")
+    record_property("lost", "nothing: the command ends with one sentence")
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(saved, read_only=True) as checkpoints:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            with pytest.raises(LaunchError, match=r"ray-jax-launch-.* must be writable, got File too large\. Free some"):
+                checkpoints.restore_latest({"params": {"w": jnp.zeros(10)}})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert caplog.messages == []
 
 
 def change_checksum(place, value):

@@ -39,7 +39,9 @@ def test_a_temporary_error_is_retried_for_15_seconds(number, sleeps):
         retry("file", failing(*[error] * 7))
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG])
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EFBIG]
+)
 def test_a_permanent_error_is_not_retried(number, sleeps):
     with pytest.raises(LaunchError, match=rf"file must be accessible, got \[Errno {number}\]"):
         retry("file", failing(OSError(number, os.strerror(number))))

@@ -142,6 +142,12 @@ SHELL = [
         for path in ("book.txt", "book.txt/x")
     ),
     (f"ulimit -f 0; $PRETRAIN {EXPORT}", 2, "files and the network must be usable, got No usable temporary directory"),
+    (
+        # Under a limit, Python would cut its files of bytecode short.
+        f"export PYTHONDONTWRITEBYTECODE=1; ulimit -f 4; $PRETRAIN {EXPORT}",
+        2,
+        " must be writable, got File too large. Free some space, raise the limit",
+    ),
     (f"ulimit -v 3000000; $PRETRAIN {TRAIN}", 2, "a process must be allowed to map at least 4 GiB of memory, got 2929"),
     (f"ulimit -n 100; $PRETRAIN {TRAIN}", 2, "a process must be allowed to open at least 256 files, got 100. Raise"),
     ("ulimit -S -n 100; ulimit -H -n 1000; $PRETRAIN sample run --max-new-tokens 3 > /dev/null", 0, ""),

@@ -77,6 +77,23 @@ def open_regular(path: Path, name: str) -> IO[bytes]:
     return open(path, "rb", 0, opener=lambda file, flags: os.open(file, flags | os.O_NONBLOCK))
 
 
+def write_copy(file: IO[bytes], block: bytes) -> None:
+    """Write a block to the local copy of a file that is read, open without a buffer.
+
+    Raises:
+        LaunchError: the copy cannot be written. No `OSError`, after which the file would be read again.
+    """
+    left = memoryview(block)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError as error:
+        raise LaunchError(
+            f"{file.name} must be writable, got {error.strerror}. Free some space, raise the limit of `ulimit -f`, or "
+            "set TMPDIR to another folder."
+        ) from error
+
+
 def read_present(name: str, address: str, read: Callable[[], T]) -> T:
     """Call a function that reads a file of a checkpoint, and retry it.
 

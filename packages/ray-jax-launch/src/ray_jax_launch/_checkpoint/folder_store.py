@@ -35,6 +35,7 @@ from ray_jax_launch._checkpoint.checksums import (
     to_checksums,
     to_json,
     to_score,
+    write_copy,
 )
 from ray_jax_launch._checkpoint.retry import ABSENT, STORAGE_FULL, retry
 from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, StorageFullError, shown
@@ -297,14 +298,14 @@ def _read(
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open_regular(path, name))
-        target = None if copy is None else stack.enter_context(copy.open("wb"))
+        target = None if copy is None else stack.enter_context(copy.open("wb", 0))
         size = os.fstat(file.fileno()).st_size
         if expected_size is not None and size != expected_size:
             return size, 0
         source = ChecksummedStream(file)
         while block := source.read(BLOCK_BYTES):
             if target is not None:
-                target.write(block)
+                write_copy(target, block)
         if sync:
             os.fsync(file.fileno())
     return source.checksum()

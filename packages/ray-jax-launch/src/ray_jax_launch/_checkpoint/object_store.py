@@ -15,7 +15,6 @@ part of this package, keeps two commands apart.
 
 import json
 import re
-import shutil
 import tarfile
 import time
 from collections.abc import Callable, Collection
@@ -37,9 +36,10 @@ from ray_jax_launch._checkpoint.checksums import (
     to_checksums,
     to_json,
     to_score,
+    write_copy,
 )
 from ray_jax_launch._checkpoint.retry import retry
-from ray_jax_launch._errors import DamagedCheckpointError
+from ray_jax_launch._errors import DamagedCheckpointError, LaunchError
 from ray_jax_launch._storage import open_uri
 
 _LISTING, _COMMON = "checkpoint.json", "process-0.tar"
@@ -374,7 +374,10 @@ def _unpack(source: ChecksummedStream, name: str, folder: Path) -> None:
                 content = tar.extractfile(member)
                 if content is not None:  # no folder
                     (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                    with content, (folder / path).open("wb") as file:
-                        shutil.copyfileobj(content, file, BLOCK_BYTES)
+                    with content, (folder / path).open("wb", 0) as file:
+                        while block := content.read(BLOCK_BYTES):
+                            write_copy(file, block)
+    except LaunchError:  # of the copy
+        raise
     except (tarfile.TarError, ValueError, FileExistsError, IsADirectoryError, NotADirectoryError) as error:
         raise DamagedCheckpointError(f"{name} must be a tar file of files with relative names, got {error}") from error

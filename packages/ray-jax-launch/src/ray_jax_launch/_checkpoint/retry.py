@@ -18,7 +18,7 @@ STORAGE_FULL = (errno.ENOSPC, errno.EDQUOT)
 _PERMANENT = frozenset(
     {
         *STORAGE_FULL, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENAMETOOLONG,
-        errno.ELOOP, errno.EINVAL,
+        errno.ELOOP, errno.EINVAL, errno.EFBIG,
     }
 )  # fmt: skip
 _PERMANENT_ANSWERS = ("ACCESS_DENIED", "NO_SUCH_BUCKET")
