@@ -72,7 +72,7 @@ def rejected(capsys, folder, *arguments):
         ),
         (
             ("prepare", "book.txt", "file://host/x"),
-            "must be a local or mounted folder, got 'file://host/x'. Prepare into",
+            "The URI of a file must be file:///PATH, got file://host/x. Write this, or the path alone.",
         ),
         (("prepare", "book.txt", LONG), f"{LONG[:100]}/manifest.json must be readable, got "),
         (("prepare", "book.txt", LONG[:250]), "x.partial must be readable and writable, got File name too long. Cor"),
@@ -119,7 +119,7 @@ def rejected(capsys, folder, *arguments):
         (("verify", "~no-such-user/x"), "must begin with ~ or the ~name of a user, got no such user. Write ./~"),
         (("verify", "\udce9"), "\\udce9 must be UTF-8 text, got other bytes. Change it."),
         (("verify", "s3://"), "The name must be a path, s3://bucket/... or gs://bucket/..., got s3:"),
-        (("verify", "file://host/x"), "The name must be a path, s3://bucket/... or gs://bucket/..., got file://host/x"),
+        (("verify", "file://host/x"), "The URI of a file must be file:///PATH, got file://host/x. Write this, or"),
         (("verify", "hdfs://host/x"), "The name must be a path, s3://bucket/... or gs://bucket/..., got hdfs://host/x"),
         (("inspect", LONG), f"{LONG[:100]} must be readable, got "),
         (("inspect", f"{LONG}*.bin"), "must be readable, got File name too long. Correct that"),

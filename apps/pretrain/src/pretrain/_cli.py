@@ -50,6 +50,9 @@ def main(args: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # the command prints the errors of `datasets` itself
     if not os.environ.get("COLUMNS", "1").strip("0"):
         del os.environ["COLUMNS"]  # rich would print nothing
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        if not os.path.isabs(os.environ.get(name, "/")):  # noqa: PTH117 - a text
+            del os.environ[name]  # the XDG specification ignores a relative path, but matplotlib and datasets use it
     open_streams()
     show_warnings()
     hint = ""

@@ -246,6 +246,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # its errors become DataErrors here
+    if not os.path.isabs(os.environ.get("XDG_CACHE_HOME", "/")):  # noqa: PTH117 - a text
+        del os.environ["XDG_CACHE_HOME"]  # the XDG specification ignores a relative path, but datasets uses it
     for name in ("COLUMNS", "LINES"):
         if os.environ.get(name, "").strip("0") == "":  # rich would print nothing
             os.environ.pop(name, None)

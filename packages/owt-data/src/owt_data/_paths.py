@@ -30,7 +30,7 @@ _CREDENTIALS = re.compile(
     r"|[?&][^\s=&?#]*(?:key|secret|token|password|signature|credential)[^\s=&?#]*=",
     re.IGNORECASE,
 )
-_LOCAL_URI = re.compile(r"file:(//(localhost)?)?(?=/(?!/))")
+_LOCAL_URI = re.compile(r"file:(//(localhost)?)?(?=/(?!/))", re.IGNORECASE)
 _TYPES = {
     FileType.NotFound: "a name that does not exist",
     FileType.File: "a file",
@@ -53,13 +53,15 @@ def name_text(name: str | os.PathLike[str]) -> str:
     """Return a name or a path as text.
 
     Raises:
-        DataError: it is neither, or holds a null character.
+        DataError: it is neither, holds a null character, or is the URI of a file of another machine.
     """
     text = os.fspath(name) if isinstance(name, os.PathLike) else name
     if not isinstance(text, str) or "\0" in text:
         raise DataError(
             f"A name must be a text without null characters, or a path, got {show(name)}. Correct the name."
         )
+    if is_uri(text) and text.lower().startswith("file:"):
+        raise DataError(f"The URI of a file must be file:///PATH, got {show_name(text)}. Write this, or the path alone.")
     return text
 
 

@@ -68,8 +68,8 @@ def as_storage_path(place: StoragePath) -> StoragePath:
         text = unquote(match[1])
     if not text or "\0" in text or _LOST_URI.match(text):
         raise LaunchError(
-            f"a storage path must be a folder, or the text of a URI, got {shown(place)}. Name a folder, or a URI "
-            "such as s3://bucket/runs."
+            f"a storage path must be a folder, or the text of a URI, got {shown(place)}. Name a folder, "
+            "file:///PATH, or a URI such as s3://bucket/runs."
         )
     return Path(text)
 
