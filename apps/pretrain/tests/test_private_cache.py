@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from pretrain import main
 from pretrain._data import cache_folder
 from pretrain._errors import UsageError
 from pretrain._run.folder import locate
@@ -64,6 +65,14 @@ def test_prepared_tokens_are_closed_to_other_users(cache):
 
 def test_a_missing_cache_is_made_closed(cache):
     assert mode(private_cache("new")) == 0o700
+
+
+def test_relative_folders_of_xdg_are_ignored(monkeypatch):
+    names = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+    for name in names:
+        monkeypatch.setenv(name, "relative")
+    assert main(["--version"]) == 0
+    assert not set(names) & os.environ.keys()  # matplotlib and datasets read them
 
 
 @as_root

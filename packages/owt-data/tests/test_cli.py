@@ -1,3 +1,4 @@
+import os
 import dataclasses
 import io
 import json
@@ -230,3 +231,9 @@ def test_help_imports_neither_datasets_nor_ray():
         "sys.exit(bool({'datasets', 'ray', 'jax', 'numpy', 'pyarrow'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_a_relative_cache_is_ignored(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert main(["--help"]) == 0
+    assert "XDG_CACHE_HOME" not in os.environ  # datasets reads it

@@ -26,7 +26,6 @@ SHELL = [
     (f"PYTHONIOENCODING=ascii $PRETRAIN {SAMPLE} --prompt \u00fc | grep '^.xfc'", 0, ""),
     (f"LC_ALL=C $PRETRAIN {SAMPLE} --prompt $'\\xff'", 2, "--prompt must be a text in UTF-8, got \\udcff. Change it."),
     ("COLUMNS=0 $PRETRAIN runs | grep -c finished", 0, ""),
-    (f"HOME=$PWD XDG_CACHE_HOME=relative $PRETRAIN {TRAIN} > out && test -d .cache/owt-data -a ! -e relative", 0, ""),
     (f"RAY_TRAIN_V2_ENABLED=0 $PRETRAIN {TRAIN}", 2, "RAY_TRAIN_V2_ENABLED must be 1, got 0. Unset it."),
     ("cp -r runs/run runs/$'\\e[31mred'; $PRETRAIN runs | grep -F '[31mred' | cat -v | grep -F '\\x1b[31mred'", 0, ""),
     (
