@@ -159,13 +159,13 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--train.log-every 0", "train.log_every must be at least 1, got 0. Change it."),
         (
             f"--train.max-steps {2**31}",
-            f"train.max_steps must be at least 1 and below {2**31}, got {2**31}. Change it.",
+            f"train.max_steps must be at least 1 and at most {2**31 - 1}, got {2**31}. Change it.",
         ),
         (
             "--model.num-heads 5",
             "model.embed_dim must be a multiple of model.num_heads, got 128 and 5.",
         ),
-        ("--train.max-epochs 0", "train.max_epochs must be above 0 and finite, got 0.0. Change it."),
+        ("--train.max-epochs 0", "train.max_epochs must be above 0 and at most 1e+39, got 0.0. Change it."),
         ("--train.max-tokens 0", "train.max_tokens must be at least 1, got 0. Change it."),
         ("--mesh.fsdp 0", "mesh.fsdp must be at least 1, got 0. Change it."),
         ("--prepare.val-fraction 2", "val_fraction must be between 0 and 1, got 2.0. Choose another share."),

@@ -13,16 +13,19 @@ from pretrain._errors import UsageError
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_steps": 0}, "train.max_steps must be at least 1 and below 2147483648, got 0. Change it."),
+        ({"max_steps": 0}, "train.max_steps must be at least 1 and at most 2147483647, got 0. Change it."),
         ({"eval_every": -5}, "train.eval_every must be at least 1, got -5."),
-        ({"max_epochs": 0.0}, "train.max_epochs must be above 0 and finite, got 0.0. Change it."),
-        ({"max_epochs": float("nan")}, "train.max_epochs must be above 0 and finite, got nan."),
+        ({"max_epochs": 0.0}, "train.max_epochs must be above 0 and at most 1e+39, got 0.0. Change it."),
+        ({"max_epochs": float("nan")}, "train.max_epochs must be above 0 and at most 1e+39, got nan."),
         ({"max_tokens": 0}, "train.max_tokens must be at least 1, got 0."),
         ({"max_failures": -2}, "train.max_failures must be at least -1, got -2."),
-        ({"global_batch_size": 2**31}, "train.global_batch_size must be at least 1 and below 2147483648, got 2147483"),
+        (
+            {"global_batch_size": 2**31},
+            "train.global_batch_size must be at least 1 and at most 2147483647, got 2147483",
+        ),
         (
             {"eval_tokens": 10**400},
-            "train.eval_tokens must be an integer of at most 9007199254740992 or none, got 10",
+            "train.eval_tokens must be an integer of at most 9007199254740991 or none, got 10",
         ),
         ({"grad_accum_steps": 5}, "train.global_batch_size must be divisible by train.grad_accum_steps, 5, got 32."),
     ],
@@ -35,9 +38,9 @@ def test_bad_train_fields_are_named(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"seed": -1}, "seed must be at least 0 and below 9007199254740992, got -1"),
-        ({"wait_for_resources_s": float("nan")}, "wait_for_resources_s must be at least 0 and below 1000000000, got"),
-        ({"wait_for_resources_s": 1e30}, "wait_for_resources_s must be at least 0 and below 1000000000, got 1e+30."),
+        ({"seed": -1}, "seed must be at least 0 and at most 9007199254740991, got -1"),
+        ({"wait_for_resources_s": float("nan")}, "wait_for_resources_s must be at least 0 and below 1000000000.0, got"),
+        ({"wait_for_resources_s": 1e30}, "wait_for_resources_s must be at least 0 and below 1000000000.0, got 1e+30."),
         ({"storage_path": "s3://A:topsecret@b"}, "storage_path must be without credentials, got 's3://***@b'. Set AWS"),
         (
             {"data": "a=1:gs://b,b=1:s3://A:topsecret@b"},

@@ -148,7 +148,7 @@ def test_the_configuration_of_another_version_is_rejected(in_folder, description
         ("x.toml", "prompts = 'a'", "prompts in x.toml must be texts, got 'a'. Change it."),
         ("x.toml", "prompts = [1]", "prompts in x.toml must be texts, got [1]. Change it."),
         ("x.toml", "preset = 'babi'", "got 'babi'. Did you mean baby?"),
-        ("x.toml", "[train]\nmax_steps = 0", "train.max_steps must be at least 1 and below 2147483648, got 0."),
+        ("x.toml", "[train]\nmax_steps = 0", "train.max_steps must be at least 1 and at most 2147483647, got 0."),
         ("x.toml", "seed = ", "x.toml must be TOML, got an error in it (Invalid value"),
         ("x.toml", b"\xff", "x.toml must be TOML, got an error in it ('utf-8' codec"),
         ("x.json", "{", "x.json must be JSON, got an error in it ("),

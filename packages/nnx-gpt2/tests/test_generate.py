@@ -199,8 +199,8 @@ def test_no_new_tokens_is_the_prompt(model):
         ([[1] * 17], {"temperature": 0.0}, "each prompt must have 1 to 16 tokens, the model's context, got 17."),
         ([[61, 66]], {"temperature": 0.0}, "each prompt's token ids must lie in [0, 65), got 61 to 66."),
         ([[-1]], {"temperature": 0.0}, "each prompt's token ids must lie in [0, 65), got -1 to -1."),
-        (PROMPTS, {"temperature": -1.0}, "temperature must be finite and not negative, got -1.0."),
-        (PROMPTS, {"temperature": float("nan")}, "temperature must be finite and not negative, got nan."),
+        (PROMPTS, {"temperature": -1.0}, "temperature must be between 0 and 3.4028234663852886e+38, got -1.0."),
+        (PROMPTS, {"temperature": float("nan")}, "temperature must be between 0 and 3.4028234663852886e+38, got nan."),
         (PROMPTS, {"temperature": 0.0, "top_k": 0}, "top_k must be at least 1, or None, got 0."),
         (PROMPTS, {"temperature": 0.0, "top_p": 1.5}, "top_p must be above 0 and at most 1, or None, got 1.5."),
         (

@@ -35,11 +35,18 @@ def test_bad_model_fields_are_named(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"learning_rate": float("nan")}, "optimizer.learning_rate must be positive and finite, got nan"),
+        (
+            {"learning_rate": float("nan")},
+            "optimizer.learning_rate must be above 0 and at most 3.4028234663852886e+38, got nan",
+        ),
         ({"min_learning_rate": 1.0}, "must lie between 0 and optimizer.learning_rate (0.0006), got 1.0"),
         ({"warmup_steps": -1}, "optimizer.warmup_steps must be a whole number from 0 to 2147483647, got -1"),
         ({"decay_steps": 0}, "optimizer.decay_steps must be a whole number from 1 to 2147483647, got 0"),
-        ({"clip_norm": float("inf")}, "optimizer.clip_norm must be finite and not negative, got inf"),
+        (
+            {"learning_rate": 1e39},
+            "optimizer.learning_rate must be above 0 and at most 3.4028234663852886e+38, got 1e+39",
+        ),
+        ({"clip_norm": float("inf")}, "optimizer.clip_norm must be between 0 and 3.4028234663852886e+38, got inf"),
         ({"beta2": 1.0}, "optimizer.beta2 must be in [0, 1), got 1.0"),
     ],
 )

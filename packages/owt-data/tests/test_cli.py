@@ -1,7 +1,7 @@
-import os
 import dataclasses
 import io
 import json
+import os
 import re
 import subprocess
 import sys

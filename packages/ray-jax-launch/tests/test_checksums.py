@@ -115,7 +115,9 @@ def test_a_full_disk_of_a_reader_is_named_and_not_taken_for_its_source(saved, ca
     with Checkpoints(saved, read_only=True) as checkpoints:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
         try:
-            with pytest.raises(LaunchError, match=r"ray-jax-launch-.* must be writable, got File too large\. Free some"):
+            with pytest.raises(
+                LaunchError, match=r"ray-jax-launch-.* must be writable, got File too large\. Free some"
+            ):
                 checkpoints.restore_latest({"params": {"w": jnp.zeros(10)}})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

@@ -50,7 +50,9 @@ def test_a_storage_path_is_parsed(written, place, monkeypatch):
     ["", None, 3, b"runs", "a\0b", "file://host/data", "file:////data", "file:runs", Path("s3://bucket/runs")],
 )
 def test_a_text_that_is_not_a_storage_path_is_rejected(written):
-    message = f"must be a folder, or the text of a URI, got {written!r}. Name a folder, file:///PATH, or a URI such as s3:"
+    message = (
+        f"must be a folder, or the text of a URI, got {written!r}. Name a folder, file:///PATH, or a URI such as s3:"
+    )
     with pytest.raises(LaunchError, match=re.escape(message)):
         as_storage_path(written)
 

@@ -9,13 +9,14 @@ from nnx_gpt2 import GPT2Config, OptimizerConfig
 from owt_data import STREAM_ORDERS, OrderKind, PrepareOptions
 from pretrain._command_line.field_types import check_fields
 from pretrain._errors import UsageError, short, shown
+from pretrain._run.files import MAX_FLOAT, MAX_INTEGER
 from ray_jax_launch import check_no_credentials, check_run_name, parse_hardware
 
 MAX_STEPS = 2**31 - 1
 """The largest number of steps: a run counts them in 32 bits."""
 
-NUM_SEEDS = 2**53
-"""The number of seeds: numbers of JSON are exact up to this one."""
+NUM_SEEDS = MAX_INTEGER + 1
+"""The number of seeds."""
 
 MAX_SAMPLE_TOKENS = 1_000_000
 """The largest number of tokens in a sample, which takes hours."""
@@ -23,7 +24,7 @@ MAX_SAMPLE_TOKENS = 1_000_000
 MAX_COUNT = 2**31 - 1
 """The largest number of windows in a batch: arrays of such shapes are indexed by 32 bits."""
 
-_MAX_WAIT_S = 10**9  # 31 years; a wait of a thread may not take more than 292
+_MAX_WAIT_S = 1e9  # 31 years; a wait of a thread may not take more than 292
 # From a microcontroller to a warehouse of machines.
 _PEAKS_TFLOPS = 1e-6, 1e9
 
@@ -164,8 +165,10 @@ class TrainConfig:
         ):
             if (value := getattr(self, name)) is not None:
                 _check_range(f"train.{name}", value, least, end)
-        if self.max_epochs is not None and not 0 < self.max_epochs < math.inf:
-            raise ValueError(f"train.max_epochs must be above 0 and finite, got {self.max_epochs}. Change it.")
+        if self.max_epochs is not None and not 0 < self.max_epochs <= MAX_FLOAT:
+            raise ValueError(
+                f"train.max_epochs must be above 0 and at most {MAX_FLOAT}, got {self.max_epochs}. Change it."
+            )
         if self.global_batch_size % self.grad_accum_steps:
             raise ValueError(
                 f"train.global_batch_size must be divisible by train.grad_accum_steps, {self.grad_accum_steps}, got "
@@ -371,5 +374,6 @@ def with_stream_order(config: PretrainConfig) -> PretrainConfig:
 
 def _check_range(name: str, value: float, least: float, end: float = math.inf) -> None:
     if not least <= value < end:
-        below = "" if end == math.inf else f" and below {end}"
+        below = f" and below {end}" if isinstance(end, float) else f" and at most {end - 1}"
+        below = "" if end == math.inf else below
         raise ValueError(f"{name} must be at least {least}{below}, got {value}. Change it.")

@@ -11,7 +11,7 @@ _VALUE_CHARS, _TEXT_CHARS = 80, 400
 INT32_MAX = 2**31 - 1
 
 # Larger numbers would become infinite on a device.
-_FLOAT32_MAX = 3.4028234663852886e38
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 def one_line(text: Any, limit: int = _VALUE_CHARS) -> str:
@@ -102,7 +102,7 @@ def plain(value: Any) -> Any:
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a number that a float32 can hold: neither infinite nor NaN, and no bool."""
-    return _is_a(numbers.Real, value) and abs(value) <= _FLOAT32_MAX
+    return _is_a(numbers.Real, value) and abs(value) <= FLOAT32_MAX
 
 
 def is_whole(value: Any, least: int, most: int | None = None) -> bool:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._dropout import check_key
-from nnx_gpt2._errors import INT32_MAX, check_type, is_number, is_whole, kind, require, shown, value_error
+from nnx_gpt2._errors import FLOAT32_MAX, INT32_MAX, check_type, is_number, is_whole, kind, require, shown, value_error
 from nnx_gpt2._model import GPT2, Block
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._token_ids import check_end_of_text, check_ids
@@ -160,7 +160,7 @@ def _check_sampling(
     is_share = top_p is None or (is_number(top_p) and 0 < top_p <= 1)
     for name, value, constraint, holds in (
         ("max_new_tokens", max_new_tokens, f"be 0 to {INT32_MAX}", is_whole(max_new_tokens, 0, INT32_MAX)),
-        ("temperature", temperature, "be finite and not negative", is_number(temperature) and temperature >= 0),
+        ("temperature", temperature, f"be between 0 and {FLOAT32_MAX}", is_number(temperature) and temperature >= 0),
         ("top_k", top_k, "be at least 1, or None", top_k is None or is_whole(top_k, 1)),
         ("top_p", top_p, "be above 0 and at most 1, or None", is_share),
         (

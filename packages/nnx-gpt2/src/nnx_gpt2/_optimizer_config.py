@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, plain, require, shown
+from nnx_gpt2._errors import FLOAT32_MAX, INT32_MAX, is_number, is_whole, plain, require, shown
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -53,16 +53,16 @@ class OptimizerConfig:
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         peak, end, decay = self.learning_rate, self.min_learning_rate, self.decay_steps
         between = f"lie between 0 and optimizer.learning_rate ({shown(peak)})"
-        finite = "be finite and not negative"
+        in_float32 = f"be between 0 and {FLOAT32_MAX}"
         for name, constraint, holds in (
             ("name", f"be {' or '.join(get_args(OptimizerName))}", self.name in get_args(OptimizerName)),
             ("schedule", "be cosine, wsd or constant", self.schedule in get_args(ScheduleName)),
-            ("learning_rate", "be positive and finite", is_number(peak) and peak > 0),
+            ("learning_rate", f"be above 0 and at most {FLOAT32_MAX}", is_number(peak) and peak > 0),
             ("min_learning_rate", between, is_number(peak) and is_number(end) and 0 <= end <= peak),
             ("warmup_steps", f"be a whole number from 0 to {INT32_MAX}", is_whole(self.warmup_steps, 0, INT32_MAX)),
             ("decay_steps", f"be a whole number from 1 to {INT32_MAX}", decay is None or is_whole(decay, 1, INT32_MAX)),
-            ("weight_decay", finite, is_number(self.weight_decay) and self.weight_decay >= 0),
-            ("clip_norm", finite, is_number(self.clip_norm) and self.clip_norm >= 0),
+            ("weight_decay", in_float32, is_number(self.weight_decay) and self.weight_decay >= 0),
+            ("clip_norm", in_float32, is_number(self.clip_norm) and self.clip_norm >= 0),
             ("beta1", "be in [0, 1)", is_number(self.beta1) and 0 <= self.beta1 < 1),
             ("beta2", "be in [0, 1)", is_number(self.beta2) and 0 <= self.beta2 < 1),
         ):

@@ -61,7 +61,9 @@ def name_text(name: str | os.PathLike[str]) -> str:
             f"A name must be a text without null characters, or a path, got {show(name)}. Correct the name."
         )
     if is_uri(text) and text.lower().startswith("file:"):
-        raise DataError(f"The URI of a file must be file:///PATH, got {show_name(text)}. Write this, or the path alone.")
+        raise DataError(
+            f"The URI of a file must be file:///PATH, got {show_name(text)}. Write this, or the path alone."
+        )
     return text
 
 

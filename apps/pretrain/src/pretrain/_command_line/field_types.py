@@ -1,14 +1,13 @@
 """The types of a dataclass's fields: one check for values of the command line, of files and of Python."""
 
 import dataclasses
-import math
 import types
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pretrain._errors import UsageError, shown
-from pretrain._run.files import MAX_FLOAT, MAX_INTEGER
+from pretrain._run.files import MAX_INTEGER
 from pretrain._suggestions import did_you_mean
 
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
@@ -59,9 +58,8 @@ class FieldType:
         accepted = (int, float) if self.type is float else self.type
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
             raise ValueError(self.constraint)
-        most = MAX_FLOAT if isinstance(value, float) else MAX_INTEGER
-        if isinstance(value, int | float) and most < abs(value) != math.inf:
-            raise ValueError(self._constraint(f" of at most {most}"))
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ValueError(self._constraint(f" of at most {MAX_INTEGER}"))
         self._check_text(value)
 
     def _check_text(self, *values: Any) -> None:

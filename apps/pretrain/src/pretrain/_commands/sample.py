@@ -47,7 +47,7 @@ def sample(
         ("temperature", temperature, 0 <= temperature <= _MOST_TEMPERATURE, f"from 0 to {_MOST_TEMPERATURE:g}"),
         ("top-k", top_k, top_k is None or top_k >= 1, "at least 1"),
         ("top-p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
-        ("seed", seed, 0 <= seed < NUM_SEEDS, f"at least 0 and below {NUM_SEEDS}"),
+        ("seed", seed, 0 <= seed < NUM_SEEDS, f"at least 0 and at most {NUM_SEEDS - 1}"),
     ):
         if not holds:
             raise UsageError(f"--{name} must be {constraint}, got {shown(value)}. Change it.")

@@ -27,7 +27,7 @@ _KINDS = (
     (stat.S_ISSOCK, "a socket"),
 )
 
-MAX_INTEGER = 2**53
+MAX_INTEGER = 2**53 - 1
 """The largest integer in files: integers up to here are exact in JSON."""
 
 MAX_FLOAT = 1e39
