@@ -136,7 +136,7 @@ def test_the_configuration_of_another_version_is_rejected(in_folder, description
         ("x.toml", "[train]\nlearning_rate = 1", "no option train.learning_rate, in x.toml; did you mean optimizer."),
         ("x.toml", "[models]\nnum_layers = 1", "no option models.num_layers, in x.toml; did you mean model.num_"),
         ("x.toml", "sed = 1", "no option sed, in x.toml; did you mean seed?"),
-        ("x.toml", "model = 1", "no option model, in x.toml; "),
+        ("x.toml", "model = 1", "model in x.toml must be a section, got 1. Write the names of its options."),
         ("x.toml", "zzz = 1", "options in x.toml must be those of pretrain --help-all, got zzz. Correct the name."),
         ("x.toml", "'' = 1", "options in x.toml must be those of pretrain --help-all, got ''. Correct the name."),
         ("x.toml", "[seed]\nx = 1", "no option seed.x, in x.toml; "),
@@ -155,6 +155,13 @@ def test_the_configuration_of_another_version_is_rejected(in_folder, description
         ("x.json", "[1]", "x.json must hold options by their names, got list. Correct it."),
         ("x.json", '{"config": {}, "data": {}}', "x.json must have format 1, which pretrain "),
         ("x.json", '{"train": {"max_step": 1}}', "no option train.max_step, in x.json; did you mean train.max_steps?"),
+        (
+            "x.json",
+            '{"seed": 3, "seed": 4}',
+            "x.json must be JSON, got an error in it (seed occurs twice). Correct it.",
+        ),
+        ("x.json", '{"train": {"max_steps": 3, "max_steps": 4}}', "error in it (max_steps occurs twice). Correct it."),
+        ("x.json", '{"format": 1, "files": {}}', "x.json must hold options by their names, got format, files. Give a"),
         ("y.toml", "", "x.toml must be accessible, got No such file or directory."),
     ],
 )

@@ -181,6 +181,16 @@ def test_samples_are_the_same_for_the_same_parameters(make_run):
     assert first[0].text.removeprefix("def ") != first[1].text.removeprefix("import ")
 
 
+def test_a_sentence_is_shown_without_the_name_of_its_class(caplog):
+    for error in (UsageError("prompts must be texts. Change it."), KeyError("a")):
+        with best_effort("the sample"):
+            raise error
+    assert caplog.messages == [
+        "the run goes on without the sample: prompts must be texts. Change it.",
+        "the run goes on without the sample: KeyError: 'a'",
+    ]
+
+
 def test_an_interrupt_is_no_fault_of_a_convenience():
     with pytest.raises(KeyboardInterrupt), best_effort("the sample"):
         raise KeyboardInterrupt

@@ -227,7 +227,7 @@ def test_event_files_that_cannot_be_written_do_not_stop_the_run(tmp_path, caplog
     trackers.write({"step": 0, "val_loss": 5.0})
     trackers.close()
     (warning,) = caplog.messages
-    assert re.match(r"the run goes on without TensorBoard's events: (FileExists|NotADirectory)Error: ", warning)
+    assert re.match(r"the run goes on without TensorBoard's events: ", warning)
 
 
 @contextlib.contextmanager

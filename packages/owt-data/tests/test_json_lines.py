@@ -158,7 +158,7 @@ def test_forms_of_json_are_read(block_bytes, data, expected, tmp_path, monkeypat
         (b'{"text": "a"}\n{"text": "b', "got another or a damaged file: Unterminated string starting in line 2. "),
         (b'{"text": "a"}\n\0\0\0\0', "Expecting value in line 2"),
         (b'{"text": "te\xe9"}\n', "must hold UTF-8 text, got other bytes or half a surrogate pair in line 1"),
-        (b'{"text": "\\ud800"}\n', "must hold UTF-8 text, got other bytes or half a surrogate pair in line 1"),
+        (b'{"text": "\\ud800"}\n', r"characters, got half a surrogate pair, \\ud800, in line 1. Correct the row, or"),
         (b'{"text": "a", "meta": ' + b"[" * 100_000 + b"\n", "must hold JSON lines"),
     ],
 )

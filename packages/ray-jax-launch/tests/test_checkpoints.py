@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ray_jax_launch import Checkpoints, LaunchError, MismatchedCheckpointError, intact_step, latest_step
-from ray_jax_launch._checkpoint.catalog import list_steps
+from ray_jax_launch._checkpoint.catalog import list_steps, unsaved
 
 
 @pytest.fixture
@@ -321,3 +321,9 @@ def test_closed_and_read_only_checkpoints_cannot_be_saved(saved, read_only):
                 checkpoints.save(20, {"params": {"w": jnp.ones(2)}}, metadata={})
     with pytest.raises(ValueError, match="must be open for writing, got closed ones"):
         checkpoints.save(20, {"params": {"w": jnp.ones(2)}}, metadata={})
+
+
+def test_a_long_cause_of_a_failed_save_keeps_its_end():
+    error = unsaved(Path("runs"), 2, OSError(f"{'folder/' * 100}file: input/output error."))
+    assert "file: input/output error. The checkpoints before it are unchanged." in str(error)
+    assert len(str(error)) < 500

@@ -4,6 +4,8 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+from pretrain._errors import rejection
+
 _logger = logging.getLogger("pretrain")
 
 
@@ -19,4 +21,6 @@ def best_effort(what: str) -> Iterator[None]:
     # The block calls matplotlib, a tracker, the profiler, a tokenizer or a sampler, which may raise anything. Days of
     # training must not be lost for a picture. No other place catches every exception.
     except Exception as error:
-        _logger.warning("the run goes on without %s: %s: %s", what, type(error).__name__, error)
+        text = rejection(error) or str(error)
+        reason = text if " " in text else f"{type(error).__name__}: {text}"  # a KeyError has the key alone
+        _logger.warning("the run goes on without %s: %s", what, reason)

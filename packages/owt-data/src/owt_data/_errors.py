@@ -193,6 +193,14 @@ def not_utf8(name: object, place: str) -> RejectedDocumentsError:
     )
 
 
+def half_a_character(name: object, half: str, place: str) -> RejectedDocumentsError:
+    """Return the error for an escape of JSON that is half a surrogate pair."""
+    return RejectedDocumentsError(
+        f"{show_name(name)} must hold whole characters, got half a surrogate pair, {ascii(half)[1:-1]}, in {place}. "
+        "Correct the row, or remove it."
+    )
+
+
 def not_format(name: object, expected: str, reason: object) -> RejectedDocumentsError:
     """Return the error for a file that is damaged or has another format."""
     return RejectedDocumentsError(

@@ -15,7 +15,7 @@ from ray.exceptions import AuthenticationError, RaySystemError
 
 from ray_jax_launch._cluster_folder import ClusterFolder, mark_failed
 from ray_jax_launch._cluster_security import check_answers, protect_token
-from ray_jax_launch._errors import LaunchError
+from ray_jax_launch._errors import LaunchError, in_a_line
 from ray_jax_launch._hardware import Hardware, check_hardware, cpu, gpu, tpu
 from ray_jax_launch._lost_cluster import starting_ray
 from ray_jax_launch._numbers import MAX_COUNT, check_number
@@ -98,7 +98,7 @@ def _join(address: str) -> None:
                 f"RAY_ADDRESS must be a Ray cluster that admits this process, got {shown}, which requires a token. Set "
                 "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token has another token."
             ) from None
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
+        reason = in_a_line((str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."), 200)
         raise LaunchError(
             f"RAY_ADDRESS must be a Ray cluster that answers, got {shown} ({reason}). Start it, or unset RAY_ADDRESS "
             "to run on this machine alone."

@@ -20,6 +20,7 @@ from pretrain._run.files import flatten
 from pretrain._suggestions import did_you_mean, nearest_option
 
 _OPTIONS = {option.name: option for option in options_of(PretrainConfig)}
+_SECTIONS = {name.partition(".")[0] for name in _OPTIONS if "." in name}
 # Where a shell puts the pipe of `<(command)`, and the standard input.
 _PIPES_OF_A_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _SILENCE_S = 10.0
@@ -53,7 +54,7 @@ def _read_options(path: str) -> dict[str, Any]:
     kind = "JSON" if path.endswith(".json") else "TOML"
     text = _read(path, _MOST_BYTES[kind])
     try:
-        content = json.loads(text) if kind == "JSON" else tomllib.loads(text.decode())
+        content = json.loads(text, object_pairs_hook=_object) if kind == "JSON" else tomllib.loads(text.decode())
     except ValueError as error:  # of both formats, and of text that is not UTF-8
         raise UsageError(f"{path} must be {kind}, got an error in it ({error}). Correct it.") from None
     if isinstance(content, dict) and "data" in content and isinstance(content.get("config"), dict):
@@ -62,8 +63,21 @@ def _read_options(path: str) -> dict[str, Any]:
         content = dataclasses.asdict(parse_description(text, path).config)
     if not isinstance(content, dict):
         raise UsageError(f"{path} must hold options by their names, got {type(content).__name__}. Correct it.")
+    if len(content) > 1 and not {name.replace("-", "_") for name in content} & (_OPTIONS.keys() | _SECTIONS):
+        raise UsageError(
+            f"{path} must hold options by their names, got {short(', '.join(content))}. Give a file of --print-config, "
+            "or the config.json of a run."
+        )
     values = {name.replace("-", "_"): value for name, value in flatten(content).items()}
     return {name: _read_value(name, value, path) for name, value in values.items()}
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as TOML does: a name that occurs twice is an error."""
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{short(twice[0])} occurs twice")
+    return dict(pairs)
 
 
 def _read(path: str, most_bytes: int) -> bytes:
@@ -160,6 +174,8 @@ def _with_length(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_value(name: str, value: Any, path: str) -> Any:
     option = _OPTIONS.get(name)
+    if name in _SECTIONS:
+        raise UsageError(f"{name} in {path} must be a section, got {shown(value)}. Write the names of its options.")
     if option is None:
         known = nearest_option(name.replace("_", "-"), [known.replace("_", "-") for known in _OPTIONS])
         if known is None:

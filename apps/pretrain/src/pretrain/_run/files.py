@@ -5,6 +5,7 @@ is too deep, or that has numbers beyond those that a run writes, is damaged JSON
 """
 
 import errno
+import functools
 import json
 import logging
 import math
@@ -185,8 +186,14 @@ def read_lines(path: Path, texts: Collection[str] = ()) -> list[dict[str, Any]]:
         if is_line(value, texts):
             values.append({name: of for name, of in value.items() if not isinstance(of, float) or math.isfinite(of)})
     if len(values) < len(lines):
-        _logger.warning("%s: dropped %d lines that are not JSON objects with a step", path, len(lines) - len(values))
+        _warn(path, len(lines) - len(values))
     return values
+
+
+@functools.cache  # once, however often a command reads the file
+def _warn(path: Path, num_dropped: int) -> None:
+    what = "lines that are no JSON object with a step, or have too large a number"
+    _logger.warning("%s: dropped %d %s", path, num_dropped, what)
 
 
 def is_line(value: Any, texts: Collection[str] = ()) -> TypeGuard[dict[str, Any]]:

@@ -12,7 +12,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json
 
-from owt_data._errors import RejectedDocumentsError, check_column, file_errors, not_format, not_text, not_utf8
+from owt_data._errors import (
+    RejectedDocumentsError,
+    check_column,
+    file_errors,
+    half_a_character,
+    not_format,
+    not_text,
+    not_utf8,
+)
 
 _BLOCK_BYTES = 4 << 20
 _MAX_ARROW_BYTES = (1 << 31) - 1  # Arrow holds the length of a block in a C int
@@ -145,6 +153,9 @@ class _Rows:
         try:
             text.encode()
         except UnicodeEncodeError as error:
+            half = text[error.start]
+            if not "\udc80" <= half <= "\udcff":  # else it may stand for a byte
+                raise half_a_character(self._path, half, place) from error
             raise not_utf8(self._path, f"or half a surrogate pair in {place}") from error
         return text
 

@@ -13,7 +13,7 @@ from typing import Any
 from ray_jax_launch._checkpoint.folder_store import FolderStore
 from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._checkpoint.retry import STORAGE_FULL
-from ray_jax_launch._errors import DamagedCheckpointError, StorageFullError, UnsavedCheckpointError
+from ray_jax_launch._errors import DamagedCheckpointError, StorageFullError, UnsavedCheckpointError, in_a_line
 from ray_jax_launch._storage import StoragePath, as_storage_path
 
 _MAX_CAUSE = 300
@@ -122,7 +122,7 @@ def unsaved(folder: StoragePath, step: int, error: BaseException) -> UnsavedChec
     """Return an error of one sentence for a save that failed, with the cause."""
     # Errors of Orbax and tensorstore have the text of the system's errors, not the numbers.
     full = next((text for text in map(os.strerror, STORAGE_FULL) if text in str(error)), None)
-    cause = (full or str(error).strip() or type(error).__name__).splitlines()[0][:_MAX_CAUSE].rstrip(".")
+    cause = in_a_line((full or str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."), _MAX_CAUSE)
     if full and not isinstance(folder, Path):  # object storage has no such error
         cause = f"{full} in {tempfile.gettempdir()}, where it is written before the upload"
     return (StorageFullError if full else UnsavedCheckpointError)(
