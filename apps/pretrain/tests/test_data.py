@@ -1,4 +1,5 @@
 import dataclasses
+import io
 
 import numpy as np
 import pytest
@@ -126,3 +127,19 @@ def test_the_preset_wikitext_has_an_end_of_text_for_each_article(books):
         # The empty row with its row end, and the title with its row end after the end-of-text.
         title = b" = A title = \n\n"
         assert tokens[: 2 + len(title)].tolist() == [*b"\n", END_OF_TEXT, *title]
+
+
+def test_a_tokenizer_that_token_files_do_not_have_is_named(books):
+    prepared, out = load("a.txt").names, io.StringIO()
+    config = dataclasses.replace(PRESETS["quickstart"](), data=prepared, prepare=PrepareConfig(tokenizer="gpt2"))
+    for prepare in (PrepareConfig(tokenizer="gpt2"), PrepareConfig(tokenizer="bytes")):
+        load_tokens(dataclasses.replace(config, prepare=prepare), Console(file=out, width=1000))
+    assert out.getvalue() == f"{prepared} has tokens of bytes; prepare.tokenizer, gpt2, is not used\n"
+
+
+def test_the_remedy_for_too_little_text_is_one_of_the_split(books):
+    (books / "tiny.txt").write_text("tiny")
+    with pytest.raises(
+        DataError, match=r"at least 65 validation tokens, .* got 5\. Give more text or a shorter --model"
+    ):
+        load("train=a.txt,val=tiny.txt")

@@ -108,6 +108,10 @@ def rejected(capsys, folder, *arguments):
             ("prepare", "two-bytes.txt", "out"),
             "two-bytes.txt must hold text for both splits, got 3 tokens in 1 documents. Give",
         ),
+        (
+            ("prepare", "two-bytes.txt", "out", "--split", "start"),
+            "got 3 tokens in 1 documents. Give more text than validation takes, at least 256 KiB.",
+        ),
         (("prepare", "blank.jsonl", "out"), "must hold text in every row, got a number in line 5. Name another column"),
         (("prepare", "twice.parquet", "out"), "must be exactly one of the columns ['text', 'text'] of twice.parquet"),
         (("prepare", "book.txt", "out", "--split-seed", "-1"), "split_seed must be an integer of at least 0, got -1. "),

@@ -61,6 +61,10 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
                 {_prepared(name, config.prepare, console): weight for name, weight in weights.items()},
                 tokenizer=tokenizer,
             )
+    if tokens.tokenizer != tokenizer:
+        print_line(
+            console, f"{config.data} has tokens of {tokens.tokenizer}; prepare.tokenizer, {tokenizer}, is not used"
+        )
     return _check_windows(config, tokens)
 
 
@@ -139,10 +143,9 @@ def stream_tokens(
 
 def _check_windows(config: PretrainConfig, tokens: TokenData) -> TokenData:
     """Check that both splits have a window. Training tokens that are being prepared are not checked."""
-    for name, part, remedy in (
-        ("training", tokens.train, "more text"),
-        ("validation", tokens.val, "more text, a larger --prepare.val-fraction"),
-    ):
+    has_fraction = config.data_mode == "prepared" and not isinstance(parse_data(config.data), Splits)
+    more = "more text, a larger --prepare.val-fraction" if has_fraction else "more text"
+    for name, part, remedy in (("training", tokens.train, "more text"), ("validation", tokens.val, more)):
         if isinstance(part, GrowingTokens) and name == "training":
             continue
         if part.num_windows(config.model.seq_len) == 0:

@@ -362,9 +362,13 @@ class _Run:
         split, ranges = self._ranges(sequences, ends, num_first_tokens=first[0].num_tokens if first else 0)
         only_ends = any(len(sequences[name]) == len(ends[name]) for name in sequences)
         if only_ends or not all((stops > starts).any() for starts, stops in ranges.values()):
+            remedy = {
+                "start": "Give more text than validation takes, at least 256 KiB.",
+                "sources": "Give text for both, train=... and val=....",
+            }.get(split, "Give more text, or another --split or --val-fraction.")
             raise RejectedDocumentsError(
                 f"{show_name(self._plan.source)} must hold text for both splits, got {len(whole)} tokens in "
-                f"{sum(map(len, ends.values()))} documents. Give more text, or another --split or --val-fraction."
+                f"{sum(map(len, ends.values()))} documents. {remedy}"
             )
         files = {}
         for name, file in (("train", TRAIN_NAME), ("val", VAL_NAME)):
