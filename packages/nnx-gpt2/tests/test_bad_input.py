@@ -68,6 +68,7 @@ WHOLE = "must be a whole number of at least 1, got"
 FIELD = (
     "a changed field must be one of dropout_rate, dtype, param_dtype, attention, remat, scan_layers, loss_chunk_tokens"
 )
+MOST = "3.4028234663852886e+38"  # the largest number in float32
 END = "end_of_text must be None or an id in [0, 65), got"
 IDS = "encode must return a list of token ids, got"
 WIDTH = "must have a head width of at least 1, got"
@@ -147,7 +148,7 @@ CASES = {
     "generate(model, [[1]], 2.5, temperature=0.0)": "max_new_tokens must be 0 to 2147483647, got 2.5.",
     "generate(model, [[1]], '3', temperature=0.0)": "max_new_tokens must be 0 to 2147483647, got '3'.",
     f"generate(model, [[1]], 2, temperature=0.0, end_of_text={HUGE})": f"{END} {HUGE}.",
-    "generate(model, [[1]], 2, temperature=1e39)": "temperature must be between 0 and 3.4028234663852886e+38",
+    "generate(model, [[1]], 2, temperature=1e39)": f"temperature must be between 0 and {MOST}, got 1e+39.",
     f"make_train_step(config, rule, end_of_text={HUGE})": f"{END} {HUGE}.",
     "make_eval_step(config, end_of_text=65)": f"{END} 65.",
     f"estimate_memory(config, global_batch_size={HUGE})": f"global_batch_size must be 1 to 2147483647, got {HUGE}.",
@@ -159,8 +160,8 @@ CASES = {
     "GPT2Config(num_layers=True)": f"model.num_layers {SIZE} True.",
     "GPT2Config(num_layers=10**5000)": f"model.num_layers {SIZE} a number of more than 4,300 digits.",
     "GPT2Config(dropout_rate='a')": "model.dropout_rate must be in [0, 1), got 'a'.",
-    "OptimizerConfig(learning_rate='x')": "optimizer.learning_rate must be above 0 and at most 3.4028234663852886e+38",
-    "OptimizerConfig(clip_norm=10**39)": "optimizer.clip_norm must be between 0 and 3.4028234663852886e+38, got 1000",
+    "OptimizerConfig(learning_rate='x')": f"optimizer.learning_rate must be above 0 and at most {MOST}, got 'x'.",
+    "OptimizerConfig(clip_norm=10**39)": f"optimizer.clip_norm must be between 0 and {MOST}, got {10**39}.",
     "OptimizerConfig(warmup_steps=1.5)": "optimizer.warmup_steps must be a whole number from 0 to 2147483647, got 1.5.",
     f"create_optimizer(OptimizerConfig(), {HUGE})": f"max_steps must be at least 1 and at most 2147483647, got {HUGE}.",
     "causal_attention(q, q, q, segment_ids_BT=np.ones((5, 5), int))":
