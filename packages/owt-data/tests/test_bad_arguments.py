@@ -10,6 +10,7 @@ import pytest
 
 CODE = """
 import json, os, sys
+from dataclasses import replace
 from pathlib import Path as P
 import numpy as np
 from owt_data import *
@@ -20,18 +21,29 @@ os.mkdir("poem")
 for name in ("train", "val"):
     np.zeros(400, "<u2").tofile(f"poem/{name}.bin")
 data = open_tokens("book", tokenizer="bytes")
-tr, I = data.train, np.arange(3)
+tr, I, ARRAY = data.train, np.arange(3), np.array([1, 2])
 text = {"block_size": 8, "tokenizer": "bytes"}
 
 class BadText:
     def __repr__(self):
         raise RuntimeError("no text")
 
+class BadPath:
+    def __fspath__(self):
+        return 5
+    def __repr__(self):
+        return "BadPath()"
+
+growing = GrowingTokens(P("book"), "train", is_one_source=True)
+
 def starts(indices=I, order="shuffle", seed=1, num_tokens=100, seq_len=8):
     return window_starts(indices, order=order, seed=seed, num_tokens=num_tokens, seq_len=seq_len)
 
-def windows(indices, tokens=tr, seq_len=8, seed=1):
-    return tokens.windows(indices, seq_len=seq_len, order="shuffle", seed=seed)
+def windows(indices, tokens=tr, seq_len=8, seed=1, order="shuffle"):
+    return tokens.windows(indices, seq_len=seq_len, order=order, seed=seed)
+
+def record(sha256="0" * 64, num_tokens=1):
+    return FileRecord(num_tokens=num_tokens, num_documents=1, sha256=sha256)
 
 def steps(read=read_steps, tokens=tr, **changed):
     range = {"rank": 0, "world_size": 1, "start_step": 0, "stop_step": 2}
@@ -67,6 +79,9 @@ LARGEST = 2**62 - 1
 SEED = "seed must be an integer from 0 to 18446744073709551615, got"
 INDEX = "Each index must be an integer in an array int64[N], got"
 START = "Each start must be an integer in an array int64[N], got"
+# The form of values in errors, where it is not their code.
+VALUES = {"ARRAY": "array([1, 2])"}
+ORDERS = "shuffle, random, sequential, sequential-first"
 OPTIONS = "options must be PrepareOptions, got"
 TOKENS = "tokens must be train or val of open_tokens, got None. Open the token files first."
 DATA = "data must be the result of open_tokens, got"
@@ -90,7 +105,7 @@ CASES = {
     # Names.
     **{
         f"{call}": f"{NAME} {value}. Correct the name."
-        for value in ("None", "5", "b'x'", r"'\x00'", "{'a': 1}")
+        for value in ("None", "5", "b'x'", r"'\x00'", "{'a': 1}", "BadPath()")
         for call in (
             f"prepare({value}, 'o', T)",
             f"find_source({value})",
@@ -118,7 +133,18 @@ CASES = {
     "prepare('book.txt', 'o', T, num_processes=1.5)": "num_processes must be an integer from 1 to 65536, got 1.5.",
     "prepare('book.txt', 'o', T, num_processes='2')": "num_processes must be an integer from 1 to 65536, got '2'.",
     "prepare('book.txt', 'o', T, use_ray='no')": "use_ray must be True or False, got 'no'. Choose one.",
-    "prepare('book.txt', 'o', T, progress=5)": "progress must be a function or None, got 5. Give a function",
+    **{
+        call.replace("?", value): f"{name} must be a function or None, got {VALUES.get(value, value)}. Give a function"
+        for value in ("5", "0", "''", "False", "ARRAY")
+        for name, call in (
+            ("progress", "prepare('book.txt', 'o', T, progress=?)"),
+            ("progress", "enter(prepare_in_background('book.txt', 'o', T, progress=?))"),
+            ("report", "verify('book', report=?)"),
+            ("report", "check_digests(data, report=?)"),
+            ("report", "find_source('book.txt').digest(?)"),
+            ("starts_document", "stream_text('book.txt', **text, starts_document=?)"),
+        )
+    },
     "GrowingTokens(P('book'), 'x', is_one_source=True)": "split must be one of train, val, got 'x'. Choose one.",
     "enter(progress_bar(None))": CONSOLE,
     "enter(share_bar(None, 'x'))": CONSOLE,
@@ -130,6 +156,17 @@ CASES = {
     "starts(np.array([1.5]))": f"{INDEX} array([1.5]).",
     "starts(np.array(5))": f"{INDEX} array(5).",
     "starts(np.array([2**64 - 1], np.uint64))": f"The largest index must be an integer from 0 to {2**63 - 1}, got ",
+    **{
+        call.replace("?", value): f"{name} must be one of {choices}, got {VALUES.get(value, value)}. Choose one."
+        for value in ("ARRAY", "['x']")
+        for name, choices, call in (
+            ("order", ORDERS, "starts(order=?)"),
+            ("order", ORDERS, "windows(I, TokenMixture((tr,), (1.0,)), order=?)"),
+            ("order", ORDERS, "windows(I, growing, order=?)"),
+            ("tokenizer", "bytes, gpt2", "PrepareOptions(tokenizer=?)"),
+            ("documents", "rows, wikitext-titles", "PrepareOptions(documents=?)"),
+        )
+    },
     "starts(seed=-1)": f"{SEED} -1.",
     "starts(seed=10**400)": f"{SEED} 1000",
     "starts(seed='a')": f"{SEED} 'a'.",
@@ -137,7 +174,7 @@ CASES = {
     "starts(num_tokens='a')": "num_tokens must be an integer of at least 0, got 'a'.",
     "starts(np.ma.masked_array([5, 6], [0, 1]))": f"{INDEX} masked_array(data=[5, --],",
     "windows([0])": f"{INDEX} [0].",
-    "windows(None, GrowingTokens(P('book'), 'train', is_one_source=True))": "The order of tokens that are being",
+    "windows(None, growing)": "The order of tokens that are being",
     "windows([0], TokenMixture((tr,), (1.0,)))": f"{INDEX} [0].",
     "windows(I, TokenMixture((tr,), (1.0,)), seq_len=10**18)": "The tokens must be at least 1000000000000000001, one",
     "windows(I, TokenMixture((tr,), (1.0,)), seed=-1)": f"{SEED} -1.",
@@ -164,8 +201,15 @@ CASES = {
     "check_digests(None)": f"{DATA} None. Open the folder first.",
     "verify_in_background('book')": f"{DATA} 'book'.",
     "BackgroundVerification(None)": "digests must be the digests of opened tokens, got None.",
-    "check_digests(data, report=5)": "report must be a function or None, got 5.",
-    "verify('book', report=5)": "report must be a function or None, got 5.",
+    **{
+        f"record({value})": f"sha256 must be a SHA-256 of 64 hexadecimal digits, got {VALUES.get(value, value)}."
+        for value in ("5", "None", "ARRAY", "'x'")
+    },
+    "record(num_tokens='x')": "num_tokens must be an integer of at least 0, got 'x'.",
+    "replace(read_manifest('book'), files=5)": "files must be a dict, got 5. Give one.",
+    "replace(read_manifest('book'), options=None)": "options must be a dict, got None. Give one.",
+    "replace(read_manifest('book'), vocab_size='x')": "vocab_size must be an integer from 1 to 65536, got 'x'.",
+    "is_wikitext_title(None)": "row must be a text, got None. Give the row as text.",
     **{
         f"manifest(sha256={value})": "/poem/manifest.json must be a manifest of owt-data, got another or a damaged one"
         for value in ("'x' * 9000", "'0' * 63", "''", "'A' * 64")
@@ -181,7 +225,6 @@ CASES = {
     "token_windows(tr, seq_len=8, num_rows='5')": "num_rows must be an integer of at least 1, got '5'.",
     "iter_steps(5)": f"{DATASET} 5. Call step_windows first.",
     "iter_steps([])": f"{DATASET} []. Call step_windows first.",
-    "stream_text('book.txt', **text, starts_document=5)": "starts_document must be a function or None, got 5.",
     "stream_text('book.txt', **text, row_end=5)": "row_end must be UTF-8 text, got 5.",
     "stream_text('book.txt', **text, column='')": "column must be UTF-8 text of at least 1 character, got ''.",
     "stream_text('book.txt', **text, column=5)": "column must be UTF-8 text of at least 1 character, got 5.",

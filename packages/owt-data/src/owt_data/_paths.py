@@ -55,7 +55,7 @@ def name_text(name: str | os.PathLike[str]) -> str:
     Raises:
         DataError: it is neither, holds a null character, or is the URI of a file of another machine.
     """
-    text = os.fspath(name) if isinstance(name, os.PathLike) else name
+    text = name.__fspath__() if isinstance(name, os.PathLike) else name  # `os.fspath` raises for other results
     if not isinstance(text, str) or "\0" in text:
         raise DataError(
             f"A name must be a text without null characters, or a path, got {show(name)}. Correct the name."

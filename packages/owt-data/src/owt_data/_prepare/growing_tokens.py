@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,7 @@ class GrowingTokens:
             DataError: the order needs the number of all tokens, or the preparation has failed or ended.
             FileNotFoundError: this machine has no such folder.
         """
+        check_choice("order", order, get_args(OrderKind))
         if order not in STREAM_ORDERS:
             raise DataError(
                 f"The order of tokens that are being prepared must be {' or '.join(STREAM_ORDERS)}, got "

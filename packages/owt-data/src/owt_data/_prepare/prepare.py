@@ -118,9 +118,8 @@ def prepare(
         DataError: the source is empty or unreadable, the folder holds other files or cannot be written, another
             process prepares into it, or an interrupted preparation had another source or other options.
     """
-    return prepare_for(
-        None, sources, out, options, num_processes=num_processes, use_ray=use_ray, report=progress or _silent
-    )
+    report = _silent if progress is None else progress
+    return prepare_for(None, sources, out, options, num_processes=num_processes, use_ray=use_ray, report=report)
 
 
 def prepare_for(

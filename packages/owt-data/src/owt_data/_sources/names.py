@@ -11,7 +11,7 @@ from pathlib import Path
 from pyarrow.fs import FileType
 
 from owt_data._digests import file_sha256, file_state
-from owt_data._errors import DataError, RejectedDocumentsError, file_errors, show, show_name
+from owt_data._errors import DataError, RejectedDocumentsError, check_function, file_errors, show, show_name
 from owt_data._paths import Names, check_file_type, group_by_split, is_uri, list_names, local_path
 
 BUILTIN = "builtin"
@@ -46,6 +46,7 @@ class Source:
         Raises:
             DataError: a file cannot be read.
         """
+        check_function("report", report)
         digest = hashlib.sha256(f"{self.kind}:{self.name if self.kind == HUB else ''}".encode())
         total, done = self.num_bytes or 1, 0
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from owt_data._errors import file_errors, not_utf8
+from owt_data._errors import check_type, file_errors, not_utf8
 
 StartsDocument = Callable[[str], bool]
 """Predicate: True for a row of text that begins a document."""
@@ -18,7 +18,11 @@ def is_wikitext_title(row: str) -> bool:
 
     >>> is_wikitext_title(" = Robert Boulter = \n"), is_wikitext_title(" = = Career = = \n")
     (True, False)
+
+    Raises:
+        DataError: the row is no text.
     """
+    check_type("row", row, str, "a text", "Give the row as text.")
     return _TITLE.fullmatch(row) is not None
 
 

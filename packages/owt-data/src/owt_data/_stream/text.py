@@ -112,7 +112,7 @@ def stream_text(
     check_choice("dtype", dtype, get_args(TokenDtype))
     is_loaded = isinstance(source, datasets.Dataset | datasets.IterableDataset)
     found = source if is_loaded else find_source(source)
-    starts = starts_document or _STARTS[documents]
+    starts = _STARTS[documents] if starts_document is None else starts_document
     load_tokenizer(tokenizer)  # raises the error of a failed download here, not in the task
 
     def produce(_: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:

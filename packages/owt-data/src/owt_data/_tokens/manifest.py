@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pyarrow.fs import FileType
 
-from owt_data._errors import DataError, file_errors, one_line, show, show_name
+from owt_data._errors import DataError, check_integer, check_type, file_errors, one_line, show, show_name
 from owt_data._json_types import parse_record, read_json
 from owt_data._options import check_record
 from owt_data._paths import BYTES_PER_TOKEN, check_file_type, file_info, join, locate, normalize
@@ -43,8 +43,10 @@ class FileRecord:
     """SHA-256 of the file."""
 
     def __post_init__(self) -> None:
-        """Check the form of the SHA-256."""
-        _check_sha256(self.sha256)
+        """Check the fields."""
+        check_integer("num_tokens", self.num_tokens, least=0)
+        check_integer("num_documents", self.num_documents, least=0)
+        _check_sha256("sha256", self.sha256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +92,14 @@ class Manifest:
     """Commit of each hub dataset, by split; `all` for one source that was split."""
 
     def __post_init__(self) -> None:
-        """Check that both token files are recorded."""
+        """Check the fields."""
+        for name in ("files", "options"):
+            check_type(name, getattr(self, name), dict, "a dict", "Give one.")
         if self.files.keys() != {TRAIN_NAME, VAL_NAME}:
             raise ValueError(f"files are {sorted(self.files)}")
-        if not 0 < self.vocab_size <= _MOST_IDS:
-            raise ValueError(f"vocab_size is {self.vocab_size}")
-        _check_sha256(self.tokenizer_sha256)
-        _check_sha256(self.source_sha256)
+        check_integer("vocab_size", self.vocab_size, least=1, most=_MOST_IDS)
+        _check_sha256("tokenizer_sha256", self.tokenizer_sha256)
+        _check_sha256("source_sha256", self.source_sha256)
         check_record(self.options)
 
     def to_json(self) -> str:
@@ -104,9 +107,9 @@ class Manifest:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
-def _check_sha256(digits: str) -> None:
-    if _SHA256.fullmatch(digits) is None:
-        raise ValueError(f"a SHA-256 is {show(digits)}")
+def _check_sha256(name: str, digits: str) -> None:
+    if not isinstance(digits, str) or _SHA256.fullmatch(digits) is None:
+        raise DataError(f"{name} must be a SHA-256 of 64 hexadecimal digits, got {show(digits)}. Compute it again.")
 
 
 def check_sizes(folder: str, manifest: Manifest) -> None:

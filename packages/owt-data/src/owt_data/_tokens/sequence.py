@@ -8,12 +8,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast, get_args, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, UnreadableError, check_integer, check_type, is_number, show, show_name
+from owt_data._errors import (
+    DataError,
+    UnreadableError,
+    check_choice,
+    check_integer,
+    check_type,
+    is_number,
+    show,
+    show_name,
+)
 from owt_data._options import OrderKind
 from owt_data._paths import BYTES_PER_TOKEN, LocalTokens, RemoteTokens, file_info, is_uri
 from owt_data._tokens.window_order import as_int64, check_seed, count_windows, num_windows, shuffled, window_starts
@@ -260,6 +269,7 @@ class TokenMixture:
         Raises:
             DataError: the order is `sequential`, which a mixture does not have.
         """
+        check_choice("order", order, get_args(OrderKind))
         if order == "sequential":
             raise DataError(
                 "The order of a mixture must be shuffle or random, got sequential. Read its sequences one by one."
