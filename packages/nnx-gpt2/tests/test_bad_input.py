@@ -26,6 +26,12 @@ question = Question(context="a", choices=("b",), answer=0)
 swapped, masked, schedule = ids.astype(">u2"), np.ma.array(ids, mask=True), learning_rate_schedule(settings, 10)
 folder = tempfile.TemporaryDirectory()
 wsd = dict(schedule="wsd", decay_steps=200)
+scalar, array = np.array(3), np.array([1, 2])
+class BadPath:
+    def __fspath__(self):
+        return 5
+    def __repr__(self):
+        return "BadPath()"
 class BadText:
     def __repr__(self):
         raise RuntimeError("no text")
@@ -105,6 +111,37 @@ CASES = {
     "generate(model, [[1.5]], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} float64[1, 1].",
     "generate(model, ['ab'], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} <U2[1].",
     "generate(model, 5, 3, temperature=0.0)": "prompts must be of type Iterable, got 5.",
+    "generate(model, scalar, 3, temperature=0.0)": "prompts must be of type Iterable, got int64[].",
+    "evaluate_tokens(model, scalar)": "tokens must be an array of token ids, got int64[].",
+    "evaluate_choices(model, scalar, list)": "questions must be of type Iterable, got int64[].",
+    "evaluate_choices(model, [question], lambda text: scalar)": f"{IDS} array(3).",
+    "make_mesh(devices=scalar)": f"{DEVICES} int64[]. Pass some of jax.devices().",
+    "tree_shardings(True, make_mesh())": "a leaf of the tree must be an array, got True.",
+    "GPT2Config(dtype=array)": "model.dtype must be bfloat16, float32 or float64, got array([1, 2]).",
+    "GPT2Config(param_dtype=array)": "model.param_dtype must be bfloat16, float32 or float64, got array([1, 2]).",
+    "GPT2Config(attention=array)": "model.attention must be auto, xla, cudnn or splash, got array([1, 2]).",
+    "GPT2Config(remat=array)": "model.remat must be none, dots or full, got array([1, 2]).",
+    "OptimizerConfig(name=array)": "optimizer.name must be adamw or muon, got array([1, 2]).",
+    "OptimizerConfig(schedule=array)": "optimizer.schedule must be cosine, wsd or constant, got array([1, 2]).",
+    "causal_attention(q, q, q, backend=array)":
+        "attention backend must be auto, xla, cudnn or splash, got array([1, 2]).",
+    "peak_flops_per_s([])": "device_kind must be of type str, got an object of type list.",
+    "peak_flops_per_s(None)": "device_kind must be of type str, got None.",
+    "flops_per_token(config, attention='no')": "attention must be of type bool, got 'no'.",
+    "list(read_questions(BadPath()))": f"{PATH} BadPath().",
+    "model.save_pretrained(BadPath())": f"{PATH} BadPath().",
+    "GPT2.from_pretrained(BadPath())": "path or name must be a name that a file can have, got BadPath().",
+    "GPT2.from_pretrained('x', revision=5)": "revision must be of type str | None, got 5.",
+    "GPT2Config(embed_dim=770)":
+        "model.embed_dim must be a multiple of model.num_heads, got 770 and 12. Choose 768 or 780, or another number of"
+        " heads.",
+    "GPT2Config(embed_dim=5)":
+        "model.embed_dim must be a multiple of model.num_heads, got 5 and 12. Choose 12, or another number of heads.",
+    "OptimizerConfig(learning_rate=1e-5)":
+        "optimizer.min_learning_rate must lie between 0 and optimizer.learning_rate (1e-05), got 6e-05. Lower it too,"
+        " or raise the peak.",
+    "OptimizerConfig(min_learning_rate=-1)":
+        "optimizer.min_learning_rate must lie between 0 and optimizer.learning_rate (0.0006), got -1.",
     "evaluate_tokens(model, ids[0], progress=5)": f"progress {FUNCTION} 5.",
     "list(read_questions(None))": "path must be of type str | os.PathLike, got None.",
     "evaluate_choices(model, None, list)": "questions must be of type Iterable, got None.",

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nnx_gpt2._bfloat16 import compute_capability, has_bfloat16
 from nnx_gpt2._dropout import check_key, dropout, split_key
-from nnx_gpt2._errors import is_number, kind, plain, require, shown
+from nnx_gpt2._errors import is_number, is_one_of, kind, plain, require, shown
 from nnx_gpt2._model_config import SPLASH_MULTIPLE, AttentionBackend
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain, under_mesh
 from nnx_gpt2._token_ids import has_type
@@ -68,7 +68,7 @@ def causal_attention(
     require(is_rate, "dropout_rate", "be in [0, 1)", shown(dropout_rate))
     if dropout_key is not None:
         check_key(dropout_key, "dropout_key")
-    is_known = backend in get_args(AttentionBackend)
+    is_known = is_one_of(backend, get_args(AttentionBackend))
     require(is_known, "attention backend", "be auto, xla, cudnn or splash", shown(backend))
     drops = dropout_key is not None and dropout_rate > 0
     if backend == "auto":

@@ -2,6 +2,7 @@
 
 import numbers
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def check_type(name: str, value: Any, expected: Any, remedy: str = "") -> None:
     require(isinstance(value, expected), name, f"be of type {wanted}", kind(value), remedy)
 
 
+def is_iterable(value: Any) -> bool:
+    """Return whether a value can be iterated. An array without dimensions has `__iter__`, and cannot."""
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
+
+
+def is_one_of(value: Any, choices: tuple[str, ...]) -> bool:
+    """Return whether a value is one of several texts. Another value may have an `==` that gives no bool."""
+    return isinstance(value, str) and value in choices
+
+
 # No path of Linux has more, with the zero byte at its end.
 _MOST_PATH_BYTES = 4096
 
@@ -84,7 +95,7 @@ def check_path(name: str, path: Any) -> Path:
     try:
         name_bytes = os.fsencode(path)
         is_path = b"\0" not in name_bytes and len(name_bytes) < _MOST_PATH_BYTES
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except (UnicodeEncodeError, TypeError):  # half of a surrogate pair; a path object without a text
         is_path = False
     require(is_path, name, "be a name that a file can have", shown(path))
     return Path(os.fsdecode(path))

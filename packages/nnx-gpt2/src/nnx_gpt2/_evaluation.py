@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
-from nnx_gpt2._errors import INT32_MAX, check_path, check_type, is_whole, kind, require, shown, value_error
+from nnx_gpt2._errors import INT32_MAX, check_path, check_type, is_iterable, is_whole, kind, require, shown, value_error
 from nnx_gpt2._model import GPT2, split_params
 from nnx_gpt2._token_ids import check_ids
 from nnx_gpt2._train_step import make_eval_step
@@ -61,7 +61,7 @@ def evaluate_tokens(
     """
     check_type("model", model, GPT2)
     check_type("progress", progress, Callable | None)
-    require(isinstance(tokens, Sized), "tokens", "be an array of token ids", kind(tokens))
+    require(isinstance(tokens, Sized) and is_iterable(tokens), "tokens", "be an array of token ids", kind(tokens))
     seq_len, num_predicted = model.config.seq_len, len(tokens) - 1
     stride = seq_len if stride is None else stride
     require(num_predicted >= 1, "tokens", "be at least 2", len(tokens))
@@ -177,7 +177,7 @@ def evaluate_choices(
             ids lie outside the vocabulary.
     """
     check_type("model", model, GPT2)
-    check_type("questions", questions, Iterable)
+    require(is_iterable(questions), "questions", "be of type Iterable", kind(questions))
     check_type("encode", encode, Callable)
     check_type("progress", progress, Callable | None)
     seq_len = model.config.seq_len
@@ -219,7 +219,7 @@ def evaluate_choices(
 
 
 def _ids(encoded: Any) -> list[int]:
-    ids = list(encoded) if isinstance(encoded, Iterable) else []
-    is_list = isinstance(encoded, Iterable) and all(is_whole(one, 0, INT32_MAX) for one in ids)
+    ids = list(encoded) if is_iterable(encoded) else []
+    is_list = is_iterable(encoded) and all(is_whole(one, 0, INT32_MAX) for one in ids)
     require(is_list, "encode", "return a list of token ids", shown(encoded))
     return ids

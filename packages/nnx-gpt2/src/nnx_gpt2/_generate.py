@@ -7,7 +7,7 @@ Shapes: B prompts, Q positions of a padded prompt, T context, W = T + 1 tokens, 
 H head width, V vocabulary, P padded vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,18 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree
 
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._dropout import check_key
-from nnx_gpt2._errors import FLOAT32_MAX, INT32_MAX, check_type, is_number, is_whole, kind, require, shown, value_error
+from nnx_gpt2._errors import (
+    FLOAT32_MAX,
+    INT32_MAX,
+    check_type,
+    is_iterable,
+    is_number,
+    is_whole,
+    kind,
+    require,
+    shown,
+    value_error,
+)
 from nnx_gpt2._model import GPT2, Block
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._token_ids import check_end_of_text, check_ids
@@ -91,7 +102,7 @@ def generate(
     """
     check_type("model", model, GPT2)
     check_type("use_cache", use_cache, bool)
-    check_type("prompts", prompts, Iterable)
+    require(is_iterable(prompts), "prompts", "be of type Iterable", kind(prompts))
     rows = [_row(prompt) for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
     _check_sampling(

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from nnx_gpt2._errors import INT32_MAX, is_number, is_whole, plain, require, shown
+from nnx_gpt2._errors import INT32_MAX, is_number, is_one_of, is_whole, plain, require, shown
 
 DType = Literal["bfloat16", "float32", "float64"]
 SPLASH_MULTIPLE = 128
@@ -83,14 +83,16 @@ class GPT2Config:
         for name in ("norm_epsilon", "dropout_rate"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         dim, num_heads, epsilon, rate = self.embed_dim, self.num_heads, self.norm_epsilon, self.dropout_rate
-        require(dim % num_heads == 0, "model.embed_dim", "be a multiple of model.num_heads", f"{dim} and {num_heads}")
+        found, below = f"{dim} and {num_heads}", dim - dim % num_heads
+        remedy = f"Choose {f'{below} or ' if below else ''}{below + num_heads}, or another number of heads."
+        require(dim % num_heads == 0, "model.embed_dim", "be a multiple of model.num_heads", found, remedy)
         for name, constraint, holds in (
             ("dropout_rate", "be in [0, 1)", is_number(rate) and 0 <= rate < 1),
             ("norm_epsilon", "be between 0 and 1", is_number(epsilon) and 0 < epsilon < 1),
-            ("dtype", "be bfloat16, float32 or float64", self.dtype in get_args(DType)),
-            ("param_dtype", "be bfloat16, float32 or float64", self.param_dtype in get_args(DType)),
-            ("attention", "be auto, xla, cudnn or splash", self.attention in get_args(AttentionBackend)),
-            ("remat", "be none, dots or full", self.remat in get_args(RematPolicy)),
+            ("dtype", "be bfloat16, float32 or float64", is_one_of(self.dtype, get_args(DType))),
+            ("param_dtype", "be bfloat16, float32 or float64", is_one_of(self.param_dtype, get_args(DType))),
+            ("attention", "be auto, xla, cudnn or splash", is_one_of(self.attention, get_args(AttentionBackend))),
+            ("remat", "be none, dots or full", is_one_of(self.remat, get_args(RematPolicy))),
             ("scan_layers", "be True or False", isinstance(self.scan_layers, bool)),
         ):
             require(holds, f"model.{name}", constraint, shown(getattr(self, name)))

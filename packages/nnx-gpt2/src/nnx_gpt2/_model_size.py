@@ -50,6 +50,7 @@ def flops_per_token(config: GPT2Config, *, attention: bool = True) -> int:
     Each multiplied parameter counts six (all parameters except the position embeddings). With `attention` the
     products of queries, keys and values are added, as in Chowdhery et al., 2022 (arXiv:2204.02311), appendix B.
     """
+    check_type("attention", attention, bool)
     multiplied = num_params(config) - config.seq_len * config.embed_dim
     products = 12 * config.num_layers * config.embed_dim * config.seq_len
     return 6 * multiplied + (products if attention else 0)
@@ -60,5 +61,9 @@ def peak_flops_per_s(device_kind: str) -> float | None:
 
     Args:
         device_kind: its name in jax, as in `jax.devices()[0].device_kind`.
+
+    Raises:
+        ValueError: it is no text.
     """
+    check_type("device_kind", device_kind, str)
     return _PEAK_FLOPS_PER_S.get(device_kind)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from nnx_gpt2._errors import FLOAT32_MAX, INT32_MAX, is_number, is_whole, plain, require, shown
+from nnx_gpt2._errors import FLOAT32_MAX, INT32_MAX, is_number, is_one_of, is_whole, plain, require, shown
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -55,8 +55,8 @@ class OptimizerConfig:
         between = f"lie between 0 and optimizer.learning_rate ({shown(peak)})"
         in_float32 = f"be between 0 and {FLOAT32_MAX}"
         for name, constraint, holds in (
-            ("name", f"be {' or '.join(get_args(OptimizerName))}", self.name in get_args(OptimizerName)),
-            ("schedule", "be cosine, wsd or constant", self.schedule in get_args(ScheduleName)),
+            ("name", f"be {' or '.join(get_args(OptimizerName))}", is_one_of(self.name, get_args(OptimizerName))),
+            ("schedule", "be cosine, wsd or constant", is_one_of(self.schedule, get_args(ScheduleName))),
             ("learning_rate", f"be above 0 and at most {FLOAT32_MAX}", is_number(peak) and peak > 0),
             ("min_learning_rate", between, is_number(peak) and is_number(end) and 0 <= end <= peak),
             ("warmup_steps", f"be a whole number from 0 to {INT32_MAX}", is_whole(self.warmup_steps, 0, INT32_MAX)),
@@ -66,7 +66,9 @@ class OptimizerConfig:
             ("beta1", "be in [0, 1)", is_number(self.beta1) and 0 <= self.beta1 < 1),
             ("beta2", "be in [0, 1)", is_number(self.beta2) and 0 <= self.beta2 < 1),
         ):
-            require(holds, f"optimizer.{name}", constraint, shown(getattr(self, name)))
+            is_above = name == "min_learning_rate" and is_number(end) and end > peak
+            remedy = "Lower it too, or raise the peak." if is_above else ""
+            require(holds, f"optimizer.{name}", constraint, shown(getattr(self, name)), remedy)
 
     def wsd_decay_steps(self, max_steps: int) -> int:
         """Return the steps of the decay of `wsd` in a run of `max_steps` steps.
@@ -80,5 +82,6 @@ class OptimizerConfig:
             "optimizer.warmup_steps and optimizer.decay_steps",
             f"fit into the {max_steps} steps of the run",
             f"{self.warmup_steps} and {decay}",
+            "Lower one of the two, or raise the number of steps.",
         )
         return decay

@@ -110,13 +110,13 @@ def check_changes(fields: dict[str, Any]) -> None:
 
 def locate_pretrained(path_or_name: str | os.PathLike[str], revision: str | None) -> Path:
     """Return the folder of a saved model. A name that is not a folder is downloaded from the hub."""
-    check_type("path or name", path_or_name, str | os.PathLike)
-    folder = Path(path_or_name)
+    folder = check_path("path or name", path_or_name)
+    check_type("revision", revision, str | None)
     with contextlib.suppress(OSError):  # such as a name that no file can have
         if folder.exists():
             require(folder.is_dir(), "path or name", "be a folder", one_line(folder))
             return folder
-    return _download(str(path_or_name), revision)
+    return _download(os.fsdecode(path_or_name), revision)
 
 
 def read_params(folder: Path, config: GPT2Config, make_shapes: Callable[[], Any]) -> Params:

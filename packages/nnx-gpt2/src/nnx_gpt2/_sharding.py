@@ -10,7 +10,7 @@ Shapes: B batch, b rows of this process, T position, P padded vocabulary, C widt
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Integer, PyTree
 
-from nnx_gpt2._errors import INT32_MAX, check_type, is_whole, kind, plain, require, shown, value_error
+from nnx_gpt2._errors import INT32_MAX, check_type, is_iterable, is_whole, kind, plain, require, shown, value_error
 from nnx_gpt2._mesh_sizes import check_mesh
 from nnx_gpt2._params import dotted_name
 from nnx_gpt2._token_ids import check_batch, for_device
@@ -61,7 +61,7 @@ def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None =
         ValueError: see `check_mesh`; or `devices` are no devices, none or not distinct, or processes have different
             numbers of them.
     """
-    in_order: list[Any] = jax.devices() if devices is None else [*devices] if isinstance(devices, Iterable) else []
+    in_order: list[Any] = jax.devices() if devices is None else [*devices] if is_iterable(devices) else []
     are_devices = len({*map(id, in_order)}) == len(in_order) > 0 and all(hasattr(x, "process_index") for x in in_order)
     remedy = "Pass some of jax.devices()."
     require(are_devices, "devices", "be None, or at least 1 device of jax, each once", kind(devices), remedy)
@@ -122,7 +122,8 @@ def tree_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     check_axis_names(mesh)
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
-        require(hasattr(leaf, "ndim"), f"leaf {dotted_name(path)} of the tree", "be an array", kind(leaf))
+        name = f"leaf {dotted_name(path)} of the tree" if path else "a leaf of the tree"
+        require(hasattr(leaf, "ndim"), name, "be an array", kind(leaf))
         return NamedSharding(mesh, param_spec(dotted_name(path), leaf.ndim))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
