@@ -327,7 +327,7 @@ def test_a_failed_save_ends_the_loop_at_its_next_step(tmp_path):
         ({"hardware": "local", "resources_per_worker": {"CPU": -1}}, "resources_per_worker['CPU'] must be a number of"),
         (
             {"hardware": "local", "resources_per_worker": 3},
-            "resources_per_worker must be valid for local, got {'resources_per_worker': 3} ('int' object is not ",
+            "resources_per_worker must be a dict of amounts, got 3. Write them as in ",
         ),
         ({"hardware": "gpu:many"}, "hardware must be auto, cpu:WORKERS"),
         ({"hardware": "local", "placement_strategy": "WIDE"}, "placement_strategy must be one of PACK, SPREAD, "),

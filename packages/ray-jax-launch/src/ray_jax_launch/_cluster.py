@@ -18,7 +18,7 @@ from ray_jax_launch._cluster_security import check_answers, protect_token
 from ray_jax_launch._errors import LaunchError, in_a_line
 from ray_jax_launch._hardware import Hardware, check_hardware, cpu, gpu, tpu
 from ray_jax_launch._lost_cluster import starting_ray
-from ray_jax_launch._numbers import MAX_COUNT, check_number
+from ray_jax_launch._numbers import MAX_COUNT, check_flag, check_number, check_resources_per_worker
 from ray_jax_launch._ray_internals.ray_cluster import (
     connected_node,
     dashboard_address,
@@ -62,6 +62,7 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
     """
     if hardware is not None:
         check_hardware(hardware)
+    check_flag("dashboard", dashboard)
     if ray.is_initialized() or (hardware is not None and hardware.kind == "local"):
         return
     try:
@@ -218,6 +219,7 @@ def check_resources(
     check_hardware(hardware)
     check_number("data_cpus", data_cpus, at_least=0, at_most=MAX_COUNT)
     check_number("wait_for_resources_s", wait_for_resources_s, at_least=0, whole=False)
+    check_resources_per_worker(resources_per_worker)
     if hardware.kind == "local":
         return
     devices = {} if hardware.kind == "cpu" else {hardware.kind.upper(): hardware.devices_per_worker}
@@ -260,7 +262,7 @@ def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpu
     # The devices first: a cluster without them is the likely mistake. CPUs last, with those of Ray Data.
     for resource in sorted(per_worker, key=lambda name: (name == "CPU", name != hardware.kind.upper())):
         needed, held = per_worker[resource], [resources.get(resource, 0) for resources in nodes]
-        if resource == "CPU" and hardware.kind != "cpu":
+        if not needed or (resource == "CPU" and hardware.kind != "cpu"):
             continue
         if sum(held) < hardware.min_workers * needed:
             total = hardware.min_workers * needed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_jax_launch._errors import LaunchError, shown
-from ray_jax_launch._numbers import MAX_COUNT, check_number, check_type
+from ray_jax_launch._numbers import MAX_COUNT, check_choice, check_number, check_type
 
 # Ray's names of the TPU generations, by the names that users type.
 _TPU_TYPES = {
@@ -71,10 +71,10 @@ class Hardware:
         Raises:
             LaunchError: a field is not valid.
         """
-        if self.kind not in _KINDS:
-            raise LaunchError(f"kind must be one of {', '.join(_KINDS)}, got {shown(self.kind)}. Choose one.")
+        check_choice("kind", self.kind, _KINDS)
         for name in ("num_workers", "devices_per_worker", "min_workers", "workers_per_slice"):
-            check_number(name, getattr(self, name), at_least=1, at_most=MAX_COUNT)
+            number = check_number(name, getattr(self, name), at_least=1, at_most=MAX_COUNT)
+            object.__setattr__(self, name, number)
         check_number("num_workers", self.num_workers, at_least=self.min_workers)
 
     @property

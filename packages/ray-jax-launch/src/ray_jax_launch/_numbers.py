@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from ray_jax_launch._errors import LaunchError, shown
@@ -52,3 +53,35 @@ def check_type(name: str, value: Any, kind: Any, constraint: str, remedy: str = 
     """
     if not isinstance(value, kind):
         raise LaunchError(f"{name} must be {constraint}, got {shown(value)}. {remedy}.")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Check that a value is a bool: a text such as "no" would count as true.
+
+    Raises:
+        LaunchError: it has another type.
+    """
+    check_type(name, value, bool, "True or False", "Choose one")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Check that a value is one of several texts. Another value may have an `==` that gives no bool.
+
+    Raises:
+        LaunchError: it is another one.
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise LaunchError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}. Choose one.")
+
+
+def check_resources_per_worker(resources: Any) -> None:
+    """Check the Ray resources of a worker, or None.
+
+    Raises:
+        LaunchError: they are not amounts by name.
+    """
+    name, remedy = "resources_per_worker", 'Write them as in {"CPU": 2}'
+    check_type(name, resources, Mapping | None, "a dict of amounts", remedy)
+    for resource, amount in (resources or {}).items():
+        check_type(f"each name in {name}", resource, str, "a text", remedy)
+        check_number(f"{name}[{shown(resource)}]", amount, at_least=0, whole=False)

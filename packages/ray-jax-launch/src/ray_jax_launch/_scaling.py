@@ -11,7 +11,7 @@ from ray.util.tpu import get_tpu_worker_resources
 
 from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._hardware import Hardware, check_hardware, local
-from ray_jax_launch._numbers import check_number, check_type
+from ray_jax_launch._numbers import check_choice, check_resources_per_worker, check_type
 
 _logger = logging.getLogger("ray_jax_launch")
 
@@ -40,14 +40,11 @@ def scaling_config(
         LaunchError: Ray rejects an argument.
     """
     check_hardware(hardware)
-    if placement_strategy not in (None, *_STRATEGIES):
-        raise LaunchError(
-            f"placement_strategy must be one of {', '.join(_STRATEGIES)}, got {shown(placement_strategy)}. Choose one."
-        )
+    if placement_strategy is not None:
+        check_choice("placement_strategy", placement_strategy, _STRATEGIES)
     if label_selector is not None:
-        check_type("label_selector", label_selector, Mapping | list | tuple, "a dict, or a list of dicts")
-    for name, amount in resources_per_worker.items() if isinstance(resources_per_worker, Mapping) else ():
-        check_number(f"resources_per_worker[{name!r}]", amount, at_least=0, whole=False)
+        _check_labels(label_selector)
+    check_resources_per_worker(resources_per_worker)
     num_workers = (hardware.min_workers, hardware.num_workers) if hardware.is_elastic else hardware.num_workers
     chosen: dict[str, Any] = {"num_workers": num_workers}
     if hardware.kind == "local":
@@ -83,6 +80,22 @@ def scaling_config(
             f"{'it' if len(given) == 1 else 'them'}."
         ) from error
     return config
+
+
+def _check_labels(given: Any) -> None:
+    """Check the labels of the nodes to use.
+
+    Raises:
+        LaunchError: they are not texts by name, or a list of those.
+    """
+    check_type("label_selector", given, Mapping | list | tuple, "a dict, or a list of dicts")
+    for labels in [given] if isinstance(given, Mapping) else given:
+        is_selector = isinstance(labels, Mapping) and all(isinstance(x, str) for x in (*labels, *labels.values()))
+        if not is_selector:
+            raise LaunchError(
+                f'label_selector must have texts by name, got {shown(labels)}. Write them as in {{"market-type": '
+                '"spot"}.'
+            )
 
 
 def hardware_of(scaling: ScalingConfig) -> Hardware:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from ray_jax_launch._errors import LaunchError, in_a_line, shown
-from ray_jax_launch._numbers import check_type
+from ray_jax_launch._numbers import check_flag, check_type
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -168,6 +168,7 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
         raise LaunchError(
             f"the storage must be the text of a URI, got {shown(uri)}. Name one, such as s3://bucket/runs."
         )
+    check_flag("create", create)
     check_no_credentials("the storage", uri)
     try:
         if (scheme := uri.partition(":")[0].lower()) in _NOT_OF_PYARROW:

@@ -14,6 +14,7 @@ from ray_jax_launch._checkpoint.folder_store import FolderStore
 from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._checkpoint.retry import STORAGE_FULL
 from ray_jax_launch._errors import DamagedCheckpointError, StorageFullError, UnsavedCheckpointError, in_a_line
+from ray_jax_launch._numbers import check_flag
 from ray_jax_launch._storage import StoragePath, as_storage_path
 
 _MAX_CAUSE = 300
@@ -88,6 +89,7 @@ def intact_step(folder: StoragePath, *, quarantine: bool = False) -> int | None:
         LaunchError: the storage cannot be read after several attempts, or a newer version of this package wrote the
             newest checkpoint. Nothing was changed.
     """
+    check_flag("quarantine", quarantine)
     store = open_store(folder)
     damaged: dict[int, str] = {}
     step = None

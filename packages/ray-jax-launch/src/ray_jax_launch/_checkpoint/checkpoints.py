@@ -19,7 +19,7 @@ from ray_jax_launch._checkpoint.notices import notify, notify_of_failure
 from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_finite, to_metadata, to_save
 from ray_jax_launch._checkpoint.writers import complete, make_writer
 from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError, shown
-from ray_jax_launch._numbers import check_number
+from ray_jax_launch._numbers import check_flag, check_number
 from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
 
 # `restore_latest` tries newer checkpoints at least this often, and for this time.
@@ -111,6 +111,8 @@ class Checkpoints:
         self._folder = path.absolute() if isinstance(path, Path) else path
         self._num_to_keep = check_number("num_to_keep", num_to_keep, at_least=1)
         self._num_best_to_keep = check_number("num_best_to_keep", num_best_to_keep, at_least=0)
+        check_flag("read_only", read_only)
+        check_flag("verify", verify)
         self._read_only, self._closed = read_only, False
         self._pending: _Pending | None = None
 

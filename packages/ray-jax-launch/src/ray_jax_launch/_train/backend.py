@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_jax_launch._cluster import is_started_here
 from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._hardware import Hardware, check_hardware
-from ray_jax_launch._numbers import check_number
+from ray_jax_launch._numbers import check_flag, check_number
 from ray_jax_launch._ray_internals.ray_train import JaxBackend, WorkerGroupStartupFailedError
 
 # XLA's CPU backend allocates the temporary arrays of each step again, and by default each step pays for their pages: a
@@ -66,13 +66,15 @@ class DistributedConfig(JaxConfig):
     """Seconds that workers wait for each other at the end."""
 
     def __post_init__(self) -> None:
-        """Check every timeout once.
+        """Check every field once.
 
         Raises:
-            LaunchError: one is not a whole number, or too small.
+            LaunchError: a timeout is not a whole number, or too small; or a flag is no bool.
         """
         for name, at_least in (("initialization_timeout_s", 1), ("heartbeat_timeout_s", 1), ("shutdown_timeout_s", 0)):
             check_number(name, getattr(self, name), at_least=at_least, at_most=_MAX_TIMEOUT_S)
+        for name in ("use_tpu", "use_gpu"):  # of Ray's config
+            check_flag(name, getattr(self, name))
 
     @property
     def backend_cls(self) -> Any:

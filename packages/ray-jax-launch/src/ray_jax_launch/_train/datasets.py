@@ -59,11 +59,13 @@ def check_datasets(datasets: Any) -> None:
     Raises:
         LaunchError: they are not Ray Datasets or functions by name.
     """
-    for name, dataset in (datasets or {}).items() if isinstance(datasets, Mapping | None) else [("all", datasets)]:
+    constraint = "Ray Datasets or functions by name"
+    check_type("datasets", datasets, Mapping | None, constraint, "Put it into a dict, such as {'train': ...}")
+    for name, dataset in (datasets or {}).items():
         if not callable(dataset) and not isinstance(dataset, ray.data.Dataset):
             raise LaunchError(
-                f"datasets must be Ray Datasets or functions by name, got {shown(dataset)} for {shown(name)}. Make it "
-                "a Dataset, such as ray.data.from_items(...), or a function that returns one."
+                f"datasets must be {constraint}, got {shown(dataset)} for {shown(name)}. Make it a Dataset, such as "
+                "ray.data.from_items(...), or a function that returns one."
             )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray.train
 
+from ray_jax_launch._numbers import check_number
 from ray_jax_launch._storage import StoragePath, join_path, open_uri
 from ray_jax_launch._train.control_actor import ControlHandle, answer
 
@@ -19,10 +20,11 @@ class SavedCheckpoint(ray.train.Checkpoint):
         folder: folder or URI of the run's checkpoints.
 
     Raises:
-        LaunchError: object storage cannot be reached.
+        LaunchError: the step is no whole number, or object storage cannot be reached.
     """
 
     def __init__(self, folder: StoragePath, step: int) -> None:
+        step = check_number("step", step, at_least=0)
         self.step, self.folder = step, folder
         place = join_path(folder, str(step))
         if isinstance(place, Path):

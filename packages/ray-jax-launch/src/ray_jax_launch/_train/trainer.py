@@ -144,6 +144,7 @@ class JaxTrainer(RayJaxTrainer):
                 raise LaunchError(
                     f"{what} must be a {name}, got {shown(given)}. Make it a {name}(...), or leave it out."
                 )
+        check_datasets(datasets)
         self._data_cpus = 0 if data_cpus is None and not datasets else data_cpus
         run_config = run_config or RunConfig()
         failures = run_config.failure_config or FailureConfig()
@@ -159,7 +160,6 @@ class JaxTrainer(RayJaxTrainer):
         ):
             check_number(what, seconds, at_least=0, whole=False)
         check_run_name(run_config.name or "")
-        check_datasets(datasets)
         check_env_vars(run_config.worker_runtime_env)
         self._hardware = hardware if isinstance(hardware, Hardware | None) else _parse(hardware)
         if self._hardware is not None:
