@@ -200,6 +200,8 @@ CASES = {
     # Verification.
     "check_digests(None)": f"{DATA} None. Open the folder first.",
     "verify_in_background('book')": f"{DATA} 'book'.",
+    "BackgroundVerification({5: '0' * 64})": "Each path and digest must be UTF-8 text of at least 1 character, got 5.",
+    "BackgroundVerification({'x': ARRAY})": "Each path and digest must be UTF-8 text of at least 1 character, got arr",
     "BackgroundVerification(None)": "digests must be the digests of opened tokens, got None.",
     **{
         f"record({value})": f"sha256 must be a SHA-256 of 64 hexadecimal digits, got {VALUES.get(value, value)}."

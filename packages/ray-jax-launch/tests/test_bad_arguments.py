@@ -59,6 +59,21 @@ ARGUMENTS: list[tuple[str, Callable[[Any, Any], Any], list[Any], str]] = [
         [ARRAY, []],
         "kind must be one of cpu, gpu, tpu, local, got ",
     ),
+    *(
+        (
+            name,
+            lambda _, value, name=name: dataclasses.replace(cpu(1), **{name: value}),
+            [5, ARRAY],
+            f"{name} must be a text or",
+        )
+        for name in ("accelerator_type", "topology")
+    ),
+    (
+        "data_cpus",
+        lambda _, value: JaxTrainer(no_loop, data_cpus=value),
+        [ARRAY, "", 1.5],
+        "data_cpus must be a whole number of at least 0, got ",
+    ),
     (
         "placement_strategy",
         lambda _, value: scaling_config(cpu(1), placement_strategy=value),

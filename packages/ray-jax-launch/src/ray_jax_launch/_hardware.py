@@ -76,6 +76,8 @@ class Hardware:
             number = check_number(name, getattr(self, name), at_least=1, at_most=MAX_COUNT)
             object.__setattr__(self, name, number)
         check_number("num_workers", self.num_workers, at_least=self.min_workers)
+        for name in ("accelerator_type", "topology"):
+            check_type(name, getattr(self, name), str | None, "a text or None", "Leave it out, or make one by tpu(...)")
 
     @property
     def num_devices(self) -> int:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from owt_data._digests import check_sha256, file_state, known_sha256
-from owt_data._errors import check_function, check_type
+from owt_data._errors import check_function, check_text, check_type
 from owt_data._tokens.open import TokenData
 
 _log = logging.getLogger("owt_data")
@@ -53,6 +53,8 @@ class BackgroundVerification:
 
     def __init__(self, digests: dict[str, str]) -> None:
         check_type("digests", digests, dict, "the digests of opened tokens", "Call verify_in_background.")
+        for text in (*digests, *digests.values()):
+            check_text("Each path and digest", text, least=1)
         self._damage: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         unknown = {path: sha256 for path, sha256 in digests.items() if known_sha256(path) != sha256}

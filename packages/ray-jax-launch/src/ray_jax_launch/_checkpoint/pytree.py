@@ -35,7 +35,8 @@ def to_save(items: Mapping[str, Any]) -> dict[str, Any]:
     check_items("items", items)
     trees: dict[str, Any] = {}
     for name, tree in items.items():
-        if name in RESERVED or not re.fullmatch(r"[a-zA-Z][\w-]{0,99}", str(name), re.ASCII):
+        is_name = isinstance(name, str) and re.fullmatch(r"[a-zA-Z][\w-]{0,99}", name, re.ASCII)
+        if not is_name or name in RESERVED:
             raise ValueError(
                 "the name of an item must be a letter followed by letters, digits, - and _, and not "
                 f"{' or '.join(RESERVED)}, got {shown(name)}. Rename the item."

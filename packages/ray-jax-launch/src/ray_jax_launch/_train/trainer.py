@@ -148,7 +148,8 @@ class JaxTrainer(RayJaxTrainer):
         self._data_cpus = 0 if data_cpus is None and not datasets else data_cpus
         run_config = run_config or RunConfig()
         failures = run_config.failure_config or FailureConfig()
-        check_number("data_cpus", self._data_cpus or 0, at_least=0, at_most=MAX_COUNT)
+        if self._data_cpus is not None:
+            check_number("data_cpus", self._data_cpus, at_least=0, at_most=MAX_COUNT)
         if on_metrics is not None:
             check_type("on_metrics", on_metrics, Callable, "a function", "Leave it out, or give a function")
         if train_loop_config is not None:
