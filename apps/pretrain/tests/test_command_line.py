@@ -163,7 +163,8 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ),
         (
             "--model.num-heads 5",
-            "model.embed_dim must be a multiple of model.num_heads, got 128 and 5.",
+            "model.embed_dim must be a multiple of model.num_heads, got 128 and 5. Choose 125 or 130, or "
+            "another number of heads.",
         ),
         ("--train.max-epochs 0", "train.max_epochs must be above 0 and at most 1e+39, got 0.0. Change it."),
         ("--train.max-tokens 0", "train.max_tokens must be at least 1, got 0. Change it."),

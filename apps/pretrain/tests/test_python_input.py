@@ -24,6 +24,12 @@ class Broken:
     def __repr__(self):
         raise LookupError
 
+class BadPath:
+    def __fspath__(self):
+        return 5
+    def __repr__(self):
+        return "BadPath()"
+
 CALLS = {
     "hardware deep": lambda: dataclasses.replace(quickstart, hardware=deep),
     "hardware broken": lambda: dataclasses.replace(quickstart, hardware=Broken()),
@@ -44,6 +50,7 @@ CALLS = {
     "long data": lambda: train(dataclasses.replace(quickstart, data="x" * 6000)),
     "load_trained(None)": lambda: load_trained(None),
     "load_trained(bytes)": lambda: load_trained(b"runs"),
+    "load_trained(path)": lambda: load_trained(BadPath()),
     "load_trained(long)": lambda: load_trained("n" * 6000),
     "main(5)": lambda: main(5),
     "main([5])": lambda: main([5]),
@@ -106,6 +113,7 @@ def found(tmp_path_factory):
         ("long data", "name must have at most 255 bytes, got 'quickstart-xxx"),
         ("load_trained(None)", "run must be a text or a path, got None. Give the run's folder, URI or name."),
         ("load_trained(bytes)", "run must be a text or a path, got b'runs'. Give the run's folder, URI or name."),
+        ("load_trained(path)", "run must be a text or a path, got BadPath(). Give"),
         ("load_trained(long)", "must be accessible, got "),
         ("main(5)", "code 2: error: args must be a list of texts, got 5. Write it as in ['sample', 'first']."),
         ("main([5])", "code 2: error: args must be a list of texts, got [5]. Write it as in ['sample', 'first']."),

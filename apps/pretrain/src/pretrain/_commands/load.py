@@ -59,7 +59,7 @@ def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
         UsageError: the run does not exist, cannot be read, has no checkpoint, or has a damaged description.
         ValueError: the checkpoints are damaged; see `rejection` for the subclasses.
     """
-    name = os.fspath(run) if isinstance(run, str | os.PathLike) else None
+    name = run.__fspath__() if isinstance(run, os.PathLike) else run
     if not isinstance(name, str):
         raise UsageError(f"run must be a text or a path, got {shown(run)}. Give the run's folder, URI or name.")
     with rejecting():
