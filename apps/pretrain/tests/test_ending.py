@@ -98,6 +98,14 @@ def test_the_end_of_a_run_of_several_starts_tells_their_number_and_their_time(fo
     ]
 
 
+def test_the_end_tells_how_many_steps_made_no_update(folder):
+    result = dataclasses.replace(RESULT, metrics={"loss": 1.6, "num_skipped": 29})
+    assert shown(folder, result).splitlines()[2:4] == [
+        "skipped        29 steps, whose loss or gradient was not finite",
+        "loss           1.6000",
+    ]
+
+
 def test_a_validation_on_all_tokens_is_no_part(folder):
     result = dataclasses.replace(RESULT, last_val_loss=RESULT.full_val_loss)
     assert "1.5117 at step 1,500, best 1.6000 at step 1,250, on all validation tokens" in shown(folder, result)

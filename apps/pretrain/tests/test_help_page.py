@@ -60,6 +60,12 @@ def test_a_preset_in_the_value_of_another_option_is_no_preset(page):
     assert page("train", "--prompts", "a --preset gpt2 b", "--help") == page("train", "--help") != gpt2
 
 
+@pytest.mark.parametrize("arguments", [["--preset", "nosuch", "--help"], ["--preset=", "--help-all"]], ids=" ".join)
+def test_help_of_an_unknown_preset_is_rejected(arguments, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("error: --preset must be quickstart, baby, ")
+
+
 def test_the_usual_page_has_the_frequent_options_and_every_command(page):
     text = page("--help")
     options = {option.name: option.flags[0] for option in options_of(PretrainConfig)}

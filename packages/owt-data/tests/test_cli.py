@@ -3,6 +3,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -237,3 +238,23 @@ def test_a_relative_cache_is_ignored(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert main(["--help"]) == 0
     assert "XDG_CACHE_HOME" not in os.environ  # datasets reads it
+
+
+@pytest.mark.parametrize("module", ["rich.console", "owt_data._errors"])
+def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback(module, tmp_path):
+    """The process reports each import on standard error. The signal comes when it has imported the module."""
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "owt_data", "inspect", "nowhere"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # The tests themselves may be a background job, which ignores SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.rpartition("|")[2].strip() == module:
+            os.kill(process.pid, signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert [line for line in err.splitlines() if not line.startswith("import time:")] == []

@@ -31,7 +31,6 @@ from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import raise_interrupts
 from pretrain._errors import RunFailedError, UsageError, rejection, shown
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
-from pretrain._presets import PRESETS
 from pretrain._screen.facts import print_line
 from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
@@ -113,7 +112,11 @@ def parse_command(arguments: Sequence[str]) -> Command:
 
 
 def _information(arguments: Sequence[str]) -> str | None:
-    """Return the help or the versions, if the arguments ask for them."""
+    """Return the help or the versions, if the arguments ask for them.
+
+    Raises:
+        UsageError: they name no command, or no preset.
+    """
     if "--version" in arguments:
         names = ("pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "ray")
         return "".join(f"{name} {version(name)}\n" for name in names)
@@ -123,18 +126,23 @@ def _information(arguments: Sequence[str]) -> str | None:
     command, rest = split_command([argument for argument in arguments if argument not in _HELP])
     return help_page(
         command,
-        build_config({}, {"preset": preset} if (preset := _preset(rest)) else {}),
+        _defaults(rest),
         width=shutil.get_terminal_size().columns,
         is_overview=arguments[0].startswith("-"),
         shows_all=asked.startswith("--help-") or asked == "--help_all",
     )
 
 
-def _preset(arguments: Sequence[str]) -> str | None:
-    """Return the preset whose defaults the help shows, if the arguments name one."""
+def _defaults(arguments: Sequence[str]) -> PretrainConfig:
+    """Return the defaults that the help shows: those of the preset that the arguments name.
+
+    Raises:
+        UsageError: there is no such preset.
+    """
     given = [value for flag, value in pairwise(arguments) if flag == "--preset"]
     given += [word.removeprefix("--preset=") for word in arguments if word.startswith("--preset=")]
-    return given[-1] if given and given[-1] in PRESETS else None
+    build_command("train", [f"--preset={preset}" for preset in given])  # rejects an unknown one
+    return build_config({}, {"preset": given[-1]} if given else {})
 
 
 def standard_output() -> Output:

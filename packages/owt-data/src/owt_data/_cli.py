@@ -265,5 +265,6 @@ def _run(arguments: Sequence[str]) -> int:
         )
         return _BAD_INPUT
     except KeyboardInterrupt:
-        _console().print("interrupted: run the same command again to resume")
+        is_resumable = [*arguments][:1] == ["prepare"]
+        _console().print("interrupted" + (": run the same command again to resume" if is_resumable else ""))
         return _INTERRUPTED

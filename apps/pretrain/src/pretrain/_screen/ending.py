@@ -99,6 +99,8 @@ def _numbers(history: RunHistory, result: RunResult) -> list[tuple[str, str]]:
         facts.append(("steps", f"{result.steps:,}" + (f": {', '.join(length)}" if length else "")))
     if result.restarts:
         facts.append(("restarts", str(result.restarts)))
+    if num_skipped := int(result.metrics.get("num_skipped", 0)):
+        facts.append(("skipped", f"{num_skipped:,} steps, whose loss or gradient was not finite"))
     if "loss" in result.metrics:
         facts.append(("loss", loss(result.metrics["loss"])))
     if result.full_val_loss is not None:
