@@ -12,7 +12,7 @@ MAX_LINES, MAX_MODULES = 400, 12
 # A model and its components: one flat folder.
 FLAT = "nnx_gpt2"
 # Names with one meaning in every package.
-COMMON = {"__init__", "cli", "errors"}
+COMMON = {"__init__", "__main__", "cli", "errors"}
 SOURCES = {name: next((folder / "src").iterdir()) for name, folder in MEMBERS.items()}
 
 
@@ -51,7 +51,7 @@ def test_no_two_packages_have_a_module_of_one_name():
     owners = {}
     for name in MEMBERS:
         for path in modules(name).values():
-            owners.setdefault(path.stem.strip("_") if path.stem != "__init__" else path.stem, set()).add(name)
+            owners.setdefault(path.stem if path.stem.startswith("__") else path.stem.strip("_"), set()).add(name)
     assert {stem for stem, names in owners.items() if len(names) > 1} <= COMMON
 
 
