@@ -96,8 +96,12 @@ def rejected(capsys, folder, *arguments):
         (("prepare", LONG, "out"), f"{LONG[:100]} must be readable, got File name too long. Correct that"),
         (("prepare", "pipe.txt", "out"), "pipe.txt must be a file or a folder of files, got a pipe, a device"),
         (("prepare", "/dev/zero", "out"), "/dev/zero must be a file or a folder of files, got a pipe, a device"),
-        (("prepare", "loop.txt", "out"), "loop.txt must be a file or a folder of files, got "),
-        (("prepare", "with-link", "out"), "with-link/b.txt must be a file or a folder of files, got a name that does"),
+        (("prepare", "loop.txt", "out"), "loop.txt must be a file or a folder of files, got a link to a missing file"),
+        (
+            ("prepare", "x*.txt", "out"),
+            "x*.txt must name .txt, .jsonl or .parquet files, got no file. Correct the name",
+        ),
+        (("prepare", "with-link", "out"), "with-link/b.txt must be a file or a folder of files, got a link to a miss"),
         (("prepare", "with-folder", "out"), "with-folder/b.txt must be a file or a folder of files, got a folder. "),
         (("prepare", "with-folder/*", "out"), "with-folder/b.txt must be a file or a folder of files, got a folder. "),
         (("prepare", "with-pipe", "out"), "with-pipe/b.txt must be a file or a folder of files, got a pipe, a device"),
@@ -128,6 +132,10 @@ def rejected(capsys, folder, *arguments):
         (("inspect", LONG), f"{LONG[:100]} must be readable, got "),
         (("inspect", f"{LONG}*.bin"), "must be readable, got File name too long. Correct that"),
         (("inspect", "pipe.bin"), "pipe.bin must be a token file, got a pipe, a device or a socket. Correct the name."),
+        (
+            ("inspect", "book.txt"),
+            "book.txt must be a folder of token files or a .bin file, got a file. Prepare text with owt-data prepare",
+        ),
         (("inspect", "odd.bin"), "odd.bin must have an even number of bytes, two per token, got 3. Write it again."),
         (
             ("inspect", "ids.bin"),
@@ -203,6 +211,7 @@ MANIFESTS = {
     "infinite": lambda m: with_field(m, "vocab_size", float("inf")),
     "a huge number": lambda m: with_record(m, "num_tokens", 10**400),
     "a huge float": lambda m: json.dumps(m).replace("null", "1e300"),
+    "another tokenizer": lambda m: with_field(m, "tokenizer", "bites"),
     "no ids": lambda m: with_field(m, "vocab_size", 0),
     "nested objects": lambda m: '{"a":' * 200_000,
     "zeros": lambda m: bytes(100),

@@ -156,6 +156,14 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
             ["inspect", "nowhere.txt", "--rows", "2"],
             "error: nowhere.txt must be a file or a folder of files, got a name",
         ),
+        (
+            ["inspect", "builtin", "--rows", "2", "--window-tokens", "5"],
+            "error: --window-tokens must be absent with --rows, got 5. Leave it out.",
+        ),
+        (
+            ["inspect", "builtin", "--rows", "2", "--tokenizer", "bytes"],
+            "error: --tokenizer must be absent with --rows, got 'bytes'. Leave it out.",
+        ),
         (["inspect", "builtin", "--rows", "0"], "error: rows must be an integer of at least 1, got 0. "),
         (["inspect", "nowhere"], "error: {}/nowhere must be a folder of token files or a .bin file, got a name that"),
         (["verify", "nowhere"], "error: {}/nowhere must be a folder that owt-data prepared, got a name that does not"),

@@ -320,10 +320,22 @@ def test_a_folder_of_other_files_is_rejected_and_left_unchanged(articles, tmp_pa
     assert [entry.name for entry in out.iterdir()] == ["thesis.tex"]
 
 
+def test_a_file_of_somebody_else_in_the_working_folder_is_not_deleted(articles, tmp_path):
+    staging = tmp_path / ".out.partial"
+    staging.mkdir()
+    (staging / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"out.partial must hold only files of prepare, got notes.txt. Move it away."):
+        prepare(str(articles), tmp_path / "out", BYTES)
+    assert [(path.name, path.read_text()) for path in staging.iterdir()] == [("notes.txt", "mine")]
+    (staging / "notes.txt").rename(staging / ".nfs0001")  # as a network file system names a deleted file that is open
+    prepare(str(articles), tmp_path / "out", BYTES)
+    assert verify(tmp_path / "out") == []
+
+
 def test_a_source_that_cannot_be_read_is_named(articles, tmp_path):
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     with pytest.raises(
-        DataError, match=r"loop.jsonl must be a file or a folder of files, got a name that does not exist"
+        DataError, match=r"loop.jsonl must be a file or a folder of files, got a link to a missing file or to itself"
     ):
         prepare(str(tmp_path / "loop.jsonl"), tmp_path / "out", BYTES)
     with pytest.raises(DataError, match=r"must be a regular file, got a folder"):

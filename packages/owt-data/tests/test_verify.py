@@ -1,6 +1,7 @@
 import json
 
 import numpy as np
+import tiktoken
 
 from owt_data import verify
 
@@ -28,11 +29,25 @@ def test_verify_names_all_that_differs(prepared):
     assert shares[-1] > 0.5
 
 
-def test_verify_without_the_tokenizer_warns_and_compares_everything_else(prepared, caplog):
+def test_verify_without_the_tokenizer_warns_and_compares_everything_else(prepared, tmp_path, monkeypatch, caplog):
     path = prepared / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": "words"}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": "gpt2"}))
+    monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "no-files"))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # no network
     assert verify(prepared) == []
-    assert "the tokenizer is not compared: The tokenizer must be bytes or gpt2, got 'words'" in caplog.text
+    assert "the tokenizer is not compared: The files of tokenizer 'gpt2' must be downloaded once" in caplog.text
+
+
+def test_verify_says_what_is_in_place_of_a_file(prepared):
+    (prepared / "train.bin").unlink()
+    (prepared / "train.bin").symlink_to("train.bin")
+    (prepared / "val.bin").unlink()
+    (prepared / "val.bin").mkdir()
+    assert verify(prepared) == [
+        "train.bin: expected a file, found none",
+        "val.bin: expected a file, found a folder",
+    ]
 
 
 def test_verify_finds_ids_above_the_vocabulary(prepared):

@@ -13,7 +13,7 @@ from types import FrameType
 from rich.console import Console
 
 from owt_data._command_line import Command, run_command
-from owt_data._errors import DataError, one_line, show_name
+from owt_data._errors import DataError, one_line, show, show_name
 from owt_data._options import PrepareOptions, TokenizerName
 
 _ROW_WIDTH = 120
@@ -122,6 +122,11 @@ def _inspect(names: Sequence[str], options: _Inspection) -> int:
     (name,) = names
     console = _console(stderr=False)
     if options.rows is not None:
+        for option in ("tokenizer", "window_tokens"):
+            value = getattr(options, option)
+            if value != getattr(_Inspection(), option):
+                flag = f"--{option.replace('_', '-')}"
+                raise DataError(f"{flag} must be absent with --rows, got {show(value)}. Leave it out.")
         from owt_data._sources.documents import first_rows
 
         for number, row in enumerate(first_rows(name, options.rows, text_column=options.text_column)):

@@ -1,5 +1,6 @@
 """Errors about data, and the checks that several modules share."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -165,8 +166,13 @@ def file_errors(
         found = one_line(str(error.strerror or error).rpartition("Detail: ")[2])  # pyarrow repeats the name before it
         raise UnreadableError(f"{show_name(place)} must be {constraint}, got {found}. {remedy}") from error
     except UnicodeEncodeError as error:
-        name = show_name(error.object)
-        raise DataError(f"The name {name} must be UTF-8 text, got other bytes. Change it.") from error
+        name, encoding = show_name(error.object), sys.getfilesystemencoding()
+        found = (
+            "other bytes. Change it"
+            if encoding == "utf-8"
+            else f"{encoding} of the locale. Set PYTHONUTF8=1, or LC_ALL"
+        )
+        raise DataError(f"The name {name} must be UTF-8 text, got {found}.") from error
 
 
 def check_column(column: str, found: list[str], name: object) -> None:

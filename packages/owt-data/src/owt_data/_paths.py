@@ -202,8 +202,14 @@ def check_file_type(name: str, wanted: FileType, constraint: str, remedy: str = 
     found = file_info(name)
     if found.type is not wanted:
         remedy = remedy if found.type is not FileType.NotFound else suggest_name(name, remedy)
-        raise DataError(f"{show_name(name)} must be {constraint}, got {_TYPES[found.type]}. {remedy}")
+        raise DataError(f"{show_name(name)} must be {constraint}, got {type_name(found)}. {remedy}")
     return found
+
+
+def type_name(info: FileInfo) -> str:
+    """Return what a name refers to, for errors."""
+    is_link = info.type is FileType.NotFound and os.path.islink(info.path)  # noqa: PTH114 - names here are strings
+    return "a link to a missing file or to itself" if is_link else _TYPES[info.type]
 
 
 def suggest_name(name: str, remedy: str) -> str:

@@ -26,6 +26,7 @@ from owt_data._prepare.shards import (
     Encoder,
     Follower,
     ShardRecord,
+    check_staging,
     local_encoder,
     shard_folder,
     shard_path,
@@ -244,6 +245,7 @@ def _staging_folder(out: Path) -> Iterator[Path]:
             raise DataError(
                 f"{show_name(out)} must be prepared by one process at a time, got two. Wait for the other."
             ) from error
+        check_staging(staging)
         yield staging
     finally:
         os.close(folder)

@@ -40,6 +40,8 @@ MIN_SHARD_BYTES, MAX_SHARD_BYTES = 1 << 18, 1 << 24
 _POLL_S = 0.05
 _READ_BYTES = 1 << 20
 _MOST_LINE_BYTES = 1 << 20
+# Names in the working folder of a preparation. Systems make hidden files, such as `.nfs000001`.
+_STAGING_NAMES = ("plan.json*", "parts-*", "result", "wanted*", "running", "error.txt*", ".*")
 SCHEMA = pa.schema([("text", pa.large_string()), ("starts", pa.bool_()), ("ends", pa.bool_())])
 
 
@@ -128,6 +130,15 @@ class Follower(Protocol):
 def staging_path(out: Path) -> Path:
     """Return the working folder of a preparation into the folder `out`."""
     return out.with_name(f".{out.name}.partial")
+
+
+def check_staging(staging: Path) -> None:
+    """Raise DataError if the working folder holds a file of somebody else: the end of the preparation deletes it."""
+    for path in staging.iterdir():
+        if not any(map(path.match, _STAGING_NAMES)):
+            raise DataError(
+                f"{show_name(staging)} must hold only files of prepare, got {show_name(path.name)}. Move it away."
+            )
 
 
 def shard_folder(staging: Path, split: str) -> Path:

@@ -140,8 +140,10 @@ def find_source(names: Names) -> Source:
     kinds = {kind for kinds, _ in found for kind in kinds}
     alone = {BUILTIN, HUB} if len(given) == 1 else set()
     name = " ".join(given)
+    if not kinds:
+        raise DataError(f"{show_name(name)} must name .txt, .jsonl or .parquet files, got no file. Correct the name.")
     if len(kinds) != 1 or not kinds <= {*_KINDS.values(), *alone}:
-        got = " and ".join(sorted(kinds)) or "no files"
+        got = " and ".join(sorted(kinds))
         raise DataError(
             f"{show_name(name)} must be files of one kind (.txt, .jsonl or .parquet), got {show_name(got)}. Name one "
             "kind."

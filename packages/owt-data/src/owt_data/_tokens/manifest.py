@@ -5,13 +5,13 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from pyarrow.fs import FileType
 
 from owt_data._errors import DataError, check_integer, check_type, file_errors, one_line, show, show_name
 from owt_data._json_types import parse_record, read_json
-from owt_data._options import check_record
+from owt_data._options import TokenizerName, check_record
 from owt_data._paths import BYTES_PER_TOKEN, check_file_type, file_info, join, locate, normalize
 
 TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
@@ -97,6 +97,8 @@ class Manifest:
             check_type(name, getattr(self, name), dict, "a dict", "Give one.")
         if self.files.keys() != {TRAIN_NAME, VAL_NAME}:
             raise ValueError(f"files are {sorted(self.files)}")
+        if self.tokenizer not in get_args(TokenizerName):
+            raise ValueError(f"tokenizer is {show(self.tokenizer)}")
         check_integer("vocab_size", self.vocab_size, least=1, most=_MOST_IDS)
         _check_sha256("tokenizer_sha256", self.tokenizer_sha256)
         _check_sha256("source_sha256", self.source_sha256)

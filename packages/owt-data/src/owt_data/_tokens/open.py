@@ -200,7 +200,8 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
     plan = None if is_uri(folder) else read_plan(Path(folder))
     if plan is not None and read_manifest(folder) is None:
         return _open_growing(Path(folder), plan)
-    check_file_type(folder, FileType.Directory, "a folder of token files or a .bin file")
+    remedy = "Prepare text with owt-data prepare first, or correct the name."
+    check_file_type(folder, FileType.Directory, "a folder of token files or a .bin file", remedy)
     manifest = read_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)

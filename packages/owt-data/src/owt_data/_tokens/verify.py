@@ -8,7 +8,16 @@ import numpy as np
 from pyarrow.fs import FileType
 
 from owt_data._errors import DataError, check_function, show_name
-from owt_data._paths import BYTES_PER_TOKEN, base_name, check_file_type, file_info, join, normalize, read_blocks
+from owt_data._paths import (
+    BYTES_PER_TOKEN,
+    base_name,
+    check_file_type,
+    file_info,
+    join,
+    normalize,
+    read_blocks,
+    type_name,
+)
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
 from owt_data._tokens.summary import summary_of
@@ -72,7 +81,7 @@ def _differences_of_manifest(manifest: Manifest) -> list[str]:
 def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: Callable[[int], None]) -> list[str]:
     info, expected_size = file_info(path), BYTES_PER_TOKEN * expected.num_tokens
     if info.type is not FileType.File:
-        return ["expected a file, found none"]
+        return [f"expected a file, found {'none' if info.type is FileType.NotFound else type_name(info)}"]
     if info.size != expected_size:
         return [f"expected {expected_size} bytes, found {info.size}"]
     summary = summary_of(base_name(path), manifest.options["documents"], manifest.split, manifest.vocab_size - 1)
