@@ -153,6 +153,15 @@ def test_names_that_the_terminal_cannot_show_are_escaped(folder):
         assert done.stderr.isascii()
 
 
+def test_a_locale_that_cannot_hold_the_name_is_named(folder):
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    (folder / "книга.txt").write_text("a text")
+    done = run("prepare", "книга.txt", "out", *BYTES, environment=ascii_only)
+    assert done.returncode == 2
+    assert "must be UTF-8 text, got ascii of the locale. Set PYTHONUTF8=1, or LC_ALL." in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["inspect", "help"])
 def test_output_that_cannot_be_written_is_reported(command, folder):
     arguments = {"inspect": ("inspect", "out"), "help": ("prepare", "--help")}[command]

@@ -167,12 +167,10 @@ def file_errors(
         raise UnreadableError(f"{show_name(place)} must be {constraint}, got {found}. {remedy}") from error
     except UnicodeEncodeError as error:
         name, encoding = show_name(error.object), sys.getfilesystemencoding()
-        found = (
-            "other bytes. Change it"
-            if encoding == "utf-8"
-            else f"{encoding} of the locale. Set PYTHONUTF8=1, or LC_ALL"
-        )
-        raise DataError(f"The name {name} must be UTF-8 text, got {found}.") from error
+        found, remedy = "other bytes", "Change it"
+        if encoding != "utf-8":
+            found, remedy = f"{encoding} of the locale", "Set PYTHONUTF8=1, or LC_ALL"
+        raise DataError(f"The name {name} must be UTF-8 text, got {found}. {remedy}.") from error
 
 
 def check_column(column: str, found: list[str], name: object) -> None:
