@@ -28,6 +28,8 @@ def export(run: str, out: str) -> int:
             command exports to it.
         OSError: `out` cannot be written.
     """
+    if not out:
+        raise UsageError("out must be a new or empty folder, got an empty text. Give a name.")
     folder = as_storage_path(out)
     if not isinstance(folder, Path):
         raise UsageError(f"out must be a folder, got {out}. Export to a folder, and copy the files.")

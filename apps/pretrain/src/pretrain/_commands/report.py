@@ -48,6 +48,8 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
 
 
 def _parse_out(out: str) -> Path:
+    if not out or out.endswith("/"):
+        raise UsageError(f"--out must be the name of a file, got {short(out)}. Write a name such as {_NAME}.")
     path = as_storage_path(out)
     if not isinstance(path, Path):
         raise UsageError(f"--out must be a file on this machine, got {out}. Write a file, and copy it.")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pretrain._errors import UsageError, one_line
+from pretrain._errors import UsageError, one_line, short
 from pretrain._formats import age, count, duration, loss
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_history, seconds_by_phase
@@ -73,10 +73,11 @@ def show_runs(storage_path: str, *, console: Console, clock: Callable[[], float]
         LaunchError: the object storage cannot be reached.
     """
     place = as_storage_path(storage_path)
+    if isinstance(place, Path):
+        _check_folder(place)
     with tempfile.TemporaryDirectory() as copies:
         if isinstance(place, Path):
-            found = sorted(place.iterdir()) if place.is_dir() else []
-            folders = [RunFolder(folder.absolute()) for folder in found if _is_run(folder)]
+            folders = [RunFolder(folder.absolute()) for folder in sorted(place.iterdir()) if _is_run(folder)]
         else:
             filesystem, root = open_uri(place)
             infos = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
@@ -96,6 +97,18 @@ def show_runs(storage_path: str, *, console: Console, clock: Callable[[], float]
     for row in rows:
         if row.problem:
             print_line(console, f"{row.name}: {row.problem}")
+
+
+def _check_folder(place: Path) -> None:
+    found = ""
+    if not place.exists():
+        found, remedy = "which does not exist", "Correct the name, or train a run"
+    elif not place.is_dir():
+        found, remedy = "a file", "Give a folder"
+    elif _is_run(place):
+        found, remedy = "a run itself", "Give the folder that holds it"
+    if found:
+        raise UsageError(f"the storage path must be a folder of runs, got {short(str(place))}, {found}. {remedy}.")
 
 
 def _is_run(folder: Path) -> bool:

@@ -26,7 +26,9 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
         UsageError: the run does not exist, or its description is damaged.
         OSError: the folder cannot be read.
     """
-    if is_uri(name):
+    if not name:
+        folders = []
+    elif is_uri(name):
         folders = [reader_copy(name)]
         pull_changed(folders[0])
     elif "/" in name:
@@ -51,7 +53,7 @@ def _remedy(name: str) -> str:
     if not names:
         return f"There are no runs in {storage.absolute()}: train one, or give a folder."
     wanted = Path(name).name
-    known = next((known for known in names if known.startswith(wanted)), None) or nearest(wanted, names)
+    known = wanted and (next((known for known in names if known.startswith(wanted)), None) or nearest(wanted, names))
     place = Path() if storage == DEFAULT_STORAGE else storage
     question = f"Did you mean {place / known}? " if known else ""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
