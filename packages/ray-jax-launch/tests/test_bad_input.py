@@ -138,6 +138,7 @@ class BadText:
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(100_000), 1)
 NO_PLACE = "a storage path must be a folder, or the text of a URI, got "
 UNWRITABLE = "the folder of the checkpoints must be writable, got "
+NO_FOLDER = "the place of the checkpoints must be a folder, got [Errno 17] File exists: "
 BAD_INTS: list[Any] = [True, 1.5, -1, "2", NAN]
 BAD_TIMEOUTS: list[Any] = [-1, "a", 10**400]
 BAD_SECONDS: list[Any] = [NAN, float("inf"), -1.0, "9"]
@@ -258,8 +259,8 @@ CASES = {
         )
         for value in BAD_INTS
     },
-    "checkpoints in a file": (opening("checkpoints", write_file), UNWRITABLE),
-    "checkpoints in a loop": (opening("loop", make_loop), UNWRITABLE),
+    "checkpoints in a file": (opening("checkpoints", write_file), NO_FOLDER),
+    "checkpoints in a loop": (opening("loop", make_loop), NO_FOLDER),
     "loop that is read": (opening("loop", make_loop, latest_step), "loop must be accessible, got [Errno "),
     "checkpoints nowhere": (lambda _: Checkpoints(3), f"{NO_PLACE}3"),  # pyright: ignore[reportArgumentType]
     "none kept": (keeping(num_to_keep=0), "num_to_keep must be a whole number of at least 1, got 0"),

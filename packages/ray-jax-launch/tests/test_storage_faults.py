@@ -10,7 +10,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from ray_jax_launch import Checkpoints, LaunchError, latest_step
+from ray_jax_launch import Checkpoints, LaunchError, UnsavedCheckpointError, latest_step
 
 # Fails the first FAULT_READS reads of files whose path contains FAULT_PATH, with the error FAULT_ERRNO.
 SHIM = r"""
@@ -305,6 +305,20 @@ def test_a_read_only_folder_can_be_read_and_is_rejected_for_writing(tmp_path, in
 
 def test_a_file_in_place_of_the_folder_is_rejected(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(LaunchError, match="the folder of the checkpoints must be writable, got"):
-        Checkpoints(tmp_path / "file")
-    assert latest_step(tmp_path / "file") is None
+    for place in (tmp_path / "file", tmp_path / "file/checkpoints"):
+        with pytest.raises(LaunchError, match=r"must be a folder, got \[Errno \d+\] .* Move the file away, or"):
+            Checkpoints(place)
+        assert latest_step(place) is None
+
+
+def test_a_file_that_takes_the_place_of_the_folder_fails_the_save_with_its_cause_alone(tmp_path):
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        folder.rmdir()
+        folder.touch()
+        with pytest.raises(UnsavedCheckpointError) as raised:
+            checkpoints.save(1, {"params": {"w": jnp.ones(10)}}, metadata={})
+    assert str(raised.value) == (
+        f"checkpoint 1 in {folder} must be written, got [Errno 17] File exists: {str(folder)!r}. The checkpoints "
+        "before it are unchanged. Check the storage, then start again."
+    )

@@ -100,15 +100,15 @@ def show_runs(storage_path: str, *, console: Console, clock: Callable[[], float]
 
 
 def _check_folder(place: Path) -> None:
-    found = ""
     if not place.exists():
         found, remedy = "which does not exist", "Correct the name, or train a run"
     elif not place.is_dir():
         found, remedy = "a file", "Give a folder"
     elif _is_run(place):
         found, remedy = "a run itself", "Give the folder that holds it"
-    if found:
-        raise UsageError(f"the storage path must be a folder of runs, got {short(str(place))}, {found}. {remedy}.")
+    else:
+        return
+    raise UsageError(f"the storage path must be a folder of runs, got {short(str(place))}, {found}. {remedy}.")
 
 
 def _is_run(folder: Path) -> bool:

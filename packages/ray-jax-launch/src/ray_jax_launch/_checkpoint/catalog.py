@@ -13,7 +13,13 @@ from typing import Any
 from ray_jax_launch._checkpoint.folder_store import FolderStore
 from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._checkpoint.retry import STORAGE_FULL
-from ray_jax_launch._errors import DamagedCheckpointError, StorageFullError, UnsavedCheckpointError, in_a_line
+from ray_jax_launch._errors import (
+    DamagedCheckpointError,
+    LaunchError,
+    StorageFullError,
+    UnsavedCheckpointError,
+    in_a_line,
+)
 from ray_jax_launch._numbers import check_flag
 from ray_jax_launch._storage import StoragePath, as_storage_path
 
@@ -122,6 +128,8 @@ def all_damaged(folder: StoragePath, damaged: Mapping[int, str]) -> DamagedCheck
 
 def unsaved(folder: StoragePath, step: int, error: BaseException) -> UnsavedCheckpointError:
     """Return an error of one sentence for a save that failed, with the cause."""
+    if isinstance(error, LaunchError) and isinstance(error.__cause__, OSError) and error.__cause__.filename:
+        error = error.__cause__  # it names its file: one sentence in another would give two remedies
     # Errors of Orbax and tensorstore have the text of the system's errors, not the numbers.
     full = next((text for text in map(os.strerror, STORAGE_FULL) if text in str(error)), None)
     cause = in_a_line((full or str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."), _MAX_CAUSE)

@@ -82,6 +82,11 @@ class FolderStore:
                 raise StorageFullError(
                     f"the folder of the checkpoints must have space, got {error}. Free some space, then start again."
                 ) from error
+            if isinstance(error, FileExistsError | NotADirectoryError):
+                raise LaunchError(
+                    f"the place of the checkpoints must be a folder, got {error}. Move the file away, or name another "
+                    "folder."
+                ) from error
             raise LaunchError(
                 f"the folder of the checkpoints must be writable, got {error}. Change its permissions, or name another "
                 "folder."
