@@ -109,6 +109,18 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
+@each(list(MEMBERS))
+def mutants(session: nox.Session, part: str) -> None:
+    """Change the code in a small way, thousands of times, and count the changes that the tests notice."""
+    sync(session, "--all-packages", "--group", "test")
+    folder = ROOT / MEMBERS[part]
+    session.chdir(folder)
+    # The processes that a test starts import the changed package too.
+    session.run("mutmut", "run", *session.posargs, env=TEST_ENV | {"PYTHONPATH": str(folder / "mutants" / "src")})
+    session.run("python", str(ROOT / "tests" / "mutation_score.py"), ".")
+
+
+@nox.session
 @each(["owt-data"])
 def shared_data(session: nox.Session, part: str) -> None:
     """Run the tests that need the real gpt2 tokenizer or real corpora."""

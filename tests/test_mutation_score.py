@@ -1,0 +1,86 @@
+"""Mutation score, from a real run of mutmut on a small package."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from mutation_score import main
+from support import ROOT
+
+CODE = """
+def larger(a, b):
+    if a > b:
+        return a
+    return b
+
+
+def untested():
+    return 1
+"""
+TESTS = """
+from small.numbers import larger
+
+def test_larger():
+    assert [larger(1, 2), larger(2, 1)] == [2, 2]
+"""
+CONFIG = '[tool.mutmut]\nsource_paths = ["src"]\npytest_add_cli_args_test_selection = ["tests"]\n'
+ACCEPTED = """
+[[mutant]]
+function = "small.numbers.larger"
+before = "if a > b:"
+after = "if a >= b:"
+reason = "of equal numbers, each is the larger one"
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A package whose mutants have run: one survives, one has no test, the others are noticed."""
+    folder = tmp_path_factory.mktemp("package")
+    for name, text in {
+        "src/small/__init__.py": "",
+        "src/small/numbers.py": CODE,
+        "tests/test_larger.py": TESTS,
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "pyproject.toml").write_text(CONFIG)
+    command = [sys.executable, "-m", "mutmut", "run"]
+    done = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_survivors_and_code_without_tests_count_against_the_score(package, capsys):
+    assert main([str(package)]) == 1
+    out, err = capsys.readouterr()
+    assert "small.numbers.larger\n  - if a > b:\n  + if a >= b:\n" in out
+    assert "small.numbers.untested\n  - return 1\n  + return 2\n" in out
+    assert "| `small.numbers` | 2 | 0 | 0 | 0.0% |" in out
+    assert err == "small.numbers: the tests must notice 90% of the mutants, got 0.0%\n"
+
+
+def test_accepted_mutants_do_not_count(package, capsys):
+    (package / "accepted_mutants.toml").write_text(ACCEPTED)
+    main([str(package)])
+    out, _ = capsys.readouterr()
+    assert "if a >= b:" not in out
+    assert "| `small.numbers` | 2 | 0 | 1 | 0.0% |" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        (("a >= b", "a < b"), 1, "must list survivors only, got small.numbers.larger: if a < b:. Remove it."),
+        (('"of equal numbers, each is the larger one"', '""'), 2, "must give function, before, after and reason of"),
+    ],
+)
+def test_a_wrong_list_of_accepted_mutants_is_rejected(package, capsys, change, code, message):
+    (package / "accepted_mutants.toml").write_text(ACCEPTED.replace(*change))
+    assert main([str(package)]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_every_package_lists_the_modules_whose_mutants_run():
+    assert all("[tool.mutmut]" in path.read_text() for path in ROOT.glob("*/*/pyproject.toml"))
