@@ -45,6 +45,31 @@ else:
 """
 
 
+# The raylet of the first start never answers. Ray itself then waits for 30 s.
+HANGING_RAYLET = """
+import os, signal, time
+from pathlib import Path
+import ray
+from ray_jax_launch import connect
+from ray_jax_launch._reaper import Reaper
+
+watch, stopped = Reaper.watch, []
+
+def stop(reaper, pid):
+    watch(reaper, pid)
+    deadline_s = time.monotonic() + 1
+    while not stopped and time.monotonic() < deadline_s:
+        if Path(f"/proc/{pid}/comm").read_text() == "raylet\\n":
+            os.kill(pid, signal.SIGSTOP)
+            stopped.append(pid)
+        time.sleep(0.01)
+
+Reaper.watch = stop
+connect()
+print(*stopped, ray.get(ray.remote(lambda: 7).remote()))
+"""
+
+
 def environment_of(home, temporary):
     environment = os.environ | {"HOME": str(home), "RAY_TMPDIR": str(temporary), "TMPDIR": str(temporary)}
     environment.pop("RAY_AUTH_MODE", None)  # Ray sets it in a process that started a cluster
@@ -242,6 +267,23 @@ def test_an_interrupt_in_the_middle_of_rays_start_is_no_crash(number, tmp_path, 
 
 
 @on_linux
+@on_linux
+@pytest.mark.fault
+def test_ray_that_does_not_start_in_time_is_started_again(tmp_path, temporary, record_property):
+    command = [sys.executable, "-c", HANGING_RAYLET]
+    environment = environment_of(tmp_path, temporary)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    pid, answer = done.stdout.split()
+    assert answer == "7"
+    assert (
+        done.stderr.count("Ray did not start within 30 s, as on a machine with too much work: starting it again") == 1
+    )
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    record_property("fault", "SIGSTOP of the raylet while Ray starts")
+    record_property("lost", "nothing")
+
+
 @pytest.mark.slow
 @pytest.mark.fault
 def test_the_next_start_deletes_what_a_driver_and_its_reaper_left(start, temporary, monkeypatch, record_property):

@@ -39,6 +39,8 @@ _logger = logging.getLogger("ray_jax_launch")
 _silent_jobs: set[str] = set()
 
 _NICENESS = "RAY_worker_niceness"
+# Ray's limit for the start of a node is 30 s, and no setting changes it.
+_TOO_SLOW, _NUM_TRIES = "timed out during startup", 3
 # Of the cluster that this process started last.
 _started: tuple[ClusterFolder, Reaper] | None = None
 # Of the cluster that this process joined last.
@@ -106,7 +108,7 @@ def _join(address: str) -> None:
         ) from error
 
 
-def _start(hardware: Hardware, *, dashboard: bool) -> None:
+def _start(hardware: Hardware, *, dashboard: bool, num_tries: int = _NUM_TRIES) -> None:
     """Start a cluster on this machine."""
     global _started
     if dashboard and lacks_dashboard():
@@ -135,6 +137,10 @@ def _start(hardware: Hardware, *, dashboard: bool) -> None:
             )
     except Exception as error:  # Ray raises Exception itself here
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        if _TOO_SLOW in reason and num_tries > 1:
+            _logger.warning("Ray did not start within 30 s, as on a machine with too much work: starting it again")
+            _start(hardware, dashboard=dashboard, num_tries=num_tries - 1)
+            return
         # Ray's own settings are named so, such as RAY_memory_usage_threshold.
         given = ", ".join(sorted(name for name in os.environ if re.match("RAY_[a-z]", name) and name != _NICENESS))
         remedy = f"Unset {given}" if given else "Free its memory, disk and ports"
