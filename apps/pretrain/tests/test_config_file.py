@@ -162,6 +162,22 @@ def test_the_configuration_of_another_version_is_rejected(in_folder, description
         ),
         ("x.json", '{"train": {"max_steps": 3, "max_steps": 4}}', "error in it (max_steps occurs twice). Correct it."),
         ("x.json", '{"format": 1, "files": {}}', "x.json must hold options by their names, got format, files. Give a"),
+        (
+            "x.toml",
+            "[train]\nmax_steps = 5\nmax-steps = 6",
+            "x.toml must give each option once, got train.max_steps twice.",
+        ),
+        (
+            "x.json",
+            '{"train.max_steps": 7, "train": {"max_steps": 9}}',
+            "give each option once, got train.max_steps twi",
+        ),
+        ("x.json", '{"config": {}, "data": {}, "format": 9}', "got 9, of an unknown version. Give another --config."),
+        (
+            "x.json",
+            '{"config": {}, "data": {}, "format": 1}',
+            "config.prepare: Field required). Give another --config.",
+        ),
         ("y.toml", "", "x.toml must be accessible, got No such file or directory."),
     ],
 )

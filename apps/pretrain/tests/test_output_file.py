@@ -1,6 +1,7 @@
 """Files that a command writes for a user: links stay, devices and pipes get the content, and readers see no half."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -112,6 +113,27 @@ def test_a_folder_and_a_missing_folder_are_rejected(name, place):
     with pytest.raises(UsageError, match="the output must be a file"):
         write_output(Path(name), NEW)
     assert names() == []
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+@pytest.mark.parametrize("name", ["file", "new"])
+def test_a_read_only_file_system_is_named(name, place):
+    Path("file").write_bytes(OLD)
+    code = f"""
+from pathlib import Path
+from pretrain._surroundings.output_file import write_output
+try:
+    write_output(Path("{name}").absolute(), b"new")
+except OSError as error:
+    print(error.strerror)
+"""
+    mount = f"mount --bind {place} {place} && mount -o remount,ro,bind {place} && cd {place}"
+    command = ["unshare", "-Urm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
+    if subprocess.run([*command[:2], "true"], check=False).returncode:
+        pytest.skip("needs unshare of users")
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "Read-only file system\n"
+    assert Path("file").read_bytes() == OLD
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on the size of files ends in a signal elsewhere")

@@ -82,6 +82,14 @@ def test_each_run_is_a_row_without_a_terminal(storage):
     assert damage.startswith(f"{storage / 'broken' / 'config.json'} must be JSON as a run writes it, got an error")
 
 
+def test_control_characters_of_a_device_are_escaped(storage):
+    append_line(
+        RunFolder(storage / "stopped").starts, {"step": 750, "workers": 1, "devices": 1, "device": "\x1b[31mred"}
+    )
+    assert "\\x1b[31mred" in shown(storage)
+    assert "\x1b" not in shown(storage)
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_the_table_fits_a_terminal(storage, width):
     table, _, _ = shown(storage, force_terminal=True, width=width, color_system=None).partition("* validation loss")

@@ -57,6 +57,8 @@ def test_is_prepared_recognizes_token_files(prepared, tmp_path):
     assert not is_prepared(str(tmp_path))
     assert not is_prepared("x.txt")
     assert not is_prepared("builtin")
+    (prepared / "train.bin").unlink()  # what is left is damaged, and no text
+    assert is_prepared(prepared)
 
 
 def test_an_odd_length_is_rejected(prepared):
@@ -177,7 +179,11 @@ def test_missing_files_are_rejected(prepared):
     with pytest.raises(DataError, match=r"nowhere.bin must be a token file, got a name that does not exist"):
         open_tokens("nowhere.bin", tokenizer="bytes")
     (prepared / "val.bin").unlink()
-    with pytest.raises(DataError, match=r"val.bin must be a token file, got a name that does not exist"):
+    missing = "/val.bin must be a token file, got a name that does not exist. "
+    with pytest.raises(DataError, match=f"{missing}Restore it from a copy, or delete the folder"):
+        open_tokens(str(prepared), tokenizer="bytes")
+    (prepared / "manifest.json").unlink()
+    with pytest.raises(DataError, match=f"{missing}Write both files, or name a .bin file"):
         open_tokens(str(prepared), tokenizer="bytes")
 
 

@@ -304,6 +304,17 @@ def test_invalid_names_are_rejected(articles, tmp_path):
         prepare([f"train={articles}", f"val={articles}"], tmp_path / "given", options)
 
 
+def test_what_is_left_of_token_files_is_no_text(articles, tmp_path):
+    out = tmp_path / "out"
+    prepare(str(articles), out, BYTES)
+    (out / "train.bin").unlink()
+    with pytest.raises(DataError, match="must hold text to prepare, got a folder of token files"):
+        prepare(str(out), tmp_path / "again", BYTES)
+    (out / "val.bin").unlink()
+    with pytest.raises(DataError, match=r"must name .txt, .jsonl or .parquet files, got no file"):
+        prepare(str(out), tmp_path / "again", BYTES)
+
+
 def test_paths_that_do_not_exist_are_rejected(tmp_path):
     with pytest.raises(
         DataError, match=r"nowhere.txt must be a file or a folder of files, got a name that does not exist"

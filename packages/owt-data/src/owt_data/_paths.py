@@ -187,21 +187,26 @@ def file_info(name: str) -> FileInfo:
         return filesystem.get_file_info(path)
 
 
-def check_file_type(name: str, wanted: FileType, constraint: str, remedy: str = "Correct the name.") -> FileInfo:
+def check_file_type(
+    name: str, wanted: FileType, constraint: str, remedy: str | None = None, *, suggest: bool = True
+) -> FileInfo:
     """Check that a name exists and is a file or a folder, and return its type and size.
 
     Args:
         name: a path or a URI.
         wanted: the type.
         constraint: what the name must be.
-        remedy: a sentence, unless a file has a similar name.
+        remedy: a sentence; None is "Correct the name."
+        suggest: name a file of a similar name instead, if there is one. False is for a name that no user has given.
 
     Raises:
         DataError: the name does not exist or has another type, or the storage cannot be reached.
     """
     found = file_info(name)
     if found.type is not wanted:
-        remedy = remedy if found.type is not FileType.NotFound else suggest_name(name, remedy)
+        remedy = remedy or "Correct the name."
+        if suggest and found.type is FileType.NotFound:
+            remedy = suggest_name(name, remedy)
         raise DataError(f"{show_name(name)} must be {constraint}, got {type_name(found)}. {remedy}")
     return found
 

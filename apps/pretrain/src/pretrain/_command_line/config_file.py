@@ -7,7 +7,7 @@ import os
 import select
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tomli_w
@@ -16,7 +16,6 @@ from pretrain._command_line.option_table import options_of, value_of
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, short, shown
 from pretrain._presets import PRESETS
-from pretrain._run.files import flatten
 from pretrain._suggestions import did_you_mean, nearest_option
 
 _OPTIONS = {option.name: option for option in options_of(PretrainConfig)}
@@ -60,7 +59,7 @@ def _read_options(path: str) -> dict[str, Any]:
     if isinstance(content, dict) and "data" in content and isinstance(content.get("config"), dict):
         from pretrain._run.description import parse_description  # imports of a second, which `--help` does without
 
-        content = dataclasses.asdict(parse_description(text, path).config)
+        content = dataclasses.asdict(parse_description(text, path, "Give another --config.").config)
     if not isinstance(content, dict):
         raise UsageError(f"{path} must hold options by their names, got {type(content).__name__}. Correct it.")
     if len(content) > 1 and not {name.replace("-", "_") for name in content} & (_OPTIONS.keys() | _SECTIONS):
@@ -68,8 +67,23 @@ def _read_options(path: str) -> dict[str, Any]:
             f"{path} must hold options by their names, got {short(', '.join(content))}. Give a file of --print-config, "
             "or the config.json of a run."
         )
-    values = {name.replace("-", "_"): value for name, value in flatten(content).items()}
+    pairs = list(_leaves(content))
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"{path} must give each option once, got {short(twice)} twice. Correct it.")
     return {name: _read_value(name, value, path) for name, value in values.items()}
+
+
+def _leaves(content: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the options of all sections by their dotted names, in which `-` is `_`."""
+    for key, value in content.items():
+        name = section + key.replace("-", "_")
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

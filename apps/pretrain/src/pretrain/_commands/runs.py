@@ -157,7 +157,7 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
         loss=loss(last["loss"]) if "loss" in last else "",
         val_loss="" if val_loss is None else loss(val_loss) + ("" if is_full else PART),
         tokens=count(last["tokens"], exact_below=1e3) if "tokens" in last else "",
-        device=f"{num_devices} x {device}" if num_devices > 1 else device,
+        device=one_line(f"{num_devices} x {device}" if num_devices > 1 else device),
         time=duration(seconds) if seconds else "",
         age=age(now_s - seen_s),
         seen_s=seen_s,

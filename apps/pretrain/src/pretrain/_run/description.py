@@ -24,6 +24,7 @@ FORMAT = 1
 """The format of descriptions that this version writes, and the only one that it reads."""
 
 _REMEDY = "Restore it from a copy, or choose another --name for a new run."
+_REMEDY_OF_VERSION = "Use that version for this run, or choose another --name for a new run."
 _PACKAGES = (
     "pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ray",
     "numpy",
@@ -129,12 +130,13 @@ def read_description(folder: RunFolder) -> RunDescription | None:
     return parse_description(folder.config.read_bytes(), folder.config)
 
 
-def parse_description(text: str | bytes, place: object) -> RunDescription:
+def parse_description(text: str | bytes, place: object, remedy: str | None = None) -> RunDescription:
     """Parse the JSON of a description of this format.
 
     Args:
         text: the JSON.
         place: the JSON's file or place, for the error.
+        remedy: the last sentence of the error, for a text that is not that of a run to continue.
 
     Raises:
         UsageError: the text is no such JSON, or has another format or other fields: another version wrote it.
@@ -144,20 +146,26 @@ def parse_description(text: str | bytes, place: object) -> RunDescription:
         content = json.loads(text)
     is_object = isinstance(content, dict) and "config" in content
     if is_object and not (type(content.get("format")) is int and content["format"] == FORMAT):
-        raise _of_another_version(content, place, f"have format {FORMAT}", f"{shown(content.get('format'))}")
-    description = parse_json(RunDescription, text, place, _REMEDY)
+        found = f"{shown(content.get('format'))}, {_writer(content)}"
+        raise _of_another_version(place, f"have format {FORMAT}", found, remedy)
+    description = parse_json(RunDescription, text, place, remedy or _REMEDY)
     if is_object and (name := _first_difference(content, json.loads(json.dumps(description.to_json())))):
-        raise _of_another_version(content, place, "have the fields of this format", f"a difference, {short(name)}")
+        found = f"a difference, {short(name)}, {_writer(content)}"
+        raise _of_another_version(place, "have the fields of this format", found, remedy)
     return description
 
 
-def _of_another_version(content: dict[str, Any], place: object, constraint: str, found: str) -> UsageError:
-    versions = content.get("versions")
-    writer = versions.get("pretrain", "unknown") if isinstance(versions, dict) else "unknown"
+def _of_another_version(place: object, constraint: str, found: str, remedy: str | None) -> UsageError:
     return UsageError(
-        f"{place} must {constraint}, which pretrain {version('pretrain')} reads, got {found}, from pretrain "
-        f"{short(str(writer))}. Use that version for this run, or choose another --name for a new run."
+        f"{place} must {constraint}, which pretrain {version('pretrain')} reads, got {found}. "
+        f"{remedy or _REMEDY_OF_VERSION}"
     )
+
+
+def _writer(content: dict[str, Any]) -> str:
+    versions = content.get("versions")
+    writer = versions.get("pretrain") if isinstance(versions, dict) else None
+    return "of an unknown version" if writer is None else f"from pretrain {short(str(writer))}"
 
 
 def _first_difference(found: dict[str, Any], expected: dict[str, Any], section: str = "") -> str | None:

@@ -1,7 +1,6 @@
 """The files that commands write for a user: a new or replaced file, or a pipe or device that gets the content."""
 
 import contextlib
-import errno
 import os
 import shutil
 import stat
@@ -60,8 +59,8 @@ def write_output(path: Path, content: bytes) -> None:
 
 
 def _replace(target: Path, content: bytes) -> None:
-    if target.exists() and not os.access(target, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(target))
+    if target.exists():
+        os.close(os.open(target, os.O_WRONLY))  # raises the system's error if the file may not be written
     with _partial(target) as partial:
         with partial.open("xb") as file:
             file.write(content)

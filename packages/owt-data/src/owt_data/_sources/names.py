@@ -13,6 +13,7 @@ from pyarrow.fs import FileType
 from owt_data._digests import file_sha256, file_state
 from owt_data._errors import DataError, RejectedDocumentsError, check_function, file_errors, show, show_name
 from owt_data._paths import Names, check_file_type, group_by_split, is_uri, list_names, local_path
+from owt_data._tokens.manifest import MANIFEST_NAME, holds_tokens
 
 BUILTIN = "builtin"
 HUB = "hub"
@@ -176,11 +177,11 @@ def _find_files(name: str) -> tuple[set[str], list[Path]]:
     path = Path(local_path(name))
     is_path = name.startswith((".", "/", "~", "file:/")) or name.endswith("/") or name.partition(":")[0].count("/") > 1
     if path.is_dir():
-        if (path / "train.bin").exists():
+        if holds_tokens(path):
             raise DataError(
                 f"{show_name(name)} must hold text to prepare, got a folder of token files. Use it as it is."
             )
-        files = [file for file in sorted(path.iterdir()) if _suffix(file) in _KINDS]
+        files = [file for file in sorted(path.iterdir()) if _suffix(file) in _KINDS and file.name != MANIFEST_NAME]
     elif glob.has_magic(name) and not path.exists():
         files = [file for file in sorted(map(Path, glob.glob(os.fspath(path)))) if _suffix(file) in _KINDS]  # noqa: PTH207
     elif os.path.lexists(path) or _suffix(path) in {*_KINDS, ".bin"} or is_path:

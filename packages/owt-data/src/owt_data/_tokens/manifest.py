@@ -5,6 +5,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from pyarrow.fs import FileType
@@ -15,6 +16,7 @@ from owt_data._options import TokenizerName, check_record
 from owt_data._paths import BYTES_PER_TOKEN, check_file_type, file_info, join, locate, normalize
 
 TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
+TOKEN_NAMES = (TRAIN_NAME, VAL_NAME)
 DTYPE: Literal["<u2"] = "<u2"
 FORMAT = 1
 """Format of the manifest and the token files."""
@@ -114,6 +116,11 @@ def _check_sha256(name: str, digits: str) -> None:
         raise DataError(f"{name} must be a SHA-256 of 64 hexadecimal digits, got {show(digits)}. Compute it again.")
 
 
+def holds_tokens(folder: Path) -> bool:
+    """Return whether a folder has token files, both or one that is left. It then holds no text to prepare."""
+    return folder.is_dir() and any((folder / name).exists() for name in TOKEN_NAMES)
+
+
 def check_sizes(folder: str, manifest: Manifest) -> None:
     """Check that the token files of a folder have the sizes in its manifest.
 
@@ -122,7 +129,7 @@ def check_sizes(folder: str, manifest: Manifest) -> None:
     """
     for name, record in manifest.files.items():
         path, num_bytes = join(folder, name), BYTES_PER_TOKEN * record.num_tokens
-        size = check_file_type(path, FileType.File, "a token file").size
+        size = check_file_type(path, FileType.File, "a token file", _REMEDY, suggest=False).size
         if size != num_bytes:
             raise DataError(
                 f"{show_name(path)} must have {num_bytes} bytes as in {MANIFEST_NAME}, got {size}. {_REMEDY}"

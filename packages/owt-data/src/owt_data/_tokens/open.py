@@ -28,7 +28,7 @@ from owt_data._paths import (
 from owt_data._prepare.growing_tokens import GrowingTokens
 from owt_data._prepare.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokenizers import vocab_size
-from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, check_sizes, read_manifest
+from owt_data._tokens.manifest import TOKEN_NAMES, TRAIN_NAME, VAL_NAME, check_sizes, holds_tokens, read_manifest
 from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence, TokenSpan, check_ids, concatenate
 
 # Share of validation at the end of `.bin` files, which have no split.
@@ -71,7 +71,7 @@ def is_prepared(name: str | os.PathLike[str]) -> bool:
     """Return whether a name is that of token files, and not of text to prepare."""
     text = normalize(name)
     path = Path(text)
-    return is_uri(text) or path.suffix == ".bin" or (path.is_dir() and (path / TRAIN_NAME).exists())
+    return is_uri(text) or path.suffix == ".bin" or holds_tokens(path)
 
 
 @file_errors("readable")
@@ -205,7 +205,7 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
     manifest = read_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)
-    spans = {name: _span(join(folder, name)) for name in (TRAIN_NAME, VAL_NAME)}
+    spans = {name: _span(join(folder, name), "Write both files, or name a .bin file.") for name in TOKEN_NAMES}
     if manifest is None:
         digests = {name: _scan(span, tokenizer) for name, span in spans.items()}
         num_ids = vocab_size(tokenizer)
@@ -267,9 +267,9 @@ def _sequence_of(span: TokenSpan, num_ids: int) -> TokenSequence:
     return TokenSequence((span,) if len(span) else (), num_ids)
 
 
-def _span(path: str) -> TokenSpan:
-    """Return all tokens of a file as a span."""
-    size = check_file_type(path, FileType.File, "a token file").size
+def _span(path: str, remedy: str | None = None) -> TokenSpan:
+    """Return all tokens of a file as a span. The remedy is for a file that the user has not named."""
+    size = check_file_type(path, FileType.File, "a token file", remedy, suggest=remedy is None).size
     if size % BYTES_PER_TOKEN:
         raise DataError(
             f"{show_name(path)} must have an even number of bytes, two per token, got {size}. Write it again."
