@@ -88,6 +88,9 @@ def save(place):
     return lambda description: save_checkpoint(place, description)
 
 
+SLOW_START = "Ray did not start within 30 s"  # a warning, on a machine with too much work
+
+
 @pytest.fixture
 def rejected(place, capsys):
     """Runs a command that is rejected, and returns its sentence."""
@@ -95,7 +98,8 @@ def rejected(place, capsys):
     def run(args):
         before = contents(place)
         code = main(args)
-        err = capsys.readouterr().err
+        lines = capsys.readouterr().err.splitlines(keepends=True)
+        err = "".join(line for line in lines if SLOW_START not in line)
         assert code == 2, err
         assert "Traceback" not in err
         assert contents(place) == before
