@@ -29,24 +29,31 @@ _logger = logging.getLogger("ray_jax_launch")
 
 @contextlib.contextmanager
 def own_processes(on_start: Callable[[int], None]) -> Iterator[None]:
-    """Start Ray's processes in process groups of their own while the block runs.
+    """Start Ray's processes in process groups of their own while the block runs, and kill them if it fails.
 
     `timeout`, job schedulers and service managers send SIGTERM to the group of the command. The driver handles it and
-    needs its cluster to do that. Ray has no option for this: it protects its processes from SIGINT alone.
+    needs its cluster to do that. Ray has no option for this: it protects its processes from SIGINT alone. It lets the
+    processes of a start that failed live until the driver ends.
 
     Args:
         on_start: called with the pid of each process.
     """
-    start = services.ConsolePopen
+    start, processes = services.ConsolePopen, []
 
     def start_and_tell(*args: Any, **kwargs: Any) -> Any:
         process = start(*args, **kwargs, process_group=0)
         on_start(process.pid)
+        processes.append(process)
         return process
 
     services.ConsolePopen = start_and_tell
     try:
         yield
+    except Exception:  # not Ctrl-C: Ray's C++ code would end this process, whose raylet is gone
+        for process in processes:
+            process.kill()
+            process.wait()
+        raise
     finally:
         services.ConsolePopen = start
 
