@@ -15,11 +15,18 @@ def larger(a, b):
     return b
 
 
+def double(a):
+    return a * 2
+
+
 def untested():
     return 1
 """
 TESTS = """
-from small.numbers import larger
+from small.numbers import double, larger
+
+def test_double():
+    assert double(3) == 6
 
 def test_larger():
     assert [larger(1, 2), larger(2, 1)] == [2, 2]
@@ -36,7 +43,7 @@ reason = "of equal numbers, each is the larger one"
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """A package whose mutants have run: one survives, one has no test, the others are noticed."""
+    """A package whose mutants have run: one survives, one has no test, and two are noticed."""
     folder = tmp_path_factory.mktemp("package")
     for name, text in {
         "src/small/__init__.py": "",
@@ -57,8 +64,8 @@ def test_survivors_and_code_without_tests_count_against_the_score(package, capsy
     out, err = capsys.readouterr()
     assert "small.numbers.larger\n  - if a > b:\n  + if a >= b:\n" in out
     assert "small.numbers.untested\n  - return 1\n  + return 2\n" in out
-    assert "| `small.numbers` | 2 | 0 | 0 | 0.0% |" in out
-    assert err == "small.numbers: the tests must notice 90% of the mutants, got 0.0%\n"
+    assert "| `small.numbers` | 4 | 2 | 0 | 50.0% |" in out
+    assert err == "small.numbers: the tests must notice 90% of the mutants, got 50.0%\n"
 
 
 def test_accepted_mutants_do_not_count(package, capsys):
@@ -66,7 +73,7 @@ def test_accepted_mutants_do_not_count(package, capsys):
     main([str(package)])
     out, _ = capsys.readouterr()
     assert "if a >= b:" not in out
-    assert "| `small.numbers` | 2 | 0 | 1 | 0.0% |" in out
+    assert "| `small.numbers` | 4 | 2 | 1 | 66.7% |" in out
 
 
 @pytest.mark.parametrize(
