@@ -12,6 +12,7 @@ from nnx_gpt2 import GPT2, GPT2Config, causal_attention, generate, has_bfloat16
 
 OLD = SimpleNamespace(device_kind="Tesla T4", compute_capability="7.5")
 NEW = SimpleNamespace(device_kind="A100-SXM4-40GB", compute_capability="8.0")
+NEWER = SimpleNamespace(device_kind="NVIDIA B200", compute_capability="10.0")
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ NEW = SimpleNamespace(device_kind="A100-SXM4-40GB", compute_capability="8.0")
     [
         (OLD, False),
         (NEW, True),
-        (SimpleNamespace(device_kind="NVIDIA B200", compute_capability="10.0"), True),
+        (NEWER, True),
         (SimpleNamespace(device_kind="AMD Instinct MI250", compute_capability="gfx90a"), True),
         (SimpleNamespace(device_kind="TPU v4"), True),
     ],
@@ -43,10 +44,11 @@ def test_auto_takes_the_plain_formula_on_an_old_gpu(monkeypatch):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="test_attention runs cuDNN here")
-def test_auto_takes_cudnn_on_a_new_gpu(monkeypatch):
+@pytest.mark.parametrize("device", [NEW, NEWER])
+def test_auto_takes_cudnn_on_a_new_gpu(device, monkeypatch):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 64, 2, 16), jnp.bfloat16)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [NEW])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
     with pytest.raises(RuntimeError, match="cuDNN is not detected"):  # jax itself looks for the library
         causal_attention(q, k, v)
 

@@ -144,6 +144,8 @@ def test_layers_are_stacked_and_unstacked(model, stacked):
     params = split_params(model)
     jax.tree.map(np.testing.assert_array_equal, stack_layers(params), stacked)
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
+    in_another_order = {**params, "h": {1: params["h"][1], 0: params["h"][0]}}
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(in_another_order), stacked)
 
 
 @pytest.mark.parametrize("use", [lambda params, _: stack_layers(params), lambda params, config: merge(config, params)])

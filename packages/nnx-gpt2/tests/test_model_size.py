@@ -25,6 +25,21 @@ def test_parameter_counts_are_the_published_ones(config, published):
     assert num_params(config) == published
 
 
+# GPT-2's paper has layers and widths, and its published checkpoints the heads. Each is 64 wide.
+@pytest.mark.parametrize(
+    ("config", "layers_heads_and_width"),
+    [
+        (gpt2(), (12, 12, 768)),
+        (gpt2_medium(), (24, 16, 1024)),
+        (gpt2_large(), (36, 20, 1280)),
+        (gpt2_xl(), (48, 25, 1600)),
+    ],
+)
+def test_presets_have_the_published_shape(config, layers_heads_and_width):
+    assert (config.num_layers, config.num_heads, config.embed_dim) == layers_heads_and_width
+    assert (config.vocab_size, config.seq_len, config.norm_epsilon) == (50257, 1024, 1e-5)
+
+
 def test_a_feed_forward_layer_of_another_width_is_counted(tiny):
     config = dataclasses.replace(tiny, mlp_dim=40)
     params = jax.tree.leaves(split_params(GPT2(config, rngs=nnx.Rngs(0))))

@@ -148,6 +148,9 @@ def test_splits_that_are_given_are_kept(articles, tmp_path):
     assert prepare(sources, tmp_path / "out", BYTES) == manifest
     with pytest.raises(DataError, match="got token files of"):
         prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", BYTES)
+    swapped = [f"train={tmp_path / 'b.jsonl'}", f"val={tmp_path / 'a.jsonl'}"]
+    with pytest.raises(DataError, match="got token files of"):
+        prepare(swapped, tmp_path / "out", BYTES)
 
 
 def test_one_document_is_split_by_position(tmp_path):

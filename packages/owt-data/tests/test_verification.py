@@ -56,6 +56,16 @@ def test_a_flipped_bit_is_found_in_the_background_and_at_first(name, folder):
     assert str(caught.value) == damage
 
 
+def test_a_damaged_file_stays_damaged_at_the_next_verification(folder):
+    """Its digest is in the cache after the first, as that of a good file is."""
+    flip(folder / "train.bin", 1000)
+    age(folder)
+    first, second = verified(folder), verified(folder)
+    assert [path for path in entries() if f"{folder}/train.bin" in path.read_text()]
+    assert "train.bin must have the SHA-256" in (first or "")
+    assert second == first
+
+
 def test_a_second_verification_reads_no_large_file(folder):
     shares = []
     check_digests(open_tokens(str(folder), tokenizer="bytes"), report=shares.append)

@@ -210,7 +210,7 @@ def test_what_a_loop_prints_is_logged_and_a_long_line_is_not_held(tmp_path, capl
 
 
 def save_late_on_rank_1(config):
-    """Stop for a preempted node. Rank 1 saves two seconds after rank 0. After another start, return."""
+    """Stop for a preempted node, asked at every tenth step. Rank 1 saves two seconds after rank 0. Then return."""
     import jax
     import ray.util
 
@@ -224,10 +224,12 @@ def save_late_on_rank_1(config):
     assert group is not None
     noticed, poll = StopRequest("preemption"), current_session().control.poll.remote
     ray.get(poll(group.id.hex(), 2, rank, request=noticed, next_step=None))
-    for step in range(10_000):
+    for step in range(0, 20_000, 10):
         time.sleep(0.02)
         if stop_requested(step):
             break
+    else:
+        raise AssertionError("the ranks did not stop")
     if rank == 1:
         time.sleep(2)
         saved.touch()
