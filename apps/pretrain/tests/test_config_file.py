@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import threading
+import time
 
 import pytest
 
@@ -48,6 +51,27 @@ def test_a_file_replaces_the_preset(in_folder):
         optimizer=dataclasses.replace(baby.optimizer, learning_rate=1.0),
     )
     assert type(config.optimizer.learning_rate) is float
+
+
+def test_all_of_a_pipe_is_read_whose_writer_pauses():
+    """As `--config <(cat base.toml; make_options)`."""
+    read_end, write_end = os.pipe()
+
+    def write():
+        with os.fdopen(write_end, "w") as pipe:
+            for line in ("seed = 5", "wait_for_resources_s = 9"):
+                pipe.write(f"{line}\n")
+                pipe.flush()
+                time.sleep(0.5)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        config = parsed("--config", f"/dev/fd/{read_end}")
+    finally:
+        thread.join()
+        os.close(read_end)
+    assert (config.seed, config.wait_for_resources_s) == (5, 9)
 
 
 def test_the_command_line_replaces_the_file(in_folder):

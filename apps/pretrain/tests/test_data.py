@@ -63,6 +63,8 @@ def test_each_split_has_text_of_its_own(books):
     assert (len(data.train), len(data.val)) == (200 * len(BOOK) + 1, 100 * len(BOOK) + 1)  # and end-of-text
     assert load("train=a.txt,val=b.txt").names == data.names
     assert load("train=a.txt,val=c.txt").names != data.names
+    swapped = load("train=b.txt,val=a.txt")
+    assert (len(swapped.train), len(swapped.val)) == (len(data.val), len(data.train))
 
 
 def test_a_mixture_prepares_text_and_takes_token_files_as_they_are(books):

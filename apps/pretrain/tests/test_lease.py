@@ -70,6 +70,18 @@ def test_a_second_command_on_another_machine_is_rejected_until_the_first_has_end
     assert objects(run) == []
 
 
+def test_a_second_command_with_a_local_copy_of_its_own_is_rejected_on_the_same_machine(run, command):
+    """Such as that of another user. A command that has locked the same copy would be the only one left."""
+    first, second = command("b"), replace(command("a"), machine="other-b")
+    assert (first.machine, first.lock) != (second.machine, second.lock)
+    with leasing(run, first, ignored):
+        with pytest.raises(UsageError, match="the first runs on host-b"), leasing(run, second, ignored):
+            pass
+        assert objects(run) == ["b.json"]
+        with leasing(run, replace(second, lock=first.lock), lambda _: None):
+            assert objects(run) == ["a.json"]
+
+
 def test_of_commands_that_start_at_once_one_goes_on(run, command):
     """The order of their requests differs from round to round. Never do two hold the lease."""
     for round_ in range(5):

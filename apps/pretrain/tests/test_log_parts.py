@@ -52,6 +52,22 @@ def test_each_record_is_uploaded_once(uri, writer, tmp_path):
     assert pulled(uri, tmp_path / "reader") == [{"step": step, "loss": 2.0} for step in range(20)]
 
 
+def test_a_line_that_comes_during_an_upload_is_in_the_next_one(uri, writer, tmp_path, monkeypatch):
+    write = log_parts._write
+
+    def write_slowly(*part):
+        if len(parts(uri)) == 0:
+            writer.append(METRICS, {"step": 2})
+        write(*part)
+
+    monkeypatch.setattr(log_parts, "_write", write_slowly)
+    writer.append(METRICS, {"step": 1})
+    writer.flush()
+    assert pulled(uri, tmp_path / "first") == [{"step": 1}]
+    writer.flush()
+    assert pulled(uri, tmp_path / "second") == [{"step": 1}, {"step": 2}]
+
+
 def test_many_parts_become_few(uri, writer, tmp_path, monkeypatch):
     monkeypatch.setattr(log_parts, "_MERGED", 3)
     for step in range(25):

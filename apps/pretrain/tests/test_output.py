@@ -18,7 +18,11 @@ def test_information_of_the_launcher_is_shown(caplog):
         logger.warning("a warning goes to standard error")
         logger.debug("a detail")
     logger.info("after the run")
+    second = []
+    with log_lines(second.append):
+        logger.info("the next run")
     assert lines == ["worker 0 of 2: node 10.0.0.1, 1 device ([cpu])"]
+    assert second == ["the next run"]
     assert "a warning goes to standard error" in caplog.messages
 
 

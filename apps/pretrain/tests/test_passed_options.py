@@ -1,9 +1,18 @@
 """Options of a run that only other packages use reach them."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import ray
+
 import ray_jax_launch
 from nnx_gpt2 import make_train_step
-from pretrain import main
+from pretrain import PRESETS, main
+from pretrain._commands.train import _num_tokenizing_tasks as num_tokenizing_tasks
 from pretrain._training import loop
+from ray_jax_launch import parse_hardware
 
 SMALL = (
     "--data book.txt --tokenizer bytes --hardware local --train.max-steps 2 --train.global-batch-size 4 "
@@ -34,3 +43,45 @@ def test_options_reach_the_step_the_launch_and_the_profiler(tmp_path, monkeypatc
     assert {name: passed[name] for name in expected} == expected
     (trace,) = tmp_path.glob("runs/*/tensorboard/plugins/profile/*/*.xplane.pb")
     assert trace.stat().st_size > 0
+
+
+def test_the_time_of_a_step_does_not_include_the_first_one_of_a_start(tmp_path, monkeypatch):
+    """Its clock starts when the device has nothing to do."""
+    occupy = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x).sum())
+    busy = jax.block_until_ready(jnp.zeros((512, 512)))
+    jax.block_until_ready(occupy(busy))  # compiles
+    add_zero = jax.jit(lambda value, number: value + (0 * number).astype(value.dtype))
+    newest, are_computed = {}, []
+
+    def make_slow_step(*args, **kwargs):
+        step = make_train_step(*args, **kwargs)
+
+        def slow_step(*state):
+            state, metrics = step(*state)
+            newest.update({name: add_zero(value, occupy(busy)) for name, value in metrics.items()})
+            return state, {**newest}
+
+        slow_step.lower = step.lower
+        return slow_step
+
+    def start(meter):
+        are_computed.append(all(value.is_ready() for value in newest.values()))
+        return start_clock(meter)
+
+    start_clock = loop.StepMeter.start
+    monkeypatch.setattr(loop, "make_train_step", make_slow_step)
+    monkeypatch.setattr(loop.StepMeter, "start", start)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)
+    assert main(SMALL.split()) == 0
+    assert are_computed
+    assert all(are_computed)
+
+
+@pytest.mark.parametrize(("num_processes", "expected"), [(None, 62), (2, 2), (100, 62)])
+def test_the_tasks_that_tokenize_a_stream_are_as_many_as_the_option_says(num_processes, expected, monkeypatch):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0})
+    config = PRESETS["baby"]()
+    config = dataclasses.replace(config, prepare=dataclasses.replace(config.prepare, num_processes=num_processes))
+    assert num_tokenizing_tasks(config, parse_hardware("cpu:2")) == expected
+    assert num_tokenizing_tasks(config, parse_hardware("local")) is None

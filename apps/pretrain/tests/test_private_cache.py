@@ -52,6 +52,12 @@ def test_compiled_programs_are_closed_to_other_users(cache, programs):
     assert mode(cache / "pretrain") == 0o700
 
 
+@pytest.mark.parametrize("before", [0o750, 0o770, 0o705, 0o701])
+def test_a_cache_that_is_open_to_some_is_closed(before, cache):
+    (cache / "owt-data").chmod(before)
+    assert mode(private_cache("owt-data")) == 0o700
+
+
 @pytest.mark.parametrize("locates", [locate, reader_copy])
 def test_copies_of_runs_are_closed_to_other_users(locates, cache):
     assert locates("s3://bucket/runs/first").path.is_relative_to(cache / "pretrain")

@@ -128,6 +128,12 @@ def test_a_profile_that_cannot_be_written_does_not_stop_the_run(train, tmp_path,
     assert caplog.messages[0].startswith("the run goes on without the profile: ")
 
 
+def test_only_rank_0_profiles(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    train("3:6", tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_without_a_profile_nothing_is_written(train, tmp_path):
     train(None, tmp_path)
     assert [*tmp_path.iterdir()] == []

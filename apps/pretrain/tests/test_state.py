@@ -53,6 +53,7 @@ def test_silence_is_told_after_a_time_that_depends_on_the_time_between_records(f
 
 
 def test_the_time_between_two_commands_is_no_interval(folder):
+    append_line(folder.starts, {"step": 0, "time_s": BEGAN_S - 90_001})
     append_line(folder.metrics, {"step": 0, "time_s": BEGAN_S - 90_000, "loss": 2.0})
     append_line(folder.phases, {"step": 0, "time_s": BEGAN_S, "phase": "training"})
     append_line(folder.starts, {"step": 0, "time_s": BEGAN_S})

@@ -124,6 +124,22 @@ def test_a_full_event_file_is_not_changed_any_more(tmp_path, monkeypatch):
     assert shown(folder, "train") == {step: {"loss": float(step)} for step in range(100)}
 
 
+def test_a_continued_run_without_event_files_gets_each_sample_before_its_start(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step in range(4):
+        append_line(folder.metrics, {"step": step, "loss": float(step)})
+        append_line(folder.samples, dataclasses.asdict(Sample(step=step, prompt="a|b\n", text=f"text {step}")))
+    opened(folder, 3).close()
+    texts = [
+        (event.step, value.tag)
+        for path in sorted((folder.tensorboard / "val").iterdir())
+        for event in read_events(path)
+        for value in event.summary.value
+        if value.metadata.plugin_data.plugin_name == "text"
+    ]
+    assert [step for step, tag in texts if tag.startswith("samples")] == [0, 1, 2]
+
+
 def test_a_continued_run_without_event_files_gets_the_whole_curve(tmp_path):
     folder = RunFolder(tmp_path)
     for step in range(3):

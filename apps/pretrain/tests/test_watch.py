@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import os
 
@@ -177,6 +178,32 @@ def test_a_run_that_cannot_be_read_for_a_while_is_read_later(folder):
     _, lines = watched(folder, fail, recover)
     assert lines[2].startswith(f"{folder} cannot be read, the next attempt follows: [Errno 21] Is a directory")
     assert lines[3:] == ["step   10/1500  loss 3.0000"]
+
+
+def test_a_change_that_could_not_be_read_is_read_later_without_another_change(folder, monkeypatch):
+    """As over a network that fails for a moment."""
+    failures = []
+
+    def read_or_fail(run):
+        if failures:
+            raise OSError(errno.EIO, "Input/output error")
+        return read_history(run)
+
+    def change():
+        record(folder, 10, 4, loss=3.0)
+        failures.append(True)
+        return 5
+
+    def recover():
+        failures.clear()
+        return 10
+
+    monkeypatch.setattr("pretrain._commands.watch.read_history", read_or_fail)
+    _, lines = watched(folder, change, recover)
+    assert lines[2:] == [
+        f"{folder} cannot be read, the next attempt follows: [Errno 5] Input/output error",
+        "step   10/1500  loss 3.0000",
+    ]
 
 
 def test_a_watch_ends_when_the_reader_of_its_output_has_closed_it(folder):

@@ -181,11 +181,11 @@ def test_errors_are_one_sentence_and_exit_2(args, message, tmp_path, monkeypatch
 
 def test_options_may_stand_anywhere_and_values_may_begin_with_a_minus_sign(articles, tmp_path):
     out = tmp_path / "out"
-    options = ["--split_seed=7", "--row-end=--x", "--limit-rows", "40", "--val-fraction", "none"]
+    options = ["--split_seed=7", "--row-end=--x \n", "--limit-rows", "40", "--val-fraction", "none"]
     assert main(["prepare", "--tokenizer=bytes", str(articles), "--row-end", "-x", *options, str(out)]) == 0
     manifest = read_manifest(out)
     assert manifest is not None
-    assert manifest.options == PrepareOptions(tokenizer="bytes", split_seed=7, row_end="--x", limit_rows=40).record()
+    assert manifest.options == PrepareOptions(tokenizer="bytes", split_seed=7, row_end="--x \n", limit_rows=40).record()
 
 
 def test_a_library_that_does_not_load_is_one_sentence(tmp_path, monkeypatch, capsys):

@@ -195,8 +195,10 @@ def test_the_page_is_as_wide_as_its_window(browser, page, width, scripts):
     assert browser.value(f"Math.max(...{texts}.map(t => t.getBoundingClientRect().right))") <= width
 
 
-def test_the_pointer_reads_the_value_of_a_line(browser, page):
+@pytest.mark.parametrize("y_axis", ["linear", "log"])
+def test_the_pointer_reads_the_value_of_a_line(browser, page, y_axis):
     browser.open(page)
+    browser.click(f"#y-{y_axis}")
     browser.value("document.querySelector('figure').scrollIntoView()")
     chart = browser.value(VISIBLE_CHARTS)[0]
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=chart["right"] - 1, y=chart["bottom"] - 20)
