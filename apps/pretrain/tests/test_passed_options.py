@@ -12,6 +12,7 @@ from nnx_gpt2 import make_train_step
 from pretrain import PRESETS, main
 from pretrain._commands.train import _num_tokenizing_tasks as num_tokenizing_tasks
 from pretrain._training import loop
+from pretrain._training.step_meter import StepMeter
 from ray_jax_launch import parse_hardware
 
 SMALL = (
@@ -53,24 +54,23 @@ def test_the_time_of_a_step_does_not_include_the_first_one_of_a_start(tmp_path, 
     add_zero = jax.jit(lambda value, number: value + (0 * number).astype(value.dtype))
     newest, are_computed = {}, []
 
-    def make_slow_step(*args, **kwargs):
-        step = make_train_step(*args, **kwargs)
+    class SlowStep:
+        def __init__(self, *args, **kwargs):
+            self.step = make_train_step(*args, **kwargs)
+            self.lower = self.step.lower
 
-        def slow_step(*state):
-            state, metrics = step(*state)
+        def __call__(self, *state):
+            state, metrics = self.step(*state)
             newest.update({name: add_zero(value, occupy(busy)) for name, value in metrics.items()})
             return state, {**newest}
-
-        slow_step.lower = step.lower
-        return slow_step
 
     def start(meter):
         are_computed.append(all(value.is_ready() for value in newest.values()))
         return start_clock(meter)
 
-    start_clock = loop.StepMeter.start
-    monkeypatch.setattr(loop, "make_train_step", make_slow_step)
-    monkeypatch.setattr(loop.StepMeter, "start", start)
+    start_clock = StepMeter.start
+    monkeypatch.setattr(loop, "make_train_step", SlowStep)
+    monkeypatch.setattr(StepMeter, "start", start)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)
     assert main(SMALL.split()) == 0

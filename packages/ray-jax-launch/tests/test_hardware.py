@@ -1,5 +1,7 @@
 import re
 import sys
+import time
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -20,6 +22,7 @@ from ray_jax_launch import (
     tpu,
     worker_environment,
 )
+from ray_jax_launch._ray_internals.ray_cluster import placement_groups
 from ray_jax_launch._scaling import hardware_of, share_cpus
 from ray_jax_launch._train.backend import _initialize
 
@@ -193,6 +196,41 @@ def test_presets_set_what_ray_and_jax_need():
 def test_workers_share_the_cpus_that_ray_data_leaves(num_cpus, num_workers, data_cpus, share):
     shared = share_cpus(ScalingConfig(num_workers=num_workers), num_cpus, data_cpus).resources_per_worker
     assert shared == (None if share is None else {"CPU": share})
+
+
+def test_workers_that_share_a_cpu_keep_their_other_resources():
+    resources = {"CPU": 1, "GPU": 2, "memory": 8e9}
+    given = ScalingConfig(num_workers=4, use_gpu=True, resources_per_worker=resources)
+    assert share_cpus(given, 4, data_cpus=1).resources_per_worker == {**resources, "CPU": 0.75}
+
+
+@pytest.mark.parametrize("end", ["time", "interrupt"])
+def test_a_request_to_the_autoscaler_ends_with_the_wait(end, monkeypatch):
+    requests = []
+
+    def wait(seconds):
+        if end == "interrupt":
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    sleep = time.sleep
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 3.0}}])
+    monkeypatch.setattr("ray_jax_launch._cluster.request_resources", lambda bundles: requests.append(bundles))
+    monkeypatch.setattr("ray_jax_launch._cluster.time.sleep", wait)
+    with pytest.raises(KeyboardInterrupt if end == "interrupt" else LaunchError):
+        check_resources(parse_hardware("gpu:2-3x4"), data_cpus=1, wait_for_resources_s=0.5)
+    assert requests == [[{"CPU": 1, "GPU": 4}, {"CPU": 1, "GPU": 4}, {"CPU": 1}], []]
+
+
+def test_placement_groups_of_other_drivers_and_removed_ones_are_not_ours(monkeypatch):
+    table = {f"{'1' * 28}01000000": "CREATED", f"{'2' * 28}01000000": "REMOVED", f"{'3' * 28}02000000": "CREATED"}
+    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr(
+        "ray_jax_launch._ray_internals.ray_cluster.placement_group_table",
+        lambda: {id: {"state": state} for id, state in table.items()},
+    )
+    assert placement_groups() == {f"{'1' * 28}01000000"}
 
 
 def test_cpus_that_a_script_asks_for_are_not_shared():

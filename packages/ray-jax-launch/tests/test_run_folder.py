@@ -28,10 +28,13 @@ def test_an_exception_leaves_what_the_run_has_written(tmp_path):
 
 def test_another_start_of_a_run_leaves_the_marker_of_the_first(tmp_path):
     with making_run_folder(tmp_path, "run") as first:
+        of_ray = tmp_path / "run" / ".validate_storage_marker"
+        of_ray.touch()
         with making_run_folder(tmp_path, "run"):
             pass
         assert first.marker is not None
         assert first.marker.exists()
+        assert of_ray.exists()
     assert [*(tmp_path / "run").iterdir()] == []
 
 
