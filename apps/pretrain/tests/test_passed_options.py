@@ -1,4 +1,4 @@
-"""Options of a run that only other packages use reach them."""
+"""Options of a run that reach other packages, and the moment at which the clock of the steps starts."""
 
 import dataclasses
 

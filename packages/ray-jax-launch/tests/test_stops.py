@@ -210,7 +210,10 @@ def test_what_a_loop_prints_is_logged_and_a_long_line_is_not_held(tmp_path, capl
 
 
 def save_late_on_rank_1(config):
-    """Stop for a preempted node, asked at every tenth step. Rank 1 saves two seconds after rank 0. Then return."""
+    """Stop for a preempted node, and ask only at every tenth step. Rank 1 saves two seconds after rank 0.
+
+    After another start, return.
+    """
     import jax
     import ray.util
 
