@@ -1,7 +1,6 @@
 import gzip
 import hashlib
 import io
-import json
 from pathlib import Path
 
 import datasets
@@ -11,8 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from owt_data import DataError, PrepareOptions, Source, load_tokenizer, prepare, read_manifest, verify
-from owt_data._cli import main
-from owt_data._prepare.write_splits import split_documents
 
 BYTES = PrepareOptions(tokenizer="bytes")
 
@@ -61,21 +58,6 @@ def test_token_files_are_those_of_a_plain_script(kind, seed, articles, tmp_path,
     assert manifest.files["train.bin"].num_documents + manifest.files["val.bin"].num_documents == 300
     assert read_manifest(tmp_path / "out") == manifest
     assert verify(tmp_path / "out") == []
-
-
-@pytest.mark.parametrize(
-    ("num_documents", "fraction", "num_val"),
-    [(300, 0.0005, 1), (2000, 0.0005, 1), (2001, 0.0005, 2), (3000, 0.0005, 2), (300, 0.101, 31), (10, 0.25, 3)],
-)
-def test_the_split_is_that_of_datasets_with_validation_documents_rounded_up(num_documents, fraction, num_val):
-    rows = datasets.Dataset.from_dict({"number": range(num_documents)})
-    for seed in (2357, 7):
-        expected = rows.train_test_split(test_size=fraction, seed=seed, shuffle=True)
-        ranges = split_documents(np.arange(1, num_documents + 1), fraction, seed)
-        assert len(ranges["val"][0]) == num_val
-        for split, (starts, stops) in zip(("train", "test"), (ranges["train"], ranges["val"]), strict=True):
-            assert starts.tolist() == list(expected[split]["number"])
-            assert (stops - starts == 1).all()
 
 
 def test_parquet_and_folders_of_files_hold_the_same_documents(articles, tmp_path):
@@ -132,47 +114,6 @@ def test_as_many_processes_tokenize_as_asked_and_none_is_left(
     prepare(str(corpus), tmp_path / "out", BYTES, num_processes=num_processes, progress=look)
     assert seen == [num_children]
     assert tokenizing_processes() == []
-
-
-def test_splits_that_are_given_are_kept(articles, tmp_path):
-    lines = articles.read_text().splitlines(keepends=True)
-    (tmp_path / "a.jsonl").write_text("".join(lines[:250]))
-    (tmp_path / "b.jsonl").write_text("".join(lines[250:]))
-    sources = [f"train={tmp_path / 'a.jsonl'}", f"val={tmp_path / 'b.jsonl'}"]
-    manifest = prepare(sources, tmp_path / "out", BYTES)
-    tokenizer = load_tokenizer("bytes")
-    for file, split in (("train.bin", lines[:250]), ("val.bin", lines[250:])):
-        expected = [token for line in split for token in [*json.loads(line)["text"].encode(), tokenizer.eot_token]]
-        assert read(tmp_path / "out" / file).tolist() == expected
-        assert manifest.files[file].num_documents == len(split)
-    assert prepare(sources, tmp_path / "out", BYTES) == manifest
-    with pytest.raises(DataError, match="got token files of"):
-        prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", BYTES)
-    swapped = [f"train={tmp_path / 'b.jsonl'}", f"val={tmp_path / 'a.jsonl'}"]
-    with pytest.raises(DataError, match="got token files of"):
-        prepare(swapped, tmp_path / "out", BYTES)
-
-
-def test_one_document_is_split_by_position(tmp_path):
-    (tmp_path / "book.txt").write_text("abcdefghi" * 11)
-    manifest = prepare(str(tmp_path / "book.txt"), tmp_path / "out", BYTES)
-    assert (
-        read(tmp_path / "out/train.bin").tobytes() == np.frombuffer(b"abcdefghi" * 10, np.uint8).astype("<u2").tobytes()
-    )
-    assert read(tmp_path / "out/val.bin").tolist() == [*b"abcdefghi", 256]
-    assert [manifest.files[name].num_tokens for name in ("train.bin", "val.bin")] == [90, 10]
-    assert verify(tmp_path / "out") == []
-
-
-def test_many_documents_can_be_split_by_position(articles, tmp_path):
-    options = PrepareOptions(tokenizer="bytes", split="position", val_fraction=0.25)
-    manifest = prepare(str(articles), tmp_path / "out", options)
-    train, val = read(tmp_path / "out/train.bin"), read(tmp_path / "out/val.bin")
-    assert len(val) == pytest.approx(0.25 * (len(train) + len(val)), abs=1)
-    ends = np.flatnonzero(np.concatenate([train, val]) == 256) + 1
-    assert len(ends) == 300
-    assert manifest.files["train.bin"].num_documents == (ends < len(train)).sum() + 1
-    assert manifest.files["val.bin"].num_documents == (ends > len(train)).sum()
 
 
 def test_the_builtin_corpus_is_pythons_source(tmp_path):
@@ -367,37 +308,3 @@ def test_bad_options_are_rejected():
         PrepareOptions(val_fraction=1.5)
     with pytest.raises(DataError, match="split_seed must be an integer of at least 0, got -1"):
         PrepareOptions(split_seed=-1)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "options", "split", "share"),
-    [
-        ([1000] * 2, {}, "position", 0.1),
-        ([1000] * 5, {}, "position", 0.1),
-        ([1000] * 5, {"val_fraction": 0.2}, "documents", 0.2),
-        ([1000] * 5, {"val_fraction": 0.05}, "position", 0.05),
-        ([1000] * 5, {"split": "documents"}, "documents", 0.2),
-        ([1000] * 20, {}, "documents", 0.05),
-        ([10] * 30 + [100_000], {"val_fraction": 0.5}, "position", 0.5),
-    ],
-)
-def test_few_documents_are_split_by_position(lengths, options, split, share, tmp_path, capsys):
-    (tmp_path / "texts").mkdir()
-    for number, length in enumerate(lengths):
-        (tmp_path / f"texts/{number:02}.txt").write_text("a" * (length - 1))
-    options = PrepareOptions(tokenizer="bytes", **options)
-    manifest = prepare(str(tmp_path / "texts"), tmp_path / "out", options, num_processes=1)
-    assert manifest.split == split
-    assert manifest.files["val.bin"].num_tokens == pytest.approx(share * sum(lengths), rel=0.01)
-    assert verify(tmp_path / "out") == []
-
-
-def test_the_command_says_the_sizes_of_both_splits(tmp_path, capsys):
-    (tmp_path / "book.txt").write_text("a" * 9_999)
-    assert main(["prepare", str(tmp_path / "book.txt"), str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "the text was split by position",
-        f"{tmp_path}/out/train.bin: 9,000 tokens (90 %), 1 documents",
-        f"{tmp_path}/out/val.bin: 1,000 tokens (10 %), 1 documents",
-    ]
