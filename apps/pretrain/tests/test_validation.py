@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tiktoken
 
 from nnx_gpt2 import (
     GPT2Config,
@@ -86,12 +87,20 @@ def test_small_batches_are_read_several_at_once(params, tokens, batch_size, num_
     assert len(steps) == num_steps
 
 
-def test_bits_per_byte_count_the_bytes_of_the_predicted_tokens(tokens):
-    tokenizer = load_tokenizer("bytes")
+# As in gpt2, longer pieces have higher ids, and the ids of single bytes are not in the order of the bytes.
+PIECES = [bytes([255 - number]) for number in range(128)] + [b"ab" + b"c" * length for length in range(128)]
+LONGER = tiktoken.Encoding(
+    "longer", pat_str=".", mergeable_ranks=dict(zip(PIECES, range(256), strict=True)), special_tokens={"<end>": 256}
+)
+
+
+@pytest.mark.parametrize("tokenizer", [load_tokenizer("bytes"), LONGER], ids=["bytes", "longer"])
+def test_bits_per_byte_count_the_bytes_of_the_predicted_tokens(tokenizer, tokens):
     for num_tokens, starts in ((None, [0]), (16, [0, 80])):
         validation = Validation(MODEL, tokens, num_tokens=num_tokens, batch_size=4)
         predicted: Any = [tokens.read(start + 1, NUM_TOKENS if num_tokens is None else start + 9) for start in starts]
-        num_bytes = int((np.concatenate(predicted) < 256).sum())  # 256 is the end of a text
+        texts = [token for token in np.concatenate(predicted).tolist() if token != 256]  # the end of a text
+        num_bytes = sum(len(tokenizer.decode_bytes([token])) for token in texts)
         expected = 2.0 * validation.num_tokens / num_bytes / math.log(2)
         assert validation.bits_per_byte(2.0, tokenizer) == pytest.approx(expected)
 

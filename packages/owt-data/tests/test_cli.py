@@ -81,16 +81,16 @@ def test_the_log_has_a_line_every_half_minute_with_the_speed_of_this_start(monke
     monkeypatch.setattr("owt_data._prepare.progress_bar.time", SimpleNamespace(monotonic=lambda: next(clock)))
     out = io.StringIO()
     with progress_bar(Console(file=out, width=120)) as report:
-        for fraction, num_bytes in (
-            (0.1, 500_000_000),
-            (0.12, 600_000_000),
-            (0.2, 1_000_000_000),
-            (0.3, 1_500_000_000),
+        for stage, fraction, num_bytes in (
+            ("checking", 0.1, 500_000_000),
+            ("tokenizing", 0.12, 600_000_000),
+            ("tokenizing", 0.2, 1_000_000_000),
+            ("tokenizing", 0.3, 1_500_000_000),
         ):
-            report(Progress(stage="tokenizing", fraction=fraction, num_documents=7_000, num_bytes=num_bytes))
+            report(Progress(stage=stage, fraction=fraction, num_documents=7_000, num_bytes=num_bytes))
         report(Progress(stage="assembling", fraction=0.5, num_documents=7_000, num_tokens=9_000))
     assert out.getvalue().splitlines() == [
-        "tokenizing  20 %  7,000 documents  0 tokens  12.5 MB/s",
+        "tokenizing  20 %  7,000 documents  0 tokens  13.3 MB/s",
         "assembling  50 %  7,000 documents  9,000 tokens",
     ]
 

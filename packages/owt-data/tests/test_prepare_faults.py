@@ -157,6 +157,9 @@ def test_finished_shards_are_not_tokenized_again(corpus, interrupted, undisturbe
 
     manifest = prepare(str(corpus), interrupted, OPTIONS, num_processes=1, progress=look)
     assert all(now == before for now in seen if now is not None)
+    stages = [now.stage for now in progress]
+    assert list(dict.fromkeys(stages)) == ["reading", "checking", "tokenizing", "assembling"]
+    assert stages.count("checking") == len(finished)
     assert progress[-1].num_documents == 4000
     assert progress[-1].num_tokens == sum(record.num_tokens for record in manifest.files.values())
     assert_same(interrupted, undisturbed)

@@ -44,8 +44,20 @@ def test_the_fast_tokenizer_encodes_long_runs_like_tiktoken(text, small_bpe):
 def test_digests_differ_between_tokenizers(small_bpe):
     assert tokenizer_digest(load_tokenizer("bytes")) != tokenizer_digest(small_bpe)
     assert tokenizer_digest(load_tokenizer("bytes")) == (
-        "2114b7354135602ea50165381fc6469346dce0a93373908a1d30ff4c2d51410e"
+        "0e09e33811f0032bb2f93ae6fb1107a5c821e93999459cf55f53173d87fac8d8"
     )
+
+
+def test_the_same_pieces_with_other_ids_have_another_digest():
+    pieces = {bytes([number]): number for number in range(256)} | {b"ab": 256, b"cd": 257}
+    others = pieces | {b"ab": 257, b"cd": 256}
+    digests = {
+        tokenizer_digest(
+            tiktoken.Encoding("pair", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
+        )
+        for ranks in (pieces, others)
+    }
+    assert len(digests) == 2
 
 
 def test_an_unknown_tokenizer_is_rejected():

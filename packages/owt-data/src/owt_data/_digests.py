@@ -48,7 +48,7 @@ class FileState:
     @property
     def is_settled(self) -> bool:
         """Return whether a later change will change the state."""
-        return time.time_ns() - self.mtime_ns > _SETTLED_S * 1_000_000_000
+        return time.time_ns() - self.ctime_ns > _SETTLED_S * 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,7 +76,8 @@ def load_fast_tokenizer(name: str) -> tiktoken.Encoding:
 def tokenizer_digest(tokenizer: tiktoken.Encoding) -> str:
     """Return the SHA-256 of a tokenizer's pieces in order of their ids. Equal digests mean equal encodings."""
     digest = hashlib.sha256()
-    for token in tokenizer.token_byte_values():
-        digest.update(len(token).to_bytes(4, "little") + token)
+    for token_id in range(tokenizer.n_vocab):
+        piece = tokenizer.decode_single_token_bytes(token_id)
+        digest.update(len(piece).to_bytes(4, "little") + piece)
     digest.update(tokenizer._pat_str.encode())
     return digest.hexdigest()

@@ -15,7 +15,7 @@ class Tokenizing:
 
     def summary(self) -> str:
         """Return the share of the text that is tokenized; an empty text after the end."""
-        if self.last is None or self.last.stage != "tokenizing" or self.last.fraction == 1:
+        if self.last is None or self.last.stage not in ("checking", "tokenizing") or self.last.fraction == 1:
             return ""
         if self.last.fraction is None:
             return f"{self.last.num_tokens:,} tokens tokenized"

@@ -106,8 +106,9 @@ class Validation:
         """
         if self._num_bytes is None:
             lengths = np.zeros(np.iinfo(np.uint16).max + 1, np.int64)
-            values = tokenizer.token_byte_values()  # in the order of ids, without special tokens
-            lengths[: len(values)] = [len(value) for value in values]
+            for token_id in range(tokenizer.n_vocab):
+                if not tokenizer.is_special_token(token_id):
+                    lengths[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
             self._num_bytes = 0
             for first in range(0, len(self._indices), _WINDOWS_AT_ONCE):
                 rows = np.arange(first, min(first + _WINDOWS_AT_ONCE, len(self._indices)))

@@ -68,7 +68,7 @@ class Progress:
     """Progress of `prepare`."""
 
     stage: str
-    """`reading`, `tokenizing` or `assembling`."""
+    """`reading`, `checking` (what earlier starts have tokenized), `tokenizing` or `assembling`."""
 
     fraction: float | None
     """Share of the stage that is done; None if its length is unknown."""
@@ -327,11 +327,11 @@ class _Run:
             follower=None if split == "val" else self._follower,
         )
 
-    def _count(self, record: ShardRecord) -> None:
+    def _count(self, record: ShardRecord, is_kept: bool) -> None:
         before, total = self._done, self._plan.num_bytes
         num_bytes = before.num_bytes + record.num_bytes
         self._done = Progress(
-            stage="tokenizing",
+            stage="checking" if is_kept else "tokenizing",
             fraction=min(1.0, num_bytes / total) if total else None,
             num_documents=before.num_documents + record.num_documents,
             num_tokens=before.num_tokens + record.num_tokens,

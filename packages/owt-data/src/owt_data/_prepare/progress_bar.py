@@ -29,7 +29,7 @@ def progress_bar(console: Console) -> Iterator[Report]:
             nonlocal stage, began, bytes_before, last_line
             now = time.monotonic()
             if progress.stage != stage:
-                # The first report includes the work of earlier starts, which must not count for the speed.
+                # What earlier starts have tokenized was reported before, and does not count for the speed.
                 stage, began, bytes_before = progress.stage, now, progress.num_bytes
                 bar.reset(task, description=stage)
             rate = (progress.num_bytes - bytes_before) / 1e6 / max(now - began, 1e-3)

@@ -157,7 +157,7 @@ def tokenize(
     *,
     shard_bytes: int,
     encoder: Encoder,
-    report: Callable[[ShardRecord], None],
+    report: Callable[[ShardRecord, bool], None],
     follower: Follower | None = None,
 ) -> list[ShardRecord]:
     """Tokenize documents into shard files. Valid shard files in the folder are kept.
@@ -167,7 +167,7 @@ def tokenize(
         folder: the folder for the shard files; made if missing.
         shard_bytes: least bytes of text in a shard; the last shard may have fewer.
         encoder: the encoder.
-        report: called with the record of each finished shard, first of the kept ones.
+        report: called with the record of each finished shard, first of the kept ones, and with whether it was kept.
         follower: consumer of the shards. Shards far beyond those that it needs are not begun.
 
     Raises:
@@ -185,7 +185,7 @@ def tokenize(
     for index, record in enumerate(records):
         path = shard_path(folder, index)
         if checksum(path) == record.sha256:
-            report(record)
+            report(record, True)
         else:
             _log.warning("%s is damaged or missing: tokenizing it again", path)
             damaged.append(index)
@@ -196,7 +196,7 @@ def tokenize(
             path = shard_path(folder, index)
             remedy = f"Restore the source if it has changed, or delete {show_name(folder.parent)} to start again."
             raise DataError(f"{show_name(path)} must have the tokens of before its damage, got others. {remedy}")
-        report(record)
+        report(record, False)
     if follower is not None:
         follower.begin()
     new = _cut(documents, folder, starts[-1], len(records), shard_bytes)
@@ -207,7 +207,7 @@ def tokenize(
                 file.write(json.dumps({"format": _FORMAT, "version": version("owt-data")}) + "\n")
             file.write(json.dumps(dataclasses.asdict(record)) + "\n")
         records.append(record)
-        report(record)
+        report(record, False)
     return records
 
 

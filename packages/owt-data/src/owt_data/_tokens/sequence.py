@@ -283,7 +283,9 @@ class TokenMixture:
         for number, sequence in enumerate(self.sequences):
             here = which == number
             if here.any():
-                windows[here] = sequence.windows(own_index[here], seq_len=seq_len, order=order, seed=seed + number)
+                windows[here] = sequence.windows(
+                    own_index[here], seq_len=seq_len, order=order, seed=(seed + number) % 2**64
+                )
         return windows
 
     def _deal(self, indices: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
