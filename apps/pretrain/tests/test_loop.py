@@ -3,18 +3,32 @@ import logging
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
 
-from nnx_gpt2 import GPT2Config, OptimizerConfig, abstract_train_state, create_optimizer, create_train_state, make_mesh
+from nnx_gpt2 import (
+    GPT2Config,
+    OptimizerConfig,
+    abstract_train_state,
+    create_optimizer,
+    create_train_state,
+    make_mesh,
+    make_train_step,
+)
 from owt_data import PrepareOptions, open_tokens, prepare
-from pretrain import PRESETS
+from pretrain import PRESETS, main
 from pretrain._training import loop
 from pretrain._training.loop import is_due, restore, warn_of_bfloat16
+from pretrain._training.step_meter import StepMeter
 from ray_jax_launch import Checkpoints
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)
+SMALL_RUN = (
+    "--data book.txt --tokenizer bytes --hardware local --train.max-steps 2 --train.global-batch-size 4 "
+    "--model.seq-len 16 --model.num-layers 1 --model.num-heads 1 --model.embed-dim 8"
+)
 
 
 def test_a_state_comes_back_with_its_counters_and_its_record(tmp_path):
@@ -78,3 +92,36 @@ def test_bfloat16_on_an_old_gpu_is_a_line_in_the_log(dtype, capability, expected
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     warn_of_bfloat16(config, SimpleNamespace(device_kind="Tesla T4", compute_capability=capability))
     assert [message.partition(" faster")[0] for message in caplog.messages] == expected
+
+
+def test_the_time_of_a_step_does_not_include_the_first_one_of_a_start(tmp_path, monkeypatch):
+    """Its clock starts when the device has nothing to do."""
+    occupy = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x).sum())
+    busy = jax.block_until_ready(jnp.zeros((512, 512)))
+    jax.block_until_ready(occupy(busy))  # compiles
+    add_zero = jax.jit(lambda value, number: value + (0 * number).astype(value.dtype))
+    newest, are_computed = {}, []
+
+    class SlowStep:
+        def __init__(self, *args, **kwargs):
+            self.step = make_train_step(*args, **kwargs)
+            self.lower = self.step.lower
+
+        def __call__(self, *state):
+            state, metrics = self.step(*state)
+            long_work = occupy(busy)
+            newest.update({name: add_zero(value, long_work) for name, value in metrics.items()})
+            return state, {**newest}
+
+    def start(meter):
+        are_computed.append(all(value.is_ready() for value in newest.values()))
+        return start_clock(meter)
+
+    start_clock = StepMeter.start
+    monkeypatch.setattr(loop, "make_train_step", SlowStep)
+    monkeypatch.setattr(StepMeter, "start", start)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)
+    assert main(SMALL_RUN.split()) == 0
+    assert are_computed
+    assert all(are_computed)

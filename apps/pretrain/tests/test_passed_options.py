@@ -1,9 +1,7 @@
-"""Options of a run that reach other packages, and the moment at which the clock of the steps starts."""
+"""Name the options of a run that other packages get, and see that they do."""
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import pytest
 import ray
 
@@ -12,7 +10,6 @@ from nnx_gpt2 import make_train_step
 from pretrain import PRESETS, main
 from pretrain._commands.train import _num_tokenizing_tasks as num_tokenizing_tasks
 from pretrain._training import loop
-from pretrain._training.step_meter import StepMeter
 from ray_jax_launch import parse_hardware
 
 SMALL = (
@@ -44,38 +41,6 @@ def test_options_reach_the_step_the_launch_and_the_profiler(tmp_path, monkeypatc
     assert {name: passed[name] for name in expected} == expected
     (trace,) = tmp_path.glob("runs/*/tensorboard/plugins/profile/*/*.xplane.pb")
     assert trace.stat().st_size > 0
-
-
-def test_the_time_of_a_step_does_not_include_the_first_one_of_a_start(tmp_path, monkeypatch):
-    """Its clock starts when the device has nothing to do."""
-    occupy = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x).sum())
-    busy = jax.block_until_ready(jnp.zeros((512, 512)))
-    jax.block_until_ready(occupy(busy))  # compiles
-    add_zero = jax.jit(lambda value, number: value + (0 * number).astype(value.dtype))
-    newest, are_computed = {}, []
-
-    class SlowStep:
-        def __init__(self, *args, **kwargs):
-            self.step = make_train_step(*args, **kwargs)
-            self.lower = self.step.lower
-
-        def __call__(self, *state):
-            state, metrics = self.step(*state)
-            newest.update({name: add_zero(value, occupy(busy)) for name, value in metrics.items()})
-            return state, {**newest}
-
-    def start(meter):
-        are_computed.append(all(value.is_ready() for value in newest.values()))
-        return start_clock(meter)
-
-    start_clock = StepMeter.start
-    monkeypatch.setattr(loop, "make_train_step", SlowStep)
-    monkeypatch.setattr(StepMeter, "start", start)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)
-    assert main(SMALL.split()) == 0
-    assert are_computed
-    assert all(are_computed)
 
 
 @pytest.mark.parametrize(("num_processes", "expected"), [(None, 62), (2, 2), (100, 62)])
