@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import shutil
+import subprocess
 from importlib.metadata import version
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from pretrain import PRESETS
 from pretrain._errors import UsageError
+from pretrain._run import description
 from pretrain._run.description import (
     DataDescription,
     check_same_data,
@@ -204,3 +207,26 @@ def test_a_new_run_knows_the_commit_of_a_checkout(stored):
     if stored.commit is None:
         pytest.skip("the source is no git checkout")
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", stored.commit)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_says_whether_files_differ_from_it(tmp_path, monkeypatch):
+    def git(*args):
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+        return subprocess.run(["git", *who, *args], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    def commit():
+        return describe(PRESETS["quickstart"](), DATA, "cpu:1").commit
+
+    source = tmp_path / "description.py"
+    source.write_text("x = 1")
+    monkeypatch.setattr(description, "__file__", str(source))
+    git("init", "-q")
+    assert commit() is None  # another project's checkout does not have the file
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    git("tag", "v1")
+    head = git("rev-parse", "HEAD").strip()
+    assert commit() == head
+    source.write_text("x = 2")
+    assert commit() == f"{head}-dirty"

@@ -11,6 +11,7 @@ from pretrain._run.description import DataDescription, RunDescription, write_des
 from pretrain._run.files import append_line
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder, locate
+from pretrain._run.remote_copy import reader_copy
 from pretrain._run.result import RunResult, read_result
 
 
@@ -43,6 +44,12 @@ def test_a_name_is_that_of_a_run_before_that_of_a_folder(tmp_path, monkeypatch):
 )
 def test_the_name_of_a_run_is_the_last_part_of_its_place(place):
     assert locate(place).name == "first"
+
+
+def test_runs_of_one_name_have_copies_of_their_own():
+    servers = [f"s3://runs/first?endpoint_override=http://{host}:9000" for host in ("a", "b")]
+    places = ["s3://runs/first", "s3://other/first", "gs://runs/first", *servers]
+    assert len({locate(place).path for place in places}) == len({reader_copy(place).path for place in places}) == 5
 
 
 def test_the_report_sums_up_the_run(tmp_path):

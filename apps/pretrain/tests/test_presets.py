@@ -77,16 +77,23 @@ def test_wikitext_is_the_job_of_the_pytorch_tutorial():
 
 
 @pytest.mark.parametrize(
-    ("name", "published"),
+    ("name", "published", "learning_rate"),
     [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
+        ("gpt2", 124_439_808, 6e-4),
+        ("gpt2-medium", 354_823_168, 3e-4),
+        ("gpt2-large", 774_030_080, 2.5e-4),
+        ("gpt2-xl", 1_557_611_200, 2e-4),
     ],
 )
-def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(name, published):
+def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(name, published, learning_rate):
     config = with_vocab_size(PRESETS[name](), 50257)
-    assert num_params(config.model) == published
+    model, train, optimizer = config.model, config.train, config.optimizer
+    assert num_params(model) == published
+    assert (optimizer.learning_rate, optimizer.min_learning_rate) == pytest.approx((learning_rate, learning_rate / 10))
+    assert (optimizer.schedule, optimizer.warmup_steps, optimizer.weight_decay) == ("cosine", 2000, 0.1)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.clip_norm) == (0.9, 0.95, 1.0)
+    assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.0, "bfloat16", "float32")
+    assert (config.data, config.prepare.tokenizer, train.order) == ("openwebtext", "gpt2", "shuffle")
+    assert (train.max_steps, train.eval_every, train.checkpoint_every) == (600_000, 1000, 1000)
     assert config.train.global_batch_size * config.model.seq_len == 491_520
     assert config.train.global_batch_size % (8 * config.train.grad_accum_steps) == 0

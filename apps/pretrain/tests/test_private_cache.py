@@ -6,7 +6,9 @@ import stat
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from pretrain import main
 from pretrain._data import cache_folder
@@ -14,6 +16,7 @@ from pretrain._errors import UsageError
 from pretrain._run.folder import locate
 from pretrain._run.remote_copy import reader_copy
 from pretrain._surroundings.private_cache import private_cache
+from pretrain._training import compilation
 from pretrain._training.compilation import keep_programs
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
@@ -50,6 +53,21 @@ def test_compiled_programs_are_closed_to_other_users(cache, programs):
     keep_programs()
     assert Path(programs()).is_relative_to(cache / "pretrain")
     assert mode(cache / "pretrain") == 0o700
+
+
+def test_compiled_programs_are_kept_up_to_a_limit(cache, programs, monkeypatch):
+    """The least recently used ones are deleted."""
+    monkeypatch.setattr(compilation, "_MAX_BYTES", 20_000)
+    monkeypatch.setattr(compilation, "_MIN_COMPILE_S", 0.0)
+    keep_programs()
+    reset_cache()  # jax has opened another folder
+    sizes = []
+    for number in range(12):
+        jax.jit(lambda x, number=number: jnp.sin(x * number))(jnp.ones(8)).block_until_ready()
+        sizes.append(sum(path.stat().st_size for path in Path(programs()).rglob("*")))
+    reset_cache()
+    assert max(sizes) <= 20_000
+    assert sizes[0] > 1000
 
 
 @pytest.mark.parametrize("before", [0o750, 0o770, 0o705, 0o701])

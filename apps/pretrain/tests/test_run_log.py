@@ -12,7 +12,10 @@ from pretrain._run.description import DataDescription, RunDescription
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, read_phases, seconds_by_phase
+from pretrain._trackers import tensorboard
+from pretrain._trackers.tensorboard import TensorBoard
 from pretrain._training.run_log import RunLog
+from ray_jax_launch import open_uri
 
 CONFIG = dataclasses.replace(with_vocab_size(PRESETS["quickstart"](), 257), trackers=())
 DATA = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={})
@@ -72,6 +75,30 @@ def test_a_record_reaches_object_storage_before_a_save(s3, tmp_path, monkeypatch
             time.sleep(0.1)
             reader.pull()
         assert read_lines(reader.metrics) == [{"step": 1, "loss": 2.0}]
+
+
+def test_what_a_tracker_writes_at_its_end_reaches_object_storage(s3, tmp_path, monkeypatch):
+    """Offline wandb writes a row when the next one begins, or at the end."""
+
+    class WritesAtItsEnd(TensorBoard):
+        def close(self):
+            super().close()
+            (self.folder / "last-row").write_text("row of the last step")
+
+    def make(folder, *args):
+        tracker = WritesAtItsEnd(folder, *args)
+        tracker.folder = folder
+        return tracker
+
+    monkeypatch.setattr(tensorboard, "TensorBoard", make)
+    uri = f"{s3}/{tmp_path.name}/run"
+    config = dataclasses.replace(CONFIG, trackers=("tensorboard",))
+    with RunLog(RunFolder(tmp_path / "driver", uri), config, DESCRIPTION, send=lambda record: None) as log:
+        begin(log, 0)
+        log.write({"step": 1, "loss": 2.0})
+    filesystem, root = open_uri(uri)
+    with filesystem.open_input_stream(f"{root}/tensorboard/last-row") as file:
+        assert file.read() == b"row of the last step"
 
 
 def test_what_is_not_finite_is_left_out(tmp_path):

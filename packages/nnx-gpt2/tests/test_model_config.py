@@ -81,5 +81,6 @@ def test_parameters_in_bfloat16_are_rejected_for_training_before_anything_starts
     for attention in ("auto", "splash", "cudnn"):
         GPT2Config(dtype="bfloat16", attention=attention).check_trainable()
     message = "model.param_dtype must be float32 or float64 for training, got 'bfloat16'. Set model.dtype to bfloat16"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        GPT2Config(param_dtype="bfloat16").check_trainable()
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            GPT2Config(param_dtype="bfloat16", dtype=dtype).check_trainable()

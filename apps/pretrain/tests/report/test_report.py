@@ -11,6 +11,8 @@ from pretrain._commands.report import report
 from pretrain._errors import UsageError
 from pretrain._report.svg_chart import Axis, Line, line_chart
 from pretrain._report.thinning import thin
+from pretrain._report.timeline import WorkTime, draw_timeline
+from pretrain._run.history import Phase
 
 BEGAN_S = 1_700_000_000.0
 ATTACK = "<script>alert(1)</script>"
@@ -314,3 +316,18 @@ def test_the_values_at_the_ends_of_lines_stay_above_the_numbers_of_the_axis(num_
     assert heights[0] >= 0
     assert heights[-1] <= 96
     assert all(np.diff(heights) >= 7.9)
+
+
+@pytest.mark.parametrize("end", ["stopped", "failed"])
+def test_time_in_which_no_command_ran_has_no_place_in_the_time_line(end):
+    phases = [
+        Phase(step=step, time_s=time_s, phase=name)
+        for step, time_s, name in ((0, 100.0, "training"), (5, 110.0, end), (5, 900.0, "training"))
+    ]
+    svg = draw_timeline(phases, label="a", end_s=930.0, scale_s=40.0)
+    bars = re.findall(r'class="(\w+)" x="([\d.]+)%" width="([\d.]+)%"', svg)
+    assert {(name, float(x), float(width)) for name, x, width in bars} == {
+        ("training", 0.0, 25.0), ("stopped", 25.0, 0.15), ("training", 25.0, 75.0),
+    }  # fmt: skip
+    work_time = WorkTime(phases, 100.0)
+    assert work_time(np.array([105.0, 110.0, 500.0, 900.0, 910.0])).tolist() == [5.0, 10.0, 10.0, 10.0, 20.0]
