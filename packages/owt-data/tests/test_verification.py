@@ -1,5 +1,6 @@
 """Verification of token files by their SHA-256, in this process and in the background."""
 
+import gc
 import json
 import os
 import signal
@@ -198,6 +199,17 @@ def test_no_process_is_left_behind(end, endless, wait_until):
     if end == "forks":
         os.killpg(parent.pid, signal.SIGKILL)
     parent.communicate()
+
+
+def test_a_verification_that_nobody_holds_ends(endless):
+    """As that of a notebook's cell that is run again."""
+    verification = verify_in_background(open_tokens(str(endless), tokenizer="bytes"))
+    assert verification._process is not None
+    pid = verification._process.pid
+    del verification
+    gc.collect()
+    with pytest.raises(ProcessLookupError):  # it is no zombie either
+        os.kill(pid, 0)
 
 
 def command(pid):

@@ -122,6 +122,27 @@ def test_text_before_the_first_title_stays_with_the_first_article(tmp_path):
     assert verify(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize(
+    ("split", "preface", "shard_bytes", "expected"),
+    [
+        ("start", "", 1, [20, 1]),  # the validation tokens are the first title
+        ("start", "A preface. \n", 30, [20, 1]),  # the preface and the first title
+        ("position", "A preface. \n", 1000, [10, 11]),  # the validation tokens begin inside the tenth article
+    ],
+)
+def test_an_article_that_the_split_cuts_counts_in_both_files(
+    split, preface, shard_bytes, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("owt_data._prepare.plan.MAX_SHARD_BYTES", shard_bytes)
+    (tmp_path / "wiki.txt").write_text("".join(row or " \n" for row in wikitext(20, preface=preface)))
+    val_fraction = None if split == "start" else 0.52
+    options = PrepareOptions(tokenizer="bytes", documents=TITLES, split=split, val_fraction=val_fraction)
+    manifest = prepare(str(tmp_path / "wiki.txt"), tmp_path / "out", options)
+    assert [manifest.files[name].num_documents for name in ("train.bin", "val.bin")] == expected
+    assert verify(tmp_path / "out") == []
+
+
 def test_a_given_split_is_kept(tmp_path):
     for name, rows in (("a", ROWS), ("b", wikitext(3))):
         (tmp_path / f"{name}.txt").write_text("".join(row or " \n" for row in rows))
