@@ -308,7 +308,7 @@ def test_a_hub_that_answers_with_an_error_keeps_finished_shards(
 @pytest.mark.fault
 @pytest.mark.parametrize("kind", ["made", pytest.param("real", marks=pytest.mark.shared_data)])
 def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
-    kind, hub, tmp_path, request, record_property, wait_until
+    kind, hub, tmp_path, request, record_property, wait_until, run_online
 ):
     record_property("fault", "SIGKILL of a preparation of the hub's wikitext, three times")
     record_property("lost", "the shards in progress")
@@ -348,3 +348,7 @@ def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert [record.num_documents for record in manifest.files.values()] == titles
+    # Another split of the same dataset is another text.
+    swapped = ["train=org/corpus:wikitext:validation", "val=org/corpus:wikitext:train"]
+    code, err = run_online(*arguments(tmp_path, *swapped), "--documents", "wikitext-titles", "--row-end", "\n")
+    assert (code, "contents differ" in err) == (2, True)
