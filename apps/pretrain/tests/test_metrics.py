@@ -1,4 +1,5 @@
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,8 @@ def test_a_file_is_on_disk_before_it_has_its_name(write, content, syncs_folder, 
 
     def noted(name, function):
         def call(*args):
-            inode = os.fstat(args[0]).st_ino if name == "sync" else Path(args[0]).stat().st_ino
-            calls.append((name, inode))
+            found = os.fstat(args[0]) if name == "sync" else Path(args[0]).stat()
+            calls.append((name, found.st_ino, found.st_size if stat.S_ISREG(found.st_mode) else None))
             return function(*args)
 
         return call
@@ -81,5 +82,5 @@ def test_a_file_is_on_disk_before_it_has_its_name(write, content, syncs_folder, 
     path = tmp_path / "config.json"
     write(path, content)
     file, folder = path.stat().st_ino, tmp_path.stat().st_ino
-    assert calls == [("sync", file), ("rename", file), *[("sync", folder)] * syncs_folder]
+    assert calls == [("sync", file, 2), ("rename", file, 2), *[("sync", folder, None)] * syncs_folder]
     assert path.read_text() == "{}"

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import stat
 import subprocess
 import sys
 import time
@@ -257,15 +258,20 @@ def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(corpu
     synced, renamed = [], []
     fsync, replace = os.fsync, os.replace
 
+    def identify(found):
+        return found.st_ino, found.st_size if stat.S_ISREG(
+            found.st_mode
+        ) else None  # what a file had when it was synced
+
     def note_fsync(handle):
-        synced.append(os.fstat(handle).st_ino)
+        synced.append(identify(os.fstat(handle)))
         fsync(handle)
 
     def note_replace(source, target):
         inside = Path(source).iterdir() if Path(source).is_dir() else []
-        needed = {Path(source).stat().st_ino, *(path.stat().st_ino for path in inside)}
+        needed = {identify(path.stat()) for path in (Path(source), *inside)}
         replace(source, target)
-        renamed.append((Path(target).name, needed <= set(synced), Path(target).parent.stat().st_ino, len(synced)))
+        renamed.append((Path(target).name, needed <= set(synced), identify(Path(target).parent.stat()), len(synced)))
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)

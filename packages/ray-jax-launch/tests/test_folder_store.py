@@ -203,7 +203,8 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_announced(tmp_path, monkeypatc
     real, announced = os.fsync, []
 
     def fsync(file):
-        synced["after" if (place / "10").exists() else "before"].add(os.fstat(file).st_ino)
+        found = os.fstat(file)
+        synced["after" if (place / "10").exists() else "before"] |= {found.st_ino, (found.st_ino, found.st_size)}
         real(file)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -220,7 +221,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_announced(tmp_path, monkeypatc
         path for path in (place / "10").rglob("*") if path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt")
     ]
     assert len(files) > 20
-    assert {str(path) for path in (place / "10", *files) if inode(path) not in synced["before"]} == set()
+    assert inode(place / "10") in synced["before"]
+    written = {str(path): (inode(path), path.stat().st_size) for path in files if path.is_file()}
+    assert {path for path, state in written.items() if state not in synced["before"]} == set()
+    assert {str(path) for path in files if inode(path) not in synced["before"]} == set()
 
 
 def inode(path):
