@@ -121,6 +121,17 @@ def test_an_array_can_be_overwritten_when_save_returns(place):
     np.testing.assert_array_equal(restored, np.arange(4_000_000.0))
 
 
+def test_metadata_can_be_changed_when_save_returns(place, tree):
+    position = {"step": 40, "of": {"train": [1, 2]}}
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(40, {"params": tree}, metadata=position)
+        position["step"] = 41
+        position["of"]["train"].append(3)
+        checkpoints.wait()
+    with Checkpoints(place, read_only=True) as checkpoints:
+        assert checkpoints.metadata(40) == {"step": 40, "of": {"train": [1, 2]}}
+
+
 def test_only_the_newest_checkpoints_are_kept(place, tree):
     with Checkpoints(place, num_to_keep=2) as checkpoints:
         for step in (10, 20, 30):

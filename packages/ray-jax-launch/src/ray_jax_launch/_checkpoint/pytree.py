@@ -83,7 +83,7 @@ def check_items(name: str, items: Any) -> None:
 
 
 def to_metadata(metadata: Any) -> dict[str, Any]:
-    """Return metadata that can be saved.
+    """Return a copy of metadata as they are read again. The caller may change its own while they are saved.
 
     Raises:
         LaunchError: they are no JSON object, or one that cannot be read again.
@@ -91,11 +91,9 @@ def to_metadata(metadata: Any) -> dict[str, Any]:
     reason = f"a {type(metadata).__name__}"
     if isinstance(metadata, Mapping):
         try:
-            json.loads(json.dumps(dict(metadata)))
+            return json.loads(json.dumps(dict(metadata)))
         except (TypeError, ValueError, RecursionError) as error:
             reason = str(error).split("; ", maxsplit=1)[0]
-        else:
-            return dict(metadata)
     raise LaunchError(f"metadata must be a dict of JSON values, got one that is not ({reason}). Change it.")
 
 
