@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from pyarrow.fs import FileSelector
 
 from ray_jax_launch import Checkpoints, LaunchError, MismatchedCheckpointError, intact_step, latest_step
 from ray_jax_launch._checkpoint.catalog import list_steps, unsaved
+from ray_jax_launch._checkpoint.notices import notify_of_saves
+from ray_jax_launch._storage import open_uri
 
 
 @pytest.fixture
@@ -264,6 +267,37 @@ def test_a_reader_changes_nothing(tmp_path, tree):
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         checkpoints.restore(10, {"params": tree})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20.orbax-checkpoint-tmp"]
+
+
+def test_only_a_writer_tells_the_launch_its_newest_checkpoint(place, tree):
+    """A loop may read the checkpoints of another run."""
+    announced = []
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(1, {"params": tree}, metadata={})
+    with notify_of_saves(lambda folder, step: announced.append(step), announced.append):
+        with Checkpoints(place, read_only=True) as reader:
+            assert reader.restore_latest({"params": tree}) is not None
+        assert announced == []
+        with Checkpoints(place):
+            assert announced == [1]
+
+
+def test_each_of_several_damaged_checkpoints_is_quarantined(place, tree):
+    with Checkpoints(place, num_to_keep=4) as checkpoints:
+        for step in (10, 20, 30, 40):
+            checkpoints.save(step, {"params": tree}, metadata={})
+    filesystem, root = open_uri(str(place))
+    for step in (20, 30, 40):
+        files = [
+            info
+            for info in filesystem.get_file_info(FileSelector(f"{root}/{step}", recursive=True))
+            if info.is_file and info.base_name not in ("checksums.json", "checkpoint.json")
+        ]
+        with filesystem.open_output_stream(max(files, key=lambda info: info.size).path) as stream:
+            stream.write(b"x")
+    assert intact_step(place, quarantine=True) == 10
+    with Checkpoints(place, read_only=True) as reader:
+        assert reader.latest_step() == 10
 
 
 @pytest.mark.parametrize("step", [1, 0, -1, 2.5, float("nan"), "2"])

@@ -1,8 +1,10 @@
 """CPUs that an elastic launch reserves for Ray Data."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 from ray_jax_launch import cpu
 from ray_jax_launch._train import datasets
@@ -53,3 +55,13 @@ def test_a_group_that_takes_no_cpus_of_ray_data_reserves_none(calls, hardware, n
     with datasets.reserving(hardware, "run", num_cpus) as renew:
         renew()
     assert calls == []
+
+
+@pytest.mark.usefixtures("cluster")
+def test_rows_come_in_order_even_if_later_blocks_are_ready_first():
+    def slow_at_first(batch):
+        time.sleep(2.0 if batch["id"][0] == 0 else 0.0)
+        return batch
+
+    dataset = ray.data.range(6, override_num_blocks=3).map_batches(slow_at_first, batch_size=None)
+    assert [row["id"] for row in datasets.in_order(dataset).iter_rows()] == [*range(6)]

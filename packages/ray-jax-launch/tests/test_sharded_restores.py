@@ -62,6 +62,22 @@ def test_a_node_downloads_only_the_archives_with_shards_of_its_processes(
     assert proxy.downloaded_bytes("/process-1.params.tar") == num_downloads * sizes["process-1.params.tar"]
 
 
+# Rank 1 begins to read when rank 0 has read everything.
+SLOW_RANK = """
+import time
+from ray_jax_launch._checkpoint import writers
+
+saved_tree = writers._saved_tree
+writers._saved_tree = lambda folder: (time.sleep(3 * int(sys.argv[2])), saved_tree(folder))[1]
+"""
+
+
+def test_a_download_stays_until_the_slowest_process_of_the_node_has_read_it(run_ranks, s3, tmp_path):
+    uri = join_path(s3, tmp_path.name, "checkpoints")
+    code = SHARDS.replace("\njax.distributed", f"{SLOW_RANK}\njax.distributed", 1)
+    assert run_ranks(code, [uri] * 2, ",") == ["restored"] * 2
+
+
 @pytest.mark.parametrize(
     ("num_saved", "num_restored", "chunks"),
     [

@@ -164,3 +164,17 @@ def test_a_link_in_place_of_the_folder_is_rejected(temporary):
     (temporary / f"ray-jax-launch-{os.getuid()}").symlink_to(temporary / "elsewhere")
     with pytest.raises(LaunchError, match=r"ray-jax-launch-.* must be a folder of this user"):
         Staging("s3://bucket/run")
+
+
+@pytest.mark.parametrize("place", ["folder", "s3"], indirect=True)
+def test_readers_and_writers_leave_no_file_open(place, temporary):
+    with Checkpoints(place) as checkpoints:
+        checkpoints.save(1, {"params": {"w": jnp.ones(8)}}, metadata={})
+    num_open = []
+    for _ in range(4):
+        with Checkpoints(place, read_only=True) as reader:
+            assert reader.restore_latest({"params": {"w": jnp.ones(8)}}) is not None
+        with Checkpoints(place):
+            pass
+        num_open.append(len(os.listdir("/dev/fd")))
+    assert num_open[1:] == num_open[1:2] * 3  # the first time opens what the process keeps

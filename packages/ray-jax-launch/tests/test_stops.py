@@ -210,9 +210,9 @@ def test_what_a_loop_prints_is_logged_and_a_long_line_is_not_held(tmp_path, capl
 
 
 def save_late_on_rank_1(config):
-    """Stop for a preempted node, and ask only at every tenth step. Rank 1 saves two seconds after rank 0.
+    """Stop for a preempted node, and ask only at every tenth step. Rank 1 is slower, and far behind rank 0.
 
-    After another start, return.
+    Rank 1 saves two seconds after rank 0. After another start, return.
     """
     import jax
     import ray.util
@@ -226,15 +226,18 @@ def save_late_on_rank_1(config):
     group = ray.util.get_current_placement_group()
     assert group is not None
     noticed, poll = StopRequest("preemption"), current_session().control.poll.remote
-    ray.get(poll(group.id.hex(), 2, rank, request=noticed, next_step=None))
     for step in range(0, 20_000, 10):
-        time.sleep(0.02)
+        time.sleep(0.1 if rank == 1 else 0.02)
+        if rank == 0 and step == 300:
+            ray.get(poll(group.id.hex(), 2, rank, request=noticed, next_step=None))
         if stop_requested(step):
             break
     else:
         raise AssertionError("the ranks did not stop")
     if rank == 1:
         time.sleep(2)
+    saved.with_name(f"saved-{rank}").write_text(str(step))
+    if rank == 1:
         saved.touch()
 
 
@@ -252,6 +255,7 @@ def test_a_launch_ends_at_its_last_preemption_after_every_rank_has_saved(tmp_pat
     with pytest.raises(TrainingFailed, match="saved at step"):
         trainer.fit()
     assert (tmp_path / "saved").exists()
+    assert (tmp_path / "saved-0").read_text() == (tmp_path / "saved-1").read_text()
 
 
 def train_slowly(config):
