@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -176,5 +177,5 @@ def test_readers_and_writers_leave_no_file_open(place, temporary):
             assert reader.restore_latest({"params": {"w": jnp.ones(8)}}) is not None
         with Checkpoints(place):
             pass
-        num_open.append(len(os.listdir("/dev/fd")))
+        num_open.append(len([*Path("/dev/fd").iterdir()]))
     assert num_open[1:] == num_open[1:2] * 3  # the first time opens what the process keeps
