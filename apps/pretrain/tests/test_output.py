@@ -6,6 +6,7 @@ import sys
 
 from rich.live import Live
 
+from pretrain import main
 from pretrain._cli import standard_output
 from pretrain._output import log_lines
 
@@ -47,3 +48,10 @@ def test_the_console_writes_while_a_tracker_replaces_standard_output(capsys):
     with Live("a view", console=console), contextlib.redirect_stdout(io.StringIO()):
         console.print("a line :+1:")
     assert "a line :+1:\n" in capsys.readouterr().out
+
+
+def test_a_name_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
+    """`:b:` is the name of an emoji, and a configuration of a dataset of the hub."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "x:fire:b:y"]) == 2
+    assert "x:fire:b:y" in capsys.readouterr().err

@@ -118,3 +118,20 @@ def test_a_cache_of_another_user_is_not_used(is_link, cache, programs, caplog):
     )
     with pytest.raises(UsageError, match="must be a folder of this user, got one of user 12345"):
         locate("s3://bucket/runs/first")
+
+
+@as_root
+@pytest.mark.parametrize("is_link", [False, True])
+def test_programs_are_not_kept_in_a_folder_of_another_user(is_link, cache, programs, caplog):
+    folder, theirs = cache / "pretrain/programs", cache / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, 12345, 12345)
+    if is_link:
+        folder.symlink_to(theirs)
+    else:
+        theirs.rename(folder)
+    with caplog.at_level(logging.WARNING, "pretrain"):
+        keep_programs()
+    assert programs() is None
+    assert f"{folder} must be a folder of this user, got one of user 12345." in caplog.text
+    assert [path.name for path in folder.iterdir()] == []

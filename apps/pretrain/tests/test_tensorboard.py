@@ -24,6 +24,7 @@ from pretrain._run.description import DataDescription, describe
 from pretrain._run.files import append_line, read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, read_samples, read_starts
+from pretrain._trackers.tensorboard import TensorBoard
 from pretrain._trackers.tracker import open_trackers
 
 events: Any = event_pb2  # its import makes the classes; type checkers do not see them
@@ -168,7 +169,6 @@ def test_a_run_that_had_no_tensorboard_for_a_while_gets_the_whole_curve(tmp_path
 STARTING = """
 import os, signal, sys
 from pathlib import Path
-from pretrain._trackers.tensorboard import TensorBoard
 
 tracker = TensorBoard(Path(sys.argv[1]), 3, {}, ())
 tracker.write({"step": 0, "loss": 0.0})
@@ -196,6 +196,7 @@ from pathlib import Path
 from pretrain import PRESETS
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.folder import RunFolder
+from pretrain._trackers.tensorboard import TensorBoard
 from pretrain._training.run_log import RunLog
 
 folder, start, stop = RunFolder(Path(sys.argv[1])), *map(int, sys.argv[2:])
@@ -359,3 +360,18 @@ def test_a_run_that_was_killed_twice_is_served_without_a_hole_or_a_double(killed
     assert [step for step, _ in val] == [*range(0, 401, 50)]
     assert [step for step, _ in texts] == [sample.step for sample in samples] == [*range(0, 401, 50)]
     assert [step for step, _ in configs] == [0]
+
+
+@pytest.mark.parametrize("damage", ["pipe", b"", b"-3", b"2.5", b"\xff"])
+def test_a_damaged_number_of_recorded_steps_counts_as_none(damage, tmp_path):
+    marker = tmp_path / "recorded_steps"
+    if damage == "pipe":
+        os.mkfifo(marker)
+    else:
+        marker.write_bytes(damage)
+    board = TensorBoard(tmp_path, 7, {}, ())
+    assert board.first_step == 0
+    board.write({"step": 7, "loss": 1.0})
+    board.close()
+    assert marker.read_text() == "8"
+    assert TensorBoard(tmp_path, 7, {}, ()).first_step == 7

@@ -53,7 +53,7 @@ print(json.dumps(messages))
 
 BATCH = "be integers of shape [batch, positions], got"
 PAIR = "have at least 2 tokens, an input and a target, got 1."
-SIZE = "must be a whole number from 1 to 1048576, got"
+SIZE, LAYERS = (f"must be a whole number from 1 to {most}, got" for most in (1048576, 10000))
 HUGE = 10**20
 EMPTY = "must have at least 1 row and 1 position, got int32"
 KEY = "key must be one random key, got"
@@ -102,11 +102,13 @@ CASES = {
     "model.save_pretrained(chr(0xd800))": f"{PATH} '\\ud800'.",
     "list(read_questions('nowhere' + chr(0)))": f"{PATH} 'nowhere\\x00'.",
     "list(read_questions('.'))": "path must be a file, got the folder '.'.",
+    "list(read_questions('/dev/zero'))": "path must be a file or a pipe, got the device '/dev/zero'.",
+    "GPT2Config(num_layers=10001)": f"model.num_layers {LAYERS} 10001.",
     "list(read_questions(''))": "path must be a file, got the folder '.'.",
     "list(read_questions('x' + chr(10) * 5000))": PATH + " 'x" + r"\n" * 27 + r"\...n" + r"\n" * 9 + "'.",
-    "GPT2Config(num_layers=BadText())": f"model.num_layers {SIZE} one BadText, which has no text.",
-    "GPT2Config(num_layers=deep)": f"model.num_layers {SIZE} a very large list.",
-    "GPT2Config(num_layers=(10**5000,))": f"model.num_layers {SIZE} a very large tuple.",
+    "GPT2Config(num_layers=BadText())": f"model.num_layers {LAYERS} one BadText, which has no text.",
+    "GPT2Config(num_layers=deep)": f"model.num_layers {LAYERS} a very large list.",
+    "GPT2Config(num_layers=(10**5000,))": f"model.num_layers {LAYERS} a very large tuple.",
     "generate(model, [1, 2], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} int64[1].",
     "generate(model, [[1.5]], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} float64[1, 1].",
     "generate(model, ['ab'], 3, temperature=0.0)": f"each prompt's token ids must {BATCH} <U2[1].",
@@ -161,8 +163,8 @@ CASES = {
     "evaluate(split_params(model), ids[:, :1])": f"windows must {PAIR}",
     "evaluate_tokens(model, np.linspace(0, 60, 40))": f"token ids must {BATCH} float64[3, 17].",
     "evaluate_tokens(model, ids)": f"token ids must {BATCH} uint16[1, 8, 17].",
-    "GPT2Config(num_layers=2.5)": f"model.num_layers {SIZE} 2.5.",
-    "GPT2Config(num_layers=None)": f"model.num_layers {SIZE} None.",
+    "GPT2Config(num_layers=2.5)": f"model.num_layers {LAYERS} 2.5.",
+    "GPT2Config(num_layers=None)": f"model.num_layers {LAYERS} None.",
     "GPT2Config(mlp_dim='x')": f"model.mlp_dim {SIZE} 'x'.",
     "GPT2Config(norm_epsilon=None)": "model.norm_epsilon must be between 0 and 1, got None.",
     "GPT2Config(dtype='float16')": "model.dtype must be bfloat16, float32 or float64, got 'float16'.",
@@ -192,10 +194,10 @@ CASES = {
     "estimate_memory(config, global_batch_size=0)": "global_batch_size must be 1 to 2147483647, got 0.",
     f"model.save_pretrained('x', end_of_text={HUGE})": f"{END} {HUGE}.",
     f"GPT2Config(vocab_size={HUGE})": f"model.vocab_size must be a whole number from 1 to 2147483647, got {HUGE}.",
-    "GPT2Config(num_layers=np.inf)": f"model.num_layers {SIZE} inf.",
+    "GPT2Config(num_layers=np.inf)": f"model.num_layers {LAYERS} inf.",
     f"GPT2Config(norm_epsilon={HUGE})": f"model.norm_epsilon must be between 0 and 1, got {HUGE}.",
-    "GPT2Config(num_layers=True)": f"model.num_layers {SIZE} True.",
-    "GPT2Config(num_layers=10**5000)": f"model.num_layers {SIZE} a number of more than 4,300 digits.",
+    "GPT2Config(num_layers=True)": f"model.num_layers {LAYERS} True.",
+    "GPT2Config(num_layers=10**5000)": f"model.num_layers {LAYERS} a number of more than 4,300 digits.",
     "GPT2Config(dropout_rate='a')": "model.dropout_rate must be in [0, 1), got 'a'.",
     "OptimizerConfig(learning_rate='x')": f"optimizer.learning_rate must be above 0 and at most {MOST}, got 'x'.",
     "OptimizerConfig(clip_norm=10**39)": f"optimizer.clip_norm must be between 0 and {MOST}, got {10**39}.",

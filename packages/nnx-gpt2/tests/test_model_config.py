@@ -20,7 +20,7 @@ def test_presets_take_changes():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_layers": 0}, "model.num_layers must be a whole number from 1 to 1048576, got 0"),
+        ({"num_layers": 0}, "model.num_layers must be a whole number from 1 to 10000, got 0"),
         ({"num_heads": 5}, "model.embed_dim must be a multiple of model.num_heads, got 768 and 5"),
         ({"dropout_rate": 1.0}, "model.dropout_rate must be in [0, 1), got 1.0"),
         ({"mlp_dim": 0}, "model.mlp_dim must be a whole number from 1 to 1048576, got 0"),

@@ -266,3 +266,24 @@ def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback(module, 
     assert process.returncode == 130
     assert out == ""
     assert [line for line in err.splitlines() if not line.startswith("import time:")] == []
+
+
+def test_names_and_texts_are_shown_as_they_are(tmp_path, monkeypatch, capsys):
+    """`:heart:` is the name of an emoji."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("I :heart: this. " * 400)
+    assert main(["prepare", "book.txt", ":heart:", "--tokenizer", "bytes", "--num-processes", "1"]) == 0
+    assert ":heart:/train.bin" in capsys.readouterr().err
+    assert main(["inspect", ":heart:"]) == 0
+    assert "I :heart: this." in capsys.readouterr().out
+    assert main(["verify", "x:heart:y"]) == 2
+    assert "x:heart:y" in capsys.readouterr().err
+
+
+def test_a_limit_of_memory_that_is_too_small_is_rejected():
+    command = f"ulimit -v 300000; {sys.executable} -m owt_data inspect nowhere"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(
+        "error: a process must be allowed to map at least 4 GiB of memory, got 292 MiB. Raise"
+    )

@@ -344,6 +344,21 @@ def test_items_that_are_not_trees_of_numbers_are_rejected(place, items, message)
         checkpoints.save(1, items, metadata={})
 
 
+@pytest.mark.parametrize("metadata", [{1: 2}, {"a": [{"b": {None: 1}}]}])
+def test_metadata_whose_keys_would_change_are_rejected(place, metadata):
+    with Checkpoints(place) as checkpoints, pytest.raises(LaunchError, match=r"not \(a key that is no text\)\. Change"):
+        checkpoints.save(1, {"params": {"w": jnp.ones(2)}}, metadata=metadata)
+
+
+@pytest.mark.parametrize("value", [np.ones(2, np.longdouble), np.array(["2026-01-01"], "M8[D]")])
+def test_numbers_that_cannot_be_written_are_rejected_at_once(place, value):
+    with (
+        Checkpoints(place) as checkpoints,
+        pytest.raises(ValueError, match=r"w'.* must be a number, or an array of "),
+    ):
+        checkpoints.save(1, {"params": {"w": value}}, metadata={})
+
+
 def test_metadata_that_is_not_json_is_rejected(place):
     with Checkpoints(place) as checkpoints, pytest.raises(LaunchError, match="not JSON serializable"):
         checkpoints.save(1, {"params": {"w": jnp.ones(2)}}, metadata={"x": jnp.ones(1)})

@@ -51,7 +51,7 @@ def show_warnings() -> None:
 def print_error(text: str) -> None:
     """Write a line to standard error, if standard error can be written."""
     with contextlib.suppress(OSError):
-        Output(stderr=True, soft_wrap=True, highlight=False).print(text, markup=False)
+        Output(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(text, markup=False)
 
 
 def discard_unwritten() -> None:

@@ -149,6 +149,7 @@ SHELL = [
         " must be writable, got File too large. Free some space, raise the limit",
     ),
     (f"ulimit -v 3000000; $PRETRAIN {TRAIN}", 2, "a process must be allowed to map at least 4 GiB of memory, got 2929"),
+    ("ulimit -v 300000; $PRETRAIN runs", 2, "a process must be allowed to map at least 4 GiB of memory, got 292 MiB."),
     (f"ulimit -n 100; $PRETRAIN {TRAIN}", 2, "a process must be allowed to open at least 256 files, got 100. Raise"),
     ("ulimit -S -n 100; ulimit -H -n 1000; $PRETRAIN sample run --max-new-tokens 3 > /dev/null", 0, ""),
     ("mkfifo pipe; $PRETRAIN --config pipe", 2, "--config must be a file, got pipe, a pipe or a device."),

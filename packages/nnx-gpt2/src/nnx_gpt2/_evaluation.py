@@ -136,10 +136,12 @@ def read_questions(path: str | os.PathLike[str]) -> Iterator[Question]:
     Each line is an object with `ctx`, a text; `endings`, a list of texts; `label`, the index of the right ending.
 
     Raises:
-        ValueError: the path is a folder, or a line has another form. The message has its number.
+        ValueError: the path is a folder or a device, or a line has another form. The message has its number.
     """
     source = check_path("path", path)
     require(not source.is_dir(), "path", "be a file", f"the folder {shown(str(source))}")
+    is_device = source.is_char_device() or source.is_block_device()
+    require(not is_device, "path", "be a file or a pipe", f"the device {shown(str(source))}")
     with source.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

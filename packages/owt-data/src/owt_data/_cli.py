@@ -168,7 +168,7 @@ class _Console(Console):
 
 
 def _console(*, stderr: bool = True) -> Console:
-    return _Console(stderr=stderr, soft_wrap=True, highlight=False)
+    return _Console(stderr=stderr, soft_wrap=True, highlight=False, emoji=False)
 
 
 def _open_streams() -> None:

@@ -26,7 +26,7 @@ def print_table(console: Console, table: Table) -> None:
     if console.is_terminal:
         console.print(table, highlight=False)
         return
-    text = Console(file=io.StringIO(), width=_UNLIMITED, force_terminal=False, no_color=True)
+    text = Console(file=io.StringIO(), width=_UNLIMITED, force_terminal=False, no_color=True, emoji=False)
     text.print(table, highlight=False)
     assert isinstance(text.file, io.StringIO)
     for line in text.file.getvalue().splitlines():

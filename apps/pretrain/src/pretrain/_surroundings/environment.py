@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from pretrain._errors import UsageError, short, shown
+from pretrain._surroundings.address_space import lack_of_address_space
 
 _IMPORT_JAX = "import jax; "
 _MAKE_DEVICES = "from jaxlib import xla_client; xla_client.make_cpu_client()"
@@ -30,7 +31,6 @@ _REJECTED = {
 # A run with Ray on two CPU cores needs more than 128. The limit of macOS is 256.
 _FEWEST_OPEN_FILES, _OPEN_FILES = 256, 4096
 # Orbax could start no thread within 3 GiB, and a run with Ray needs less than 16.
-_LEAST_ADDRESS_SPACE = 4 << 30
 _CHOOSE_DEVICES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES")
 # A line of XLA's log: its level and date, its time, its thread, its place, and the message.
 _LOG_LINE = re.compile(r"^[EF]\d{4} [\d:.]+ +\d+ [^\]]*\] (.*)", re.MULTILINE)
@@ -130,12 +130,8 @@ def check_limits() -> None:
     Raises:
         UsageError: a limit is too small.
     """
-    memory, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if memory != resource.RLIM_INFINITY and memory < _LEAST_ADDRESS_SPACE:
-        raise UsageError(
-            f"a process must be allowed to map at least {_LEAST_ADDRESS_SPACE >> 30} GiB of memory, got "
-            f"{memory >> 20} MiB. Raise the limit with `ulimit -v`."
-        )
+    if lack := lack_of_address_space():
+        raise UsageError(lack)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
         soft = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)

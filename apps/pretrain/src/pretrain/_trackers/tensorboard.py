@@ -18,7 +18,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar, text
 
-from pretrain._run.files import flatten, sync_file, sync_folder, write_durably
+from pretrain._run.files import flatten, read_text, sync_file, sync_folder, write_durably
 from pretrain._run.history import Sample
 from pretrain._run.metrics import Record
 from pretrain._trackers.content import tagged
@@ -40,8 +40,8 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, start: int, settings: dict[str, Any], prompts: Sequence[str]) -> None:
-        self._marker = folder / "recorded_steps"  # without it, a kill may have cut off the earlier steps
-        self.first_step = self._end = min(start, int(self._marker.read_text())) if self._marker.exists() else 0
+        self._marker = folder / "recorded_steps"
+        self.first_step = self._end = min(start, _num_recorded(self._marker))
         self._train, self._val = (_EventFile(folder / name, self.first_step) for name in ("train", "val"))
         self._numbers = {prompt: number for number, prompt in enumerate(prompts, 1)}
         if self.first_step == 0:
@@ -109,6 +109,14 @@ class _EventFile:
 
     def _write(self, step: int, time_s: float, **what: Any) -> None:
         self._writer.write_event(_proto.Event(wall_time=time_s, step=step, **what))
+
+
+def _num_recorded(marker: Path) -> int:
+    """Return the number of steps that are recorded for certain: without the file, a kill may have cut off all."""
+    try:
+        return max(0, int(read_text(marker)))
+    except (OSError, ValueError):  # missing, or none that a run writes: the next flush replaces it
+        return 0
 
 
 def _as_table(settings: dict[str, Any]) -> str:

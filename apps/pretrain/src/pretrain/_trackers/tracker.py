@@ -10,7 +10,7 @@ from pretrain._best_effort import best_effort
 from pretrain._config import PretrainConfig, TrackerName
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription
-from pretrain._run.files import read_lines, write_durably
+from pretrain._run.files import read_lines, read_text, write_durably
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, read_samples
 from pretrain._run.metrics import Record
@@ -142,4 +142,4 @@ def _run_id(folder: RunFolder) -> str:
     if not path.exists():
         write_durably(path, secrets.token_hex(4))
         folder.push()
-    return path.read_text()
+    return read_text(path)

@@ -32,7 +32,7 @@ def keep_programs() -> None:
     if jax.config.values["jax_compilation_cache_dir"] or (jax.process_count() > 1 and jax.default_backend() != "cpu"):
         return
     try:
-        folder = private_cache() / "programs" / platform.node()
+        folder = private_cache("pretrain", "programs", platform.node())
     except (UsageError, OSError) as error:
         _logger.warning("compiled programs are not kept: %s", error)
         return

@@ -22,7 +22,8 @@ RESERVED = (METADATA, METRICS)
 # What 64 bits hold, with and without a sign.
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 # Kinds of NumPy arrays without numbers: objects, strings, bytes, records.
-_NO_NUMBERS = "OUSV"
+# Types of NumPy that are no numbers, or that Orbax cannot write: their kinds, and the characters of long doubles.
+_NO_NUMBERS, _LONG_DOUBLES = "OUSVmM", "gG"
 
 
 def to_save(items: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,10 +92,20 @@ def to_metadata(metadata: Any) -> dict[str, Any]:
     reason = f"a {type(metadata).__name__}"
     if isinstance(metadata, Mapping):
         try:
-            return json.loads(json.dumps(dict(metadata)))
+            copy = json.loads(json.dumps(dict(metadata)))
         except (TypeError, ValueError, RecursionError) as error:
             reason = str(error).split("; ", maxsplit=1)[0]
+        else:
+            if _has_text_keys(metadata):
+                return copy
+            reason = "a key that is no text"
     raise LaunchError(f"metadata must be a dict of JSON values, got one that is not ({reason}). Change it.")
+
+
+def _has_text_keys(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _has_text_keys(of_key) for key, of_key in value.items())
+    return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
 
 
 def to_finite(score: Any) -> float | None:
@@ -190,10 +201,12 @@ def as_wanted(like: Any, restored: Any) -> Any:
 
 def _savable(where: str, x: Any) -> Any:
     x = _data_of(x)
-    is_number = isinstance(x, jax.Array | np.ndarray | int | float)
+    is_number = isinstance(x, jax.Array | int | float)
+    if isinstance(x, np.ndarray):
+        is_number = x.dtype.kind not in _NO_NUMBERS and x.dtype.char not in _LONG_DOUBLES
     if isinstance(x, int) and not _MIN_INT <= x <= _MAX_INT:
         raise ValueError(f"{where} must be a number of at most 64 bits, got {shown(x)}. Put it into the metadata.")
-    if not is_number or np.size(x) == 0 or (isinstance(x, np.ndarray) and x.dtype.kind in _NO_NUMBERS):
+    if not is_number or np.size(x) == 0:
         raise ValueError(
             f"{where} must be a number, or an array of numbers that is not empty, got {shown(x)}. Leave it out, or "
             "put it into the metadata."
