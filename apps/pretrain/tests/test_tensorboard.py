@@ -369,9 +369,10 @@ def test_a_damaged_number_of_recorded_steps_counts_as_none(damage, tmp_path):
         os.mkfifo(marker)
     else:
         marker.write_bytes(damage)
-    board = TensorBoard(tmp_path, 7, {}, ())
-    assert board.first_step == 0
-    board.write({"step": 7, "loss": 1.0})
-    board.close()
+    events = TensorBoard(tmp_path, 7, {}, ())
+    assert events.first_step == 0
+    events.write({"step": 7, "loss": 1.0})
+    events.close()
     assert marker.read_text() == "8"
-    assert TensorBoard(tmp_path, 7, {}, ()).first_step == 7
+    with contextlib.closing(TensorBoard(tmp_path, 9, {}, ())) as events:
+        assert events.first_step == 8
