@@ -81,16 +81,15 @@ def test_what_a_tracker_writes_at_its_end_reaches_object_storage(s3, tmp_path, m
     """Offline wandb writes a row when the next one begins, or at the end."""
 
     class WritesAtItsEnd(TensorBoard):
+        def __init__(self, folder, *args):
+            super().__init__(folder, *args)
+            self.folder = folder
+
         def close(self):
             super().close()
             (self.folder / "last-row").write_text("row of the last step")
 
-    def make(folder, *args):
-        tracker = WritesAtItsEnd(folder, *args)
-        tracker.folder = folder
-        return tracker
-
-    monkeypatch.setattr(tensorboard, "TensorBoard", make)
+    monkeypatch.setattr(tensorboard, "TensorBoard", WritesAtItsEnd)
     uri = f"{s3}/{tmp_path.name}/run"
     config = dataclasses.replace(CONFIG, trackers=("tensorboard",))
     with RunLog(RunFolder(tmp_path / "driver", uri), config, DESCRIPTION, send=lambda record: None) as log:

@@ -321,8 +321,9 @@ def test_the_values_at_the_ends_of_lines_stay_above_the_numbers_of_the_axis(num_
 @pytest.mark.parametrize("end", ["stopped", "failed"])
 def test_time_in_which_no_command_ran_has_no_place_in_the_time_line(end):
     phases = [
-        Phase(step=step, time_s=time_s, phase=name)
-        for step, time_s, name in ((0, 100.0, "training"), (5, 110.0, end), (5, 900.0, "training"))
+        Phase(step=0, time_s=100.0, phase="training"),
+        Phase(step=5, time_s=110.0, phase=end),
+        Phase(step=5, time_s=900.0, phase="training"),
     ]
     svg = draw_timeline(phases, label="a", end_s=930.0, scale_s=40.0)
     bars = re.findall(r'class="(\w+)" x="([\d.]+)%" width="([\d.]+)%"', svg)
