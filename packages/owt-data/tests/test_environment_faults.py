@@ -161,7 +161,7 @@ def test_a_source_that_cannot_be_read_for_a_while_keeps_finished_shards(corpus, 
     hidden = tmp_path / "hidden.jsonl"
 
     def hide(progress):  # after the contents were compared, before the documents are read
-        if progress.stage == "tokenizing" and not hidden.exists():
+        if progress.stage == "checking" and not hidden.exists():
             corpus.rename(hidden)
             corpus.mkdir()  # which opens and cannot be read, as a file of a failing mount
 
@@ -293,7 +293,7 @@ def test_a_preparation_beside_another_keeps_the_shards_of_both(corpus, tmp_path,
     done = []
 
     def beside(progress):
-        if not done and progress.stage == "tokenizing":
+        if not done and progress.stage == "checking":
             done.append(run("prepare", corpus, out, "--tokenizer", "bytes", "--val-fraction", "0.1"))
             assert shards(out) == before
             raise Interruption
