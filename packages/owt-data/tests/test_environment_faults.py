@@ -259,9 +259,7 @@ def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(corpu
     fsync, replace = os.fsync, os.replace
 
     def identify(found):
-        return found.st_ino, found.st_size if stat.S_ISREG(
-            found.st_mode
-        ) else None  # what a file had when it was synced
+        return found.st_ino, found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def note_fsync(handle):
         synced.append(identify(os.fstat(handle)))
@@ -271,6 +269,8 @@ def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(corpu
         inside = Path(source).iterdir() if Path(source).is_dir() else []
         needed = {identify(path.stat()) for path in (Path(source), *inside)}
         replace(source, target)
+        if Path(target).parent.name == "digests":  # the cache of digests may be lost
+            return
         renamed.append((Path(target).name, needed <= set(synced), identify(Path(target).parent.stat()), len(synced)))
 
     monkeypatch.setattr(os, "fsync", note_fsync)
