@@ -169,6 +169,7 @@ def test_a_run_that_had_no_tensorboard_for_a_while_gets_the_whole_curve(tmp_path
 STARTING = """
 import os, signal, sys
 from pathlib import Path
+from pretrain._trackers.tensorboard import TensorBoard
 
 tracker = TensorBoard(Path(sys.argv[1]), 3, {}, ())
 tracker.write({"step": 0, "loss": 0.0})
