@@ -197,7 +197,6 @@ from pathlib import Path
 from pretrain import PRESETS
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.folder import RunFolder
-from pretrain._trackers.tensorboard import TensorBoard
 from pretrain._training.run_log import RunLog
 
 folder, start, stop = RunFolder(Path(sys.argv[1])), *map(int, sys.argv[2:])
@@ -370,10 +369,10 @@ def test_a_damaged_number_of_recorded_steps_counts_as_none(damage, tmp_path):
         os.mkfifo(marker)
     else:
         marker.write_bytes(damage)
-    events = TensorBoard(tmp_path, 7, {}, ())
-    assert events.first_step == 0
-    events.write({"step": 7, "loss": 1.0})
-    events.close()
+    tracker = TensorBoard(tmp_path, 7, {}, ())
+    assert tracker.first_step == 0
+    tracker.write({"step": 7, "loss": 1.0})
+    tracker.close()
     assert marker.read_text() == "8"
-    with contextlib.closing(TensorBoard(tmp_path, 9, {}, ())) as events:
-        assert events.first_step == 8
+    with contextlib.closing(TensorBoard(tmp_path, 9, {}, ())) as tracker:
+        assert tracker.first_step == 8
