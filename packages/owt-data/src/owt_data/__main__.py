@@ -6,7 +6,7 @@ import signal
 import sys
 
 _BAD_INPUT, _INTERRUPTED = 2, 130
-# Less fails in imports, with tracebacks.
+# Within 0.6 GiB, imports failed with tracebacks. The application has this limit too.
 _LEAST_ADDRESS_SPACE = 4 << 30
 
 

@@ -1,7 +1,8 @@
-"""The memory that a process may map. The check comes before any import that needs more, and imports nothing itself."""
+"""The memory that a process may map. The check comes before the imports that need more."""
 
 import resource
 
+# Orbax could start no thread within 3 GiB, and a run with Ray needs less than 16.
 _LEAST_BYTES = 4 << 30
 
 

@@ -30,7 +30,6 @@ _REJECTED = {
 }
 # A run with Ray on two CPU cores needs more than 128. The limit of macOS is 256.
 _FEWEST_OPEN_FILES, _OPEN_FILES = 256, 4096
-# Orbax could start no thread within 3 GiB, and a run with Ray needs less than 16.
 _CHOOSE_DEVICES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES")
 # A line of XLA's log: its level and date, its time, its thread, its place, and the message.
 _LOG_LINE = re.compile(r"^[EF]\d{4} [\d:.]+ +\d+ [^\]]*\] (.*)", re.MULTILINE)

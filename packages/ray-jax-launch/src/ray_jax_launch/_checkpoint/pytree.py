@@ -21,8 +21,8 @@ from ray_jax_launch._numbers import check_type
 RESERVED = (METADATA, METRICS)
 # What 64 bits hold, with and without a sign.
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
-# Kinds of NumPy arrays without numbers: objects, strings, bytes, records.
-# Types of NumPy that are no numbers, or that Orbax cannot write: their kinds, and the characters of long doubles.
+# NumPy's kinds of arrays without numbers: objects, strings, bytes, records, dates and times. Its characters of long
+# doubles, which Orbax cannot write.
 _NO_NUMBERS, _LONG_DOUBLES = "OUSVmM", "gG"
 
 
