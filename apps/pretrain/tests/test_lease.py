@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from pyarrow.fs import FileSelector
@@ -16,7 +18,7 @@ from pretrain._run import lease
 from pretrain._run.folder import locate
 from pretrain._run.lease import leasing, this_command
 from pretrain._run.lock import lock_run
-from ray_jax_launch import open_uri
+from ray_jax_launch import LaunchError, open_uri
 
 LIMIT_S = 60
 COMMAND = """
@@ -51,8 +53,32 @@ def objects(run):
     return sorted(info.base_name for info in infos if info.is_file)
 
 
+def put(run: str, owner: lease.Owner, content: bytes | None = None) -> None:
+    """Write the object of a command, as that command does."""
+    filesystem, root = open_uri(run)
+    with filesystem.open_output_stream(f"{root}/.lease/{owner.owner}.json") as stream:
+        stream.write(json.dumps(asdict(owner)).encode() if content is None else content)
+
+
 def ignored(sentence):
     raise AssertionError(sentence)
+
+
+@pytest.fixture
+def renewed(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """A semaphore that each write of an object of a lease releases. Renewals follow each other fast."""
+    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.05)
+    written, write = threading.Semaphore(0), lease._Lease._write
+
+    def write_and_tell(self: lease._Lease) -> None:
+        write(self)
+        written.release()
+
+    monkeypatch.setattr(lease._Lease, "_write", write_and_tell)
+    return written
+
+
+Command = Callable[[str], lease.Owner]
 
 
 def test_a_second_command_on_another_machine_is_rejected_until_the_first_has_ended(run, command):
@@ -114,10 +140,7 @@ def test_of_commands_that_start_at_once_one_goes_on(run, command):
 
 
 def test_a_lease_that_is_not_renewed_lapses(run, command, monkeypatch):
-    filesystem, root = open_uri(run)
-    dead = replace(command("dead"), state="holds", generation=3)
-    with filesystem.open_output_stream(f"{root}/.lease/dead.json") as stream:
-        stream.write(json.dumps(asdict(dead)).encode())
+    put(run, replace(command("dead"), state="holds", generation=3))
     with pytest.raises(UsageError, match="host-dead"), leasing(run, command("a"), ignored):
         pass
     monkeypatch.setattr(lease, "LAPSES_AFTER_S", 1.0)
@@ -140,7 +163,8 @@ def test_a_lease_is_renewed_while_its_command_runs(run, command, monkeypatch):
             time.sleep(0.1)
 
 
-def test_a_command_that_has_lost_its_lease_is_told_once(run, command, monkeypatch):
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_command_that_has_lost_its_lease_is_told_once(generation, run, command, monkeypatch):
     monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.2)
     lost, told = threading.Event(), []
 
@@ -148,11 +172,8 @@ def test_a_command_that_has_lost_its_lease_is_told_once(run, command, monkeypatc
         told.append(sentence)
         lost.set()
 
-    filesystem, root = open_uri(run)
     with leasing(run, command("a"), note):
-        newer = replace(command("b"), state="holds", generation=2)
-        with filesystem.open_output_stream(f"{root}/.lease/b.json") as stream:
-            stream.write(json.dumps(asdict(newer)).encode())
+        put(run, replace(command("b"), state="holds", generation=generation))
         assert lost.wait(LIMIT_S)
         time.sleep(1)
     (sentence,) = told
@@ -203,3 +224,91 @@ def test_a_rejected_command_deletes_nothing_of_the_first_one(run, command):
             pass
         assert filesystem.get_file_info(f"{root}/config.json").size == 2
     assert not locate(run).path.exists()
+
+
+def test_a_lease_survives_two_renewals_that_fail() -> None:
+    assert lease.LAPSES_AFTER_S >= 3 * lease.RENEW_EVERY_S
+
+
+def test_a_command_that_asks_forever_is_not_waited_for(
+    run: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_PATIENCE_S", 0.0)
+    put(run, command("b"))
+    with pytest.raises(UsageError, match="the first runs on host-b"), leasing(run, command("a"), ignored):
+        pass
+    assert objects(run) == ["b.json"]
+
+
+def test_a_damaged_object_keeps_the_run_until_it_lapses(
+    run: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(run, command("b"), b"{")
+    with pytest.raises(UsageError, match="the first runs on unknown"), leasing(run, command("a"), ignored):
+        pass
+    assert objects(run) == ["b.json"]
+    monkeypatch.setattr(lease, "LAPSES_AFTER_S", -1.0)
+    with leasing(run, command("a"), ignored):
+        assert objects(run) == ["a.json"]
+
+
+def test_a_command_that_finds_another_holder_gives_up(
+    run: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have seen themselves alone. The other one writes its object first."""
+    write = lease._Lease._write
+
+    def write_second(self: lease._Lease) -> None:
+        if self._own.state == "holds":
+            put(run, replace(command("b"), state="holds", generation=1))
+        write(self)
+
+    monkeypatch.setattr(lease._Lease, "_write", write_second)
+    with pytest.raises(UsageError, match="the first runs on host-b"), leasing(run, command("a"), ignored):
+        pass
+    assert objects(run) == ["b.json"]
+
+
+@pytest.mark.parametrize("other", [{"state": "holds", "generation": 3}, {"state": "asks", "generation": 9}])
+def test_a_holder_keeps_its_lease_against_an_earlier_one_that_wakes_and_against_one_that_asks(
+    other: dict[str, Any],
+    run: str,
+    command: Command,
+    renewed: threading.Semaphore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = list[str]()
+    put(run, replace(command("b"), state="holds", generation=3))
+    monkeypatch.setattr(lease, "LAPSES_AFTER_S", -1.0)
+    with leasing(run, command("a"), told.append):
+        monkeypatch.setattr(lease, "LAPSES_AFTER_S", 90.0)
+        put(run, replace(command("b"), **other))
+        for _ in range(5):  # two writes at the start, and three renewals
+            assert renewed.acquire(timeout=LIMIT_S), told
+        filesystem, root = open_uri(run)
+        with filesystem.open_input_stream(f"{root}/.lease/a.json") as stream:
+            assert json.loads(stream.read())["generation"] == 4
+    assert told == []
+    assert objects(run) == ["b.json"]
+    assert "lease" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_lease_is_renewed_after_a_storage_that_fails_for_a_while(
+    run: str,
+    command: Command,
+    renewed: threading.Semaphore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failures, others = [OSError("no route"), LaunchError("no answer")], lease._Lease._others
+
+    def fail_twice(self: lease._Lease) -> list[lease.Owner]:
+        if threading.current_thread().name == "lease" and failures:
+            raise failures.pop()
+        return others(self)
+
+    monkeypatch.setattr(lease._Lease, "_others", fail_twice)
+    with leasing(run, command("a"), ignored):
+        for _ in range(3):  # two writes at the start, and a renewal
+            assert renewed.acquire(timeout=LIMIT_S)
+    assert len(caplog.messages) == 2

@@ -4,7 +4,11 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
+import signal
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from pyarrow.fs import FileSelector
@@ -14,7 +18,8 @@ from pretrain._errors import RunFailedError, UsageError
 from pretrain._run.files import append_line, write_json
 from pretrain._run.folder import MovedFolderError, RunFolder
 from pretrain._run.history import read_phases
-from pretrain._run.lock import command_runs, lock_run
+from pretrain._run.lock import _end, command_runs, lock_run
+from pretrain._run.remote_copy import reader_copy
 from ray_jax_launch import LaunchError, OutOfMemoryError, StorageFullError, UnsavedCheckpointError, open_uri
 
 ERRORS = (DataError, LaunchError, StorageFullError, OutOfMemoryError, UnsavedCheckpointError, OSError)
@@ -97,6 +102,13 @@ def test_a_failure_after_a_start_deletes_nothing_and_is_no_bad_input(error, tmp_
     assert [(phase.phase, phase.step) for phase in read_phases(folder)] == [("training", 0), ("failed", 7)]
 
 
+def test_a_run_that_has_begun_ends_at_the_time_of_its_failure(tmp_path: Path) -> None:
+    before_s = time.time() - 1
+    with pytest.raises(RunFailedError):
+        fail(tmp_path / "run", OSError("full"), begin)
+    assert read_phases(RunFolder(tmp_path / "run"))[-1].time_s > before_s
+
+
 @pytest.mark.parametrize("error", [DataError, StorageFullError])
 def test_a_failure_after_a_start_deletes_nothing_in_object_storage(error, s3, tmp_path):
     uri = f"{s3}/{tmp_path.name}/run"
@@ -131,6 +143,27 @@ def test_an_interrupted_run_is_stopped_before_its_first_checkpoint(tmp_path):
         assert read_phases(RunFolder(tmp_path / name))[-1].phase == "stopped"
 
 
+def test_a_new_run_that_fails_before_its_workers_start_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no node"):
+        fail(tmp_path / "run", RuntimeError("no node"), lambda folder: write_json(folder.config, {}))
+    assert [phase.phase for phase in read_phases(RunFolder(tmp_path / "run"))] == ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(KeyboardInterrupt(), [("stopped", 7, 5.0)]), (RuntimeError("no node"), [])]
+)
+def test_a_killed_run_ends_at_its_last_sign_of_life_if_the_next_command_is_interrupted(
+    error: BaseException, ends: list[tuple[str, int, float]], tmp_path: Path
+) -> None:
+    with lock_run(tmp_path / "run") as folder:
+        begin(folder)
+    with pytest.raises(type(error)):
+        fail(tmp_path / "run", error)
+    first, *found = [(phase.phase, phase.step, phase.time_s) for phase in read_phases(folder)]
+    assert first == ("training", 0, 5.0)
+    assert found == ends
+
+
 def test_an_ended_run_is_not_stopped_once_more(tmp_path):
     def stop(folder):
         append_line(folder.phases, {"step": 9, "time_s": 6.0, "phase": "stopped"})
@@ -150,6 +183,72 @@ def test_the_lock_tells_whether_a_command_runs_and_who_it_is(tmp_path):
     assert command_runs(folder) is False
     folder.lock.write_text(folder.lock.read_text().replace('"machine": "', '"machine": "another '))
     assert command_runs(folder) is None
+
+
+def test_the_lock_holds_the_command_that_has_it_and_no_earlier_one(tmp_path: Path) -> None:
+    owners = []
+    for _ in range(3):
+        with lock_run(tmp_path / "run") as folder:
+            owners.append(json.loads(folder.lock.read_text())["owner"])
+            assert folder.owner == owners[-1]
+        assert command_runs(folder) is False
+    assert len({*owners}) == 3
+
+
+def test_a_reader_of_the_lock_is_no_command_that_trains(tmp_path: Path) -> None:
+    with lock_run(tmp_path / "run") as folder:
+        pass
+    with folder.lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert command_runs(folder) is False
+
+
+def test_a_reader_of_a_run_in_object_storage_sees_the_command_of_this_machine(s3: str, tmp_path: Path) -> None:
+    uri = f"{s3}/{tmp_path.name}/run"
+    with lock_run(uri):
+        assert command_runs(reader_copy(uri)) is True
+    assert command_runs(reader_copy(uri)) is False
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_the_file_that_is_locked_is_the_one_that_has_the_name(
+    is_replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rejected command deletes its folder, and a third one makes it again, after this command has opened the file."""
+    lock, left = fcntl.flock, [tmp_path / "run"]
+
+    def lock_too_late(*args: int) -> None:
+        if left:
+            shutil.rmtree(folder := left.pop())
+            if is_replaced:
+                folder.mkdir()
+                (folder / ".lock").touch()
+        lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", lock_too_late)
+    with lock_run(tmp_path / "run") as folder:
+        assert json.loads(folder.lock.read_text())["owner"] == folder.owner
+        with pytest.raises(UsageError, match="must be locked by one command"):
+            fail(folder.path, AssertionError())
+
+
+@pytest.mark.parametrize("is_in_background", [False, True])
+def test_a_command_without_a_launch_is_ended_by_a_signal_that_it_does_not_ignore(is_in_background: bool) -> None:
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+
+    noted: list[int] = []
+    handlers = {signal.SIGINT: signal.SIG_IGN if is_in_background else note, signal.SIGTERM: note}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        _end("another command has the run")
+        limit_s = time.monotonic() + 60
+        while not noted and time.monotonic() < limit_s:
+            pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert noted == [signal.SIGTERM if is_in_background else signal.SIGINT]
 
 
 def test_a_reader_of_the_lock_does_not_keep_a_command_from_starting(tmp_path):
