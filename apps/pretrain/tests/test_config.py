@@ -1,12 +1,24 @@
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 
-from pretrain import PRESETS, TrainConfig
+from pretrain import PRESETS, MeshConfig, TrainConfig
 from pretrain._cli import parse_command
 from pretrain._commands.train import resolve_length, resolve_vocabulary
-from pretrain._config import MAX_STEPS, PrepareConfig, PretrainConfig, with_length, with_vocab_size
+from pretrain._config import (
+    MAX_COUNT,
+    MAX_SAMPLE_TOKENS,
+    MAX_STEPS,
+    NUM_SEEDS,
+    PrepareConfig,
+    PretrainConfig,
+    profiled_steps,
+    with_length,
+    with_stream_order,
+    with_vocab_size,
+)
 from pretrain._errors import UsageError
 
 
@@ -70,8 +82,87 @@ def test_a_cache_path_with_credentials_is_rejected():
         PrepareConfig(cache_path="s3://A:topsecret@b")
 
 
-def test_any_number_of_failures_is_possible():
-    assert TrainConfig(max_failures=-1).max_failures == -1
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        *((name, 1) for name in (
+            "global_batch_size", "max_steps", "log_every", "eval_every", "eval_tokens", "checkpoint_every",
+            "checkpoints_to_keep", "grad_accum_steps", "max_tokens",
+        )),
+        ("sample_tokens", 0),
+        ("max_failures", -1),
+    ],
+)  # fmt: skip
+def test_the_least_value_of_a_number_is_accepted_and_no_lower_one(name: str, least: int) -> None:
+    fields: dict[str, Any] = {name: least}
+    assert getattr(TrainConfig(**fields), name) == least
+    with pytest.raises(ValueError, match=f"train.{name} must be at least {least}"):
+        TrainConfig(**{name: least - 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("global_batch_size", MAX_COUNT), ("max_steps", MAX_STEPS), ("sample_tokens", MAX_SAMPLE_TOKENS)],
+)
+def test_the_largest_value_of_a_number_is_accepted_and_no_higher_one(name: str, most: int) -> None:
+    fields: dict[str, Any] = {name: most}
+    assert getattr(TrainConfig(**fields), name) == most
+    with pytest.raises(ValueError, match=f"train.{name} must be at least . and at most {most}, got {most + 1}"):
+        TrainConfig(**{name: most + 1})
+
+
+@pytest.mark.parametrize(
+    ("fields", "beyond"),
+    [
+        ({"seed": NUM_SEEDS - 1}, {"seed": NUM_SEEDS}),
+        ({"seed": 0, "wait_for_resources_s": 0.0}, {"wait_for_resources_s": -1.0}),
+        ({"peak_tflops": 1e-6}, {"peak_tflops": 9e-7}),
+        ({"peak_tflops": 9e8}, {"peak_tflops": 1e9}),
+        ({"prompts": ("a",)}, {"prompts": ()}),
+    ],
+)
+def test_the_bounds_of_the_settings_of_a_run_are_accepted_and_nothing_beyond(
+    fields: dict[str, Any], beyond: dict[str, Any]
+) -> None:
+    config = dataclasses.replace(PRESETS["quickstart"](), **fields)
+    assert {name: getattr(config, name) for name in fields} == fields
+    with pytest.raises(ValueError, match=f"{next(iter(beyond))} must be"):
+        dataclasses.replace(config, **beyond)
+
+
+def test_the_axes_of_the_mesh_divide_what_they_share() -> None:
+    """The model has 4 heads of 32 dimensions. A vocabulary of 257 is padded."""
+    config = with_vocab_size(PRESETS["quickstart"](), 257)
+    assert dataclasses.replace(config, mesh=MeshConfig(fsdp=8, tensor=4)).mesh.fsdp == 8
+    with pytest.raises(ValueError, match=r"mesh axis tensor must divide model\.num_heads"):
+        dataclasses.replace(config, mesh=MeshConfig(fsdp=4, tensor=8))
+    with pytest.raises(ValueError, match=r"mesh axis fsdp must divide model\.embed_dim"):
+        dataclasses.replace(config, mesh=MeshConfig(fsdp=3))
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1:2", range(1, 2)), ("7:9", range(7, 9)), ("007:09", range(7, 9))])
+def test_the_steps_of_a_profile_are_the_first_one_to_that_before_the_end(text: str, expected: range) -> None:
+    assert profiled_steps(text) == expected
+
+
+@pytest.mark.parametrize("text", ["0:2", "2:2", "3:2", "1:", ":2", "3", "1:2:3", "-1:2", "1.5:3", f"1:{10**10}"])
+def test_a_profile_without_steps_is_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match="profile must be FIRST:END"):
+        profiled_steps(text)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("shuffle", "sequential-first"),
+        ("random", "sequential-first"),
+        ("sequential", "sequential"),
+        ("sequential-first", "sequential-first"),
+    ],
+)
+def test_a_stream_is_read_in_the_order_of_the_text(order: str, expected: str) -> None:
+    given = with_train(order=order, max_tokens=7)
+    assert with_stream_order(given) == with_train(order=expected, max_tokens=7)
 
 
 def test_the_tokenizer_is_a_preset_of_its_own():

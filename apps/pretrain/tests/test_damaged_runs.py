@@ -56,6 +56,8 @@ IMPOSSIBLE = {
     "negative time": {"seconds": {"training": -5.0, "saving": 5.0}},
     "negative steps": {"steps": -1},
     "infinite loss": {"metrics": {"loss": float("inf")}},
+    "no end": {"ended_at": "soon"},
+    "best loss without a step": {"best_val_loss": 1.0},
     "loss without a step": {"best_val_loss": 1.0, "last_val_loss": 1.0, "best_val_step": 1, "last_val_step": None},
 }
 

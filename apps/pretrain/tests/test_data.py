@@ -1,15 +1,19 @@
 import dataclasses
 import io
+import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from owt_data import DataError, PrepareOptions, read_manifest
-from pretrain import PRESETS
+from owt_data import DataError, PrepareOptions, prepare, prepare_in_background, read_manifest
+from pretrain import PRESETS, PretrainConfig
 from pretrain._config import PrepareConfig
-from pretrain._data import load_tokens
+from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._errors import UsageError
+from pretrain._run.description import describe_data
 
 BOOK = "A short book, of some words. "
 END_OF_TEXT = 256  # of the tokenizer `bytes`
@@ -25,17 +29,15 @@ def books(tmp_path, monkeypatch):
     return tmp_path
 
 
-def load(data, *, model_seq_len=64, **options):
+def configured(data: str, *, data_mode: Any = "prepared", **options: Any) -> PretrainConfig:
+    """A configuration with windows of 64 tokens, and options of the preparation."""
     config = PRESETS["quickstart"]()
-    return load_tokens(
-        dataclasses.replace(
-            config,
-            data=data,
-            prepare=PrepareConfig(tokenizer="bytes", **options),
-            model=dataclasses.replace(config.model, seq_len=model_seq_len),
-        ),
-        QUIET,
-    )
+    of_prepare = PrepareConfig(tokenizer="bytes", **options)
+    return dataclasses.replace(config, data=data, data_mode=data_mode, prepare=of_prepare)
+
+
+def load(data, *, console=QUIET, **options):
+    return load_tokens(configured(data, **options), console)
 
 
 def test_text_is_prepared_once_for_its_content_and_its_options(books):
@@ -47,6 +49,28 @@ def test_text_is_prepared_once_for_its_content_and_its_options(books):
     assert abs(len(half.train) - len(half.val)) <= 1
     (books / "a.txt").write_text("Another book, of other words. " * 200)
     assert load("a.txt").names not in (first.names, half.names)
+
+
+def test_text_in_the_cache_is_not_prepared_again(books: Path) -> None:
+    out = io.StringIO()
+    first, second = (load("a.txt", console=Console(file=out, width=1000)) for _ in range(2))
+    assert out.getvalue().count(f"preparing a.txt into {first.names}\n") == 1
+    assert out.getvalue().count("preparing") == 1
+    assert first.names == second.names
+
+
+def test_the_processes_and_the_cluster_of_the_options_prepare_the_text(
+    books: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = {}
+
+    def prepare_here(*args: Any, **kwargs: Any) -> None:
+        passed.update(kwargs)
+        prepare(*args, **kwargs | {"use_ray": False, "num_processes": 1})
+
+    monkeypatch.setattr("pretrain._data.prepare", prepare_here)
+    load("a.txt", num_processes=3, on_cluster=True)
+    assert (passed["num_processes"], passed["use_ray"]) == (3, True)
 
 
 def test_where_text_is_prepared_changes_neither_its_key_nor_its_manifest(books):
@@ -95,6 +119,74 @@ def test_each_split_has_a_token_file_of_its_own(books):
     assert (len(data.train), len(data.val)) == (1000, 500)
 
 
+@pytest.mark.parametrize("data", ["x.bin", "train=x.bin,val=y.bin", "a=1:x.bin,b=2:y.bin"])
+def test_token_files_without_a_manifest_are_of_the_tokenizer_of_the_options(data: str, books: Path) -> None:
+    for name in ("x", "y"):
+        np.full(1000, 65, "<u2").tofile(books / f"{name}.bin")
+    found = load(data)
+    assert (found.tokenizer, found.vocab_size) == ("bytes", 257)
+
+
+def test_one_window_of_validation_tokens_is_enough(books: Path) -> None:
+    (books / "window.txt").write_text("a" * 64)  # and end-of-text
+    assert len(load("train=a.txt,val=window.txt").val) == 65
+    (books / "less.txt").write_text("a" * 63)
+    with pytest.raises(DataError, match=r"at least 65 validation tokens, .* got 64"):
+        load("train=a.txt,val=less.txt")
+
+
+@pytest.mark.parametrize(
+    ("data", "split", "sources", "expected"),
+    [
+        ("a.txt", "auto", ["a.txt"], "start"),
+        ("a.txt", "position", ["a.txt"], "position"),
+        ("train=a.txt,val=b.txt", "auto", ["train=a.txt", "val=b.txt"], "auto"),
+    ],
+)
+def test_a_stream_has_its_sources_and_a_split_that_is_known_at_its_start(
+    data: str, split: str, sources: list[str], expected: str, books: Path
+) -> None:
+    found = find_stream(configured(data, data_mode="stream", split=split, row_end="|"))
+    assert (found.sources, found.options.split, found.options.row_end) == (sources, expected, "|")
+
+
+@pytest.mark.parametrize("cache", [None, "shared"])
+def test_a_stream_is_tokenized_into_the_folder_of_the_prepared_text(cache: str | None, books: Path) -> None:
+    def folder(data: str, split: str = "auto") -> Path:
+        return find_stream(configured(data, data_mode="stream", split=split, cache_path=cache)).folder
+
+    splits = "train=a.txt,val=b.txt"
+    assert load(splits, cache_path=cache).names == str(folder(splits).absolute())
+    assert folder("a.txt") == folder("a.txt", "start") != folder("a.txt", "position")
+    assert folder("a.txt").parent == folder(splits).parent
+
+
+@pytest.mark.parametrize(("num_tasks", "expected"), [(None, (3, False)), (5, (5, True))])
+def test_a_stream_is_tokenized_by_tasks_or_by_processes_and_known_by_its_source(
+    num_tasks: int | None, expected: tuple[int, bool], books: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = {}
+
+    def prepare_here(*args: Any, **kwargs: Any) -> Any:
+        passed.update(kwargs)
+        return prepare_in_background(*args, **kwargs | {"use_ray": False, "num_processes": 1})
+
+    monkeypatch.setattr("pretrain._data.prepare_in_background", prepare_here)
+    config, reported = configured("train=a.txt,val=b.txt", data_mode="stream", num_processes=3), list[Any]()
+    stream = find_stream(config)
+    with stream_tokens(stream, config, QUIET, num_tasks=num_tasks, report=reported.append) as tokens:
+        limit_s = time.monotonic() + 60
+        while not reported and time.monotonic() < limit_s:
+            time.sleep(0.01)
+        assert tokens.names == str(stream.folder)
+        described = describe_data(tokens, "stream")
+    assert (passed["num_processes"], passed["use_ray"]) == expected
+    assert reported
+    finished = load("train=a.txt,val=b.txt")
+    assert described.fingerprint == describe_data(finished, "stream").fingerprint == finished.source_fingerprint
+    assert describe_data(finished).fingerprint == finished.fingerprint != finished.source_fingerprint
+
+
 def test_options_of_the_split_are_rejected_if_the_splits_are_given(books):
     with pytest.raises(DataError, match="split and val_fraction must be absent with train"):
         load("train=a.txt,val=b.txt", val_fraction=0.5)
@@ -134,8 +226,8 @@ def test_the_preset_wikitext_has_an_end_of_text_for_each_article(books):
 def test_a_tokenizer_that_token_files_do_not_have_is_named(books):
     prepared, out = load("a.txt").names, io.StringIO()
     config = dataclasses.replace(PRESETS["quickstart"](), data=prepared, prepare=PrepareConfig(tokenizer="gpt2"))
-    for prepare in (PrepareConfig(tokenizer="gpt2"), PrepareConfig(tokenizer="bytes")):
-        load_tokens(dataclasses.replace(config, prepare=prepare), Console(file=out, width=1000))
+    for options in (PrepareConfig(tokenizer="gpt2"), PrepareConfig(tokenizer="bytes")):
+        load_tokens(dataclasses.replace(config, prepare=options), Console(file=out, width=1000))
     assert out.getvalue() == f"{prepared} has tokens of bytes; prepare.tokenizer, gpt2, is not used\n"
 
 

@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,29 @@ def test_runs_of_one_name_have_copies_of_their_own():
     servers = [f"s3://runs/first?endpoint_override=http://{host}:9000" for host in ("a", "b")]
     places = ["s3://runs/first", "s3://other/first", "gs://runs/first", *servers]
     assert len({locate(place).path for place in places}) == len({reader_copy(place).path for place in places}) == 5
+
+
+def test_a_run_with_a_long_name_has_a_copy_whose_name_a_file_system_takes() -> None:
+    for place in (locate(f"s3://bucket/{'x' * 255}"), reader_copy(f"s3://bucket/{'x' * 255}")):
+        assert len(place.path.name) < 100
+        place.path.mkdir(parents=True)
+        place.lock.touch()
+
+
+def test_the_runs_beside_a_name_that_does_not_exist_are_told_the_newest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for storage, ages in (("runs", "hcjadgbief"), ("elsewhere", "mkl")):
+        for age, name in enumerate(ages):
+            config = tmp_path / storage / name / "config.json"
+            config.parent.mkdir(parents=True)
+            config.touch()
+            os.utime(config, (1000.0 - age, 1000.0 - age))
+    with pytest.raises(UsageError, match="runs has h, c, j, a, d, g, b, i and 2 more"):
+        find_run("absent")
+    with pytest.raises(UsageError, match="elsewhere has m, k, l"):
+        find_run(str(tmp_path / "elsewhere" / "absent"))
 
 
 def test_the_report_sums_up_the_run(tmp_path):

@@ -78,6 +78,20 @@ def renewed(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     return written
 
 
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The looks at the objects of a lease, each with the number of the others. More than three are an error."""
+    found, others = list[int](), lease._Lease._others
+
+    def look(self: lease._Lease) -> list[lease.Owner]:
+        assert len(found) < 3, "the command waits"
+        found.append(len(owners := others(self)))
+        return owners
+
+    monkeypatch.setattr(lease._Lease, "_others", look)
+    return found
+
+
 Command = Callable[[str], lease.Owner]
 
 
@@ -231,21 +245,36 @@ def test_a_lease_survives_two_renewals_that_fail() -> None:
 
 
 def test_a_command_that_asks_forever_is_not_waited_for(
-    run: str, command: Command, monkeypatch: pytest.MonkeyPatch
+    run: str, command: Command, looks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "_PATIENCE_S", 0.0)
     put(run, command("b"))
     with pytest.raises(UsageError, match="the first runs on host-b"), leasing(run, command("a"), ignored):
         pass
+    assert looks == [1]
+    assert objects(run) == ["b.json"]
+
+
+def test_a_command_that_is_interrupted_while_it_asks_leaves_no_object(
+    run: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lease._Lease, "_reject", interrupt)
+    put(run, command("b"))
+    with pytest.raises(KeyboardInterrupt), leasing(run, command("a"), ignored):
+        pass
     assert objects(run) == ["b.json"]
 
 
 def test_a_damaged_object_keeps_the_run_until_it_lapses(
-    run: str, command: Command, monkeypatch: pytest.MonkeyPatch
+    run: str, command: Command, looks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(run, command("b"), b"{")
     with pytest.raises(UsageError, match="the first runs on unknown"), leasing(run, command("a"), ignored):
         pass
+    assert looks == [1]
     assert objects(run) == ["b.json"]
     monkeypatch.setattr(lease, "LAPSES_AFTER_S", -1.0)
     with leasing(run, command("a"), ignored):

@@ -128,6 +128,19 @@ def test_a_rejection_leaves_no_object_behind(s3, tmp_path):
     assert [info.path for info in infos if info.is_file and info.size] == []
 
 
+def test_a_rejection_leaves_an_earlier_run_in_object_storage_alone(s3: str, tmp_path: Path) -> None:
+    uri = f"{s3}/{tmp_path.name}/run"
+    with pytest.raises(RunFailedError):
+        fail(uri, OSError("lost"), begin)
+    with pytest.raises(UsageError):
+        fail(uri, UsageError("other settings"))
+    folder = RunFolder(tmp_path, uri)
+    folder.pull()
+    assert folder.config.exists()
+    assert folder.metrics.read_text() == '{"step": 7, "loss": 2.0}\n'
+    assert [phase.phase for phase in read_phases(folder)] == ["training", "failed"]
+
+
 def test_settings_that_a_later_command_cannot_change_are_bad_input_although_the_run_has_begun(tmp_path):
     with pytest.raises(RunFailedError):
         fail(tmp_path / "run", OSError("lost"), begin)

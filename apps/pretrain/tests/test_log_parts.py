@@ -2,6 +2,8 @@
 
 import json
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pyarrow.fs import FileSelector
@@ -10,7 +12,7 @@ from pretrain._run import log_parts
 from pretrain._run.folder import RunFolder
 from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, LogWriter, pull_log
 from pretrain._run.remote_copy import pull_changed, reader_copy
-from ray_jax_launch import open_uri
+from ray_jax_launch import LaunchError, open_uri
 
 
 @pytest.fixture
@@ -109,6 +111,7 @@ def test_a_run_that_continues_drops_the_records_after_its_checkpoint(uri, writer
     writer.append(METRICS, {"step": 30, "loss": 9.0})  # of a worker that was taken for dead
     writer.flush()
     assert pulled(uri, tmp_path / "reader") == [{"step": 0, "loss": 1.0}, {"step": 10, "loss": 2.0}]
+    assert {name.partition("-")[0] for name in parts(uri)} == {"000001", "000002"}  # the order of the writers
     for name in (METRICS, SAMPLES, PHASES):
         assert (tmp_path / "reader" / name).read_bytes() == (second.path / name).read_bytes()
 
@@ -163,3 +166,83 @@ def test_damaged_parts_lose_their_damaged_lines_only(uri, writer, tmp_path):
     with filesystem.open_output_stream(f"{root}/log/000009-ab-000001-000001.jsonl") as stream:
         stream.write("\n".join([*lines, '{"file": "metrics.jsonl", "line": {"step": 1}}', ""]).encode())
     assert [record["step"] for record in pulled(uri, tmp_path / "reader")] == [0, 1]
+
+
+def test_a_merged_part_is_written_before_its_parts_are_deleted(
+    uri: str, writer: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the two loses no line."""
+    monkeypatch.setattr(log_parts, "_MERGED", 3)
+    before, write = dict[str, int](), log_parts._write
+
+    def note_and_write(*args: Any) -> None:
+        if args[2].first < args[2].last:
+            before.update(parts(uri))
+        write(*args)
+
+    monkeypatch.setattr(log_parts, "_write", note_and_write)
+    for step in range(3):
+        writer.append(METRICS, {"step": step})
+        writer.flush()
+    assert [name[-19:] for name in sorted(before)] == [f"{n:06}-{n:06}.jsonl"[-19:] for n in (1, 2, 3)]
+    (merged,) = parts(uri)
+    assert merged.endswith("-000001-000003.jsonl")
+    assert [record["step"] for record in pulled(uri, tmp_path / "reader")] == [0, 1, 2]
+
+
+def test_parts_that_an_attempt_before_has_deleted_do_not_end_the_uploads(
+    uri: str, writer: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_parts, "_MERGED", 3)
+    filesystem, root = open_uri(uri)
+    for step in range(7):
+        if step == 2:
+            filesystem.delete_file(f"{root}/log/{min(parts(uri))}")
+        writer.append(METRICS, {"step": step})
+        writer.flush()
+    assert [record["step"] for record in pulled(uri, tmp_path / "reader")] == [*range(7)]
+
+
+def test_a_part_that_is_merged_while_it_is_read_is_read_in_its_new_place(
+    uri: str, writer: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_parts, "_MERGED", 3)
+    for step in range(2):
+        writer.append(METRICS, {"step": step})
+        writer.flush()
+    needed = log_parts._needed
+
+    def merge_first(found: Any) -> Any:
+        monkeypatch.setattr(log_parts, "_needed", needed)
+        writer.append(METRICS, {"step": 2})
+        writer.flush()
+        return needed(found)
+
+    monkeypatch.setattr(log_parts, "_needed", merge_first)
+    assert [record["step"] for record in pulled(uri, tmp_path / "reader")] == [0, 1, 2]
+    assert {path.name for path in (tmp_path / "reader/log").iterdir()} == {*parts(uri)}
+
+
+def test_uploads_go_on_after_a_storage_that_fails_for_a_while(
+    uri: str, writer: LogWriter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning tells it, and a second one tells a second failure."""
+    monkeypatch.setattr(log_parts, "UPLOAD_EVERY_S", 0.01)
+    upload, outcomes = LogWriter._upload, [OSError("a"), LaunchError("b"), OSError("c"), None, OSError("d"), None]
+    is_done = threading.Event()
+
+    def fail_sometimes(self: LogWriter, uri: str) -> None:
+        if not outcomes:
+            is_done.set()
+        elif (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+        upload(self, uri)
+
+    monkeypatch.setattr(LogWriter, "_upload", fail_sometimes)
+    writer.append(METRICS, {"step": 0})
+    writer.start()
+    assert is_done.wait(60)
+    writer.stop()
+    assert "log-upload" not in {thread.name for thread in threading.enumerate()}
+    assert [message[-1] for message in caplog.messages] == ["a", "d"]
+    assert len(parts(uri)) == 1

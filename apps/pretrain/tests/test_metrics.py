@@ -1,10 +1,12 @@
+import contextlib
+import errno
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from pretrain._run.files import append_line, read_lines, write_durably
+from pretrain._run.files import append_line, read_lines, sync_folder, write_durably
 from pretrain._run.metrics import cut_lines
 from pretrain._surroundings.output_file import write_output
 
@@ -40,11 +42,12 @@ def test_lines_that_a_power_cut_damaged_do_not_stop_a_run(tmp_path, caplog, reco
     path.write_bytes(
         b'{"step": 0}\n\0\0\0\0\n{"step": 2, "lo\n[3]\n{"loss": 4.0}\n\xff\xfe\n{"step": 5}\n'
         b'{"step": "6"}\n{"step": 99999999999999999999}\n{"step": 7, "loss": []}\n'
+        b'{"step": -1}\n{"step": true}\n{"step": 8, "time_s": -1.0}\n{"step": 9, "loss": "2.0"}\n'
     )
     assert [record["step"] for record in read_lines(path)] == [0, 5]
     read_lines(path)  # a command may read a file several times
     what = "lines that are no JSON object with a step, or have too large a number"
-    assert caplog.messages == [f"{path}: dropped 8 {what}"]
+    assert caplog.messages == [f"{path}: dropped 12 {what}"]
     path.write_bytes(b"")
     assert cut_lines(path, 10) == []
 
@@ -84,3 +87,37 @@ def test_a_file_is_on_disk_before_it_has_its_name(write, content, syncs_folder, 
     file, folder = path.stat().st_ino, tmp_path.stat().st_ino
     assert calls == [("sync", file, 2), ("rename", file, 2), *[("sync", folder, None)] * syncs_folder]
     assert path.read_text() == "{}"
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        write_durably(path, "no UTF-8: \ud800")
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["config.json"]
+
+
+def num_descriptors() -> int:
+    """Return the number of open descriptors of this process."""
+    return len([*Path("/dev/fd").iterdir()])
+
+
+@pytest.mark.parametrize(
+    ("number", "is_fatal"),
+    [(0, False), (errno.EINVAL, False), (errno.ENOSYS, False), (errno.ENOTSUP, False), (errno.EIO, True)],
+)
+def test_a_folder_that_cannot_be_synced_is_an_error_if_its_disk_has_failed(
+    number: int, is_fatal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems over object storage sync no folder. No descriptor stays open."""
+
+    def fail(descriptor: int) -> None:
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    before = num_descriptors()
+    with pytest.raises(OSError, match="error") if is_fatal else contextlib.nullcontext():
+        sync_folder(tmp_path)
+    assert num_descriptors() == before

@@ -95,11 +95,38 @@ def test_a_device_stays_and_its_error_is_told(link, place):
     assert full.stat().st_ino == before.st_ino
 
 
-def test_standard_output_gets_the_content(place):
-    code = """
+def test_what_a_killed_process_of_the_same_number_has_left_is_replaced(place: Path) -> None:
+    for _ in range(2):
+        Path(f".{os.getpid()}.partial").write_bytes(OLD)
+        write_output(Path("file"), NEW)
+        assert names() == ["file"]
+    assert Path("file").read_bytes() == NEW
+
+
+def num_descriptors() -> int:
+    """Return the number of open descriptors of this process."""
+    return len([*Path("/dev/fd").iterdir()])
+
+
+def test_no_descriptor_stays_open(place: Path) -> None:
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    before = num_descriptors()
+    for name in ("new", "new", "pipe"):
+        write_output(Path(name), NEW)
+    assert num_descriptors() == before
+    assert os.read(reader, 99) == NEW
+    os.close(reader)
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_standard_output_gets_the_content(name, place):
+    if not Path(name).exists():
+        pytest.skip(f"needs {name}")
+    code = f"""
 from pathlib import Path
 from pretrain._surroundings.output_file import write_output
-write_output(Path("/dev/stdout"), b"new")
+write_output(Path("{name}"), b"new")
 """
     with Path("out").open("wb") as file:
         subprocess.run([sys.executable, "-c", code], check=True, stdout=file, timeout=60)

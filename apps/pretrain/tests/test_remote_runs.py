@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import time
+from pathlib import Path
 
 import pytest
 from pyarrow.fs import FileSelector
@@ -15,7 +16,7 @@ from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe, write_description
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder, locate
-from pretrain._run.log_parts import METRICS, PHASES
+from pretrain._run.log_parts import METRICS, PHASES, LogWriter
 from pretrain._run.remote_copy import pull_changed, pull_profiles
 from ray_jax_launch import LaunchError, open_uri
 
@@ -142,6 +143,78 @@ def test_a_copy_that_differs_from_its_object_in_its_time_alone_is_downloaded_aga
     assert pull_changed(folder)
     assert folder.config.read_bytes() == run.config.read_bytes()
     assert not pull_changed(folder)
+
+
+def names(run: RunFolder) -> set[str]:
+    """The names of the objects of a run."""
+    assert run.uri is not None
+    filesystem, root = open_uri(run.uri)
+    infos = filesystem.get_file_info(FileSelector(root, recursive=True))
+    return {info.path[len(root) + 1 :] for info in infos if info.is_file}
+
+
+def test_a_result_that_is_deleted_in_the_storage_is_gone_for_its_readers(run: RunFolder) -> None:
+    """Another command continues the run after its result was damaged."""
+    run.result.write_text("{}")
+    run.push()
+    folder, _ = find_run(f"{run.uri}")
+    assert folder.result.exists()
+    filesystem, root = open_uri(f"{run.uri}")
+    filesystem.delete_file(f"{root}/result.json")
+    assert pull_changed(folder)
+    assert not folder.result.exists()
+    assert not pull_changed(folder)
+
+
+def test_logs_are_uploaded_as_files_at_the_end_only_and_the_journal_is_read(run: RunFolder, log: LogWriter) -> None:
+    assert {name.partition("/")[0] for name in names(run)} == {"config.json", "log"}
+    run.push(with_logs=True)
+    assert {name.partition("/")[0] for name in names(run)} == {"config.json", "log", "phases.jsonl"}
+    filesystem, root = open_uri(f"{run.uri}")
+    with filesystem.open_output_stream(f"{root}/phases.jsonl") as stream:
+        stream.write(b'{"step": 9}\n')
+    for pull in (RunFolder.pull, pull_changed):
+        copy = RunFolder(run.path.parent / pull.__name__, run.uri)
+        copy.path.mkdir()
+        pull(copy)
+        assert copy.phases.read_bytes() == run.phases.read_bytes()
+
+
+def test_a_copy_has_neither_checkpoints_nor_hidden_files_nor_what_the_storage_lacks(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    filesystem, root = open_uri(f"{run.uri}")
+    for name in ("checkpoints/7/params", ".lease/a.json", "tensorboard/plugins/events"):
+        filesystem.create_dir(f"{root}/{name}".rpartition("/")[0])
+        with filesystem.open_output_stream(f"{root}/{name}") as stream:
+            stream.write(b"remote")
+    copy = RunFolder(tmp_path / "copy", run.uri)
+    for name in ("checkpoints/9/params", ".lock", "sample.txt", "tensorboard/old"):
+        path = copy.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("local")
+    copy.pull()
+    found = {f"{path.relative_to(copy.path)}" for path in copy.path.rglob("*") if path.is_file()}
+    assert found == {"checkpoints/9/params", ".lock", "config.json", "tensorboard/plugins/events"}
+    before = names(run)
+    copy.push()
+    assert names(run) == before
+
+
+def test_a_worker_has_a_copy_of_its_own_which_it_deletes_at_its_end(run: RunFolder) -> None:
+    left = dataclasses.replace(run, owner="the command").for_worker()
+    (left.path / "sample.txt").write_text("of a killed worker")
+    worker = dataclasses.replace(run, owner="the command").for_worker()
+    assert worker.owner == "the command"
+    assert worker.config.read_bytes() == run.config.read_bytes()
+    assert not worker.sample.exists()
+    worker.delete_copy()
+    assert not worker.path.exists()
+    assert run.config.exists()
+    here = RunFolder(run.path)
+    assert here.for_worker() == here
+    here.delete_copy()
+    assert run.config.exists()
 
 
 @pytest.mark.parametrize("place", ["absent", "run/checkpoints"])

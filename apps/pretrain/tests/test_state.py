@@ -1,6 +1,8 @@
 """The state of a run, which `runs`, `watch` and `report` share."""
 
 import dataclasses
+import os
+from itertools import accumulate
 
 import pytest
 
@@ -10,7 +12,7 @@ from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_history
 from pretrain._run.lock import lock_run
-from pretrain._run.state import run_state
+from pretrain._run.state import last_seen_s, run_state
 
 BEGAN_S = 1_700_000_000.0
 
@@ -50,6 +52,34 @@ def test_silence_is_told_after_a_time_that_depends_on_the_time_between_records(f
     for step in range(4):
         append_line(folder.metrics, {"step": step, "time_s": BEGAN_S + step * interval_s, "loss": 2.0})
     assert run_state(read_history(folder), BEGAN_S + 3 * interval_s + after_s) == state
+
+
+@pytest.mark.parametrize(
+    ("phase", "intervals_s", "after_s", "state"),
+    [
+        ("training", [1000.0, *[1.0] * 20], 70.0, "no sign of life"),  # only the last intervals count
+        ("training", [1.0, 1.0, 40.0, 1.0], 175.0, "training"),  # the longest one counts: 60 + 3 * 40
+        ("training", [1.0, 1.0, 40.0, 1.0], 185.0, "no sign of life"),
+        ("training", [1.0], 290.0, "training"),  # one interval tells nothing
+        ("evaluating", [1.0] * 7, 290.0, "training"),  # there are no records in it
+        ("evaluating", [1.0] * 7, 310.0, "no sign of life"),
+    ],
+)
+def test_the_longest_of_the_last_intervals_tells_how_long_silence_may_be(
+    phase: str, intervals_s: list[float], after_s: float, state: str, folder: RunFolder
+) -> None:
+    append_line(folder.phases, {"step": 0, "time_s": BEGAN_S, "phase": phase})
+    times = [*accumulate(intervals_s, initial=BEGAN_S)]
+    for step, time_s in enumerate(times):
+        append_line(folder.metrics, {"step": step, "time_s": time_s, "loss": 2.0})
+    assert run_state(read_history(folder), times[-1] + after_s) == state
+
+
+def test_a_run_without_a_phase_was_seen_when_it_was_described(folder: RunFolder) -> None:
+    os.utime(folder.config, (BEGAN_S, BEGAN_S))
+    assert last_seen_s(read_history(folder)) == BEGAN_S
+    append_line(folder.metrics, {"step": 9, "time_s": BEGAN_S + 7, "loss": 2.0})
+    assert last_seen_s(read_history(folder)) == BEGAN_S + 7
 
 
 def test_the_time_between_two_commands_is_no_interval(folder):
