@@ -1,5 +1,6 @@
 """Configurations in files: TOML, and the `config.json` of a run."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,6 +12,7 @@ import pytest
 from pretrain import PRESETS, PretrainConfig, main
 from pretrain._cli import parse_command
 from pretrain._command_line.command_classes import ShowConfig
+from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe
 
 TOML = """
@@ -210,3 +212,36 @@ def test_a_wrong_file_is_rejected_in_one_sentence(in_folder, name, content, sent
     assert main(["--config", "x.toml" if name == "y.toml" else name]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence in line
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "is_accepted"), [(32_000, True), (32_001, False)], ids=["the most", "a byte more"]
+)
+def test_a_file_has_a_largest_size(in_folder, num_bytes, is_accepted, capsys):
+    text = "seed = 7\n#"
+    (in_folder / "x.toml").write_text(text + "x" * (num_bytes - len(text)))
+    assert main(["--config", "x.toml", "--print-config"]) == (0 if is_accepted else 2)
+    captured = capsys.readouterr()
+    assert ("seed = 7\n" in captured.out) == is_accepted
+    assert ("at most 32,000 bytes" in captured.err) == (not is_accepted)
+
+
+def test_a_pipe_whose_writer_writes_nothing_is_not_waited_for_forever(monkeypatch, capsys):
+    monkeypatch.setattr("pretrain._command_line.config_file._SILENCE_S", 0.01)
+    read_end, write_end = os.pipe()
+    assert main(["--config", f"/dev/fd/{read_end}"]) == 2
+    assert "a pipe that is silent" in capsys.readouterr().err
+    os.close(read_end)
+    os.close(write_end)
+
+
+@pytest.mark.parametrize("name", ["x.toml", "large.toml", "folder", "pipe"])
+def test_no_file_stays_open(in_folder, name):
+    (in_folder / "x.toml").write_text("seed = 7")
+    (in_folder / "large.toml").write_text("#" * 40_000)
+    (in_folder / "folder").mkdir()
+    os.mkfifo(in_folder / "pipe")
+    before = os.listdir("/dev/fd")  # noqa: PTH208 - numbers
+    with contextlib.nullcontext() if name == "x.toml" else pytest.raises((UsageError, OSError)):
+        parsed("--config", name)
+    assert os.listdir("/dev/fd") == before  # noqa: PTH208

@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import logging
 import os
 import sys
+import threading
 
 import pytest
 from rich.console import Console
@@ -14,6 +16,7 @@ from pretrain._run.history import Phase
 from pretrain._screen.display import Display
 from pretrain._screen.run_view import RunView
 from pretrain._screen.tokenizing import Tokenizing
+from pretrain._screen.waiting import waiting
 
 BEGAN_S = 1_700_000_000.0
 
@@ -184,3 +187,131 @@ def test_a_run_goes_on_without_standard_output(output, caplog, record_property):
     assert warning.endswith("); the run goes on without it")
     with contextlib.suppress(OSError):  # the file tries once more to write
         file.close()
+
+
+def test_a_phase_that_takes_long_again_has_a_line_again():
+    def feed(display, clock):
+        for began_s in (10, 40):
+            display.add(phase("training", began_s - 5))
+            display.add(phase("saving", began_s, 250))
+            clock.time_s = BEGAN_S + began_s + 3
+            display.refresh()
+        display.add(phase("finished", 50, 1500))
+        clock.time_s = BEGAN_S + 99
+        display.refresh()  # the end has lines of its own
+
+    assert printed(feed, is_local=True) == ["starting", "saving", "saving"]
+
+
+def test_a_line_of_another_program_is_shown_as_it_is():
+    line = "worker 0 of 2: node 10.0.0.1, 1 device ([red]) " + "x" * 90
+
+    def feed(display, clock):
+        display.print(line, "a second [bold]line[/bold]")
+
+    assert printed(feed)[1:] == [line, "a second [bold]line[/bold]"]
+
+
+def test_the_last_step_has_no_estimate_of_further_steps():
+    def feed(display, clock):
+        display.add(phase("training", 1, 1490))
+        display.add(record(1500, 2, loss=2.0, **RATES))
+
+    assert printed(feed)[1:] == [
+        "continuing from step 1490",
+        "step 1500/1500  epoch 1.50  loss 2.0000                    18,432 tokens/s  MFU 31.2%  left 0:00",
+    ]
+
+
+def test_a_display_leaves_no_handler_and_no_thread():
+    logger = logging.getLogger("ray_jax_launch")
+    before = [*logger.filters]
+    for _ in range(2):
+        with Display(RunView(10), Console(file=io.StringIO())):
+            assert len(logger.filters) == len(before) + 1
+            assert [thread.name for thread in threading.enumerate()].count("display") == 1
+        assert logger.filters == before
+        assert "display" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(
+    ("steps", "now_s", "left_s"),
+    [
+        ((990, 1000), 20, 50),  # 500 steps of 0.1 s
+        ((990, 1000), 15, 50),  # the clock of worker 0 is ahead
+        ((990, 1000), 99, 0),
+        ((1490, 1500), 20, 0),
+    ],
+)
+def test_the_time_left_is_never_below_zero_nor_above_that_of_the_steps(steps, now_s, left_s):
+    clock = Clock()
+    view = RunView(1500, clock=clock)
+    for step, after_s in zip(steps, (19, 20), strict=True):
+        view.add_record(record(step, after_s, loss=2.0, **RATES))
+    clock.time_s = BEGAN_S + now_s
+    assert view.left_s() == pytest.approx(left_s)
+
+
+def test_a_start_began_when_the_command_did():
+    """Worker 0 tells the start of the command once more, with an earlier time."""
+    clock = Clock()
+    view = RunView(10, clock=clock)
+    view.enter("starting")
+    view.add_phase(Phase(step=0, time_s=BEGAN_S - 9, phase="starting"))
+    clock.time_s = BEGAN_S + 1
+    assert view.phase_s() == 10
+    view.add_phase(Phase(step=0, time_s=BEGAN_S + 1, phase="loading"))
+    assert (view.phase_s(), view.label()) == (0, "loading the model")
+
+
+def test_damaged_files_without_phases_are_those_of_a_training():
+    view = RunView(10, clock=Clock())
+    assert (view.label(), view.elapsed_s()) == ("starting the workers", None)
+    view.add_record({"step": 3, "loss": 2.0})
+    assert (view.label(), view.phase_s(), view.elapsed_s(), view.step) == ("training", 0, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fraction", "text"),
+    [
+        ("reading", 0.5, ""),
+        ("checking", 0.07, "7% tokenized"),
+        ("tokenizing", 0.998, "100% tokenized"),
+        ("tokenizing", None, "12,345 tokens tokenized"),
+        ("tokenizing", 1.0, ""),
+        ("assembling", 0.5, ""),
+    ],
+)
+def test_the_share_that_is_tokenized_is_told_until_the_end(stage, fraction, text):
+    tokenizing = Tokenizing()
+    assert tokenizing.summary() == ""
+    tokenizing(Progress(stage=stage, num_documents=3, num_tokens=12_345, num_bytes=99_999, fraction=fraction))
+    assert tokenizing.summary() == text
+
+
+def test_a_wait_without_a_terminal_has_a_line():
+    out = io.StringIO()
+    with waiting(Console(file=out, width=20), "starting Ray on [two] machines"):
+        assert out.getvalue() == "starting Ray on [two] machines\n"
+    assert out.getvalue() == "starting Ray on [two] machines\n"
+
+
+def test_a_run_that_continues_counts_the_work_of_both_commands():
+    """The second command began before it could tell it, and long after the end of the first."""
+    clock = Clock()
+    view = RunView(1500, clock=clock)
+    view.add_phase(Phase(step=0, time_s=BEGAN_S - 900, phase="training"))
+    view.enter("stopped", BEGAN_S - 870)
+    view.enter("starting", BEGAN_S - 5)
+    clock.time_s = BEGAN_S + 2
+    assert (view.elapsed_s(), view.phase_s()) == (37, 7)
+
+
+def test_steps_that_are_done_again_are_timed_again():
+    """Damaged files may have no phase of the restart."""
+    clock = Clock()
+    view = RunView(1500, clock=clock)
+    for step, after_s in ((10, 1), (500, 2), (100, 600), (200, 620)):
+        view.add_record(record(step, after_s, loss=2.0, **RATES))
+    clock.time_s = BEGAN_S + 620
+    assert view.left_s() == pytest.approx(1300 * 0.2)

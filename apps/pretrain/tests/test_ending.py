@@ -14,7 +14,7 @@ from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, read_history
 from pretrain._run.result import RunResult
-from pretrain._screen.ending import sample_lines, show_result, show_stopped
+from pretrain._screen.ending import sample_lines, show_finished, show_result, show_stopped
 from ray_jax_launch import Checkpoints
 
 RESULT = RunResult(
@@ -160,3 +160,60 @@ def test_a_stopped_run_tells_what_is_saved(tmp_path, steps, expected):
     out = io.StringIO()
     show_stopped(tmp_path / "checkpoints", Console(file=out, width=200))
     assert out.getvalue() == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("eval_tokens", "part"),
+    [(None, "all validation tokens"), (10, "64 validation tokens"), (2000, "1,984 validation tokens")],
+)
+def test_a_validation_is_on_whole_windows(folder, eval_tokens, part):
+    history = read_history(folder)
+    config = history.description.config
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, eval_tokens=eval_tokens))
+    history = dataclasses.replace(history, description=dataclasses.replace(history.description, config=config))
+    out = io.StringIO()
+    show_result(history, RESULT, Console(file=out, width=80))
+    assert f"best 1.6000 at step 1,250, on {part}\n" in out.getvalue()
+
+
+def test_the_end_of_a_run_whose_files_have_little_tells_what_they_have(folder):
+    result = RunResult(steps=None, metrics={}, wall_s=204.0, restarts=None, workers=None)
+    assert shown(folder, result).splitlines()[:2] == ["done in 3:24", "─" * 36 + " sample " + "─" * 36]
+    validated = dataclasses.replace(result, best_val_loss=1.5, best_val_step=7, last_val_loss=1.75, last_val_step=9)
+    timed = dataclasses.replace(validated, steps=9, seconds={"training": 99.0, "saving": 0.0, "evaluating": 1.0})
+    assert shown(folder, timed).splitlines()[:4] == [
+        "done in 1:40",
+        "steps     9",
+        "val loss  1.7500 at step 9, best 1.5000 at step 7, on 20,480 validation tokens",
+        "time      training 99%, evaluating 1%",
+    ]
+
+
+def test_a_finished_run_tells_its_numbers(folder):
+    out = io.StringIO()
+    show_finished(read_history(folder), RESULT, Console(file=out, width=30))
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith(f"the run in {folder} is finished")
+    assert lines[1] == "steps          1,500: 1,536,000 tokens, 0.13 epochs"
+    assert lines[-1] == "time           training 87%, starting 10%, evaluating 2%"
+
+
+@pytest.mark.parametrize("uri", [None, "s3://bucket/runs/a [b]?region=eu-west-1"])
+def test_a_run_elsewhere_is_named_in_full(folder, tmp_path, monkeypatch, uri):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    place = folder.path.rename(tmp_path / "a [b]")
+    history, out = read_history(RunFolder(place)), io.StringIO()
+    show_result(dataclasses.replace(history, folder=RunFolder(place, uri)), RESULT, Console(file=out, width=20))
+    lines = out.getvalue().splitlines()
+    assert lines[-5] == f"run folder: {uri or place}"
+    assert lines[-4] == f"  pretrain sample '{uri or place}'"
+
+
+def test_samples_on_a_terminal_are_as_wide_as_the_terminal(folder):
+    append_line(folder.samples, {"step": 7, "prompt": "a\n", "text": "a\n" * 99})
+    out = io.StringIO()
+    show_result(read_history(folder), RESULT, Console(file=out, width=60, force_terminal=True, color_system=None))
+    lines = out.getvalue().splitlines()
+    sample = lines[lines.index('samples of the prompt "a⏎"') + 1]
+    assert (sample[:10], len(sample)) == ("step 7  a⏎", 59)

@@ -3,15 +3,16 @@
 import dataclasses
 import io
 
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from owt_data import PrepareOptions, open_tokens, prepare
+from owt_data import GrowingTokens, PrepareOptions, open_tokens, prepare
 from pretrain import PRESETS
 from pretrain._config import with_vocab_size
 from pretrain._run.folder import RunFolder
 from pretrain._screen.introduction import introduce
-from ray_jax_launch import parse_hardware
+from ray_jax_launch import Checkpoints, parse_hardware
 
 
 @pytest.mark.parametrize(("hardware", "per_worker"), [("cpu:1", "16"), ("cpu:4", "4"), ("cpu:2-4", "4-8")])
@@ -29,4 +30,27 @@ def test_the_introduction_has_the_sizes_of_the_run(hardware, per_worker, tmp_pat
         "length    2,000 steps: 2,048,000 tokens, 22.76 epochs",
         f"hardware  {parse_hardware(hardware)}",
         f"run folder: {tmp_path / 'run'}",
+    ]
+
+
+def test_the_introduction_of_a_stream_that_continues(tmp_path):
+    (tmp_path / "text.txt").write_text("x" * 100_000)
+    prepare(str(tmp_path / "text.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
+    data = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes")
+    data = dataclasses.replace(data, train=GrowingTokens(tmp_path / "tokens", "train", is_one_source=True))
+    preset = PRESETS["quickstart"]()
+    train = dataclasses.replace(preset.train, max_steps=7, global_batch_size=18)
+    config = with_vocab_size(dataclasses.replace(preset, train=train), 257)
+    folder, out = RunFolder(tmp_path / "a [run]"), io.StringIO()
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        checkpoints.save(3, {"params": {"bias": jnp.zeros(2)}}, metadata={})
+    introduce(config, data, parse_hardware("cpu:2-9"), folder, Console(file=out, width=20))
+    assert out.getvalue().splitlines() == [
+        "model     834,432 parameters: 4 layers of width 128",
+        "data      a growing number of tokens to train on, 10,000 to validate on (bytes)",
+        "step      1,152 tokens: 18 windows of 64, 2-9 per worker",
+        "length    7 steps: 8,064 tokens",
+        f"hardware  {parse_hardware('cpu:2-9')}",
+        f"run folder: {folder.path}",
+        "the run continues from its newest undamaged checkpoint",
     ]

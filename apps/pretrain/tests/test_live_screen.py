@@ -15,10 +15,12 @@ import pyte
 import pytest
 from rich.console import Console
 
+from owt_data import Progress
 from pretrain._output import log_lines
 from pretrain._run.history import Phase
 from pretrain._screen.display import Display
 from pretrain._screen.run_view import RunView
+from pretrain._screen.tokenizing import Tokenizing
 from pretrain._screen.waiting import waiting
 
 BEGAN_S = 1_700_000_000.0
@@ -306,3 +308,36 @@ def test_a_phase_of_another_clock_does_not_last_less_than_no_time():
     view = RunView(10, clock=clock)
     view.add_phase(Phase(step=0, time_s=BEGAN_S + 5, phase="compiling"))
     assert view.phase_s() == 0.0
+
+
+def test_a_long_time_left_and_the_text_that_is_tokenized_are_shown():
+    clock, tokenizing = Clock(), Tokenizing()
+    tokenizing(Progress(stage="tokenizing", fraction=0.45))
+    view = RunView(15_000, clock=clock, tokenizing=tokenizing)
+    for began_s in (0, 50):
+        view.add_phase(Phase(step=7, time_s=BEGAN_S + began_s, phase="restarting"))
+    view.add_phase(Phase(step=7, time_s=BEGAN_S + 60, phase="training"))
+    for step in (1500, 3000):
+        view.add_record(record(step, step, loss=2.0, tokens_per_s=1e9, step_s=1.0, data_wait_s=1.5))
+    clock.time_s = BEGAN_S + 3001
+    with terminal(100, 24) as opened, Display(view, opened.console) as display:
+        display.show_newest()  # the live view has it already
+        lines = opened.settled()
+    assert lines == [
+        "training          step  3,000/15,000  elapsed   50:01  2 restarts",
+        "━" * 16 + "╺" + "━" * 63 + "   20%  left 3:19:59",
+        "loss  2.0000 ▁▁",
+        "     1B tokens/s  data wait 100%  45% tokenized  epoch  3.00",
+    ]
+
+
+def test_a_notice_stands_in_the_place_of_the_phase_and_its_time():
+    clock = Clock()
+    view = RunView(10, clock=clock)
+    view.add_phase(Phase(step=0, time_s=BEGAN_S - 300, phase="compiling"))
+    with terminal(80, 24) as opened, Display(view, opened.console) as display:
+        assert opened.settled()[0].split("  ")[0] == "compiling 5:00"
+        display.notice("no sign of life for 5 min")
+        assert opened.settled()[0].split("  ")[0] == "no sign of life for 5 min"
+        display.notice("")
+        assert opened.settled()[0].split("  ")[0] == "compiling 5:00"

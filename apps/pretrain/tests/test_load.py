@@ -1,7 +1,10 @@
 """Commands on a trained model: one of random weights, saved as a run saves it, without Ray."""
 
 import dataclasses
+import fcntl
 import json
+import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ import pytest
 from rich.console import Console
 
 from nnx_gpt2 import create_optimizer, create_train_state, make_eval_step, make_mesh
-from owt_data import PrepareOptions, load_tokenizer, prepare
-from pretrain import PRESETS
+from owt_data import PrepareOptions, load_tokenizer, open_tokens, prepare
+from pretrain import PRESETS, main
 from pretrain._best_effort import best_effort
 from pretrain._commands.evaluate import evaluate
+from pretrain._commands.export import _new_folder as new_folder
+from pretrain._commands.export import export
 from pretrain._commands.sample import sample
 from pretrain._data import load_tokens
 from pretrain._errors import UsageError
@@ -196,3 +201,62 @@ def test_a_sentence_is_shown_without_the_name_of_its_class(caplog):
 def test_an_interrupt_is_no_fault_of_a_convenience():
     with pytest.raises(KeyboardInterrupt), best_effort("the sample"):
         raise KeyboardInterrupt
+
+
+def test_an_evaluation_counts_the_tokens_and_the_bytes_that_it_predicts(make_run, tmp_path, capsys):
+    """A token of the tokenizer `bytes` is a byte, but for the ends of the documents."""
+    folder, _, _, tokens = make_run()
+    (tmp_path / "other.txt").write_text("other words " * 99)
+    prepare(str(tmp_path / "other.txt"), tmp_path / "other", PrepareOptions(tokenizer="bytes", val_fraction=0.3))
+    other = open_tokens(str(tmp_path / "other"), tokenizer="bytes")
+    losses = []
+    for data, val in (((), tokens.val), (("--data", str(tmp_path / "other")), other.val)):
+        assert main(["eval", str(folder.path), "--batch-size", "3", *data]) == 0
+        found = json.loads(capsys.readouterr().out)
+        predicted = val.read(0)[1:]
+        num_bytes = int((predicted != load_tokenizer("bytes").eot_token).sum())
+        bits = found["val_loss"] * len(predicted) / (math.log(2) * num_bytes)
+        assert (found["step"], found["num_tokens"]) == (1, len(predicted))
+        assert found["val_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+        losses.append(found["val_loss"])
+    assert losses[0] != losses[1]
+
+
+def test_samples_are_printed_as_they_are_and_apart(make_run, capsys):
+    folder, _, _, _ = make_run()
+    words = ["--prompt", "a [b]", "--num-samples", "3", "--max-new-tokens", "1", "--temperature", "0"]
+    assert main(["sample", str(folder.path), *words]) == 0
+    texts = capsys.readouterr().out.split("\n" + "\u2500" * 80 + "\n")
+    assert len(texts) == 3
+    assert {text.removesuffix("\n")[:5] for text in texts} == {"a [b]"}
+
+
+def test_an_export_has_the_end_of_text_of_the_tokenizer(make_run, tmp_path):
+    folder, _, _, _ = make_run()
+    assert export(str(folder.path), str(tmp_path / "out")) == 1
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == load_tokenizer("bytes").eot_token == 256
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_export_that_fails_leaves_the_folder_as_it_was(tmp_path, is_new):
+    """Another command can then write it. The lock of the folder ends with the block."""
+    out = tmp_path / "new" / "out"
+    if not is_new:
+        out.mkdir(parents=True)
+
+    def write_until_the_disk_is_full():
+        with new_folder(out):
+            for name in ("config.json", "model.safetensors"):
+                (out / name).write_text("the first bytes")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        write_until_the_disk_is_full()
+    assert out.exists() == (not is_new)
+    with new_folder(out):
+        (out / "config.json").write_text("all bytes")
+    assert [path.read_text() for path in out.iterdir()] == ["all bytes"]
+    descriptor = os.open(out, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)

@@ -1,9 +1,11 @@
 import contextlib
 import io
 import logging
+import os
 import subprocess
 import sys
 
+import pytest
 from rich.live import Live
 
 from pretrain import main
@@ -55,3 +57,47 @@ def test_a_name_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["report", "x:fire:b:y"]) == 2
     assert "x:fire:b:y" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.DEBUG, logging.ERROR])
+def test_the_launcher_has_its_level_and_its_handlers_again_after_a_run(level):
+    logger = logging.getLogger("ray_jax_launch")
+    before, filters, lines = logger.level, [*logger.filters], []
+    logger.setLevel(level)
+    try:
+        with contextlib.suppress(KeyboardInterrupt), log_lines(lines.append):
+            logger.info("a line")
+            raise KeyboardInterrupt
+        assert (logger.level, logger.filters, lines) == (level, filters, ["a line"])
+    finally:
+        logger.setLevel(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "left"),
+    [
+        ("COLUMNS", "0", None),
+        ("COLUMNS", "00", None),
+        ("COLUMNS", "", None),
+        ("COLUMNS", "100", "100"),
+        ("XDG_CACHE_HOME", "relative/cache", None),
+        ("XDG_CONFIG_HOME", "relative", None),
+        ("XDG_CONFIG_HOME", "/absolute", "/absolute"),
+        ("DATASETS_VERBOSITY", "debug", "debug"),
+        ("DATASETS_VERBOSITY", None, "critical"),
+    ],
+)
+def test_a_variable_that_libraries_would_misread_is_unset(name, value, left, monkeypatch, capsys):
+    monkeypatch.setenv(name, "to restore it")
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    assert main(["--version"]) == 0
+    assert os.environ.get(name) == left
+
+
+def test_an_error_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["watch", "a [red]run[/red] [/]"]) == 2
+    assert "got a [red]run[/red] [/]." in capsys.readouterr().err

@@ -10,7 +10,7 @@ from jax.profiler import ProfileData
 from rich.console import Console
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, create_optimizer, create_train_state, make_mesh, make_train_step
-from pretrain import PRESETS
+from pretrain import PRESETS, main
 from pretrain._commands.profile import show_profile
 from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe, write_description
@@ -237,3 +237,18 @@ def test_the_table_fits_a_narrow_terminal_and_has_whole_lines_elsewhere(is_termi
         assert max(map(len, table)) <= 60
     else:
         assert len(table) == 3
+
+
+def test_the_table_has_the_times_of_the_trace(run, capsys):
+    """Times of a trace are picoseconds."""
+    path = run.profiles / "plugins" / "profile" / "2026_01_01_00_00_00" / "host.xplane.pb"
+    path.parent.mkdir(parents=True)
+    plane = GPU.replace("000000", "000000000")  # milliseconds
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(f"planes {{ {plane} }}"))
+    rows = [["1", "71.4%", "5.000", "2", "dot.1"], ["2", "28.6%", "2.000", "1", "MemcpyD2D"]]
+    for words, num_ops in (([], 2), (["--num-ops", "1"], 1)):
+        assert main(["profile", str(run.path), *words]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert lines[1:-3] == rows[:num_ops]
+        assert " ".join(lines[-3]) == "2 operations on /device:GPU:0: 7.000 ms, idle 40.0% of the time"
+        assert " ".join(lines[-2]) == f"trace: {path}"

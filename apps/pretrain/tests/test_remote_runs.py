@@ -10,6 +10,8 @@ from pyarrow.fs import FileSelector
 from rich.console import Console
 
 from pretrain import PRESETS
+from pretrain._commands.profile import show_profile
+from pretrain._commands.report import report
 from pretrain._commands.runs import show_runs
 from pretrain._commands.watch import watch
 from pretrain._errors import UsageError
@@ -45,7 +47,8 @@ def log(run):
     return log
 
 
-def test_a_run_in_object_storage_is_watched_by_its_uri(run, log):
+@pytest.mark.parametrize(("interval_s", "expected"), [(1.0, 5.0), (9.0, 9.0)])
+def test_a_run_in_object_storage_is_watched_by_its_uri(run, log, interval_s, expected):
     out, waited = io.StringIO(), []
 
     def sleep(interval_s):
@@ -55,14 +58,15 @@ def test_a_run_in_object_storage_is_watched_by_its_uri(run, log):
             log.append(PHASES, {"step": 50, "time_s": BEGAN_S + 2, "phase": "stopped"})
         log.flush()
 
-    watch(run.uri, console=Console(file=out, width=200), clock=lambda: BEGAN_S + 3, sleep=sleep)
+    console = Console(file=out, width=200)
+    watch(run.uri, console=console, interval_s=interval_s, clock=lambda: BEGAN_S + 3, sleep=sleep)
     assert out.getvalue().splitlines() == [
         f"watching {run.uri}, started on cpu:1",
         "step   25/1500  loss 3.0000",
         "step   50/1500  loss 3.0000",
         "the run is stopped at step 50: run the same command again to continue",
     ]
-    assert waited == [5.0, 5.0]
+    assert waited == [expected, expected]
 
 
 def test_runs_in_object_storage_are_listed(run, log):
@@ -221,3 +225,18 @@ def test_a_worker_has_a_copy_of_its_own_which_it_deletes_at_its_end(run: RunFold
 def test_a_uri_without_runs_is_rejected(run, place):
     with pytest.raises(UsageError, match="the storage path must hold the folder of a run"):
         show_runs(f"{run.uri.rpartition('/')[0]}/{place}", console=Console(quiet=True))
+
+
+def test_the_page_of_a_run_in_object_storage_is_in_the_working_folder(run, log, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert report([run.uri], out=None, console=Console(quiet=True)) == Path("report.html")
+    assert "<h1>run</h1>" in Path("report.html").read_text()
+
+
+def test_a_profile_in_object_storage_is_read(run):
+    trace = run.profiles / "plugins" / "profile" / "2026" / "host.xplane.pb"
+    trace.parent.mkdir(parents=True)
+    trace.write_text("no trace")
+    run.push()
+    with pytest.raises(UsageError, match=r"2026/host\.xplane\.pb must "):
+        show_profile(run.uri, console=Console(quiet=True))

@@ -14,6 +14,7 @@ from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe, write_description
 from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
+from pretrain._run.result import RunResult, write_result
 
 BEGAN_S = 1_700_000_000.0
 
@@ -120,3 +121,13 @@ def test_a_command_that_reads_files_imports_neither_ray_nor_jax(storage, tmp_pat
         [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "0 set()", done.stderr
+
+
+def test_a_run_without_phases_has_the_time_of_its_result(tmp_path):
+    run = make_run(tmp_path / "storage" / "first", "training", 0)
+    run.phases.unlink()
+    append_line(run.starts, {"step": 0, "workers": 1, "devices": 1, "device": "TPU v4"})
+    append_line(run.metrics, {"step": 1500, "tokens": 1_536_000, "time_s": BEGAN_S})
+    write_result(run, RunResult(steps=1500, metrics={}, wall_s=208.0, restarts=0, workers=1))
+    rows = [line.split() for line in shown(tmp_path / "storage").splitlines()]
+    assert rows[1] == ["first", "finished", "1500/1500", "1.8123", "1.9000*", "1.54M", "TPU", "v4", "3:28", "1", "d"]

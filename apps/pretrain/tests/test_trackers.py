@@ -15,7 +15,10 @@ from pretrain import PRESETS
 from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.folder import RunFolder
-from pretrain._trackers.tracker import check_trackers, open_trackers
+from pretrain._run.history import Sample
+from pretrain._trackers.content import settings, tagged
+from pretrain._trackers.row_tracker import RowTracker
+from pretrain._trackers.tracker import Trackers, check_trackers, open_trackers
 
 CONFIG = PRESETS["quickstart"]()
 DESCRIPTION = describe(CONFIG, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
@@ -170,3 +173,79 @@ def test_a_run_without_trackers_writes_nothing(tmp_path):
     trackers.write({"step": 0, "loss": 1.0})
     trackers.close()
     assert [*tmp_path.iterdir()] == []
+
+
+class Rows(RowTracker):
+    """A tracker that keeps its rows."""
+
+    def __init__(self, first_step: int = 0, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.first_step, self.fails_at, self.rows, self.is_open = first_step, fails_at, [], True
+
+    def send(self, step, values, samples):
+        assert self.is_open
+        if step == self.fails_at:
+            raise OSError("the service does not answer")
+        self.rows.append((step, dict(values), [sample.text for sample in samples]))
+
+    def finish(self):
+        self.is_open = False
+
+
+def sample_of(step, text):
+    return Sample(step=step, prompt="a", text=text)
+
+
+def test_a_row_has_all_of_a_step_and_is_sent_when_the_next_step_begins():
+    tracker = Rows()
+    tracker.write_sample(sample_of(0, "first"))
+    tracker.write_sample(sample_of(0, "second"))
+    tracker.write({"step": 0, "time_s": 1e9, "val_loss": 5.5})
+    tracker.flush()
+    assert tracker.rows == []
+    tracker.write({"step": 3, "loss": 2.0})
+    assert tracker.rows == [(0, {"loss/val": 5.5}, ["first", "second"])]
+    tracker.write({"step": 7, "loss": 1.5})
+    tracker.write_sample(sample_of(7, "third"))
+    tracker.close()
+    assert tracker.rows[1:] == [(3, {"loss/train": 2.0}, []), (7, {"loss/train": 1.5}, ["third"])]
+    assert not tracker.is_open
+
+
+def test_each_tracker_gets_the_steps_that_it_lacks_and_one_that_fails_is_dropped(caplog):
+    trackers = Trackers()
+    behind, ahead, failing = Rows(), Rows(first_step=3), Rows(fails_at=1)
+    for name, tracker in (("wandb", failing), ("tensorboard", behind), ("trackio", ahead)):
+        trackers.add(name, lambda tracker=tracker: tracker)
+    for step in range(5):
+        trackers.write_sample(sample_of(step, f"text {step}"))
+        trackers.write({"step": step, "loss": step / 2})
+    trackers.close()
+    assert [row[0] for row in failing.rows] == [0]
+    assert behind.rows == [(step, {"loss/train": step / 2}, [f"text {step}"]) for step in range(5)]
+    assert ahead.rows == behind.rows[3:]
+    assert (behind.is_open, ahead.is_open, failing.is_open) == (False, False, True)
+    (warning,) = caplog.messages
+    assert warning.startswith("the run goes on without wandb: ")
+    assert "the service does not answer" in warning
+
+
+def test_each_metric_has_its_own_tag():
+    records = {
+        "loss": "loss/train", "val_loss": "loss/val", "full_val_loss": "full_loss/val",
+        "val_bits_per_byte": "bits_per_byte/val", "full_val_bits_per_byte": "full_bits_per_byte/val",
+        "grad_norm_max": "optimizer/grad_norm_max", "learning_rate": "optimizer/learning_rate",
+        "num_skipped": "optimizer/num_skipped", "epoch": "progress/epoch", "tokens": "progress/tokens",
+        "data_wait_s": "speed/data_wait_s", "memory_bytes": "speed/memory_bytes", "mfu": "speed/mfu",
+        "step_s": "speed/step_s", "tokens_per_s": "speed/tokens_per_s", "another": "another",
+    }  # fmt: skip
+    record = {name: float(number) for number, name in enumerate(records)}
+    assert tagged({"step": 7, "time_s": 1e9} | record) == {records[name]: value for name, value in record.items()}
+
+
+def test_the_configuration_that_trackers_show_has_the_origin_of_the_run():
+    description = dataclasses.replace(DESCRIPTION, commit="0123abc-dirty")
+    shown = settings(description)
+    assert (shown["hardware"], shown["versions"], shown["commit"]) == ("cpu:1", description.versions, "0123abc-dirty")
+    assert shown["optimizer"]["learning_rate"] == CONFIG.optimizer.learning_rate
+    assert shown["trackers"] == CONFIG.trackers

@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from owt_data import PrepareOptions, prepare
+from owt_data import PrepareOptions, open_tokens, prepare
+from pretrain._commands.verify_data import verified_data
+from pretrain._errors import RunFailedError
 
 RUN = (
     "--data tokens --hardware local --name run --model.num-layers 1 --model.num-heads 2 --model.embed-dim 16 "
@@ -54,3 +58,28 @@ def test_files_are_not_verified_if_asked(place):
     done = run(place, "--train.max-steps 5 --verify-data off")
     assert done.returncode == 0, done.stderr
     assert (place / "runs" / "run" / "result.json").exists()
+
+
+def verifying_threads():
+    return [thread.name for thread in threading.enumerate() if "_stop_if_damaged" in thread.name]
+
+
+def test_a_damaged_file_stops_a_training_until_it_ends(place, monkeypatch):
+    """A launch that has not begun yet ignores the first request."""
+    monkeypatch.setattr("pretrain._commands.verify_data._REPEAT_S", 0.01)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    data = open_tokens(str(place / "tokens"), tokenizer="bytes")
+    requests, has_three = [], threading.Event()
+
+    def stop(damage):
+        requests.append(damage)
+        if len(requests) == 3:
+            has_three.set()
+
+    with (
+        pytest.raises(RunFailedError, match=r"train\.bin must") as caught,
+        verified_data(data, "background", Console(quiet=True), stop=stop),
+    ):
+        assert has_three.wait(60)
+    assert set(requests) == {str(caught.value)}
+    assert verifying_threads() == []

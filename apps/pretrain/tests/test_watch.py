@@ -234,3 +234,61 @@ def test_a_silent_training_is_told_each_minute(folder):
 def test_a_run_that_does_not_exist_is_rejected(tmp_path):
     with pytest.raises(UsageError, match="run must be the folder or URI of a run"):
         watch(str(tmp_path / "absent"), console=Console(quiet=True))
+
+
+def test_the_time_left_of_a_run_that_another_command_continues_is_that_of_its_steps(folder):
+    """The hours in which no command ran, and the steps before them, do not count."""
+    for name, after_s, step in (
+        ("training", 1, 0),
+        ("stopped", 31, 30),
+        ("starting", 9000, 30),
+        ("training", 9010, 30),
+    ):
+        phase(folder, name, after_s, step)
+    for step, after_s in ((20, 21), (30, 31), (40, 9020), (50, 9029)):
+        record(folder, step, after_s, loss=3.0, step_s=1.0)
+    view = RunView.of(read_history(folder), is_local=True, clock=lambda: BEGAN_S + 9029)
+    assert view.left_s() == pytest.approx(1450 * 0.9)
+    assert view.start_step == 30
+
+
+def test_a_watch_that_begins_later_does_not_tell_the_earlier_start(folder):
+    for name, after_s in (("restarting", 5), ("loading", 9), ("training", 12)):
+        phase(folder, name, after_s, 20)
+    record(folder, 25, 14, loss=3.0)
+
+    def train():
+        record(folder, 50, 16, loss=2.0)
+        return 16
+
+    _, lines = watched(folder, train)
+    assert lines[1:] == ["step   25/1500  loss 3.0000", "step   50/1500  loss 2.0000"]
+
+
+def test_a_change_that_keeps_the_size_of_a_file_is_seen(folder):
+    record(folder, 10, 4, loss=3.0)
+    os.utime(folder.metrics, ns=(0, 10**18))
+
+    def rewrite():
+        folder.metrics.write_text(folder.metrics.read_text().replace("3.0", "2.0"))
+        os.utime(folder.metrics, ns=(0, 10**18 + 10**6))
+        return 5
+
+    _, lines = watched(folder, rewrite)
+    assert lines[2:] == ["step   10/1500  loss 3.0000", "step   10/1500  loss 2.0000"]
+
+
+def test_the_files_are_looked_at_as_often_as_asked(folder):
+    waited = []
+
+    def sleep(interval_s):
+        waited.append(interval_s)
+        phase(folder, "stopped", 5)
+
+    watch(str(folder), console=Console(quiet=True), interval_s=0.3, clock=lambda: BEGAN_S + 6, sleep=sleep)
+    assert waited == [0.3]
+
+
+def test_a_run_whose_workers_have_not_started_has_no_restart(folder):
+    folder.starts.unlink()
+    assert RunView.of(read_history(folder), is_local=False).num_restarts == 0
