@@ -315,3 +315,10 @@ def test_steps_that_are_done_again_are_timed_again():
         view.add_record(record(step, after_s, loss=2.0, **RATES))
     clock.time_s = BEGAN_S + 620
     assert view.left_s() == pytest.approx(1300 * 0.2)
+
+
+def test_records_without_a_time_tell_the_time_left_by_the_time_of_a_step():
+    view = RunView(1500, clock=Clock())
+    for step in (100, 500):
+        view.add_record({"step": step, "step_s": 0.5})
+    assert view.left_s() == 500

@@ -162,6 +162,16 @@ training          step   625/1,500  elapsed    2:05  1 restart
 ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   42%
 loss  1.9600 █▇▆▅▅▄▄▃▃▂▂▂▂▁▁▁  val loss  1.8543 █▁▁
  18,432 tokens/s  MFU 31.2%  data wait   4%  memory  1.5 GiB  epoch  0.62""",
+    (130, 24): """
+step 0  val loss 5.5521
+about 2:27 for the other 1,475 steps, 100 ms each
+step 250  loss 2.2000  val loss 1.9543
+step 500  loss 2.0000  val loss 1.8543
+continuing from step 625
+training          step   625/1,500  elapsed    2:05  1 restart
+━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   42%
+loss  1.9600 █▄▃▃▂▂▂▂▂▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁       val loss  1.8543 █▁▁
+ 18,432 tokens/s  MFU 31.2%  data wait   4%  memory  1.5 GiB  epoch  0.62""",
 }
 
 

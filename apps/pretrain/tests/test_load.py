@@ -21,6 +21,7 @@ from pretrain._best_effort import best_effort
 from pretrain._commands.evaluate import evaluate
 from pretrain._commands.export import _new_folder as new_folder
 from pretrain._commands.export import export
+from pretrain._commands.load import load_trained
 from pretrain._commands.sample import sample
 from pretrain._data import load_tokens
 from pretrain._errors import UsageError
@@ -260,3 +261,17 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(tmp_path, is_new):
     descriptor = os.open(out, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(descriptor)
+
+
+def test_a_reader_leaves_a_damaged_checkpoint_and_a_save_that_goes_on_alone(make_run):
+    """Another command may train the run at the same time."""
+    folder, _, _, _ = make_run()
+    newest = shutil.copytree(folder.checkpoints / "1", folder.checkpoints / "2")
+    damaged = next(path for path in newest.rglob("params/**/d/*") if path.is_file())
+    damaged.write_text("damaged")
+    (folder.checkpoints / ".3.partial").mkdir()
+    before = sorted(folder.path.rglob("*"))
+    trained = load_trained(folder.path)
+    assert (trained.step, trained.config.model.embed_dim, trained.folder.path) == (1, 16, folder.path)
+    assert sorted(folder.path.rglob("*")) == before
+    assert damaged.read_text() == "damaged"

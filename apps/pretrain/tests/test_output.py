@@ -32,16 +32,18 @@ def test_information_of_the_launcher_is_shown(caplog):
 def test_warnings_keep_their_form_after_a_library_has_chosen_another():
     code = """
 import logging
-from pretrain._output import show_warnings
+from pretrain._output import log_lines, show_warnings
 
 show_warnings()
 logging.basicConfig(format="%(levelname)s:%(name)s:%(message)s", level=logging.INFO)
 logging.getLogger("ray_jax_launch").warning("checkpoint %d is damaged", 3)
 logging.getLogger("ray_jax_launch").info("a detail")
 logging.getLogger("absl").warning("Couldn't find sharding info under RestoreArgs.")
+with log_lines(print):
+    logging.getLogger("ray_jax_launch").info("a line of the display")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "checkpoint 3 is damaged\n")
+    assert (done.stdout, done.stderr) == ("a line of the display\n", "checkpoint 3 is damaged\n")
 
 
 def test_the_console_writes_while_a_tracker_replaces_standard_output(capsys):

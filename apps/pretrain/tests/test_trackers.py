@@ -19,6 +19,7 @@ from pretrain._run.history import Sample
 from pretrain._trackers.content import settings, tagged
 from pretrain._trackers.row_tracker import RowTracker
 from pretrain._trackers.tracker import Trackers, check_trackers, open_trackers
+from pretrain._trackers.tracker import _run_id as run_id
 
 CONFIG = PRESETS["quickstart"]()
 DESCRIPTION = describe(CONFIG, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
@@ -249,3 +250,20 @@ def test_the_configuration_that_trackers_show_has_the_origin_of_the_run():
     assert (shown["hardware"], shown["versions"], shown["commit"]) == ("cpu:1", description.versions, "0123abc-dirty")
     assert shown["optimizer"]["learning_rate"] == CONFIG.optimizer.learning_rate
     assert shown["trackers"] == CONFIG.trackers
+
+
+def test_a_run_has_one_id_for_the_trackers_of_all_its_starts(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    first, again, second = (run_id(RunFolder(tmp_path / name)) for name in ("first", "first", "second"))
+    assert first == again == (tmp_path / "first" / "tracker_id").read_text()
+    assert first != second
+    assert len(bytes.fromhex(first)) == 4
+
+
+def test_a_tracker_that_is_named_twice_is_opened_once(tmp_path):
+    config = dataclasses.replace(CONFIG, trackers=("tensorboard", "tensorboard"))
+    trackers = open_trackers(config, DESCRIPTION, RunFolder(tmp_path), 0)
+    trackers.write({"step": 0, "loss": 1.0})
+    trackers.close()
+    assert len([*tmp_path.glob("tensorboard/train/*")]) == 1

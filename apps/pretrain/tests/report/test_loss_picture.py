@@ -109,3 +109,12 @@ def test_labels_that_are_moved_apart_keep_their_order():
     moved = spread([0.5, 0.1, 0.52, 0.51], 0.1)
     assert np.argsort(moved).tolist() == [1, 0, 3, 2]
     assert np.diff(sorted(moved)).min() == pytest.approx(0.1)
+
+
+def test_the_picture_of_a_run_has_its_name_and_replaces_the_former_one(write_run):
+    history = read_history(write_run(records=[POINT]))
+    pictures = []
+    for name in ("first", "second"):
+        draw_losses(history, name)
+        pictures.append(imread(history.folder.loss_picture))
+    assert (pictures[0] != pictures[1]).any(axis=(1, 2)).nonzero()[0].max() < 75  # rows of pixels: the title alone

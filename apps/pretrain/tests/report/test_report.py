@@ -1,7 +1,9 @@
 import re
 import shutil
 import socket
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from pretrain._report.svg_chart import Axis, Line, line_chart
 from pretrain._report.thinning import thin
 from pretrain._report.timeline import WorkTime, draw_timeline
 from pretrain._run.history import Phase
+from pretrain._run.result import RunResult, write_result
 
 BEGAN_S = 1_700_000_000.0
 ATTACK = "<script>alert(1)</script>"
@@ -332,3 +335,46 @@ def test_time_in_which_no_command_ran_has_no_place_in_the_time_line(end):
     }  # fmt: skip
     work_time = WorkTime(phases, 100.0)
     assert work_time(np.array([105.0, 110.0, 500.0, 900.0, 910.0])).tolist() == [5.0, 10.0, 10.0, 10.0, 20.0]
+
+
+def test_the_page_has_the_origin_of_a_run_and_what_only_its_result_has(write_run, make_page):
+    lines = [{"step": step, "loss": 3.0 - step, "time_s": BEGAN_S + 60 * step} for step in (0, 1)]
+    folder = write_run(records=lines)
+    known: dict[str, Any] = {"full_val_loss": 1.25, "num_params": 7, "devices": 3, "device": "TPU v4"}
+    write_result(
+        folder,
+        RunResult(
+            steps=1500, metrics={"mfu": 0.5}, wall_s=208.0, restarts=0, workers=3, began_at="2023-11-14T22:00:00+00:00",
+            ended_at="2023-11-14T22:03:28+00:00", **known,
+        ),
+    )  # fmt: skip
+    page = make_page(folder, clock=lambda: BEGAN_S + 86_400)
+    expected = {
+        "state": "finished", "validation loss, all tokens (nats per token)": "1.2500", "parameters": "7",
+        "steps": "1,500", "time of work": "3:28", "MFU, at the end": "50.0%", "restarts": "0",
+        "last training loss": None, "began": "2023-11-14 22:00:00 UTC", "ended": "2023-11-14 22:03:28 UTC",
+    }  # fmt: skip
+    origin = {
+        "folder": str(folder), "hardware": "cpu:1", "devices": "3 x TPU v4", "workers": "3", "tokens": "tokens",
+        "tokenizer": "bytes", "fingerprint: train.bin": "ab12",
+        **{name: version(name) for name in ("jax", "ray")},
+    }  # fmt: skip
+    numbers, rest = page.split("<h2>Origin</h2>")
+    assert {row: (cells(numbers, row) or [None])[0] for row in expected} == expected
+    assert {row: (cells(rest, row) or [None])[0] for row in origin} == origin
+    assert "Training report of 1 run, 2023-11-15 22:13:20 UTC" in page
+
+
+def test_samples_of_each_prompt_are_apart(write_run, make_page):
+    samples = [
+        {"step": step, "prompt": prompt, "text": f"{prompt}words {step}{prompt.strip()}"}
+        for step in (0, 1250)
+        for prompt in ("def ", "import ")
+    ]
+    page = make_page(write_run(samples=samples))
+    for prompt, details in zip(("def ", "import "), page.split("<details")[1:], strict=False):
+        assert f"prompt <code>{prompt}</code>" in details
+        found = re.findall(
+            r'<th scope="row">(.*?)</th><td><pre><b>(.*?)</b>(.*?)</pre>', details.split("</details>")[0]
+        )
+        assert found == [(step, prompt, f"words {step.replace(',', '')}{prompt.strip()}") for step in ("0", "1,250")]
