@@ -30,9 +30,9 @@ def values(folder, name):
 
 
 def texts(folder):
-    """Step, tag and content of each text, those of `train` first."""
+    """Folder, step, tag and content of each text, those of `train` first."""
     return [
-        (step, value.tag.removesuffix("/text_summary"), value.tensor.string_val[0].decode())
+        (name, step, value.tag.removesuffix("/text_summary"), value.tensor.string_val[0].decode())
         for name in ("train", "val")
         for step, value in values(folder, name)
         if value.metadata.plugin_data.plugin_name == "text"
@@ -55,10 +55,10 @@ def test_a_sample_has_the_number_of_its_prompt_and_its_text(tmp_path):
     tracker.write_sample(Sample(step=9, prompt="other", text="other"))
     tracker.close()
     assert texts(tmp_path)[1:] == [
-        (7, "samples/2", "    import re\n"),
-        (7, "samples/1", "    def f():\n        pass\n"),
-        (7, "samples/3", "    other words\n"),
-        (9, "samples/3", "    other\n"),
+        ("val", 7, "samples/2", "    import re\n"),
+        ("val", 7, "samples/1", "    def f():\n        pass\n"),
+        ("val", 7, "samples/3", "    other words\n"),
+        ("val", 9, "samples/3", "    other\n"),
     ]
 
 
@@ -68,8 +68,8 @@ def test_the_configuration_is_shown_once(tmp_path):
         trackers.write({"step": start, "loss": 3.0})
         trackers.write({"step": start + 2, "loss": 3.0})
         trackers.close()
-    ((step, tag, table),) = texts(tmp_path / "tensorboard")
-    assert (step, tag) == (0, "config")
+    ((name, step, tag, table),) = texts(tmp_path / "tensorboard")
+    assert (name, step, tag) == ("train", 0, "config")
     lines = table.splitlines()
     assert lines[:2] == ["| option | value |", "|---|---|"]
     assert {"| model.num_layers | 4 |", '| prompts | ["a\\|b\\n"] |', '| hardware | "cpu:1" |'} <= {*lines}

@@ -104,8 +104,10 @@ def test_events_are_on_disk_before_the_number_of_their_steps(tmp_path, monkeypat
     trackers.close()
     files = [path.stat() for path in folder.tensorboard.glob("*/events*")]
     marker = (folder.tensorboard / "recorded_steps").stat()
+    before = calls[: calls.index((marker.st_ino, marker.st_size))]
     assert len(files) == 2
-    assert {(file.st_ino, file.st_size) for file in files} <= {*calls[: calls.index((marker.st_ino, marker.st_size))]}
+    assert {(file.st_ino, file.st_size) for file in files} <= {*before}
+    assert {(folder.tensorboard / name).stat().st_ino for name in ("train", "val")} <= {inode for inode, _ in before}
 
 
 def test_a_full_event_file_is_not_changed_any_more(tmp_path, monkeypatch):

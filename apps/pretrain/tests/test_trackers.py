@@ -208,8 +208,14 @@ def test_a_row_has_all_of_a_step_and_is_sent_when_the_next_step_begins():
     assert tracker.rows == [(0, {"loss/val": 5.5}, ["first", "second"])]
     tracker.write({"step": 7, "loss": 1.5})
     tracker.write_sample(sample_of(7, "third"))
+    tracker.write({"step": 7, "val_loss": 1.75})
+    tracker.write_sample(sample_of(9, "fourth"))
     tracker.close()
-    assert tracker.rows[1:] == [(3, {"loss/train": 2.0}, []), (7, {"loss/train": 1.5}, ["third"])]
+    assert tracker.rows[1:] == [
+        (3, {"loss/train": 2.0}, []),
+        (7, {"loss/train": 1.5, "loss/val": 1.75}, ["third"]),
+        (9, {}, ["fourth"]),
+    ]
     assert not tracker.is_open
 
 

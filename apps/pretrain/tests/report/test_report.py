@@ -213,7 +213,8 @@ def test_runs_of_one_name_and_one_run_twice_are_told_apart(write_run, make_page,
 
 
 def test_only_options_that_differ_stand_before_the_whole_configuration(write_run, make_page):
-    page = make_page(write_run("a", seed=1), write_run("b", seed=2))
+    page = make_page(write_run("a", seed=1, records=[{"step": 7, "loss": 1.5}]), write_run("b", seed=2))
+    assert cells(page, "last training loss") == ["1.5000", ""]
     differing, whole = page.split("Options that differ:")[1].split("<summary>All")
     assert re.findall("<code>(.*?)</code>", differing) == ["seed"]
     assert cells(differing, "seed") == ["1", "2"]
@@ -340,7 +341,7 @@ def test_time_in_which_no_command_ran_has_no_place_in_the_time_line(end):
 def test_the_page_has_the_origin_of_a_run_and_what_only_its_result_has(write_run, make_page):
     lines = [{"step": step, "loss": 3.0 - step, "time_s": BEGAN_S + 60 * step} for step in (0, 1)]
     folder = write_run(records=lines)
-    known: dict[str, Any] = {"full_val_loss": 1.25, "num_params": 7, "devices": 3, "device": "TPU v4"}
+    known: dict[str, Any] = {"full_val_loss": 1.25, "num_params": 7, "devices": 6, "device": "TPU v4"}
     write_result(
         folder,
         RunResult(
@@ -355,7 +356,7 @@ def test_the_page_has_the_origin_of_a_run_and_what_only_its_result_has(write_run
         "last training loss": None, "began": "2023-11-14 22:00:00 UTC", "ended": "2023-11-14 22:03:28 UTC",
     }  # fmt: skip
     origin = {
-        "folder": str(folder), "hardware": "cpu:1", "devices": "3 x TPU v4", "workers": "3", "tokens": "tokens",
+        "folder": str(folder), "hardware": "cpu:1", "devices": "6 x TPU v4", "workers": "3", "tokens": "tokens",
         "tokenizer": "bytes", "fingerprint: train.bin": "ab12",
         **{name: version(name) for name in ("jax", "ray")},
     }  # fmt: skip
