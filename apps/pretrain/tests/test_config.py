@@ -6,7 +6,7 @@ import pytest
 
 from pretrain import PRESETS, MeshConfig, TrainConfig
 from pretrain._cli import parse_command
-from pretrain._commands.train import resolve_length, resolve_vocabulary
+from pretrain._commands.train import check_batch, resolve_length, resolve_vocabulary
 from pretrain._config import (
     MAX_COUNT,
     MAX_SAMPLE_TOKENS,
@@ -20,6 +20,7 @@ from pretrain._config import (
     with_vocab_size,
 )
 from pretrain._errors import UsageError
+from ray_jax_launch import parse_hardware
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,22 @@ def test_epochs_and_tokens_give_the_steps(fields, expected):
     """16 windows of 64 tokens a step, 1000 windows an epoch."""
     found = with_length(with_train(**fields), num_windows=1000).train
     assert found == dataclasses.replace(with_train(**fields).train, max_steps=expected)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "batch_size", "num_microbatches", "mesh"),
+    [
+        ("gpu:3x2", 9, 3, {"tensor": 2}),  # three shares of the batch, each of three microbatches
+        ("gpu:3x2", 6, 1, {"fsdp": 3}),
+        ("gpu:3x2", 3, 1, {"fsdp": 3, "tensor": 2}),
+        ("cpu:2-3x2", 12, 1, {"tensor": 2}),
+        ("tpu:v4:2x2x2:3", 24, 1, {"fsdp": 8}),  # as many as a slice has
+        ("tpu:v7x:2x2x1", 8, 1, {"fsdp": 8}),  # two devices of jax a chip
+    ],
+)
+def test_a_batch_that_the_devices_can_share_is_accepted(hardware, batch_size, num_microbatches, mesh):
+    config = with_train(global_batch_size=batch_size, grad_accum_steps=num_microbatches)
+    check_batch(dataclasses.replace(config, mesh=MeshConfig(**mesh)), parse_hardware(hardware))
 
 
 @pytest.mark.parametrize("fields", [{"max_epochs": 1e38}, {"max_tokens": 10**15}])

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import io
 import time
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from owt_data import DataError, PrepareOptions, prepare, prepare_in_background, read_manifest
-from pretrain import PRESETS, PretrainConfig
+from pretrain import PRESETS, PretrainConfig, _data
 from pretrain._config import PrepareConfig
 from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._errors import UsageError
@@ -199,6 +200,45 @@ def test_the_options_of_prepare_are_those_of_owt_data():
     assert {name: getattr(PrepareConfig(), name) for name in dataclasses.asdict(defaults)} == dataclasses.asdict(
         defaults
     )
+
+
+@pytest.mark.parametrize(("num_processes", "on_cluster"), [(3, True), (None, False)])
+def test_text_is_prepared_where_the_options_say(num_processes, on_cluster, books, monkeypatch):
+    noted = {}
+
+    def note(*args, **kwargs):
+        noted.update(kwargs)
+        raise DataError("noted. Ignore this.")
+
+    monkeypatch.setattr(_data, "prepare", note)
+    with pytest.raises(DataError, match="noted"):
+        load("a.txt", num_processes=num_processes, on_cluster=on_cluster)
+    assert (noted["num_processes"], noted["use_ray"]) == (num_processes, on_cluster)
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "num_processes", "expected"), [(None, 3, (3, False)), (None, None, (None, False)), (5, 3, (5, True))]
+)
+def test_a_stream_is_tokenized_by_processes_or_by_tasks_of_the_cluster(
+    num_tasks, num_processes, expected, books, monkeypatch
+):
+    noted, tokens = {}, load("a.txt")
+
+    @contextlib.contextmanager
+    def note(*args, **kwargs):
+        noted.update(kwargs, args=args)
+        yield tokens
+
+    monkeypatch.setattr(_data, "prepare_in_background", note)
+    prepare = PrepareConfig(tokenizer="bytes", num_processes=num_processes, cache_path=str(books / "cache"))
+    config = dataclasses.replace(PRESETS["quickstart"](), data="b.txt", data_mode="stream", prepare=prepare)
+    stream = find_stream(config)
+    with stream_tokens(stream, config, QUIET, num_tasks=num_tasks, report=print) as found:
+        assert found is tokens
+    assert (noted["num_processes"], noted["use_ray"]) == expected
+    assert noted["progress"] is print
+    assert noted["args"] == (["b.txt"], stream.folder, PrepareOptions(tokenizer="bytes", split="start"))
+    assert stream.folder.parent == books / "cache"
 
 
 def test_the_preset_wikitext_has_an_end_of_text_for_each_article(books):

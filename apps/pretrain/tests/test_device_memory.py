@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from nnx_gpt2 import GPT2Config, create_optimizer, create_train_state, make_eval_step, make_mesh, num_params
 from pretrain import PRESETS
 from pretrain._config import with_vocab_size
+from pretrain._training import device_memory
 from pretrain._training.device_memory import check_memory, compile_what_fits, device_memory_bytes
 from ray_jax_launch import OutOfMemoryError
 
@@ -57,7 +59,30 @@ def test_the_input_of_each_block_must_fit():
     check_memory(changed(train={"global_batch_size": 4 * fitting, "grad_accum_steps": 4}), make_mesh())
 
 
-def test_an_evaluation_takes_the_largest_batch_that_fits():
+def test_inputs_of_two_bytes_fit_twice_as_often():
+    config = changed(model={"dtype": "bfloat16"})
+    left = device_memory_bytes() - 3 * 4 * num_params(config.model)
+    fitting = left // (4 * 64 * 128 * 2) // 8 * 8
+    check_memory(changed(model={"dtype": "bfloat16"}, train={"global_batch_size": fitting}), make_mesh())
+    with pytest.raises(OutOfMemoryError):
+        check_memory(changed(model={"dtype": "bfloat16"}, train={"global_batch_size": fitting + 16}), make_mesh())
+
+
+def test_cpu_devices_share_the_memory_of_the_host(monkeypatch):
+    host_bytes = device_memory_bytes()
+    assert host_bytes > 1 << 28  # a number of pages would be less
+    monkeypatch.setattr(jax, "local_device_count", lambda: 3)
+    assert device_memory_bytes() == host_bytes // 3
+
+
+def test_a_device_with_its_own_memory_has_the_limit_that_it_reports(monkeypatch):
+    stats = {"bytes_limit": 700, "bytes_in_use": 5, "peak_bytes_in_use": 60, "largest_free_block_bytes": 650}
+    devices = [SimpleNamespace(memory_stats=lambda: stats), SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1})]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert device_memory_bytes() == 700
+
+
+def test_an_evaluation_takes_the_largest_batch_that_fits(monkeypatch):
     model = GPT2Config(vocab_size=257, seq_len=64, num_layers=1, num_heads=1, embed_dim=64)
     params = create_train_state(model, create_optimizer(PRESETS["baby"]().optimizer, 10), jax.random.key(0)).params
     step = make_eval_step(model)
@@ -68,3 +93,5 @@ def test_an_evaluation_takes_the_largest_batch_that_fits():
     needed_bytes = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
     assert 0.1 < needed_bytes / device_memory_bytes() <= 0.5
     assert compile_what_fits(step, params, 7, 64)[1] == 7
+    monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: 1)
+    assert compile_what_fits(step, params, 3, 64)[1] == 1

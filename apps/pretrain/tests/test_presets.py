@@ -37,8 +37,26 @@ def test_the_preset_is_found_among_the_arguments(arguments, name):
     assert config.preset == name
 
 
+def test_quickstart_is_a_run_of_minutes():
+    config = PRESETS["quickstart"]()
+    model, train, optimizer = config.model, config.train, config.optimizer
+    assert (config.data, config.prepare.tokenizer, config.prompts) == ("builtin", "bytes", ("def ", "import "))
+    assert (model.num_layers, model.num_heads, model.embed_dim, model.seq_len) == (4, 4, 128, 64)
+    assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.0, "float32", "float32")
+    assert (train.global_batch_size, train.max_steps, train.grad_accum_steps) == (16, 1500, 1)
+    assert (train.log_every, train.eval_every, train.checkpoint_every) == (25, 250, 250)
+    assert (train.eval_tokens, train.order) == (20_480, "shuffle")
+    assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps) == (2e-3, 2e-4, 50)
+    assert (optimizer.schedule, optimizer.beta1, optimizer.beta2) == ("cosine", 0.9, 0.99)
+
+
 def test_baby_is_nanogpts_cpu_setting():
     config = PRESETS["baby"]()
+    assert (config.data, config.prepare.tokenizer, config.prompts) == ("builtin", "bytes", ("\n",))
+    train = config.train
+    assert (train.log_every, train.eval_every, train.checkpoint_every) == (20, 500, 250)
+    assert train.eval_tokens is not None
+    assert train.eval_tokens >= 111_540 - 1  # all of the validation text of tiny Shakespeare
     model, train, optimizer = config.model, config.train, config.optimizer
     assert (model.num_layers, model.num_heads, model.embed_dim, model.seq_len) == (4, 4, 128, 64)
     assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.0, "float32", "float32")
@@ -55,7 +73,10 @@ def test_tutorial_is_the_reference_job():
     assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.1, "bfloat16", "float32")
     assert (train.global_batch_size, train.max_steps, train.log_every) == (32, 10_000, 10)
     assert (train.eval_every, train.checkpoint_every) == (100, 100)
+    assert train.eval_tokens == 655_360
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (5e-4, 0.1)
+    assert (config.optimizer.min_learning_rate, config.optimizer.warmup_steps) == (0.0, 0)
+    assert (config.optimizer.schedule, config.optimizer.beta2) == ("cosine", 0.999)
 
 
 def test_wikitext_is_the_job_of_the_pytorch_tutorial():
@@ -74,18 +95,22 @@ def test_wikitext_is_the_job_of_the_pytorch_tutorial():
     assert (optimizer.name, optimizer.schedule, optimizer.learning_rate) == ("adamw", "constant", 3e-4)
     assert (optimizer.weight_decay, optimizer.clip_norm, optimizer.beta1, optimizer.beta2) == (0.1, 1.0, 0.9, 0.999)
     assert optimizer.warmup_steps == 0
+    assert (train.log_every, train.eval_every, train.checkpoint_every) == (10, 1000, 1000)
+    assert train.eval_tokens == 327_680
 
 
 @pytest.mark.parametrize(
-    ("name", "published", "learning_rate"),
+    ("name", "published", "learning_rate", "windows_at_once"),
     [
-        ("gpt2", 124_439_808, 6e-4),
-        ("gpt2-medium", 354_823_168, 3e-4),
-        ("gpt2-large", 774_030_080, 2.5e-4),
-        ("gpt2-xl", 1_557_611_200, 2e-4),
+        ("gpt2", 124_439_808, 6e-4, 12),
+        ("gpt2-medium", 354_823_168, 3e-4, 6),
+        ("gpt2-large", 774_030_080, 2.5e-4, 4),
+        ("gpt2-xl", 1_557_611_200, 2e-4, 2),
     ],
 )
-def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(name, published, learning_rate):
+def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(
+    name, published, learning_rate, windows_at_once
+):
     config = with_vocab_size(PRESETS[name](), 50257)
     model, train, optimizer = config.model, config.train, config.optimizer
     assert num_params(model) == published
@@ -96,4 +121,5 @@ def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(n
     assert (config.data, config.prepare.tokenizer, train.order) == ("openwebtext", "gpt2", "shuffle")
     assert (train.max_steps, train.eval_every, train.checkpoint_every) == (600_000, 1000, 1000)
     assert config.train.global_batch_size * config.model.seq_len == 491_520
-    assert config.train.global_batch_size % (8 * config.train.grad_accum_steps) == 0
+    assert train.global_batch_size == 8 * train.grad_accum_steps * windows_at_once
+    assert (train.log_every, train.eval_tokens) == (10, 1_966_080)

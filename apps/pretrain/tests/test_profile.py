@@ -80,14 +80,11 @@ def test_only_the_named_steps_are_profiled(train, tmp_path):
     path = newest_trace(tmp_path)
     assert path is not None
     assert path.relative_to(tmp_path).match("plugins/profile/*/*.xplane.pb")
-    steps = [
-        dict(event.stats)["step_num"]
-        for plane in ProfileData.from_file(str(path)).planes
-        for line in plane.lines
-        for event in line.events
-        if event.name == "train"
-    ]
-    assert steps == [3, 4, 5]
+    planes = ProfileData.from_file(str(path)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events]
+    assert [dict(event.stats)["step_num"] for event in events if event.name == "train"] == [3, 4, 5]
+    # Calls of Python functions, such as `$threading.py:323 wait`, would slow the steps.
+    assert not any(event.name.startswith("$") for event in events)
     assert calls_of_products(path) == {3}
 
 
@@ -180,6 +177,74 @@ def test_the_operations_of_a_device_are_those_of_its_kernels(plane, operations, 
     assert trace.device == re.findall('name: "(/device:.*)"', plane)[0]
     assert [(found.name, pytest.approx(found.total_s), found.calls) for found in trace.operations] == operations
     assert trace.idle == pytest.approx(idle)
+
+
+def write_trace(path, *planes):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = " ".join(f"planes {{ {plane} }}" for plane in planes)
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+
+
+@pytest.mark.parametrize("opcode", ["while", "conditional", "call"])
+def test_an_operation_that_only_runs_others_is_left_out(opcode, tmp_path):
+    write_trace(tmp_path / "host.xplane.pb", TPU.replace("while", opcode))
+    assert [found.name for found in read_trace(tmp_path / "host.xplane.pb").operations] == ["fusion.3"]
+
+
+def test_the_first_device_with_operations_is_shown(tmp_path):
+    """A process may see devices that it does not use."""
+    unused = 'name: "/device:GPU:0" lines { id: 1 name: "Steps" }'
+    others = [GPU.replace("GPU:0", f"GPU:{number}").replace("dot.1", f"dot.{number}") for number in (2, 1)]
+    write_trace(tmp_path / "host.xplane.pb", *others, unused)
+    trace = read_trace(tmp_path / "host.xplane.pb")
+    assert (trace.device, trace.operations[0].name) == ("/device:GPU:1", "dot.1")
+
+
+def test_operations_of_one_name_in_two_programs_are_two(tmp_path):
+    """The last call is of another program."""
+    first, found, last = GPU.rpartition("jit_step")
+    write_trace(tmp_path / "host.xplane.pb", first + found.replace("step", "eval") + last)
+    operations = read_trace(tmp_path / "host.xplane.pb").operations
+    assert [(one.name, pytest.approx(one.total_s), one.calls) for one in operations] == [
+        ("dot.1", 3e-6, 1), ("dot.1", 2e-6, 1), ("MemcpyD2D", 2e-6, 1),
+    ]  # fmt: skip
+
+
+# A matrix product that another thread ends, and one that ends itself after its mark.
+HOST = """
+name: "/host:CPU"
+event_metadata { key: 1 value { id: 1 name: "dot" } }
+event_metadata { key: 2 value { id: 2 name: "end: dot" } }
+stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+stat_metadata { key: 2 value { id: 2 name: "hlo_module" } }
+stat_metadata { key: 3 value { id: 3 name: "_p" } }
+stat_metadata { key: 4 value { id: 4 name: "_c" } }
+lines { id: 1 name: "XLA"
+  events { metadata_id: 1 offset_ps: 1000000 duration_ps: 1000000 stats { metadata_id: 1 str_value: "dot.1" }
+           stats { metadata_id: 2 str_value: "jit_step" } stats { metadata_id: 3 int64_value: 7 } }
+  events { metadata_id: 1 offset_ps: 3000000 duration_ps: 1000000 stats { metadata_id: 1 str_value: "dot.2" }
+           stats { metadata_id: 2 str_value: "jit_step" } stats { metadata_id: 3 int64_value: 9 } }
+  events { metadata_id: 1 offset_ps: 3000000 duration_ps: 9000000 } }
+lines { id: 2 name: "Eigen"
+  events { metadata_id: 2 offset_ps: 8000000 duration_ps: 5000000 stats { metadata_id: 4 int64_value: 7 } }
+  events { metadata_id: 2 offset_ps: 3500000 duration_ps: 5000000 stats { metadata_id: 4 int64_value: 9 } } }
+"""
+
+
+def test_a_matrix_product_on_a_cpu_ends_at_its_mark(tmp_path):
+    write_trace(tmp_path / "host.xplane.pb", HOST)
+    trace = read_trace(tmp_path / "host.xplane.pb")
+    assert [(one.name, pytest.approx(one.total_s)) for one in trace.operations] == [("dot.1", 7e-6), ("dot.2", 1e-6)]
+    assert (trace.device, trace.idle) == ("CPU", None)
+
+
+def test_the_newest_trace_of_a_run_is_shown(run):
+    for day, op in (("02", "dot.2"), ("10", "dot.10"), ("09", "dot.9")):
+        path = run.profiles / "plugins" / "profile" / f"2026_01_{day}_00_00_00" / "host.xplane.pb"
+        write_trace(path, GPU.replace("dot.1", op))
+    lines = printed(run).splitlines()
+    assert lines[1].split() == ["1", "71.4%", "0.005", "2", "dot.10"]
+    assert lines[3] == "2 operations on /device:GPU:0: 0.007 ms, idle 40.0% of the time"
 
 
 def test_an_operation_without_a_duration_is_left_out(tmp_path):

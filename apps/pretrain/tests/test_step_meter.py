@@ -16,7 +16,7 @@ from nnx_gpt2 import (
     flops_per_token,
     make_train_step,
 )
-from owt_data import TokenSequence, TokenSpan
+from owt_data import GrowingTokens, TokenSequence, TokenSpan
 from pretrain import PRESETS
 from pretrain._config import with_vocab_size
 from pretrain._training.step_meter import NOTHING_UNRECORDED, StepMeter
@@ -106,6 +106,20 @@ def test_a_record_has_the_epochs_and_the_tokens_up_to_its_step():
     meter.add(metrics(1.5))
     record = meter.record(250)
     assert (record["epoch"], record["tokens"]) == (1.3333, 250 * 16 * 64)  # 250 * 16 of 3000 windows
+
+
+@pytest.mark.parametrize(
+    ("is_complete", "step", "epoch"),
+    [(False, 300, {}), (True, 186, {}), (True, 187, {"epoch": 1.0}), (True, 300, {"epoch": 1.6043})],
+)
+def test_a_stream_has_epochs_from_its_second_on(is_complete, step, epoch, tmp_path, monkeypatch):
+    """The number of its windows grows until its text is complete."""
+    tokens = GrowingTokens(tmp_path, "train", is_one_source=False)
+    tokens.is_complete = is_complete
+    monkeypatch.setattr(GrowingTokens, "num_windows", lambda self, seq_len: {64: 187 * 16}[seq_len])
+    device = SimpleNamespace(device_kind="cpu", memory_stats=lambda: None)
+    meter = StepMeter(CONFIG, tokens, device, 1, wall_clock=lambda: 5.0)
+    assert meter.progress(step) == {"step": step, "tokens": step * 16 * 64, "time_s": 5.0} | epoch
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
