@@ -1,14 +1,18 @@
 """The folder that a launch makes, with its marker."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from pyarrow.fs import FileSelector, FileType
 
 from ray_jax_launch._run_folder import making_run_folder
+from ray_jax_launch._storage import open_uri
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, ValueError])
@@ -57,23 +61,52 @@ def test_the_next_start_deletes_the_markers_of_a_killed_launch(tmp_path):
     assert [*(tmp_path / "run").iterdir()] == []
 
 
-def test_a_young_marker_of_another_host_stays(tmp_path):
+@pytest.mark.parametrize(("hours", "is_left"), [(0, False), (23, False), (25, True)])
+def test_a_marker_of_another_host_is_deleted_after_a_day(tmp_path: Path, hours: int, is_left: bool) -> None:
     other = tmp_path / "run" / ".launch-0"
     other.parent.mkdir()
     other.write_text("another host")
-    with making_run_folder(tmp_path, "run"):
-        pass
-    assert other.exists()
+    made_s = time.time() - hours * 3600
+    os.utime(other, (made_s, made_s))
+    with making_run_folder(tmp_path, "run") as folder:
+        assert other.exists() == (not is_left)
+        assert folder.marker is not None
+        assert folder.marker.exists()
+    assert other.exists() == (not is_left)
 
 
-def test_a_marker_older_than_a_day_is_deleted(tmp_path):
-    left = tmp_path / "run" / ".launch-0"
-    left.parent.mkdir()
-    left.touch()
-    two_days_ago = time.time() - 2 * 86400
-    os.utime(left, (two_days_ago, two_days_ago))
-    with making_run_folder(tmp_path, "run"):
-        assert not left.exists()
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_launch_leaves_no_file_open(tmp_path: Path, error: type[BaseException] | None) -> None:
+    before = len(os.listdir("/dev/fd"))  # noqa: PTH208  (a listing of paths would open one more)
+    with contextlib.suppress(KeyboardInterrupt), making_run_folder(tmp_path, "run"), making_run_folder(tmp_path, "run"):
+        if error is not None:
+            raise error
+    assert len(os.listdir("/dev/fd")) == before  # noqa: PTH208
+
+
+def test_a_relative_folder_is_that_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with making_run_folder(Path("runs"), "run") as folder:
+        assert folder.path == tmp_path / "runs" / "run"
+        assert folder.marker is not None
+        assert folder.marker.parent == folder.path
+
+
+def test_an_exception_leaves_folders_that_were_there(tmp_path: Path) -> None:
+    (tmp_path / "storage").mkdir()
+    with pytest.raises(KeyboardInterrupt), making_run_folder(tmp_path / "storage", "run"):
+        raise KeyboardInterrupt
+    assert [*tmp_path.iterdir()] == [tmp_path / "storage"]
+    assert [*(tmp_path / "storage").iterdir()] == []
+
+
+def test_a_run_in_object_storage_has_a_folder_and_no_marker(s3: str, tmp_path: Path) -> None:
+    with making_run_folder(f"{s3}/{tmp_path.name}", "a run") as folder:
+        assert folder == (f"{s3}/{tmp_path.name}/a%20run", None)
+        filesystem, path = open_uri(str(folder.path))
+        # The folder was written: a place that cannot be written is known before the loop begins.
+        assert filesystem.get_file_info(path).type == FileType.Directory
+        assert filesystem.get_file_info(FileSelector(path)) == []
 
 
 WAITS = """

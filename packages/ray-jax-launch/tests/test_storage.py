@@ -2,9 +2,11 @@
 
 import re
 from pathlib import Path
+from urllib.parse import unquote
 
 import jax.numpy as jnp
 import pytest
+from pyarrow.fs import FileType
 
 from ray_jax_launch import (
     Checkpoints,
@@ -19,6 +21,7 @@ from ray_jax_launch import (
     open_uri,
     without_credentials,
 )
+from ray_jax_launch._storage import check_run_name
 
 TREE = {"w": jnp.ones(3)}
 
@@ -126,6 +129,12 @@ def test_the_newest_readable_metadata_is_found(saved):
         ("s3://b/r?region=x&SESSION_TOKEN=topsecret", "s3://b/r?region=x&SESSION_TOKEN=***"),
         ("s3://b/r?secret%5Fkey=topsecret", "s3://b/r?secret%5Fkey=***"),
         ("https://host/x?X-Amz-Signature=topsecret", "https://host/x?X-Amz-Signature=***"),
+        ("https://topsecret@host/x", "https://***@host/x"),
+        ("http://topsecret@host/x", "http://***@host/x"),
+        ("gcs://topsecret@bucket/runs", "gcs://***@bucket/runs"),
+        ("abfs://container@account/x?sv=1&sig=topsecret", "abfs://container@account/x?sv=1&sig=***"),
+        ("s3://b/r?aws_access_key_id=AKIA&password=topsecret", "s3://b/r?aws_access_key_id=***&password=***"),
+        ("s3://b/r?x-amz-credential=AKIA&credentials=topsecret", "s3://b/r?x-amz-credential=***&credentials=***"),
     ],
 )
 def test_credentials_in_a_uri_are_rejected_and_not_repeated(written, hidden):
@@ -141,6 +150,7 @@ def test_credentials_in_a_uri_are_rejected_and_not_repeated(written, hidden):
     "written",
     [
         "gs://anonymous@bucket/runs",
+        "s3://bucket/runs?region=x&allow_bucket_creation=true&retry_limit_seconds=7",
         "abfs://container@account/runs",
         "hdfs://host:9000/a@b",
         "s3://bucket/a:b@c?region=x&endpoint_override=http://127.0.0.1:9000",
@@ -158,3 +168,37 @@ def test_a_name_without_credentials_is_accepted(written):
 def test_what_is_no_text_has_no_credentials():
     with pytest.raises(LaunchError, match="text must be a text, got 5"):
         without_credentials(5)  # pyright: ignore[reportArgumentType]  # what the test is about
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 255, "\N{LATIN SMALL LETTER E WITH ACUTE}" * 127, "run 7:50% of #1, a+b", "a.b"]
+)
+def test_a_name_of_a_run_is_a_folder_and_a_part_of_a_uri(name: str, tmp_path: Path) -> None:
+    check_run_name(name)
+    (tmp_path / name).mkdir()
+    address = str(join_path("s3://bucket/runs", name))
+    assert not {*address.removeprefix("s3:")} & {*" #?"}
+    assert unquote(address) == f"s3://bucket/runs/{name}"
+
+
+@pytest.mark.parametrize("name", ["a" * 256, "\N{LATIN SMALL LETTER E WITH ACUTE}" * 128, "a?b", " a", "a/", "a\tb"])
+def test_a_name_that_is_no_folder_or_no_part_of_a_uri_is_rejected(name: str) -> None:
+    with pytest.raises(LaunchError, match=r"^name must "):
+        check_run_name(name)
+
+
+def test_an_object_in_place_of_the_folder_is_rejected(s3: str, tmp_path: Path) -> None:
+    filesystem, path = open_uri(f"{s3}/{tmp_path.name}/runs")
+    with filesystem.open_output_stream(path) as stream:
+        stream.write(b"x")
+    for create in (False, True):
+        with pytest.raises(LaunchError, match=r"that can be reached, got .*: a file"):
+            open_uri(f"{s3}/{tmp_path.name}/runs", create=create)
+
+
+def test_only_an_opening_that_is_asked_to_makes_a_folder(s3: str, tmp_path: Path) -> None:
+    uri = f"{s3}/{tmp_path.name}/a/b"
+    for create in (False, True):
+        filesystem, path = open_uri(uri, create=create)
+        assert path == uri.removeprefix("s3://")
+        assert (filesystem.get_file_info(path).type == FileType.Directory) == create
