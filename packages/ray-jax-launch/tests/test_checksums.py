@@ -108,12 +108,13 @@ def test_a_checkpoint_of_a_newer_version_is_rejected_and_stays(saved, caplog, ch
 
 
 @pytest.mark.fault
-def test_a_full_disk_of_a_reader_is_named_and_not_taken_for_its_source(saved, caplog, record_property):
+@pytest.mark.parametrize("num_bytes", [0, 999])
+def test_a_full_disk_of_a_reader_is_named_and_not_taken_for_its_source(saved, caplog, num_bytes, record_property):
     record_property("fault", "a process that reads a checkpoint cannot write its copy on the local disk")
     record_property("lost", "nothing: the command ends with one sentence")
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Checkpoints(saved, read_only=True) as checkpoints:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
         try:
             with pytest.raises(
                 LaunchError, match=r"ray-jax-launch-.* must be writable, got File too large\. Free some"

@@ -17,6 +17,7 @@ import pytest
 from ray_jax_launch import (
     Checkpoints,
     DamagedCheckpointError,
+    LaunchError,
     UnsavedCheckpointError,
     intact_step,
     newest_metadata,
@@ -25,6 +26,7 @@ from ray_jax_launch._checkpoint.catalog import list_steps
 from ray_jax_launch._checkpoint.checksums import to_json
 from ray_jax_launch._checkpoint.folder_store import FolderStore
 from ray_jax_launch._checkpoint.notices import notify_of_saves
+from ray_jax_launch._checkpoint.writers import FolderWriter, make_writer
 
 TREE = {"w": jnp.arange(1000.0)}
 
@@ -291,6 +293,45 @@ def test_a_file_shorter_than_written_by_a_multiple_of_4_gib_is_damaged(folder):
     checksums["files"][name] = [size + (1 << 32), checksum]
     path.write_text(to_json(checksums))
     assert FolderStore(folder).find_damage(30) == f"{name} has {size} bytes, not {size + (1 << 32)}"
+
+
+def test_the_first_file_that_a_host_does_not_see_is_named(folder: Path) -> None:
+    store, checkpoint = FolderStore(folder), folder / "30"
+    assert store.find_missing(30) is None
+    file = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = file.read_bytes()
+    for other in (content[:-1], content + b"x", b""):
+        file.write_bytes(other)
+        assert store.find_missing(30) == str(file)
+    file.unlink()
+    assert store.find_missing(30) == str(file)
+    file.write_bytes(content)
+    assert store.find_missing(30) is None
+    remove_the_checksums(checkpoint)
+    assert store.find_missing(30) == str(checkpoint / "checksums.json")
+    assert store.find_missing(40) == str(folder / "40")
+
+
+def test_a_host_that_does_not_see_a_checkpoint_stops_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_jax_launch._checkpoint.writers._STALE_S", 0.0)
+    with contextlib.closing(make_writer(folder, FolderStore(folder), "")) as writer:
+        assert isinstance(writer, FolderWriter)
+        writer._wait_until_visible(30)
+        with pytest.raises(LaunchError, match=rf"must be shared by all nodes, got {folder}/40, which "):
+            writer._wait_until_visible(40)
+
+
+def test_a_checkpoint_is_deleted_while_an_older_one_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS keeps a deleted file that is open in another process, and its folder."""
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
+    FolderStore(folder).delete(10)
+    FolderStore(folder).delete(20)
+    assert sorted(list_steps(folder)) == [30]
+    assert len([*(folder / ".trash").iterdir()]) == 2
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    FolderStore(folder).delete(30)
+    assert [*folder.iterdir()] == []
 
 
 DELETES = """

@@ -3,6 +3,7 @@
 import errno
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,12 @@ def test_a_temporary_error_is_retried_for_15_seconds(number, sleeps):
 
 
 @pytest.mark.parametrize(
-    "number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG, errno.EFBIG]
-)
+    "number",
+    [
+        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EFBIG,
+        errno.EEXIST, errno.EMFILE, errno.ELOOP, errno.EINVAL,
+    ],
+)  # fmt: skip
 def test_a_permanent_error_is_not_retried(number, sleeps):
     with pytest.raises(LaunchError, match=rf"file must be accessible, got \[Errno {number}\]"):
         retry("file", failing(OSError(number, os.strerror(number))))
@@ -57,7 +62,18 @@ def test_a_missing_file_is_not_retried(error, sleeps):
     assert sleeps == []
 
 
-def test_a_missing_bucket_is_not_retried(sleeps):
+@pytest.mark.parametrize("answer", ["NO_SUCH_BUCKET", "ACCESS_DENIED"])
+def test_a_permanent_answer_is_not_retried(answer, sleeps):
     with pytest.raises(LaunchError):
-        retry("file", failing(OSError("AWS Error NO_SUCH_BUCKET during HeadObject operation")))
+        retry("file", failing(OSError(f"AWS Error {answer} during HeadObject operation")))
     assert sleeps == []
+
+
+def test_each_delay_is_logged_and_longer_than_the_one_before(sleeps: list[float], caplog: Any) -> None:
+    error = OSError(errno.EIO, "bad disk")
+    assert retry("file", failing(error, error, error)) == "read"
+    assert sleeps == sorted({*sleeps})
+    assert [record.message for record in caplog.records] == [
+        f"file cannot be accessed ([Errno 5] bad disk): the next attempt is in {delay_s} s" for delay_s in sleeps
+    ]
+    assert len(sleeps) == 3

@@ -1,16 +1,22 @@
 """Local files before an upload and after a download, and processes that are killed."""
 
+import contextlib
+import fcntl
 import os
+import signal
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
-from ray_jax_launch import Checkpoints, LaunchError, intact_step, latest_step
+from ray_jax_launch import Checkpoints, LaunchError, UnsavedCheckpointError, intact_step, latest_step
 from ray_jax_launch._checkpoint.staging import Staging
 
 SAVES = """
@@ -179,3 +185,124 @@ def test_readers_and_writers_leave_no_file_open(place, temporary):
             pass
         num_open.append(len([*Path("/dev/fd").iterdir()]))
     assert num_open[1:] == num_open[1:2] * 3  # the first time opens what the process keeps
+
+
+@pytest.fixture
+def parent(temporary: Path) -> Path:
+    return temporary / f"ray-jax-launch-{os.getuid()}"
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/dev/fd"))  # noqa: PTH208  (a listing of paths would open one more)
+
+
+def test_local_files_are_closed_to_other_users(parent: Path) -> None:
+    before = os.umask(0)
+    try:
+        staging = Staging("s3://bucket/run")
+        staging.make_folder()
+    finally:
+        os.umask(before)
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in parent.rglob("*")}
+    assert modes == {(True, 0o700), (False, 0o600)}
+    assert stat.S_IMODE(parent.stat().st_mode) == 0o700
+    staging.close()
+
+
+def test_a_start_leaves_no_file_open(parent: Path) -> None:
+    before = num_open_files()
+    with contextlib.closing(Staging("s3://bucket/run")):
+        for _ in range(3):
+            Staging("s3://bucket/run").close()
+    assert num_open_files() == before
+    assert [*parent.iterdir()] == []
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_folder_of_a_block_is_deleted_at_its_end(parent: Path, error: type[BaseException] | None) -> None:
+    with contextlib.closing(Staging("s3://bucket/run")) as staging:
+        with contextlib.suppress(KeyboardInterrupt), staging.folder() as folder, staging.folder() as other:
+            (folder / "shard").touch()
+            (other / "shard").touch()
+            if error is not None:
+                raise error
+        assert [*staging.path.iterdir()] == []
+
+
+def test_a_lock_that_another_process_deletes_is_not_used(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another start may take and delete it before this process has locked it."""
+    deleted: list[Path] = []
+
+    def delete_and_lock(descriptor: int, operation: int) -> None:
+        if not deleted:
+            deleted.extend(parent.iterdir())
+            deleted[0].unlink()
+        flock(descriptor, operation)
+
+    flock, before = fcntl.flock, num_open_files()
+    monkeypatch.setattr(fcntl, "flock", delete_and_lock)
+    staging = Staging("s3://bucket/run")
+    assert {*parent.iterdir()} == {staging.path, staging.path.with_name(f"{staging.path.name}.lock")}
+    assert deleted[0].with_suffix("") != staging.path
+    staging.close()
+    assert num_open_files() == before
+
+
+# Ends the process by a signal when it calls a function for the first time.
+KILLED = """
+import importlib, os, signal, sys
+from ray_jax_launch._checkpoint.staging import Staging
+
+module, name = sys.argv[1].split(".")
+setattr(importlib.import_module(module), name, lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL))
+Staging("s3://bucket/run").close()
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("function", ["os.open", "fcntl.flock", "shutil.rmtree"])
+def test_the_next_start_deletes_what_a_kill_left_at_any_time(parent: Path, function: str, record_property: Any) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, function], check=False, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    with contextlib.closing(Staging("s3://bucket/run")) as staging:
+        assert {*parent.iterdir()} == {staging.path, staging.path.with_name(f"{staging.path.name}.lock")}
+    record_property("fault", f"a process is killed when it calls {function} for its local files")
+    record_property("lost", "nothing")
+
+
+def test_processes_of_one_node_are_known_by_their_temporary_folder(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def node(folder: Path) -> str:
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with contextlib.closing(Staging("s3://bucket/run")) as staging:
+            return staging.node()
+
+    a, b = temporary / "a", temporary / "b"
+    assert node(a) == node(a) != node(b)
+    here = node(a)
+    for boot in (temporary / "boot", temporary / "missing"):
+        (temporary / "boot").write_text("9e7c\n")
+        monkeypatch.setattr("ray_jax_launch._checkpoint.staging._BOOT_ID", boot)
+        assert node(a) not in (here, node(b))
+        assert "\n" not in node(a)
+        assert node(a).startswith("9e7c " if boot.exists() else f"{socket.gethostname()} ")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_local_files_are_deleted_when_their_save_has_ended(
+    s3: str, temporary: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("broken")
+
+    with Checkpoints(f"{s3}/{temporary.name}") as checkpoints:
+        if fails:
+            monkeypatch.setattr("ray_jax_launch._checkpoint.object_store.ObjectStore.upload", fail)
+        for step in (1, 2):
+            checkpoints.save(step, {"params": {"w": jnp.ones(8)}}, metadata={})
+            with pytest.raises(UnsavedCheckpointError) if fails else contextlib.nullcontext():
+                checkpoints.wait()
+            assert [path.suffix for path in temporary.rglob("*") if path.is_file()] == [".lock"]
+            assert checkpoints.latest_step() == (None if fails else step)

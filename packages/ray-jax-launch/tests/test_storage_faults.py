@@ -5,12 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
-from ray_jax_launch import Checkpoints, LaunchError, UnsavedCheckpointError, latest_step
+from ray_jax_launch import Checkpoints, LaunchError, StorageFullError, UnsavedCheckpointError, latest_step
+from ray_jax_launch._checkpoint.catalog import unsaved
 
 # Fails the first FAULT_READS reads of files whose path contains FAULT_PATH, with the error FAULT_ERRNO.
 SHIM = r"""
@@ -322,3 +325,16 @@ def test_a_file_that_takes_the_place_of_the_folder_fails_the_save_with_its_cause
         f"checkpoint 1 in {folder} must be written, got [Errno 17] File exists: {str(folder)!r}. The checkpoints "
         "before it are unchanged. Check the storage, then start again."
     )
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("folder", [Path("runs"), "s3://bucket/runs"], ids=["folder", "s3"])
+def test_a_full_disk_and_a_full_quota_end_a_run(number: int, folder: Path | str) -> None:
+    error = unsaved(folder, 7, ValueError(f"FAILED_PRECONDITION: {os.strerror(number)} [os_error_code='{number}']"))
+    assert isinstance(error, StorageFullError)
+    place = "" if isinstance(folder, Path) else f" in {tempfile.gettempdir()}, where it is written before the upload"
+    assert f"checkpoint 7 in {folder} must be written, got {os.strerror(number)}{place}. " in str(error)
+    assert "Free some space" in str(error)
+    other = unsaved(folder, 7, OSError(errno.EIO, os.strerror(errno.EIO)))
+    assert type(other) is UnsavedCheckpointError
+    assert "Check the storage" in str(other)
