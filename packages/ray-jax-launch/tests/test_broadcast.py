@@ -72,11 +72,30 @@ import sys
 
 import jax
 
-from ray_jax_launch._checkpoint.broadcast import from_leader
+from ray_jax_launch import DeletedCheckpointError, LaunchError, StorageFullError
+from ray_jax_launch._checkpoint.broadcast import from_leader, gather
 
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
+rank = int(sys.argv[2])
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 3, rank)
 sizes = [0, 1, 900, 5000]
-print("found", [len(from_leader(lambda: "x" * size)) for size in sizes] == sizes)
+assert [len(from_leader(lambda: "x" * size)) for size in sizes] == sizes
+assert gather(["of", rank]) == [["of", 0], ["of", 1], ["of", 2]]
+leader = [0, 2, 2][rank]  # ranks 1 and 2 are on one node
+assert from_leader(lambda: f"of {rank}", leader) == f"of {leader}"
+
+
+def fail():
+    raise [None, KeyError, error][rank]("gone")
+
+
+raised = []
+for error in (DeletedCheckpointError, LaunchError, StorageFullError, FileNotFoundError):
+    try:
+        from_leader(fail if rank == 2 else lambda: 7, leader)
+    except (OSError, ValueError, StorageFullError) as found:
+        raised.append(f"{type(found).__name__}: {found}")
+assert gather(rank) == [0, 1, 2]
+print("found", raised)
 """
 
 # Saves 1 KB, 16 MB and 1 KB of arrays whose shards are on both processes.
@@ -104,7 +123,7 @@ with Checkpoints(sys.argv[1]) as checkpoints:
     assert checkpoints.latest_step() == latest_step(sys.argv[1]) == 3
 """
 
-# Rank 1 uploads its shards a second after rank 0.
+# Rank 1 uploads its shards a second after rank 0. Then rank 0 cannot list a checkpoint, and then it can.
 LATE = """
 import sys, time
 
@@ -112,7 +131,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ray_jax_launch import Checkpoints
+from ray_jax_launch import Checkpoints, UnsavedCheckpointError
 from ray_jax_launch._checkpoint import writers
 
 rank, writers._WRITE_TIMEOUT_S = int(sys.argv[2]), int(sys.argv[4])
@@ -121,9 +140,22 @@ split = NamedSharding(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)
 with Checkpoints(sys.argv[1]) as checkpoints:
     upload = checkpoints._store.upload
     checkpoints._store.upload = lambda *args: time.sleep(rank) or upload(*args)
-    checkpoints.save(1, {"params": {"w": jax.jit(lambda: jnp.zeros(256), out_shardings=split)()}}, metadata={})
+    tree = {"w": jax.jit(lambda: jnp.zeros(256), out_shardings=split)()}
+    checkpoints.save(1, {"params": tree}, metadata={})
     checkpoints.wait()
-    print("found", checkpoints.latest_step())
+    saved = [checkpoints.latest_step()]
+    checkpoints._store.upload, commit = upload, checkpoints._store.commit
+    checkpoints._store.commit = lambda *args: {}["no listing"]
+    checkpoints.save(2, {"params": tree}, metadata={})
+    try:
+        checkpoints.wait()
+    except UnsavedCheckpointError as error:
+        cause = str(error.__cause__)
+    saved.append(checkpoints.latest_step())
+    checkpoints._store.commit = commit
+    checkpoints.save(3, {"params": tree}, metadata={})
+    checkpoints.wait()
+    print("found", [*saved, checkpoints.latest_step()], cause)
 """
 
 
@@ -155,8 +187,11 @@ def test_two_processes_read_the_newest_checkpoint_once(run_ranks, tmp_path):
     assert int(read1) < 0.3 * 32_000_000
 
 
-def test_a_message_of_any_length_reaches_all_processes(run_ranks, tmp_path):
-    assert run_ranks(LONG, [tmp_path] * 2) == ["True"] * 2
+def test_messages_and_errors_of_each_leader_reach_its_processes(run_ranks, tmp_path):
+    names = ["DeletedCheckpointError", "LaunchError", "StorageFullError"]
+    own = [f"{name}: gone" for name in (*names, "FileNotFoundError")]
+    others = [f"{name}: process 2: gone" for name in (*names, "LaunchError")]
+    assert run_ranks(LONG, [tmp_path] * 3) == [str(others), str(others), str(own)]
 
 
 @pytest.mark.fault
@@ -180,5 +215,8 @@ def test_all_processes_raise_if_one_process_cannot_write_its_shards(run_ranks, s
     record_property("lost", "steps since the last checkpoint")
 
 
-def test_processes_wait_for_the_upload_of_another(run_ranks, s3, tmp_path):
-    assert run_ranks(LATE, [f"{s3}/{tmp_path.name}"] * 2, "60") == ["1"] * 2
+def test_processes_wait_for_the_upload_and_the_listing_of_another(run_ranks, s3, tmp_path):
+    assert run_ranks(LATE, [f"{s3}/{tmp_path.name}"] * 2, "60") == [
+        "[1, 1, 3] 'no listing'",
+        "[1, 1, 3] process 0 has not listed checkpoint 2. See its own error.",
+    ]

@@ -52,8 +52,9 @@ def test_arrays_are_restored_into_another_sharding(place, tree):
     jax.tree.map(np.testing.assert_array_equal, restored, tree)
 
 
-def test_random_keys_numbers_and_empty_items_are_restored(place):
-    keys = jax.random.split(jax.random.key(3), 4)
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_numbers_and_empty_items_are_restored(place, impl):
+    keys = jax.random.split(jax.random.key(3, impl=impl), 4)
     numbers = {
         "steps": np.int64(3),
         "rate": np.float32(0.5),

@@ -2,13 +2,17 @@
 
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 from pyarrow.fs import FileSelector
 
 from ray_jax_launch import Checkpoints, UnsavedCheckpointError, intact_step, latest_step
+from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._storage import join_path, open_uri
 
 TREE = {"w": jnp.arange(1000.0)}
@@ -122,6 +126,46 @@ def test_archives_without_a_listing_are_no_checkpoint_and_are_deleted_after_a_da
     with Checkpoints(uri):
         assert names(uri) == saved
     assert intact_step(uri) == 30
+
+
+def set_age(uri: str, name: str, hours: float) -> None:
+    """Let an object of the server be older than it is."""
+    bucket, _, root = uri.removeprefix("s3://").partition("/")
+    written = datetime.now(UTC).replace(tzinfo=None) - timedelta(hours=hours)
+    s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[bucket].keys[f"{root}/{name}"].last_modified = written
+
+
+@pytest.mark.parametrize(("hours", "is_left"), [(23, False), (25, True)])
+def test_archives_count_as_left_a_day_after_the_last_of_them(uri: str, hours: float, is_left: bool) -> None:
+    saved = names(uri)
+    ages = {"40/0a-1/process-0.tar": 49, "40/0a-1/process-1.tar": hours, "40/0a-1/process-2.tar": 49, "7/0b-3/x.tar": 1}
+    for name, age in ages.items():
+        write(uri, name, b"half")
+        set_age(uri, name, age)
+    for name in saved:
+        set_age(uri, name, 10_000)
+    with Checkpoints(uri):
+        pass
+    assert names(uri) == saved | {name for name in ages if not is_left or name.startswith("7/")}
+    assert intact_step(uri) == 30
+
+
+def test_archives_that_a_damaged_listing_may_name_stay(uri: str) -> None:
+    write(uri, "30/0a-2/process-1.tar", b"half")
+    write(uri, "30/checkpoint.json", b"{")
+    saved = names(uri)
+    for name in saved:
+        set_age(uri, name, 49)
+    with Checkpoints(uri, num_to_keep=1) as checkpoints:
+        assert checkpoints.latest_step() == 20
+    assert names(uri) == saved - {"30/checkpoint.json"} | {"30/checkpoint.json.damaged"}
+
+
+def test_only_the_save_that_the_listing_names_is_listed(uri: str) -> None:
+    store = ObjectStore(uri)
+    save = store.listing(30).save
+    assert [store.is_listed(30, name) for name in (save, f"{save}0", "0a-1")] == [True, False, False]
+    assert not store.is_listed(40, save)
 
 
 def test_a_checkpoint_is_listed_after_its_upload_and_unlisted_before_its_deletion(uri, proxy):

@@ -71,8 +71,9 @@ def test_a_reader_takes_a_newer_checkpoint_if_the_run_deletes_the_one_it_reads(p
     record_property("lost", "nothing")
 
 
-@pytest.mark.parametrize("num_deleted", [4, 5])
-def test_a_reader_gives_up_when_five_checkpoints_were_deleted_under_it(tmp_path, monkeypatch, num_deleted):
+@pytest.mark.parametrize(("num_deleted", "patience_s"), [(4, 0.0), (5, 0.0), (7, 60.0)])
+def test_a_reader_gives_up_when_five_checkpoints_were_deleted_under_it(tmp_path, monkeypatch, num_deleted, patience_s):
+    """It goes on for a minute if they are deleted faster."""
     copy_items = FolderStore.copy_items
     with Checkpoints(tmp_path, num_to_keep=1) as writer, Checkpoints(tmp_path, read_only=True) as reader:
 
@@ -87,14 +88,14 @@ def test_a_reader_gives_up_when_five_checkpoints_were_deleted_under_it(tmp_path,
 
         save(1)
         monkeypatch.setattr(FolderStore, "copy_items", copy_late)
-        monkeypatch.setattr("ray_jax_launch._checkpoint.checkpoints._PATIENCE_S", 0.0)
+        monkeypatch.setattr("ray_jax_launch._checkpoint.checkpoints._PATIENCE_S", patience_s)
         if num_deleted == 5:
             with pytest.raises(LaunchError, match=r"must exist until it is read, got 5 that were deleted"):
                 reader.restore_latest({"params": LIKE})
         else:
             found = reader.restore_latest({"params": LIKE})
             assert found is not None
-            assert (found.step, found.metadata) == (5, {"step": 5})
+            assert (found.step, found.metadata) == (num_deleted + 1, {"step": num_deleted + 1})
 
 
 def test_checkpoints_that_a_run_deletes_are_not_damaged(place, writer, caplog):

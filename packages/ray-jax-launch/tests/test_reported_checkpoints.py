@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,55 @@ def test_a_damaged_list_is_rebuilt_in_the_order_in_which_the_checkpoints_were_ma
     names = [entry["checkpoint_dir_name"] for entry in state["checkpoint_results"]]
     assert names == ["checkpoint_b", "checkpoint_c", "checkpoint_a"]
     assert state["latest_checkpoint_result"]["checkpoint_dir_name"] == "checkpoint_a"
+
+
+def test_a_damaged_list_is_rebuilt_from_what_it_names_and_from_rays_names(tmp_path: Path) -> None:
+    for time_s, name in enumerate(("checkpoints", "checkpoint_b", "mine", "other", "checkpoint_a")):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time_s + 1, time_s + 1))
+    (tmp_path / "checkpoint_file").touch()
+    named = "".join(f'{{"checkpoint_dir_name": "{name}", "version": 0}}, ' for name in ("mine", "gone", "checkpoint_a"))
+    (tmp_path / SNAPSHOT).write_text(f'{{"checkpoint_results": [{named}')
+    repair_snapshot(LocalFileSystem(), str(tmp_path))
+    state = json.loads((tmp_path / SNAPSHOT).read_text())
+    names = [entry["checkpoint_dir_name"] for entry in state["checkpoint_results"]]
+    assert names == ["checkpoint_b", "mine", "checkpoint_a"]
+    assert state["latest_checkpoint_result"]["checkpoint_dir_name"] == "checkpoint_a"
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_list_keeps_all_else_when_a_checkpoint_is_dropped(tmp_path: Path, is_old: bool) -> None:
+    for name in ("a", "b", "d"):
+        (tmp_path / name).mkdir()
+    a, b, c = ({"checkpoint_dir_name": name, "version": 0, "metrics": {"of": name}} for name in "abc")
+    rest = {
+        "ray_version": version("ray"),
+        "validated_checkpoint_dir_names": ["a"],
+        "timed_out_validation_checkpoint_dir_names": ["b"],
+        "failed_validation_checkpoint_dir_names": ["d"],
+    }
+    indices = {} if is_old else {"checkpoint_report_indices": [7, 4, 9], "current_report_index": 12}
+    state = (
+        rest
+        | indices
+        | {
+            "checkpoint_results": [a, b, c],
+            "latest_checkpoint_result": c,
+            "pending_training_results": [{"checkpoint_dir_name": "c"}, {"checkpoint_dir_name": "d"}],
+            "pending_validation_specs": ["of c", "of d"],
+        }
+    )
+    (tmp_path / SNAPSHOT).write_text(json.dumps(state))
+    for _ in range(2):
+        repair_snapshot(LocalFileSystem(), str(tmp_path))
+        assert json.loads((tmp_path / SNAPSHOT).read_text()) == rest | {
+            "checkpoint_results": [a, b],
+            "checkpoint_report_indices": [0, 1] if is_old else [7, 4],
+            "latest_checkpoint_result": b if is_old else a,
+            "pending_training_results": [{"checkpoint_dir_name": "d"}],
+            "pending_validation_specs": ["of d"],
+            "current_report_index": 3 if is_old else 12,
+        }
 
 
 @pytest.mark.fault

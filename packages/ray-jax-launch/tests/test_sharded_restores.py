@@ -75,7 +75,7 @@ writers._saved_tree = lambda folder: (time.sleep(3 * int(sys.argv[2])), saved_tr
 def test_a_download_stays_until_the_slowest_process_of_the_node_has_read_it(run_ranks, s3, tmp_path):
     uri = join_path(s3, tmp_path.name, "checkpoints")
     code = SHARDS.replace("\njax.distributed", f"{SLOW_RANK}\njax.distributed", 1)
-    assert run_ranks(code, [uri] * 2, ",") == ["restored"] * 2
+    assert run_ranks(code, [uri] * 2, "fsdp,") == ["restored"] * 2
 
 
 @pytest.mark.parametrize(
