@@ -14,9 +14,18 @@ import pytest
 import ray
 
 from ray_jax_launch import LaunchError, connect
+from ray_jax_launch._cluster_security import _receive, check_answers
 
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-NOT_FOUND = bytes([0, 0, 1, 1, 4, 0, 0, 0, 1, 0x8D])  # headers with the status 404
+
+
+def headers(status: int) -> bytes:
+    """Return the headers of an answer, with the code of its status in HPACK."""
+    return bytes([0, 0, 1, 1, 4, 0, 0, 0, 1, status])
+
+
+NOT_FOUND = headers(0x8D)  # 404
+RESET, GOODBYE = bytes([0, 0, 0, 3, 0, 0, 0, 0, 1]), bytes([0, 0, 0, 7, 0, 0, 0, 0, 0])
 
 
 @contextlib.contextmanager
@@ -64,6 +73,46 @@ def test_a_port_that_is_no_cluster_is_reported_in_time(monkeypatch, scheme, answ
             connect()
     assert time.monotonic() - began_s < 12  # of a limit of 2 s, on a loaded machine
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("answer", [headers(0x88), RESET, GOODBYE], ids=["200", "reset", "goodbye"])
+def test_an_answer_of_grpc_may_come_after_other_frames(answer: bytes) -> None:
+    ping = bytes([0, 0, 3, 6, 0, 0, 0, 0, 0]) + NOT_FOUND[:3]  # its content looks like the begin of another frame
+    with serving(SETTINGS + ping + answer) as port:
+        check_answers("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("status", range(0x89, 0x8F), ids=hex)
+def test_no_other_status_than_200_is_that_of_grpc(status: int) -> None:
+    with serving(SETTINGS + headers(status)) as port, pytest.raises(ConnectionError, match="it is no Ray cluster"):
+        check_answers("127.0.0.1", port)
+
+
+def test_an_answer_in_parts_is_put_together_and_nothing_more_is_read() -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # one part for each call
+    with here, there:
+        for part in (b"abc", b"d", b"efghi", b"jkl"):
+            there.send(part)
+        assert _receive(here, 9, time.monotonic() + 60) == b"abcdefghi"
+        assert here.recv(9) == b"jkl"
+
+
+def test_a_server_that_sends_without_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_jax_launch._cluster_security._ANSWER_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            client, _ = server.accept()
+            with client, contextlib.suppress(OSError):
+                for _ in range(100):
+                    client.sendall(SETTINGS)
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(TimeoutError):
+            check_answers("127.0.0.1", server.getsockname()[1])
+        thread.join()
 
 
 def test_a_web_server_is_no_cluster(monkeypatch):

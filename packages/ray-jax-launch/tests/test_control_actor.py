@@ -1,11 +1,43 @@
 """The control actor: stop requests on their way to the workers, metrics on their way to the driver."""
 
+import contextlib
 import logging
+import threading
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
-from ray_jax_launch._train.control_actor import ControlActor, StopRequest
+import pytest
+import ray.cloudpickle
+
+from ray_jax_launch._train import control_actor
+from ray_jax_launch._train.control_actor import (
+    ControlActor,
+    LocalControl,
+    StopRequest,
+    count_failure,
+    forwarding,
+    showing_info,
+)
 
 INTERRUPT, PREEMPTION, RESIZE = StopRequest("interrupt"), StopRequest("preemption"), StopRequest("resize")
+
+
+class CopyingControl(LocalControl):
+    """A control whose answers are copies, as those of an actor are. The actor can be replaced, as after a death."""
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return ray.cloudpickle.loads(ray.cloudpickle.dumps(super()._call(name, *args, **kwargs)))
+
+    def die(self) -> None:
+        """Replace the actor by one that knows nothing."""
+        self._actor = ControlActor()
+
+
+@pytest.fixture
+def restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each new actor be one that has started again after a death."""
+    monkeypatch.setattr(control_actor, "_is_restarted", lambda: True)
 
 
 def test_all_ranks_stop_at_the_latest_step_that_no_rank_has_passed():
@@ -128,3 +160,156 @@ def test_failures_are_counted_from_the_newest_checkpoint_on():
     assert control.count_failure() == 5
     control.report({"loss": 1.0}, has_checkpoint=True)
     assert control.count_failure() == 1
+
+
+def test_a_resize_does_not_replace_the_reason_of_a_stop() -> None:
+    control = ControlActor()
+    control.request_stop("interrupt")
+    assert control.poll("group", 1, 0, request=None, next_step=None) == (INTERRUPT, None)
+    control.request_resize()
+    assert control.poll("group", 1, 0, request=None, next_step=3) == (INTERRUPT, 3)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_the_first_request_of_a_group_stays(is_interrupted: bool) -> None:
+    """After the death of the actor, the ranks know what they have agreed on, and the driver's request came later."""
+    control = ControlActor()
+    if is_interrupted:
+        control.request_stop("interrupt")
+    assert control.poll("group", 3, 2, request=PREEMPTION, next_step=None) == (PREEMPTION, None)
+    assert control.poll("group", 3, 1, request=RESIZE, next_step=None) == (PREEMPTION, None)
+
+
+@pytest.mark.parametrize(("control", "limit_s"), [(ControlActor, 15), (LocalControl, None)])
+def test_workers_that_have_polled_count_as_running_until_the_limit(
+    monkeypatch: pytest.MonkeyPatch, control: Any, limit_s: float | None
+) -> None:
+    clock = SimpleNamespace(now_s=1000.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(control_actor, "time", clock)
+    actor = control()._actor if control is LocalControl else control()
+    assert not actor.request_stop("interrupt")
+    assert actor.collect().is_silent
+    actor.poll("group", 1, 0, request=None, next_step=None)
+    clock.now_s += 9 if limit_s is None else limit_s - 1
+    actor.poll("group", 1, 0, request=None, next_step=None)
+    clock.now_s += 9999 if limit_s is None else limit_s - 0.1
+    assert actor.request_stop("interrupt")
+    assert not actor.collect().is_silent
+    clock.now_s += 0.1
+    assert actor.request_stop("interrupt") == (limit_s is None)
+
+
+@pytest.mark.usefixtures("restarted")
+def test_an_actor_that_has_started_again_waits_for_polls_and_for_what_it_knew() -> None:
+    control = ControlActor()
+    assert control.count_failure() is None
+    assert control.request_stop("interrupt")  # the workers are still there
+    assert not control.collect().is_silent
+    before = ControlActor()
+    before.resume(before.state())
+    assert [before.count_failure() for _ in range(3)] == [1, 2, 3]
+    control.resume(before.state())
+    assert control.count_failure() == 4
+
+
+@pytest.mark.usefixtures("restarted")
+def test_an_actor_that_dies_before_the_first_look_counts_failures_too() -> None:
+    control = LocalControl()
+    with forwarding(control, None):
+        pass
+    assert control.count_failure.remote() == 1
+
+
+def test_two_deaths_of_the_actor_forget_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_actor, "_COLLECT_EVERY_S", 0.01)
+    control, num_deaths = CopyingControl(), threading.Semaphore(0)
+
+    def die(rank: int, metrics: dict[str, Any]) -> None:
+        if metrics["step"] < 3:
+            control.die()
+            control.record.remote(0, {"step": metrics["step"] + 1})
+        num_deaths.release()
+
+    control.save.remote("/run", 7)
+    assert [count_failure(control) for _ in range(3)] == [1, 2, 3]
+    with forwarding(control, die):
+        control.record.remote(0, {"step": 1, "loss": 2.0})
+        for _ in range(3):
+            assert num_deaths.acquire(timeout=60)
+    assert count_failure(control) == 4
+    assert control.state.remote().saved == ("/run", 7)
+    assert control.state.remote().latest == {"step": 3, "loss": 2.0}
+
+
+def test_the_driver_renews_and_hears_of_silence_until_a_worker_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_actor, "_COLLECT_EVERY_S", 0.01)
+    control, has_renewed, is_silent = LocalControl(), threading.Semaphore(0), threading.Event()
+    with forwarding(control, None, renew=has_renewed.release, on_silence=is_silent.set):
+        for _ in range(3):
+            assert has_renewed.acquire(timeout=60)
+        assert is_silent.wait(60)
+        control.poll.remote("group", 1, 0, request=None, next_step=None)
+        assert has_renewed.acquire(timeout=60)
+        assert has_renewed.acquire(timeout=60)
+        is_silent.clear()
+        assert has_renewed.acquire(timeout=60)
+        assert has_renewed.acquire(timeout=60)
+    assert not is_silent.is_set()
+
+
+def test_what_a_loop_sends_last_is_forwarded_before_the_block_ends(caplog: pytest.LogCaptureFixture) -> None:
+    control, seen = LocalControl(), []
+    caplog.set_level(logging.DEBUG, "ray_jax_launch")
+    with forwarding(control, lambda rank, metrics: seen.append((rank, metrics))):
+        control.record.remote(2, {"step": 7})
+        control.log.remote("a line", logging.INFO)
+        control.log.remote("a warning")
+    assert seen == [(2, {"step": 7})]
+    lines = [(record.levelno, record.message) for record in caplog.records]
+    assert lines == [(logging.INFO, "a line"), (logging.WARNING, "a warning")]
+    assert "collect-metrics" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_handler_of_a_signal_may_call_in_the_middle_of_a_call() -> None:
+    control = LocalControl()
+
+    class Metrics(dict[str, Any]):
+        def values(self) -> Any:
+            control.request_stop.remote("interrupt")
+            return super().values()
+
+    thread = threading.Thread(target=control.record.remote, args=(0, Metrics(step=1)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert control.state.remote().request == INTERRUPT
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.ERROR])
+def test_info_is_shown_only_while_a_launch_runs(capsys: pytest.CaptureFixture[str], level: int) -> None:
+    logger = logging.getLogger("ray_jax_launch")
+    before, logger.propagate = logger.level, False
+    logger.setLevel(level)
+    try:
+        for number in range(3):
+            with contextlib.suppress(KeyError), showing_info():
+                logger.info("line %d", number)
+                raise KeyError
+            assert (logger.level, logger.handlers) == (level, [])
+    finally:
+        logger.propagate = True
+        logger.setLevel(before)
+    assert capsys.readouterr().err == "line 0\nline 1\nline 2\n"
+
+
+def test_the_logging_of_a_program_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    logger, handler = logging.getLogger("ray_jax_launch"), logging.NullHandler()
+    before, logger.propagate = logger.level, False
+    logger.addHandler(handler)
+    try:
+        with showing_info():
+            assert (logger.level, logger.handlers) == (before, [handler])
+    finally:
+        logger.propagate = True
+        logger.removeHandler(handler)
+    assert capsys.readouterr().err == ""

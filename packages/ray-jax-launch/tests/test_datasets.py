@@ -1,12 +1,16 @@
-"""CPUs that an elastic launch reserves for Ray Data."""
+"""Datasets of the workers, and CPUs that an elastic launch reserves for Ray Data."""
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
+import ray.data
+import ray.train
 
-from ray_jax_launch import cpu
+from ray_jax_launch import RankedDataConfig, cpu
 from ray_jax_launch._train import datasets
 
 
@@ -65,3 +69,47 @@ def test_rows_come_in_order_even_if_later_blocks_are_ready_first():
 
     dataset = ray.data.range(6, override_num_blocks=3).map_batches(slow_at_first, batch_size=None)
     assert [row["id"] for row in datasets.in_order(dataset).iter_rows()] == [*range(6)]
+
+
+def sizes(iterators: list[dict[str, Any]]) -> list[dict[str, int]]:
+    return [{name: sum(1 for _ in rows.iter_rows()) for name, rows in one.items()} for one in iterators]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_each_rank_gets_the_dataset_of_its_rank_beside_the_others() -> None:
+    given = {"ranked": lambda rank, world_size: ray.data.range(10 * world_size + rank), "plain": ray.data.range(7)}
+    config = RankedDataConfig(ray.train.DataConfig(datasets_to_split=[]))
+    assert sizes(config.configure(given, 3, None, None)) == [{"ranked": 30 + rank, "plain": 7} for rank in range(3)]
+    assert sizes(RankedDataConfig().configure({"ranked": given["ranked"]}, 1, None, None)) == [{"ranked": 10}]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_dataset_of_the_only_worker_is_made_for_rank_0_of_1() -> None:
+    rows = datasets.for_one({"ranked": lambda rank, world_size: ray.data.range(10 * world_size + rank)})
+    assert sizes([rows]) == [{"ranked": 10}]
+
+
+def all_optional(size: int = 3, **options: Any) -> Any:
+    return size, options
+
+
+@pytest.mark.parametrize(
+    ("make", "is_ranked"),
+    [
+        (lambda: 5, False),
+        (all_optional, False),
+        (lambda **options: options, False),
+        (lambda rank, world_size: 5, True),
+        (lambda rank, world_size, name="a": 5, True),
+        (lambda *place: place, True),
+    ],
+)
+def test_a_function_with_required_arguments_makes_the_dataset_of_a_rank(
+    make: Callable[..., Any], is_ranked: bool
+) -> None:
+    found = datasets.for_group({"rows": make, "plain": 7})
+    assert found["plain"] == 7
+    # Ray calls each function when a group starts.
+    assert (found["rows"]() if is_ranked else found["rows"]) is make
+    if not is_ranked:
+        assert datasets.for_one({"rows": make}) == {"rows": make()}

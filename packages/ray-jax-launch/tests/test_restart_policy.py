@@ -1,10 +1,12 @@
-"""Limits of the policy of restarts, without a cluster."""
+"""Limits of the policy of restarts, and the failures that it is given, without a cluster."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
-from ray.train import ControllerError, FailureConfig, PreemptionError, WorkerGroupError
+from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
+from ray.train import Checkpoint, ControllerError, FailureConfig, PreemptionError, TrainingFailedError, WorkerGroupError
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
@@ -13,8 +15,17 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.preemption import PreemptionInfo
 
+from ray_jax_launch import (
+    DamagedCheckpointError,
+    LaunchError,
+    OutOfMemoryError,
+    StopRequestedError,
+    StorageFullError,
+    TrainingFailed,
+    cpu,
+)
 from ray_jax_launch._train.control_actor import LocalControl
-from ray_jax_launch._train.failures import Preempted
+from ray_jax_launch._train.failures import ForwardReports, Preempted, first_failure, note_traceback, to_raise
 from ray_jax_launch._train.restart_policy import RestartPolicy, restart_without_controller
 
 RETRY, RAISE = FailureDecision.RETRY, FailureDecision.RAISE
@@ -68,3 +79,104 @@ def test_each_wait_for_nodes_has_its_own_limit(monkeypatch, wait_for_resources_s
     assert policy.make_decision(too_few) == RAISE
     lines = [line for _, line in control.collect.remote().lines if "too few" in line]
     assert lines == [f"the cluster has too few nodes for the workers; waiting up to {wait_s} s for more"] * 3
+
+
+class JaxRuntimeError(Exception):
+    """An error of jax, which is told by its name."""
+
+
+def raised(error: Exception) -> Exception:
+    """Return an error as a worker sends it."""
+    try:
+        raise error
+    except Exception as caught:
+        note_traceback(type(caught), caught, caught.__traceback__)
+        return caught
+
+
+def died(cause: Exception) -> Exception:
+    return WorkerHealthCheckFailedError("", failure=cause)
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ({3: KeyError("a"), 1: KeyError("a"), 7: KeyError("a")}, 1),
+        ({0: JaxRuntimeError("a collective failed"), 2: died(ActorDiedError()), 7: died(ActorDiedError())}, 2),
+        ({0: JaxRuntimeError("a collective failed"), 2: died(ActorDiedError()), 7: MemoryError()}, 7),
+        ({0: died(ActorDiedError()), 2: KeyError("a"), 7: died(RayOutOfMemoryError("no memory"))}, 7),
+        ({0: KeyError("a"), 3: JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")}, 3),
+        ({0: KeyError("a"), 3: KeyError("RESOURCE_EXHAUSTED: no memory")}, 0),
+    ],
+    ids=["lowest", "died", "memory", "killed", "device", "another error"],
+)
+def test_the_rank_that_caused_the_failure_of_the_others_is_named(failures: dict[int, Exception], rank: int) -> None:
+    found = {
+        one: failure if isinstance(failure, WorkerHealthCheckFailedError) else raised(failure)
+        for one, failure in failures.items()
+    }
+    assert first_failure(found)[0] == rank
+
+
+@pytest.mark.parametrize(
+    ("error", "num_restarts"),
+    [
+        (KeyError("a"), 1),
+        (OSError("stale file handle"), 7),
+        (TimeoutError("no answer"), 7),
+        (JaxRuntimeError("a collective timed out"), 7),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: no memory"), 0),
+        (DamagedCheckpointError("all"), 0),
+        (LaunchError("data must be there"), 0),
+        (StorageFullError("full"), 0),
+    ],
+    ids=repr,
+)
+def test_only_failures_that_a_machine_may_cause_are_retried_up_to_the_limit(
+    error: Exception, num_restarts: int
+) -> None:
+    policy, failure = RestartPolicy(LocalControl(), max_failures=7, wait_for_resources_s=0), raised(error)
+    decisions = [policy.make_decision(WorkerGroupError("", {2: failure})) for _ in range(num_restarts + 1)]
+    assert decisions == [RETRY] * num_restarts + [RAISE]
+
+
+def test_the_death_of_another_rank_does_not_hide_a_preemption() -> None:
+    policy = RestartPolicy(LocalControl(), max_failures=0, wait_for_resources_s=0, max_preemptions=1)
+    lost = WorkerGroupError("", {0: died(ActorDiedError()), 1: died(RayActorError(preempted=True))})
+    assert [policy.make_decision(lost) for _ in range(2)] == [RETRY, RAISE]
+
+
+@pytest.mark.parametrize("error", [DamagedCheckpointError, StorageFullError, StopRequestedError, LaunchError])
+def test_an_error_that_says_all_is_raised_as_it_is(error: type[Exception]) -> None:
+    found = to_raise({1: raised(error("what must hold")), 2: raised(KeyError("a"))}, cpu(3), "/logs")
+    assert type(found) is error
+    assert str(found) == "what must hold"
+    assert getattr(found, "__notes__", []) == []
+
+
+def test_another_error_has_its_rank_its_traceback_and_the_folder_of_the_logs() -> None:
+    found = to_raise({2: raised(KeyError("no such thing")), 1: died(ActorDiedError())}, cpu(3), "/logs")
+    assert isinstance(found, TrainingFailed)
+    assert isinstance(found, TrainingFailedError)
+    assert (found.rank, found.log_folder) == (1, "/logs")
+    found = to_raise({2: raised(KeyError("no such thing"))}, cpu(3), "/logs")
+    assert isinstance(found, TrainingFailed)
+    assert found.rank == 2
+    assert "in raised" in found.details
+    assert found.__notes__ == [found.details]
+
+
+def test_the_error_of_a_device_without_memory_names_the_worker() -> None:
+    failure = raised(JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes.\nmore"))
+    found = to_raise({0: raised(KeyError("a")), 3: failure}, cpu(4), "/logs")
+    assert isinstance(found, OutOfMemoryError)
+    assert "worker 3, got RESOURCE_EXHAUSTED: 9 bytes. Use" in str(found)
+    assert "in raised" in found.__notes__[0]
+
+
+@pytest.mark.parametrize(("checkpoint", "num_reported"), [(None, 0), (Checkpoint("/a"), 1)], ids=["none", "one"])
+def test_a_report_is_that_of_rank_0_and_counts_its_checkpoint(checkpoint: Any, num_reported: int) -> None:
+    control = LocalControl()
+    ForwardReports(control).after_report(None, [{"rank": 0, "loss": 2.0}, {"rank": 1}, {"rank": 2}], checkpoint)
+    state = control.state.remote()
+    assert (state.latest, state.num_reported) == ({"rank": 0, "loss": 2.0}, num_reported)
