@@ -1,14 +1,31 @@
 """Arguments of `launch` that are passed on: each arrives where Ray or jax uses it. Without a cluster."""
 
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from ray.exceptions import ActorDiedError
-from ray.train import DataConfig, FailureConfig, RunConfig, ValidationConfig, WorkerGroupError
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train import (
+    ControllerError,
+    DataConfig,
+    FailureConfig,
+    LoggingConfig,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+    WorkerGroupError,
+)
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2.jax.config import JaxConfig
 
-from ray_jax_launch import DistributedConfig, JaxTrainer, launch
-from ray_jax_launch._train.control_actor import LocalControl
+from ray_jax_launch import DistributedConfig, Hardware, JaxTrainer, cpu, gpu, launch, local
+from ray_jax_launch._train import trainer as trainer_module
+from ray_jax_launch._train.control_actor import LocalControl, StopRequest
 from ray_jax_launch._train.failures import Preempted
 
 
@@ -126,3 +143,142 @@ def test_configs_of_data_validation_and_rendezvous_are_used(rays_trainer, launch
     trainer = rays_trainer(JaxTrainer(lambda: None, jax_config=JaxConfig(), **given))
     assert trainer.validation_config is validation
     assert trainer.backend_config == DistributedConfig()
+
+
+def no_rows(rank: int, world_size: int) -> Any:
+    raise AssertionError("must not start")
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Hardware, dict[str, Any]]]:
+    """Return a function from arguments of a launch to those of its check of the cluster, after which it ends."""
+
+    def check(hardware: Hardware, **given: Any) -> None:
+        raise Fitted(hardware, given)
+
+    def checked(**given: Any) -> tuple[Hardware, dict[str, Any]]:
+        with pytest.raises(Fitted) as fitted:
+            launch(lambda: None, storage_path=tmp_path, name="run", **given)
+        return fitted.value.args
+
+    monkeypatch.setattr(trainer_module, "connect", lambda hardware=None: None)
+    monkeypatch.setattr(trainer_module, "is_started_here", lambda: False)
+    monkeypatch.setattr(trainer_module, "auto", lambda: gpu(9, 3))
+    monkeypatch.setattr(trainer_module, "check_resources", check)
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("given", "hardware", "data_cpus", "per_worker"),
+    [
+        ({"hardware": "cpu:9"}, cpu(9), 0, {"CPU": 1}),
+        ({"hardware": cpu(9), "datasets": {"rows": no_rows}}, cpu(9), 2, {"CPU": 1}),
+        ({"hardware": cpu(9), "datasets": {"rows": no_rows}, "data_cpus": 7}, cpu(9), 7, {"CPU": 1}),
+        ({"hardware": cpu(9), "datasets": {"rows": no_rows}, "data_cpus": 0}, cpu(9), 0, {"CPU": 1}),
+        ({"hardware": "cpu:1", "data_cpus": 3}, cpu(1), 3, {"CPU": 1}),
+        ({"hardware": "auto", "datasets": {"rows": no_rows}}, gpu(9, 3), 2, {"CPU": 1, "GPU": 3}),
+        ({"hardware": "auto", "resources_per_worker": {"CPU": 7}}, gpu(9, 3), 0, {"CPU": 7, "GPU": 3}),
+        ({"hardware": "gpu:3x2", "resources_per_worker": {"room": 9}}, gpu(3, 2), 0, {"CPU": 1, "GPU": 2, "room": 9}),
+        (
+            {"scaling_config": ScalingConfig(num_workers=7, use_gpu=True, resources_per_worker={"GPU": 3, "CPU": 5})},
+            gpu(7, 3), 0, {"CPU": 5, "GPU": 3},
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("wait_s", [0.0, 9.5])
+def test_a_cluster_is_checked_for_what_the_launch_needs(
+    checked: Callable[..., Any],
+    given: dict[str, Any],
+    hardware: Hardware,
+    data_cpus: int,
+    per_worker: dict[str, float],
+    wait_s: float,
+) -> None:
+    assert checked(wait_for_resources_s=wait_s, **given) == (
+        hardware,
+        {"data_cpus": data_cpus, "wait_for_resources_s": wait_s, "resources_per_worker": per_worker},
+    )
+
+
+@pytest.mark.parametrize(("num_cpus", "share"), [(10, 1), (9, 0.88), (2, 0.11)])
+def test_workers_on_a_machine_with_few_cpus_share_them(
+    checked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, num_cpus: int, share: float
+) -> None:
+    monkeypatch.setattr(trainer_module, "is_started_here", lambda: True)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": float(num_cpus), "memory": 7.0})
+    _, found = checked(hardware="cpu:9", data_cpus=1)
+    assert found["resources_per_worker"]["CPU"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_connected"), [({}, False), ({"datasets": {"rows": no_rows}}, True), ({"data_cpus": 3}, True)]
+)
+def test_local_mode_connects_only_for_data(
+    launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_connected: bool
+) -> None:
+    connected: list[Any] = []
+    monkeypatch.setattr(trainer_module, "connect", lambda *hardware: connected.append(hardware))
+    hardware, _ = launched(**given)._connect()
+    assert (hardware, connected) == (local(), [()] * is_connected)
+
+
+def test_a_group_starts_the_cluster_for_its_own_hardware(
+    launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected: list[Any] = []
+    monkeypatch.setattr(trainer_module, "connect", lambda *hardware: connected.append(hardware))
+    for given in ({"hardware": "cpu:7"}, {"hardware": None, "scaling_config": ScalingConfig(num_workers=7)}):
+        launched(**given)._connect()
+    assert connected == [(cpu(7),)] * 2
+
+
+def test_the_environment_that_a_caller_passes_is_left_as_it_is(launched: Callable[..., Any]) -> None:
+    runtime_env, env_vars = {"env_vars": {"A": "1"}, "pip": []}, {"B": "2"}
+    for _ in range(2):
+        trainer = launched(runtime_env=runtime_env, env_vars=env_vars)
+        assert trainer.run_config.worker_runtime_env == {"env_vars": {"A": "1", "B": "2"}, "pip": []}
+    assert (runtime_env, env_vars) == ({"env_vars": {"A": "1"}, "pip": []}, {"B": "2"})
+
+
+@pytest.mark.parametrize(
+    ("given", "level"), [(None, "ERROR"), (LoggingConfig(), "ERROR"), (LoggingConfig("DEBUG"), "DEBUG")]
+)
+def test_the_level_of_rays_log_is_the_users_unless_it_is_rays_default(
+    tmp_path: Path, given: LoggingConfig | None, level: str
+) -> None:
+    run_config = RunConfig(name="run", storage_path=str(tmp_path), logging_config=given)
+    trainer = JaxTrainer(lambda: None, hardware="local", run_config=run_config)
+    logging_config = trainer._run_config(None, local()).logging_config
+    assert logging_config is not None
+    assert logging_config.log_level == level
+
+
+def test_an_elastic_group_waits_as_long_as_the_launch_and_sends_its_lines_and_requests(
+    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(trainer_module, "is_silent", lambda: False)
+    clock = SimpleNamespace(now_s=1000.0, monotonic=lambda: clock.now_s)
+    for module in ("_ray_internals.ray_train", "_train.restart_policy"):
+        monkeypatch.setattr(f"ray_jax_launch.{module}.time", clock)
+    for kind, decision in (("non_running", NoopDecision()), ("running", ResizeDecision(3, {"CPU": 1}))):
+        name = f"make_decision_for_{kind}_worker_group"
+        monkeypatch.setattr(ElasticScalingPolicy, name, lambda self, *states, decision=decision: decision)
+    trainer, control = launched(hardware="cpu:2-3", wait_for_resources_s=900.0), LocalControl()
+    run_config = trainer._run_config(None, trainer._hardware)
+    made = trainer._trainer(trainer._hardware, trainer.scaling_config, run_config, None, control)
+    scaling, failures = made.policies["scaling_policy"], made.policies["failure_policy"]
+    too_few = ControllerError(WorkerGroupStartupTimeoutError(2))
+    for waited_s in (0, 300, 899):
+        clock.now_s = 1000.0 + waited_s
+        scaling.make_decision_for_non_running_worker_group()
+        assert failures.make_decision(too_few) == FailureDecision.RETRY
+    lines = [line for _, line in control.collect.remote().lines]
+    assert ["900 s" in line for line in lines] == [True, True]
+    clock.now_s += 2
+    with pytest.raises(TimeoutError):
+        scaling.make_decision_for_non_running_worker_group()
+    assert failures.make_decision(too_few) == FailureDecision.RAISE
+    poll = {"request": None, "next_step": None}
+    assert control.poll.remote("group", 2, 0, **poll) == (None, None)
+    assert scaling.make_decision_for_running_worker_group(None, None) == NoopDecision()
+    assert control.poll.remote("group", 2, 0, **poll) == (StopRequest("resize"), None)

@@ -140,7 +140,7 @@ WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
         (cpu(3, min_workers=1), False, {INTERVAL: "0.5", TIMEOUT: "15"}),
         (tpu("v6e", "4x4", 3, min_slices=1), True, {INTERVAL: "0.5", TIMEOUT: "15", WATCHER: "0"}),
     ],
-    ids=str,
+    ids=["fixed", "this machine", "elastic", "elastic slices"],
 )
 @pytest.mark.parametrize("given", [{}, {INTERVAL: "7", TIMEOUT: "9", WATCHER: "1"}], ids=["ours", "the user's"])
 def test_settings_of_ray_train_are_set_while_a_launch_runs_and_the_users_own_win(

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 import sys
 import time
@@ -11,6 +12,7 @@ from ray.util.tpu import get_tpu_worker_resources
 
 from ray_jax_launch import (
     DistributedConfig,
+    Hardware,
     LaunchError,
     auto,
     backend_config,
@@ -23,7 +25,7 @@ from ray_jax_launch import (
     worker_environment,
 )
 from ray_jax_launch._ray_internals.ray_cluster import placement_groups
-from ray_jax_launch._scaling import hardware_of, share_cpus
+from ray_jax_launch._scaling import hardware_of, resources_of, share_cpus
 from ray_jax_launch._train.backend import _initialize
 
 
@@ -57,8 +59,9 @@ def test_hardware_survives_a_round_trip_through_its_text(text, num_workers, devi
     assert isinstance(scaling, ScalingConfig)
     assert scaling.max_workers == (0 if text == "local" else num_workers)
     assert scaling.min_workers == (0 if text == "local" else hardware.min_workers)
-    assert hardware_of(scaling).num_workers == num_workers
-    assert hardware_of(scaling).kind == hardware.kind
+    found = hardware_of(scaling)
+    # Ray does not know the devices that jax makes of CPUs.
+    assert found == (dataclasses.replace(hardware, devices_per_worker=1) if hardware.kind == "cpu" else hardware)
 
 
 @pytest.mark.parametrize("text", ["tpu:TPU-V6E:4x4", "tpu:tpu-v6e:4x4", "tpu:V6E:4x4"])
@@ -173,6 +176,7 @@ def test_presets_set_what_ray_and_jax_need():
     assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": tunables}
     assert worker_environment(cpu(2, 4))["JAX_NUM_CPU_DEVICES"] == "4"
     assert worker_environment(gpu(2))["JAX_PLATFORMS"] == "cuda"
+    assert worker_environment(tpu("v6e", "4x4")) == {"JAX_PLATFORMS": "tpu"}
     slice_ = scaling_config(tpu("v6e", "4x4"))
     assert (slice_.use_tpu, slice_.accelerator_type, slice_.topology) == (True, "TPU-V6E", "4x4")
     assert slice_.resources_per_worker == {"CPU": 1, "TPU": 4}
@@ -238,19 +242,50 @@ def test_cpus_that_a_script_asks_for_are_not_shared():
     assert share_cpus(given, 2, data_cpus=1) == given
 
 
+def test_hosts_of_tpus_do_not_share_their_cpus() -> None:
+    given = scaling_config(tpu("v6e", "4x4"))
+    assert share_cpus(given, 4, data_cpus=1) is given
+
+
+@pytest.mark.parametrize(
+    ("hardware", "given", "resources"),
+    [
+        (gpu(2, 3), {"CPU": 7}, {"CPU": 7, "GPU": 3}),
+        (gpu(2, 3), {"room": 0.5}, {"CPU": 1, "GPU": 3, "room": 0.5}),
+        (gpu(2, 3, min_workers=1), {"GPU": 1, "memory": 9e9}, {"CPU": 1, "GPU": 1, "memory": 9e9}),
+        (cpu(3), {}, {"CPU": 1}),
+        (cpu(3), {"CPU": 0}, {"CPU": 0}),
+        (tpu("v6e", "4x4"), {"CPU": 7}, {"CPU": 7, "TPU": 4}),
+    ],
+    ids=str,
+)
+def test_resources_are_added_to_those_of_the_hardware(
+    hardware: Hardware, given: dict[str, float], resources: dict[str, float]
+) -> None:
+    scaling = scaling_config(hardware, resources_per_worker=given)
+    assert scaling.resources_per_worker == resources
+    found = {name: amount for name, amount in resources_of(scaling).items() if not name.startswith("accelerator_type")}
+    assert found == {name: amount for name, amount in resources.items() if amount}
+    assert (scaling.min_workers, scaling.max_workers) == (hardware.min_workers, hardware.num_workers)
+
+
+@pytest.mark.parametrize("strategy", ["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"])
+def test_each_strategy_and_the_labels_of_each_worker_reach_ray(strategy: str) -> None:
+    labels = [{"region": "here"}, {"region": "there"}, {}]
+    scaling = scaling_config(cpu(3), placement_strategy=strategy, label_selector=labels)
+    assert (scaling.placement_strategy, scaling.label_selector) == (strategy, labels)
+
+
 def test_gpu_workers_keep_the_folders_of_the_driver_and_lose_those_of_cuda_toolkits(monkeypatch, tmp_path):
-    files = {
-        "mounted": "libcuda.so.1",
-        "cuda": "libcudart.so.12",
-        "cudnn": "libcudnn.so.9",
-        "wheel": "libcublasLt.so.12",
-        "other": "libfoo.so",
-    }
+    toolkit = ("cublas", "cublasLt", "cudart", "cudnn", "cufft", "cupti", "cusolver", "cusparse", "nccl", "nvJitLink")
+    files = {name: f"lib{name}.so.12" for name in (*toolkit, "nvrtc")}
+    files |= {"mounted": "libcuda.so.1", "other": "libfoo.so", "driver": "libcudart.so.12"}
     for folder, name in files.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).touch()
+    (tmp_path / "driver" / "libcuda.so.1").touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(str(tmp_path / folder) for folder in (*files, "missing")))
-    kept = ":".join(str(tmp_path / folder) for folder in ("mounted", "other", "missing"))
+    kept = ":".join(str(tmp_path / folder) for folder in ("mounted", "other", "driver", "missing"))
     assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": kept}
 
 
@@ -280,9 +315,10 @@ def test_eight_workers_share_a_cpu_for_ray_data(text, data_cpus):
 
 @pytest.mark.parametrize(("coordinator", "bind"), [("10.0.0.1:5", None), ("127.0.0.1:5", "127.0.0.1:5")])
 def test_each_timeout_reaches_jax_under_its_own_name(monkeypatch, coordinator, bind):
-    given = {}
+    given, kept = {}, []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: given.update(args=args, **kwargs))
-    monkeypatch.setattr("ray_jax_launch._train.backend._keep_gloo_on_loopback", lambda: None)  # for all of a process
+    # It would change all of a process.
+    monkeypatch.setattr("ray_jax_launch._train.backend._keep_gloo_on_loopback", lambda: kept.append(dict(given)))
     timeouts = DistributedConfig(initialization_timeout_s=1, heartbeat_timeout_s=2, shutdown_timeout_s=3)
     _initialize(coordinator, 4, 3, timeouts)
     assert given == {
@@ -292,3 +328,4 @@ def test_each_timeout_reaches_jax_under_its_own_name(monkeypatch, coordinator, b
         "heartbeat_timeout_seconds": 2,
         "shutdown_timeout_seconds": 3,
     }
+    assert kept == ([] if bind is None else [{}])  # before jax is initialized

@@ -92,18 +92,23 @@ def test_the_handlers_of_a_launch_in_another_thread_are_those_of_the_program(con
 
 
 def test_a_stop_is_requested_of_every_launch_that_runs_and_of_no_other(control: LocalControl) -> None:
-    other, first, second = LocalControl(), Interrupt(control), LocalControl()
+    def texts() -> list[str | None]:
+        requests = [one.state.remote().request for one in controls]
+        return [None if request is None else request.text for request in requests]
+
+    controls = [control, LocalControl(), LocalControl()]
+    first, second = (Interrupt(one) for one in controls[:2])
     assert not request_stop("nothing runs")
     first.install()
-    nested = Interrupt(second)
-    nested.install()
+    second.install()
     assert request_stop("one")
-    nested.restore()
+    assert texts() == ["one", "one", None]
+    second.restore()
     assert request_stop("two")
+    assert texts() == ["two", "one", None]
     first.restore()
     assert not request_stop("three")
-    requests = [one.state.remote().request for one in (control, second, other)]
-    assert requests == [StopRequest("failure", "two"), StopRequest("failure", "one"), None]
+    assert texts() == ["two", "one", None]
 
 
 @pytest.mark.parametrize("fails", [False, True])

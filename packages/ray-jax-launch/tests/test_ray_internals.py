@@ -1,11 +1,13 @@
-"""Ray's private modules are used in one folder."""
+"""Ray's private modules are used in one folder. Files that Ray's parts write there."""
 
 import ast
 from pathlib import Path
 
 import pytest
+from pyarrow.fs import FileSystem, LocalFileSystem
 
 import ray_jax_launch
+from ray_jax_launch._ray_internals.ray_train import write_file
 
 SOURCES = Path(ray_jax_launch.__file__).parent
 
@@ -42,3 +44,30 @@ def test_only_ray_internals_uses_private_modules_of_ray(path):
     assert bool([*private_names_of_ray(path.read_text())]) == (
         path.parent.name == "_ray_internals" and path.name != "__init__.py"
     )
+
+
+def test_a_reader_sees_the_old_file_or_the_new_one_complete(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    for number, text in enumerate(("first", "a longer second", "3rd \u00e9")):
+        with path.open() if number else (tmp_path / "list.json").open("w+") as reader:
+            before = path.read_text()
+            write_file(LocalFileSystem(), str(path), text)
+            assert reader.read() == before
+        assert path.read_text() == text
+        assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_whose_write_fails_is_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    write_file(LocalFileSystem(), str(path), "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_file(LocalFileSystem(), str(path), "half a character: \ud800")
+    assert path.read_text() == "old"
+
+
+def test_a_file_in_object_storage_is_written_under_its_own_name(s3: str, tmp_path: Path) -> None:
+    filesystem, root = FileSystem.from_uri(f"{s3}/{tmp_path.name}")
+    for text in ("first", "second"):
+        write_file(filesystem, f"{root}/list.json", text)
+        with filesystem.open_input_stream(f"{root}/list.json") as file:
+            assert file.read().decode() == text
