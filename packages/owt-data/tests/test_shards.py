@@ -1,0 +1,210 @@
+"""Shards: where a text is cut, which shards are made again, and how many of them wait."""
+
+import os
+from concurrent.futures import Future
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from owt_data import DataError, PrepareOptions, find_source
+from owt_data._prepare.plan import Request, open_documents
+from owt_data._prepare.shards import Encoder, _cut, checksum, local_encoder, read_journal, shard_path, tokenize
+from owt_data._sources.documents import START, Documents
+
+ROWS = [chr(97 + number % 26) * (5 * number % 9) for number in range(29)]
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch) -> Documents:
+    """29 documents of 0 to 8 bytes in two files, which are read by threes."""
+    monkeypatch.setattr("owt_data._sources.documents._ROWS_PER_READ", 3)
+    write(tmp_path / "texts", ROWS)
+    return Documents(find_source(str(tmp_path / "texts")))
+
+
+def write(folder, rows):
+    """Write the rows as two files."""
+    folder.mkdir(exist_ok=True)
+    for name, part in (("a", rows[:17]), ("b", rows[17:])):
+        pq.write_table(pa.table({"text": part}), folder / f"{name}.parquet")
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 7, 9, 40, 10_000])
+def test_a_shard_is_the_least_text_of_its_size_from_every_start(
+    shard_bytes: int, documents: Documents, tmp_path: Path
+) -> None:
+    pieces = [
+        (len(text), (chunk.file, offset))
+        for chunk in documents.read()
+        for text, offset in zip(chunk.texts.to_pylist(), chunk.offsets.tolist(), strict=True)
+    ]
+    expected, held = [], 0
+    for number, (num_bytes, stop) in enumerate(pieces):
+        held += num_bytes
+        if held >= shard_bytes or number == len(pieces) - 1:
+            expected.append((held, stop))
+            held = 0
+    shards = list(_cut(documents, tmp_path, START, 0, shard_bytes))
+    assert [(shard.num_bytes, tuple(shard.stop)) for shard in shards] == expected
+    assert [text for shard in shards for text in shard.batch["text"].to_pylist()] == ROWS
+    for number, shard in enumerate(shards):
+        assert (shard.index, shard.path) == (number, shard_path(tmp_path, number))
+        rest = _cut(documents, tmp_path, shard.stop, number + 1, shard_bytes)
+        assert [(later.index, later.batch) for later in rest] == [
+            (later.index, later.batch) for later in shards[number + 1 :]
+        ]
+
+
+class Reader:
+    """Consumer that notes which shards are as their records say when it may begin."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.valid: list[bool] = []
+
+    def begin(self) -> None:
+        self.valid = [
+            checksum(shard_path(self.folder, index)) == record.sha256
+            for index, record in enumerate(read_journal(self.folder)[0])
+        ]
+
+    def num_wanted(self) -> int:
+        return 100
+
+
+def test_several_damaged_shards_are_made_again_before_a_reader_begins(documents: Documents, tmp_path: Path) -> None:
+    folder, reader = tmp_path / "shards", Reader(tmp_path / "shards")
+    seen = []
+
+    def run():
+        seen.clear()
+        with local_encoder("bytes", 1) as encoder:
+            return tokenize(
+                documents, folder, shard_bytes=9, encoder=encoder, report=lambda *call: seen.append(call),
+                follower=reader,
+            )  # fmt: skip
+
+    records = run()
+    assert seen == [(record, False) for record in records]
+    damaged = [0, 3, 4, len(records) - 1]
+    whole = [shard_path(folder, index).read_bytes() for index in range(len(records))]
+    shard_path(folder, 0).unlink()
+    shard_path(folder, 3).write_bytes(whole[3][:-2])
+    shard_path(folder, 4).write_bytes(whole[3])
+    shard_path(folder, damaged[-1]).write_bytes(b"")
+    (folder / "000001.bin.0123.tmp").write_bytes(b"of a start that was killed")
+    assert run() == records
+    kept = [record for index, record in enumerate(records) if index not in damaged]
+    assert seen == [(record, True) for record in kept] + [(records[index], False) for index in damaged]
+    assert reader.valid == [True] * len(records)
+    assert [shard_path(folder, index).read_bytes() for index in range(len(records))] == whole
+    assert list(folder.glob("*.tmp")) == []
+
+
+def test_a_damaged_shard_is_not_made_again_from_another_text(documents: Documents, tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+
+    def run():
+        with local_encoder("bytes", 1) as encoder:
+            return tokenize(documents, folder, shard_bytes=9, encoder=encoder, report=lambda *call: None)
+
+    records = run()
+    shard_path(folder, 3).unlink()
+    write(tmp_path / "texts", [row.upper() for row in ROWS])
+    with pytest.raises(DataError, match=r"000003\.bin must have the tokens of before its damage, got others"):
+        run()
+    write(tmp_path / "texts", ROWS)
+    assert run() == records
+    assert checksum(shard_path(folder, 3)) == records[3].sha256
+
+
+class Late(Future):
+    """Result of an encoder that is there once it is asked for."""
+
+    def result(self, timeout=None):
+        if not self.done():
+            self.set_result({"num_tokens": 1, "num_documents": 1, "sha256": "0" * 64})
+        return super().result(timeout)
+
+
+class LateEncoder:
+    """Encoder of late results, with the text that was submitted and is not reported."""
+
+    def __init__(self) -> None:
+        self.num_submitted, self.waiting, self.most = 0, 0, 0
+
+    def submit(self, shard):
+        self.num_submitted += 1
+        self.waiting += shard.num_bytes
+        self.most = max(self.most, self.waiting)
+        return Late()
+
+    def report(self, record, is_kept):
+        self.waiting -= record.num_bytes
+
+
+def test_the_text_that_waits_for_its_tokens_is_bounded(
+    documents: Documents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("owt_data._prepare.shards.MAX_SHARD_BYTES", 7)
+    late = LateEncoder()
+    encoder = Encoder(submit=late.submit, num_workers=3)
+    records = tokenize(documents, tmp_path / "shards", shard_bytes=1, encoder=encoder, report=late.report)
+    assert (late.num_submitted, late.waiting) == (len(records), 0)
+    assert 5 * 7 <= late.most < 5 * 7 + 8  # one that exceeds the bound waits until another is ready
+
+
+def test_each_worker_has_two_shards_ahead_of_the_reader(documents: Documents, tmp_path: Path) -> None:
+    late = LateEncoder()
+
+    class Stopped(Exception):
+        pass
+
+    class Slow(Reader):
+        def num_wanted(self):
+            if late.num_submitted and not late.waiting:
+                raise Stopped
+            return 2
+
+    encoder = Encoder(submit=late.submit, num_workers=3)
+    with pytest.raises(Stopped):
+        tokenize(
+            documents, tmp_path / "shards", shard_bytes=1, encoder=encoder, report=late.report,
+            follower=Slow(tmp_path / "shards"),
+        )  # fmt: skip
+    assert late.num_submitted == 2 + 2 * 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit_rows", "shard_bytes"),
+    [
+        ([1], None, 1 << 18),
+        ([128 * 262_151 + 5], None, 262_151),
+        ([128 * 300_000, 128 * 100_000 + 127], None, 400_000),
+        ([1 << 40], None, 1 << 24),
+        ([1 << 40], 3, 1 << 18),
+    ],
+)
+def test_shards_are_a_128th_of_the_text_within_bounds(
+    sizes: list[int], limit_rows: int | None, shard_bytes: int, tmp_path: Path
+) -> None:
+    names = ["all"] if len(sizes) == 1 else ["train", "val"]
+    for name, size in zip(names, sizes, strict=True):
+        path = tmp_path / f"{name}.txt"
+        path.touch()
+        os.truncate(path, size)  # it takes no space
+    request = Request(
+        staging=tmp_path,
+        out=tmp_path / "out",
+        name="texts",
+        digest="0" * 64,
+        splits={name: find_source(str(tmp_path / f"{name}.txt")) for name in names},
+        options=PrepareOptions(tokenizer="bytes", limit_rows=limit_rows),
+    )
+    plan, documents = open_documents(request, None, "1" * 64)
+    assert plan.part_bytes == shard_bytes
+    assert plan.num_bytes == (None if limit_rows else sum(sizes))
+    assert (plan.source, plan.source_sha256, plan.tokenizer_sha256) == ("texts", "0" * 64, "1" * 64)
+    assert documents.keys() == set(names)
