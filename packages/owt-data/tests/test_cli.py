@@ -6,21 +6,37 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from owt_data import PrepareOptions, Progress, prepare, progress_bar, read_manifest
+from owt_data import (
+    PrepareOptions,
+    Progress,
+    inspect,
+    load_tokenizer,
+    prepare,
+    progress_bar,
+    read_manifest,
+    share_bar,
+)
 from owt_data._cli import main
 
 LONG = "w" * 5000
 
 
 def test_prepare_then_verify(articles, tmp_path, capsys):
-    assert main(["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
+    unchanged = f"{tmp_path}/out is unchanged: it was prepared from the same source and options"
+    for number in range(2):
+        assert main(["prepare", str(articles), str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
+        assert (unchanged in capsys.readouterr().err.splitlines()) == (number == 1)
     assert json.loads((tmp_path / "out/manifest.json").read_text())["tokenizer"] == "bytes"
     assert main(["verify", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().err == f"{tmp_path}/out: no difference from its manifest\n"
     with (tmp_path / "out/val.bin").open("ab") as file:
         file.write(b"xx")
     assert main(["verify", str(tmp_path / "out")]) == 1
@@ -54,6 +70,27 @@ def test_inspect_shows_counts_and_text(tmp_path, capsys):
     assert "last: 'word [bold]The end.<|endoftext|>'" in shown
     assert main(["inspect", str(tmp_path / "out/val.bin"), "--tokenizer", "bytes"]) == 0
     assert "train: 453 tokens" in capsys.readouterr().out
+
+
+def test_inspect_shows_the_record_of_each_split(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = read_manifest(prepared)
+    assert manifest is not None
+    assert main(["inspect", str(prepared)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"made from {prepared.parent}/articles.jsonl by owt-data {version('owt-data')}"
+    for split, num_documents in (("train", 270), ("val", 30)):
+        num_bytes = (prepared / f"{split}.bin").stat().st_size
+        assert f"{split}: {num_bytes // 2:,} tokens, {num_bytes:,} bytes, {num_documents} documents" in lines
+
+
+def test_a_sample_is_never_longer_than_the_text(prepared: Path) -> None:
+    found = inspect(prepared, window_tokens=1_000_000)
+    assert found.manifest == read_manifest(prepared)
+    for split in ("train", "val"):
+        tokens = np.fromfile(prepared / f"{split}.bin", "<u2")
+        assert found.num_tokens[split] == len(tokens)
+        text = load_tokenizer("bytes").decode(tokens.tolist())
+        assert found.samples[split] == dict.fromkeys(("first", "middle", "last"), text)
 
 
 def test_inspect_shows_rows_of_text(articles, tmp_path, capsys):
@@ -97,11 +134,16 @@ def test_the_log_has_a_line_every_half_minute_with_the_speed_of_this_start(monke
 
 def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
+    console = Console(file=out, force_terminal=True, color_system=None, width=120)
     with progress_bar(console) as progress:
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes"), progress=progress)
         progress(Progress(stage="tokenizing", fraction=None))  # of a stream of unknown length
+        progress(Progress(stage="tokenizing", fraction=0.37, num_documents=5_000, num_tokens=60_000))
     assert "300 documents" in out.getvalue()
+    assert re.search(r"tokenizing .* 37% 5,000 documents  60,000 tokens  0\.0 MB/s", out.getvalue())
+    with share_bar(console, "verifying") as report:
+        report(0.42)
+    assert re.search(r"verifying .* 42%", out.getvalue())
 
 
 @pytest.mark.parametrize(

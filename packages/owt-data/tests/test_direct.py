@@ -46,6 +46,13 @@ def test_ranks_make_up_the_same_global_batches_from_any_step(order, tokens):
     np.testing.assert_array_equal(np.concatenate(shares, axis=1), expected.reshape(30, 8, 17))
 
 
+def test_steps_are_shuffled_by_one_seed_unless_they_are_given_another(tokens: TokenSequence) -> None:
+    """A change of the defaults would change the batches of runs that rely on them."""
+    windows = [windows for _, windows in read_steps(tokens, **ARGUMENTS)]
+    expected = tokens.windows(np.arange(24), seq_len=16, order="shuffle", seed=2357)
+    np.testing.assert_array_equal(np.concatenate(windows), expected)
+
+
 class CountedTokens:
     """Tokens that count the reads of windows."""
 
@@ -84,6 +91,7 @@ def test_the_thread_ends_with_its_iterator(prefetch_steps, tokens, wait_until):
     next(steps)
     wait_until(lambda: counted.num_reads >= 3)
     (reader,) = set(threading.enumerate()) - before
+    assert reader.daemon  # else a process with an iterator that is not used up could not end
     del steps
     reader.join(30)
     assert not reader.is_alive()

@@ -2,13 +2,15 @@
 
 import gzip
 import json
+import sysconfig
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from owt_data import DataError, find_source, load_tokenizer
+from owt_data import DataError, every_row, find_source, load_tokenizer
 from owt_data._sources.documents import Cursor, Documents
 from owt_data._sources.names import find_splits
 
@@ -38,7 +40,7 @@ def read(names, **options):
     return documents
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".jsonl.gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".jsonl.gz", ".json", ".json.gz"])
 def test_rows_of_many_files_are_documents_in_order(suffix, tmp_path):
     paths = [
         str(write_rows(tmp_path / f"file-{number}{suffix}", ROWS[number * 1000 : (number + 1) * 1000], "body"))
@@ -66,17 +68,19 @@ def test_empty_files_hold_no_rows_and_empty_text_files_an_empty_document(tmp_pat
     assert read(str(tmp_path / "texts")) == ["", "b"]
 
 
-@pytest.mark.parametrize("kind", ["rows", "texts"])
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".parquet", "texts", "lines"])
 def test_reading_resumes_from_any_place(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 500)
     monkeypatch.setattr("owt_data._sources.documents._ROWS_PER_READ", 64)
-    if kind == "rows":
+    monkeypatch.setattr("owt_data._sources.json_lines._BLOCK_BYTES", 500)
+    monkeypatch.setattr("owt_data._sources.rows._READ_BYTES", 500)
+    if kind.startswith("."):
         for number in range(3):
-            write_rows(tmp_path / f"{number}.jsonl", ROWS[number * 100 : (number + 1) * 100])
+            write_rows(tmp_path / f"{number}{kind}", ROWS[number * 100 : (number + 1) * 100])
     else:
         for number in range(3):
             (tmp_path / f"{number}.txt").write_text("\n".join(ROWS[number * 100 : (number + 1) * 100]))
-    documents = Documents(find_source(str(tmp_path)))
+    documents = Documents(find_source(str(tmp_path)), starts_document=every_row if kind == "lines" else None)
     pieces = [
         (text, Cursor(chunk.file, offset))
         for chunk in documents.read()
@@ -86,6 +90,46 @@ def test_reading_resumes_from_any_place(kind, tmp_path, monkeypatch):
     for number in range(0, len(pieces), 7):
         rest = [text for chunk in documents.read(pieces[number][1]) for text in chunk.texts.to_pylist()]
         assert rest == [text for text, _ in pieces[number + 1 :]]
+
+
+def test_the_end_of_a_row_is_appended_once_to_a_text_of_many_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
+    texts = [" ".join(ROWS[:99]), "", " ".join(ROWS[:7])]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    assert read(str(tmp_path), row_end="!\n") == [f"{text}!\n" for text in texts]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())], ids=str
+)
+def test_text_of_every_type_of_arrow_is_read(kind: pa.DataType, tmp_path: Path) -> None:
+    texts = pa.array(["é", "", "日本", "é"] * 700).cast(kind)
+    pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
+    assert read(str(tmp_path / "rows.parquet")) == ["é", "", "日本", "é"] * 700
+
+
+def test_the_size_of_parquet_files_is_that_of_their_text(tmp_path: Path) -> None:
+    for number in range(2):
+        texts = [f"{row:03}" * 99 for row in range(number, 900 + number)]
+        table = pa.table({"other": [text * 3 for text in texts], "text": texts, "id": list(range(900))})
+        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=400, use_dictionary=False)
+    source = find_source(str(tmp_path))
+    num_bytes = 2 * 900 * 3 * 99
+    assert num_bytes < (Documents(source).num_bytes() or 0) < 1.05 * num_bytes
+    assert Documents(source, limit_rows=3).num_bytes() is None
+    assert 2 * 900 * 3 < (Documents(source, text_column="id").num_bytes() or 0) < 2 * 900 * 9
+
+
+def test_the_builtin_corpus_is_the_library_alone() -> None:
+    files = find_source("builtin").files
+    assert len(files) > 300
+    assert list(files) == sorted(set(files))
+    root = Path(sysconfig.get_paths()["stdlib"])
+    folders = {part for path in files for part in path.relative_to(root).parts}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 def random_text(rng, length):
@@ -205,9 +249,11 @@ def test_the_digest_is_of_contents_and_kind(tmp_path):
     both = find_source([str(a), str(b)]).digest()
     assert both != find_source([str(b), str(a)]).digest()
     assert both != find_source([str(b), str(b)]).digest()
+    write_rows(b, ["b" * 9])
     shares = []
     find_source([str(a), str(b)]).digest(shares.append)
-    assert shares[-1] == 1.0
+    first, second = a.stat().st_size, b.stat().st_size
+    assert shares == [first / (first + second), 1.0]
 
 
 def test_the_bytes_tokenizer_may_be_cut_anywhere():

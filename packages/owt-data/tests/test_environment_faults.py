@@ -1,5 +1,6 @@
 """Faults of a preparation's environment, with valid documents. Finished shards must stay."""
 
+import errno
 import json
 import os
 import random
@@ -7,15 +8,18 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiktoken
 
 from owt_data import DataError, PrepareOptions, prepare, verify
 from owt_data._cli import main
 from owt_data._prepare.durable import sync_folder
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
+Record = Callable[[str, object], None]
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -129,6 +133,28 @@ def test_missing_tokenizer_files_keep_finished_shards(
     assert_rejected(done, "error: The files of tokenizer 'gpt2' must be downloaded once, got ProxyError.")
     assert shards(out) == before
     assert_goes_on(corpus, out, record_property, options)
+
+
+@pytest.mark.fault
+def test_tokens_of_another_version_of_the_tokenizer_are_not_mixed_with_finished_shards(
+    corpus: Path, tmp_path: Path, small_bpe: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
+    record_property("fault", "the tokenizer's files changed between kill and resume")
+    record_property("lost", "nothing")
+    out, options = tmp_path / "out", PrepareOptions(tokenizer="gpt2", val_fraction=0.1)
+    interrupt(corpus, out, options)
+    before, known = shards(out), dict(small_bpe._mergeable_ranks)
+    first, second = [piece for piece, rank in known.items() if rank in (400, 401)]
+    other = tiktoken.Encoding(
+        "gpt2",
+        pat_str=small_bpe._pat_str,
+        mergeable_ranks={**known, first: known[second], second: known[first]},
+        special_tokens=small_bpe._special_tokens,
+    )
+    monkeypatch.setitem(tiktoken.registry.ENCODINGS, "gpt2", other)
+    with pytest.raises(DataError, match=r"must be the interrupted one of .*, got one of .*: tokenizer differ\."):
+        prepare(str(corpus), out, options, num_processes=1)
+    assert shards(out) == before
 
 
 @pytest.mark.fault
@@ -350,6 +376,19 @@ def test_a_file_system_that_cannot_sync_folders_does_not_stop_a_write(record_pro
     with pytest.raises(OSError, match="Invalid argument"):
         sync("/proc/self")
     sync_folder(Path("/proc/self"))
+
+
+def test_a_folder_that_cannot_be_synced_for_another_reason_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    before = len(list(Path("/dev/fd").iterdir()))
+    with pytest.raises(OSError, match="Input/output error"):
+        sync_folder(tmp_path)
+    assert len(list(Path("/dev/fd").iterdir())) == before
 
 
 def sync(folder):

@@ -281,6 +281,9 @@ def test_the_mode_may_change_before_the_first_shard(expected, tmp_path, record_p
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert code == 0, err
     assert_same_tokens(tmp_path / "out", expected)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert (manifest.source, manifest.revisions) == ("org/corpus", {})  # the copy does not tell its commit
 
 
 @pytest.mark.fault

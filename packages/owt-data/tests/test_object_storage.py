@@ -82,6 +82,16 @@ def test_a_folder_on_the_server_is_verified_and_inspected(both, capsys):
         open_tokens(remote, tokenizer="bytes")
 
 
+def test_a_file_that_is_replaced_by_a_shorter_one_is_named_with_both_sizes(both: tuple[str, str]) -> None:
+    tokens = sequence(open_tokens(both[1], tokenizer="bytes"))
+    filesystem, path = FileSystem.from_uri(both[1])
+    with filesystem.open_output_stream(f"{path}/train.bin") as stream:
+        stream.write(b"xx")
+    message = rf"/train\.bin must have at least {2 * len(tokens)} bytes, as when it was opened, got 2\."
+    with pytest.raises(DataError, match=message):
+        tokens.read_windows(np.array([0, 9]), 16)
+
+
 def test_a_missing_name_is_reported(s3):
     with pytest.raises(
         DataError, match=r"s3://bucket/nowhere must be a folder of token files or a .bin file, got a name that does"

@@ -1,5 +1,6 @@
 import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +42,59 @@ def test_a_deleted_manifest_changes_one_named_entry_of_the_fingerprint(prepared)
     without = open_tokens(str(prepared), tokenizer="bytes")
     assert without.fingerprint == {**with_manifest.fingerprint, "manifest": False}
     assert (without.train, without.val) == (with_manifest.train, with_manifest.val)
+
+
+def test_the_fingerprint_of_files_has_the_digest_of_each_and_the_boundary(prepared: Path) -> None:
+    digests = [hashlib.sha256((prepared / f"{split}.bin").read_bytes()).hexdigest() for split in ("train", "val")]
+    sizes = [(prepared / f"{split}.bin").stat().st_size // 2 for split in ("train", "val")]
+    train, val = (f"{prepared}/{split}.bin" for split in ("train", "val"))
+    given = {"tokenizer": "bytes", "manifest": False}
+    one = open_tokens(train, tokenizer="bytes")
+    assert one.fingerprint == {**given, "split": round(0.9 * sizes[0]), "whole": digests[0]}
+    both = open_tokens([val, train], tokenizer="bytes")
+    assert both.fingerprint == {**given, "split": round(0.9 * sum(sizes)), "whole": digests[::-1]}
+    splits = open_tokens([f"train={val}", f"train={train}", f"val={train}"], tokenizer="bytes")
+    assert splits.fingerprint == {**given, "train.bin": digests[::-1], "val.bin": digests[0]}
+    assert [data.source_fingerprint for data in (one, both, splits)] == [None] * 3
+    assert [data.digests for data in (one, both, splits)] == [{}] * 3
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "out",
+        "out/train.bin",
+        "out/*.bin",
+        ["out", "out"],
+        ["train=out/train.bin", "val=out/val.bin"],
+        {"out/val.bin": 2, "out/train.bin": 1},
+    ],
+    ids=str,
+)
+def test_the_names_of_opened_tokens_open_them_in_another_working_folder(
+    names: str | list[str] | dict[str, float], prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(prepared.parent)
+    data = open_tokens(names, tokenizer="bytes")
+    monkeypatch.chdir("/")
+    assert open_tokens(data.names, tokenizer="bytes") == data
+
+
+def test_files_are_checked_block_by_block(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(prepared / "train.bin")
+    whole = open_tokens(path, tokenizer="bytes")
+    monkeypatch.setattr("owt_data._paths._STREAM_BYTES", 14)
+    assert open_tokens(path, tokenizer="bytes") == whole
+    shares: list[float] = []
+    assert verify(prepared, report=shares.append) == []
+    total = sum((prepared / f"{split}.bin").stat().st_size for split in ("train", "val"))
+    assert (shares[0], shares[-1]) == (14 / total, 1.0)
+    assert shares == sorted(shares)
+    tokens = np.fromfile(path, "<u2")
+    tokens[[38, 95]] = 300, 400
+    tokens.tofile(path)
+    with pytest.raises(DataError, match=r"got 300 at token 38\."):
+        open_tokens(path, tokenizer="bytes")
 
 
 def test_one_file_is_split_by_position(prepared):
@@ -131,11 +185,11 @@ def test_folders_are_read_one_after_the_other(prepared, tmp_path):
         expected = np.concatenate([getattr(each, side).read() for each in opened])
         np.testing.assert_array_equal(getattr(data, side).read(), expected)
     assert data.fingerprint == {"sequence": [each.fingerprint for each in opened]}
-    mixed = open_tokens(dict.fromkeys(names, 1.0), tokenizer="bytes")
+    mixed = open_tokens({names[0]: 3, names[1]: 1}, tokenizer="bytes")
     assert isinstance(mixed.train, TokenMixture)
-    assert mixed.train.sequences == tuple(each.train for each in opened)
+    assert (mixed.train.sequences, mixed.train.weights) == (tuple(each.train for each in opened), (3, 1))
     np.testing.assert_array_equal(sequence(mixed, "val").read(), sequence(data, "val").read())
-    assert mixed.fingerprint == {"weights": [1.0, 1.0], "mixture": [each.fingerprint for each in opened]}
+    assert mixed.fingerprint == {"weights": [3, 1], "mixture": [each.fingerprint for each in opened]}
     assert open_tokens(mixed.names, tokenizer="bytes") == mixed
 
 
@@ -201,6 +255,28 @@ def test_a_mixture_names_each_file_once(other, prepared):
         DataError, match=r"The names of a mixture must be different files or folders, got .*, which are the"
     ):
         open_tokens(names, tokenizer="bytes")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["{}", "{}"],
+        ["{}/train.bin", "{}/val.bin"],
+        ["train={}/train.bin", "val={}/val.bin"],
+        {"{}/train.bin": 1, "{}/val.bin": 1},
+    ],
+    ids=str,
+)
+def test_windows_of_several_files_are_checked_against_the_vocabulary(
+    names: list[str] | dict[str, float], prepared: Path
+) -> None:
+    named = [name.format(prepared) for name in names]
+    data = open_tokens(dict.fromkeys(named, 1.0) if isinstance(names, dict) else named, tokenizer="bytes")
+    for split in ("train", "val"):
+        np.full((prepared / f"{split}.bin").stat().st_size // 2, 257, "<u2").tofile(prepared / f"{split}.bin")
+    for tokens in (data.train, data.val):
+        with pytest.raises(DataError, match=r"\.bin must be below 257, .*, got 257 at token"):
+            tokens.windows(np.arange(3), seq_len=7, order="shuffle", seed=1)
 
 
 def test_windows_of_opened_tokens_are_checked_against_the_vocabulary(prepared):

@@ -1,6 +1,10 @@
 import gzip
 import hashlib
 import io
+import math
+import os
+import threading
+from importlib.metadata import version
 from pathlib import Path
 
 import datasets
@@ -9,7 +13,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from owt_data import DataError, PrepareOptions, Source, load_tokenizer, prepare, read_manifest, verify
+from owt_data import (
+    DataError,
+    PrepareOptions,
+    Source,
+    find_source,
+    load_tokenizer,
+    open_tokens,
+    prepare,
+    read_manifest,
+    verify,
+)
+from owt_data._tokenizers import tokenizer_digest
 
 BYTES = PrepareOptions(tokenizer="bytes")
 
@@ -101,25 +116,52 @@ def test_neither_shards_nor_processes_change_a_byte(num_processes, shard_bytes, 
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
 
 
-@pytest.mark.parametrize(("num_processes", "num_children"), [(1, 0), (3, 3)])
+@pytest.mark.parametrize(
+    ("source", "num_processes", "num_children"),
+    [("corpus", 1, 0), ("corpus", 3, 3), ("articles", 3, 0)],  # the articles are less than a shard
+)
 def test_as_many_processes_tokenize_as_asked_and_none_is_left(
-    num_processes, num_children, corpus, tmp_path, tokenizing_processes
+    source, num_processes, num_children, tmp_path, tokenizing_processes, request
 ):
     seen = []
 
     def look(progress):
         if progress.stage == "tokenizing" and not seen:
-            seen.append(len(tokenizing_processes()))
+            seen.append(tokenizing_processes())
 
-    prepare(str(corpus), tmp_path / "out", BYTES, num_processes=num_processes, progress=look)
-    assert seen == [num_children]
+    path = request.getfixturevalue(source)
+    prepare(str(path), tmp_path / "out", BYTES, num_processes=num_processes, progress=look)
+    assert [len(found) for found in seen] == [num_children]
+    assert all(os.getpgid(child) == child for child in seen[0])  # else Ctrl-C reaches them, too
     assert tokenizing_processes() == []
+
+
+def test_a_preparation_closes_its_files_and_ends_its_threads(
+    articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.plan.MAX_SHARD_BYTES", 5000)
+
+    def held():
+        return len(list(Path("/dev/fd").iterdir())), threading.active_count()
+
+    torn = tmp_path / "torn.jsonl"
+    torn.write_text(articles.read_text() + "torn")
+    prepare(str(articles), tmp_path / "first", BYTES, num_processes=1)
+    before = held()
+    for number in range(3):
+        prepare(str(articles), tmp_path / f"out-{number}", BYTES, num_processes=1)
+        with pytest.raises(DataError, match="must hold JSON lines"):
+            prepare(str(torn), tmp_path / "torn", BYTES, num_processes=1)
+    assert held() == before
 
 
 def test_the_builtin_corpus_is_pythons_source(tmp_path):
     manifest = prepare("builtin", tmp_path / "out", BYTES)
     assert manifest.files["train.bin"].num_documents > 300
     assert manifest.files["val.bin"].num_tokens > 50_000
+    num_documents = sum(record.num_documents for record in manifest.files.values())
+    assert manifest.files["val.bin"].num_documents == math.ceil(0.05 * num_documents)
     assert b"def __init__(self" in read(tmp_path / "out/train.bin").astype(np.uint8).tobytes()
 
 
@@ -148,6 +190,48 @@ def test_progress_counts_documents_and_tokens(articles, tmp_path):
     assert (calls[-1].fraction, calls[-1].num_documents) == (1.0, 300)
     assert calls[-1].num_tokens == sum(record.num_tokens for record in manifest.files.values())
     assert calls[-1].num_bytes == calls[-1].num_tokens - 300
+
+
+def test_the_share_that_is_done_grows_with_the_text_and_then_with_the_tokens(
+    articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MIN", "MAX"):
+        monkeypatch.setattr(f"owt_data._prepare.plan.{name}_SHARD_BYTES", 5000)
+    calls = []
+    prepare(str(articles), tmp_path / "out", BYTES, num_processes=1, progress=calls.append)
+    tokenizing, assembling = ([call for call in calls if call.stage == stage] for stage in ("tokenizing", "assembling"))
+    assert len(tokenizing) > 5
+    size = articles.stat().st_size
+    assert [call.fraction for call in tokenizing] == [call.num_bytes / size for call in tokenizing]
+    # The first half checks the shards, the second half copies them.
+    total = tokenizing[-1].num_tokens
+    shares = [call.fraction for call in assembling]
+    assert shares[: len(tokenizing)] == [call.num_tokens / (2 * total) for call in tokenizing]
+    assert shares[len(tokenizing) :] == sorted(set(shares[len(tokenizing) :]))
+    assert (shares[len(tokenizing)] > 0.5, shares[-1]) == (True, 1.0)
+
+
+def test_the_manifest_names_its_source_tokenizer_and_version(articles: Path, tmp_path: Path) -> None:
+    manifest = prepare(str(articles), tmp_path / "out", BYTES)
+    tokenizer = load_tokenizer("bytes")
+    assert (manifest.source, manifest.source_sha256) == (str(articles), find_source(str(articles)).digest())
+    assert (manifest.tokenizer, manifest.vocab_size) == ("bytes", 257)
+    assert (manifest.tokenizer_sha256, manifest.version) == (tokenizer_digest(tokenizer), version("owt-data"))
+    assert (manifest.split, manifest.revisions) == ("documents", {})
+    assert open_tokens(str(tmp_path / "out"), tokenizer="bytes").source_fingerprint == {
+        "source_sha256": manifest.source_sha256,
+        "options": BYTES.record(),
+        "tokenizer_sha256": manifest.tokenizer_sha256,
+        "revisions": {},
+    }
+
+
+def test_names_may_begin_with_the_home_folder(articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell replaces no `~` after `train=`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prepare([f"train=~/{articles.name}", f"val=~/{articles.name}"], "~/out", BYTES)
+    assert verify("~/out") == []
+    assert open_tokens("~/out", tokenizer="bytes") == open_tokens(str(tmp_path / "out"), tokenizer="bytes")
 
 
 @pytest.mark.parametrize(

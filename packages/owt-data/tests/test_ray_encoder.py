@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from owt_data import PrepareOptions, open_tokens, prepare, prepare_in_background, read_steps, verify
+from owt_data._prepare.ray_encoder import ray_encoder
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +47,19 @@ def test_tasks_encode_tokens_while_they_are_read(articles, tmp_path, cluster, mo
             np.testing.assert_array_equal(windows, same)
 
 
+@pytest.mark.parametrize(("num_tasks", "num_workers"), [(None, 8), (3, 3)])
+def test_twice_the_cpus_encode_unless_a_number_is_given(num_tasks: int | None, num_workers: int, cluster: None) -> None:
+    with ray_encoder("bytes", num_tasks) as encoder:
+        assert encoder.num_workers == num_workers
+    assert ray.is_initialized()  # a cluster that was connected before stays so
+
+
 def prepare_on(address, articles, out, limit_s=60):
     """Run `prepare --on-cluster` in a process that knows the cluster by its address, and its time limit."""
     code = (
         "import sys; from owt_data._cli import main; from owt_data._prepare import ray_encoder;"
-        "ray_encoder._ANSWER_TIMEOUT_S = float(sys.argv[1]); sys.exit(main(sys.argv[2:]))"
+        "ray_encoder._ANSWER_TIMEOUT_S = float(sys.argv[1]); code = main(sys.argv[2:]);"
+        "sys.exit(f'left connected after {code}' if ray_encoder.ray.is_initialized() else code)"
     )
     return subprocess.run(
         [sys.executable, "-c", code, str(limit_s), "prepare", articles, out, "--tokenizer", "bytes", "--on-cluster"],

@@ -178,6 +178,19 @@ def test_a_file_that_is_cut_short_is_named_with_both_sizes(size, tokens, record_
         tokens.read_windows(np.array([4991]), 8)
 
 
+def test_a_system_without_vectored_reads_has_the_same_tokens(
+    files: list[TokenSequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "preadv", raising=False)  # as on older macOS
+    monkeypatch.setattr("owt_data._paths._STREAM_BYTES", 7)
+    joined = sequence(files)
+    np.testing.assert_array_equal(joined.read(3, 1010), np.arange(3, 1010))
+    np.testing.assert_array_equal(joined.read_windows(np.array([990, 4991]), 8), [range(990, 999), range(4991, 5000)])
+    os.truncate(joined.spans[-1].path, 1991)
+    with pytest.raises(DataError, match=r"must have at least 2000 bytes, as when it was opened, got 1991\."):
+        joined.read(4000)
+
+
 def test_files_stay_closed_after_a_read(files):
     joined = sequence(files)
     before = len(list(Path("/dev/fd").iterdir()))

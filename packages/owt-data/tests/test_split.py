@@ -1,12 +1,13 @@
 """Divide documents between training and validation."""
 
 import json
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 
-from owt_data import DataError, PrepareOptions, load_tokenizer, prepare, verify
+from owt_data import DataError, PrepareOptions, load_tokenizer, open_tokens, prepare, verify
 from owt_data._cli import main
 from owt_data._prepare.write_splits import split_documents
 
@@ -51,6 +52,14 @@ def test_splits_that_are_given_are_kept(articles, tmp_path):
         prepare(swapped, tmp_path / "out", BYTES)
 
 
+@pytest.mark.parametrize("blank", ["train", "val"])
+def test_a_split_without_text_is_rejected(blank: str, articles: Path, tmp_path: Path) -> None:
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n' * 9)
+    names = [f"{split}={tmp_path / 'blank.jsonl' if split == blank else articles}" for split in ("train", "val")]
+    with pytest.raises(DataError, match=r"must hold text for both splits, .*\. Give text for both, train=\.\.\. and"):
+        prepare(names, tmp_path / "out", BYTES)
+
+
 def test_one_document_is_split_by_position(tmp_path):
     (tmp_path / "book.txt").write_text("abcdefghi" * 11)
     manifest = prepare(str(tmp_path / "book.txt"), tmp_path / "out", BYTES)
@@ -60,6 +69,23 @@ def test_one_document_is_split_by_position(tmp_path):
     assert read(tmp_path / "out/val.bin").tolist() == [*b"abcdefghi", 256]
     assert [manifest.files[name].num_tokens for name in ("train.bin", "val.bin")] == [90, 10]
     assert verify(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(("num_tokens", "num_train"), [(14, 13), (17, 15), (19, 17), (93, 84)])
+def test_the_boundary_of_a_split_by_position_is_rounded(num_tokens: int, num_train: int, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a" * (num_tokens - 1))
+    manifest = prepare(str(tmp_path / "book.txt"), tmp_path / "out", BYTES, num_processes=1)
+    sizes = [manifest.files[name].num_tokens for name in ("train.bin", "val.bin")]
+    assert sizes == [num_train, num_tokens - num_train]
+    np.ones(num_tokens, "<u2").tofile(tmp_path / "one.bin")
+    data = open_tokens(str(tmp_path / "one.bin"), tokenizer="bytes")
+    assert [len(data.train), len(data.val)] == sizes
+
+
+def test_one_document_of_2000_is_for_validation(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "abc"}\n' * 4001)
+    manifest = prepare(str(tmp_path / "rows.jsonl"), tmp_path / "out", BYTES, num_processes=1)
+    assert [manifest.files[name].num_documents for name in ("train.bin", "val.bin")] == [3998, 3]
 
 
 def test_many_documents_can_be_split_by_position(articles, tmp_path):

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from owt_data import PrepareOptions, prepare, verify
-from owt_data._cli import main
+from owt_data._cli import _signals_as_ctrl_c, main
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 SCHEMA = pa.schema([("text", pa.large_string()), ("starts", pa.bool_()), ("ends", pa.bool_())])
@@ -134,6 +134,28 @@ def test_the_command_line_leaves_the_handler_of_a_signal_as_it_was(set_before, n
         assert signal.getsignal(number) is set_before
     finally:
         signal.signal(number, before)
+
+
+@pytest.mark.parametrize(("repeated_within_s", "num_interruptions"), [(60.0, 1), (0.0, 3)])
+def test_a_later_signal_interrupts_a_clean_up_that_takes_too_long(
+    repeated_within_s: float, num_interruptions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("owt_data._cli._REPEATED_WITHIN_S", repeated_within_s)
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers[:2]] + [signal.getsignal(signal.SIGINT)]
+    found = []
+    try:
+        with _signals_as_ctrl_c():
+            for number in numbers:
+                try:
+                    signal.raise_signal(number)
+                except KeyboardInterrupt:
+                    found.append(number)
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 3
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert found == list(numbers[:num_interruptions])
 
 
 def test_the_command_line_runs_in_another_thread(articles, tmp_path):

@@ -58,11 +58,13 @@ def test_titles_are_distinguished_from_headings():
     assert [is_wikitext_title(row) for row in titles + others] == [True] * 4 + [False] * 7
 
 
-def test_blocks_are_the_tokens_of_a_plain_loop(wikitext):
+@pytest.mark.parametrize("num_cpus", [1, 3])
+def test_blocks_are_the_tokens_of_a_plain_loop(num_cpus, wikitext):
     tokenizer = load_tokenizer("bytes")
     expected = plain_loop(lines(wikitext), tokenizer, lambda row: row.startswith(" = Article"))
     assert expected.count(256) == 40
-    assert_blocks(collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes")), expected)
+    stream = stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes", batch_size=7, num_cpus=num_cpus)
+    assert_blocks(collect(stream), expected)
 
 
 def test_wikitext_itself(corpora, gpt2):

@@ -13,6 +13,7 @@ import platformdirs
 import pytest
 
 from owt_data import DataError, PrepareOptions, check_digests, open_tokens, prepare, verify_in_background
+from owt_data._digests import file_sha256, known_sha256
 
 TIMEOUT_S = 60
 
@@ -64,9 +65,11 @@ def test_a_damaged_file_stays_damaged_at_the_next_verification(folder):
 
 
 def test_a_second_verification_reads_no_large_file(folder):
-    shares = []
-    check_digests(open_tokens(str(folder), tokenizer="bytes"), report=shares.append)
-    assert shares[-1] == 1
+    sizes = [(folder / name).stat().st_size for name in ("train.bin", "val.bin")]
+    for _ in range(2):
+        shares = []
+        check_digests(open_tokens(str(folder), tokenizer="bytes"), report=shares.append)
+        assert shares == [sizes[0] / sum(sizes), 1.0]
     # The file cannot be read any more, and root can read every file: a directory in its place would differ. Its state
     # in the cache is enough.
     (entry,) = [path for path in entries() if str(folder) in path.read_text()]
@@ -86,8 +89,10 @@ def test_a_damaged_or_newer_cache_is_written_again(damage, folder):
     (entry,) = [path for path in entries() if str(folder) in path.read_text()]
     whole = entry.read_text()
     entry.write_text(damage)
+    entry.with_name(f"{entry.name}.0123.tmp").touch()  # of a process that was killed
     check_digests(open_tokens(str(folder), tokenizer="bytes"))
     assert entry.read_text() == whole
+    assert not entry.with_name(f"{entry.name}.0123.tmp").exists()
 
 
 @pytest.mark.parametrize("field", ["size", "inode", "mtime_ns", "ctime_ns"])
@@ -146,6 +151,22 @@ def test_files_without_a_manifest_need_no_process(folder):
     data = open_tokens(str(folder / "train.bin"), tokenizer="bytes")
     with verify_in_background(data) as verification:
         assert (verification.is_done, verification.poll()) == (True, None)
+
+
+def test_files_that_are_verified_already_need_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("owt_data._digests._REMEMBERED_BYTES", 1 << 16)
+    data = open_tokens(str(folder), tokenizer="bytes")
+    check_digests(data)
+    with verify_in_background(data) as verification:
+        assert (verification._process, verification.is_done, verification.wait(0)) == (None, True, None)
+
+
+def test_a_file_is_known_by_any_of_its_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = file_sha256(folder / "train.bin")
+    monkeypatch.chdir(folder)
+    assert (known_sha256("train.bin"), known_sha256("val.bin")) == (digest, None)
+    monkeypatch.chdir(folder.parent)
+    assert (known_sha256("out/train.bin"), known_sha256("train.bin")) == (digest, None)
 
 
 def test_all_folders_of_a_mixture_are_verified(folder, tmp_path):
@@ -223,7 +244,9 @@ def test_the_process_has_the_lowest_priority_and_stop_ends_it(endless, wait_unti
         assert verification._process is not None
         process = verification._process
         wait_until(lambda: os.getpriority(os.PRIO_PROCESS, process.pid) == 19)
+        assert os.getpgid(process.pid) == process.pid  # else Ctrl-C reaches it, too
         assert verification.poll() is None
+        assert verification.wait(0.01) is None
         assert not verification.is_done
     assert process.returncode == -signal.SIGKILL
     assert verification.is_done

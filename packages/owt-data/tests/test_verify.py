@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import tiktoken
@@ -27,6 +28,19 @@ def test_verify_names_all_that_differs(prepared):
     assert train.startswith("train.bin: expected ")
     assert val == "val.bin: expected a file, found none"
     assert shares[-1] > 0.5
+
+
+def test_verify_compares_the_size_of_the_vocabulary(prepared: Path) -> None:
+    path = prepared / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 258}))
+    assert verify(prepared)[0] == "manifest.json: expected a vocabulary of 258, found 257"
+
+
+def test_verify_says_both_sizes_of_a_file(prepared: Path) -> None:
+    path = prepared / "val.bin"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-4])
+    assert verify(prepared) == [f"val.bin: expected {size} bytes, found {size - 4}"]
 
 
 def test_verify_without_the_tokenizer_warns_and_compares_everything_else(prepared, tmp_path, monkeypatch, caplog):

@@ -46,6 +46,18 @@ def test_ranks_make_up_the_same_global_batches_from_any_step(tokens):
     np.testing.assert_array_equal(np.concatenate(shares, axis=1), expected(tokens, "shuffle", 650, STEPS))
 
 
+def test_streams_have_one_seed_unless_they_are_given_another(tokens: TokenSequence) -> None:
+    """A change of the defaults would change the batches of runs that rely on them."""
+    rows = token_windows(tokens, seq_len=7, num_rows=9).take_all()
+    drawn = tokens.windows(np.arange(9), seq_len=7, order="random", seed=2357)
+    np.testing.assert_array_equal(np.stack([row["x"] for row in rows]), drawn[:, :-1])
+    given = {"seq_len": 7, "global_batch_size": 9, "rank": 1, "world_size": 3, "start_step": 3, "stop_step": 7}
+    steps, batches = collect(step_windows(tokens, **given))
+    assert steps == [3, 4, 5, 6]
+    shuffled = tokens.windows(np.arange(27, 63), seq_len=7, order="shuffle", seed=2357).reshape(4, 9, 8)
+    np.testing.assert_array_equal(batches, shuffled[:, 3:6])
+
+
 def test_order_holds_over_many_blocks(tokens, monkeypatch):
     monkeypatch.setattr("owt_data._stream.windows._BLOCK_BYTES", 4096)
     dataset = steps_of(tokens, rank=1, world_size=2, start_step=0, stop_step=STEPS)
