@@ -22,15 +22,13 @@ from owt_data import (
     OrderKind,
     PrepareOptions,
     TokenData,
-    find_source,
     open_tokens,
     prepare,
     prepare_in_background,
     read_steps,
 )
 from owt_data._prepare.growing_tokens import read_num_wanted
-from owt_data._prepare.shards import local_encoder, read_journal, tokenize
-from owt_data._sources.documents import Documents
+from owt_data._prepare.shards import read_journal
 
 START = PrepareOptions(tokenizer="bytes", split="start")
 SEQ_LEN, BATCH = 64, 128
@@ -161,53 +159,6 @@ def test_progress_is_reported_and_no_thread_is_left(
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("order", ["sequential", "sequential-first"])
-def test_a_complete_folder_has_the_windows_of_its_file_and_its_vocabulary(order: OrderKind, prepared: Path) -> None:
-    for split in ("train", "val"):
-        growing = GrowingTokens(prepared, split, is_one_source=True, vocab_size=257)
-        complete = getattr(open_tokens(str(prepared), tokenizer="bytes"), split)
-        assert (len(growing), growing.is_complete) == (len(complete), True)
-        assert growing.num_windows(7) == complete.num_windows(7)
-        indices = np.arange(3 * complete.num_windows(7))
-        np.testing.assert_array_equal(
-            growing.windows(indices, seq_len=7, order=order, seed=3),
-            complete.windows(indices, seq_len=7, order=order, seed=3),
-        )
-        tokens = np.fromfile(prepared / f"{split}.bin", "<u2")
-        tokens[9] = 257
-        tokens.tofile(prepared / f"{split}.bin")
-        with pytest.raises(DataError, match=rf"{split}\.bin must be below 257, .*, got 257 at token 9\."):
-            growing.windows(np.array([1]), seq_len=7, order=order, seed=3)
-
-
-@pytest.mark.parametrize(("text", "num_wanted"), [("17", 17), ("", 2), ("-3", 2), ("9" * 30, 2), ("7\n", 2)])
-def test_a_damaged_wish_of_a_reader_is_that_of_the_first(text: str, num_wanted: int, tmp_path: Path) -> None:
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial/wanted").write_text(text)
-    assert read_num_wanted(tmp_path / "out") == num_wanted
-
-
-@pytest.mark.parametrize("is_one_source", [False, True])
-def test_a_reader_wishes_the_shards_of_its_windows(is_one_source: bool, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "nine char"}\n' * 12)
-    documents = Documents(find_source(str(tmp_path / "rows.jsonl")))
-    folder = tmp_path / ".out.partial" / ("parts-all" if is_one_source else "parts-train")
-    with local_encoder("bytes", 1) as encoder:
-        tokenize(documents, folder, shard_bytes=9, encoder=encoder, report=lambda *call: None)
-    tokens = GrowingTokens(tmp_path / "out", "train", is_one_source=is_one_source)
-    assert len(tokens) == 10 * (12 - is_one_source)
-    for window, num_shards in (
-        (0, 1),
-        (1, 2),
-        (5, 5),
-        (3, 5),
-        (8, 7),
-    ):  # window 8 ends with the last token of its shard
-        windows = tokens.windows(np.array([window, 0]), seq_len=7, order="sequential", seed=0)
-        np.testing.assert_array_equal(windows[0], np.resize([*b"nine char", 256], 120)[7 * window : 7 * window + 8])
-        assert read_num_wanted(tmp_path / "out") == num_shards + is_one_source
-
-
 def test_readers_in_other_processes_see_the_tokens_grow(corpus, prepared_start, tmp_path):
     (tmp_path / "tokens").mkdir()
     program = (
@@ -284,7 +235,7 @@ def test_a_failed_preparation_goes_on_once_its_cause_is_gone(
     in_the_way = staging / "parts-all/000009.bin"
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
         in_the_way.mkdir()
-        with pytest.raises(DataError, match=r"000009\.bin must be writable, got"):
+        with pytest.raises(DataError, match=r"000009\.bin.* must be writable, got"):
             window_digests(data.train, 0, 1000)
     in_the_way.rmdir()
     assert read_journal(in_the_way.parent)[0]

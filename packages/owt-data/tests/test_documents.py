@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from owt_data import DataError, every_row, find_source, load_tokenizer
-from owt_data._sources.documents import Cursor, Documents
+from owt_data._errors import UnreadableError
+from owt_data._sources.documents import START, Cursor, Documents
 from owt_data._sources.names import find_splits
 
 ROWS = [f"row {number} é" for number in range(3000)]
@@ -81,15 +82,18 @@ def test_reading_resumes_from_any_place(kind, tmp_path, monkeypatch):
         for number in range(3):
             (tmp_path / f"{number}.txt").write_text("\n".join(ROWS[number * 100 : (number + 1) * 100]))
     documents = Documents(find_source(str(tmp_path)), starts_document=every_row if kind == "lines" else None)
-    pieces = [
-        (text, Cursor(chunk.file, offset))
-        for chunk in documents.read()
-        for text, offset in zip(chunk.texts.to_pylist(), chunk.offsets.tolist(), strict=True)
-    ]
+
+    def pieces_from(cursor):
+        return [
+            (text, Cursor(chunk.file, offset))
+            for chunk in documents.read(cursor)
+            for text, offset in zip(chunk.texts.to_pylist(), chunk.offsets.tolist(), strict=True)
+        ]
+
+    pieces = pieces_from(START)
     assert len(pieces) > 10
     for number in range(0, len(pieces), 7):
-        rest = [text for chunk in documents.read(pieces[number][1]) for text in chunk.texts.to_pylist()]
-        assert rest == [text for text, _ in pieces[number + 1 :]]
+        assert pieces_from(pieces[number][1]) == pieces[number + 1 :]
 
 
 def test_the_end_of_a_row_is_appended_once_to_a_text_of_many_pieces(
@@ -208,6 +212,16 @@ def test_a_parquet_row_without_text_is_named_by_its_number_in_the_file(tmp_path)
     path = write_rows(tmp_path / "rows.parquet", [*ROWS[:2500], None, *ROWS[2500:]])
     with pytest.raises(DataError, match=r"must hold text in every row, got none in row 2500\."):
         read(str(path))
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".jsonl.gz", ".parquet"])
+def test_a_file_that_is_gone_is_not_a_damaged_one(suffix: str, tmp_path: Path) -> None:
+    """The shards of a damaged file are deleted. Those of a file that comes back are not."""
+    path = write_rows(tmp_path / f"rows{suffix}", ROWS)
+    documents = Documents(find_source(str(path)))
+    path.unlink()
+    with pytest.raises(UnreadableError, match=rf"^{path} must be readable, got "):
+        list(documents.read())
 
 
 def test_several_sources_must_be_of_one_kind(tmp_path):

@@ -21,6 +21,7 @@ from owt_data import (
     verify,
 )
 from owt_data._cli import main
+from owt_data._paths import locate
 
 
 def sequence(data: TokenData, split: str = "train") -> TokenSequence:
@@ -109,9 +110,17 @@ def test_a_name_with_options_leads_to_the_same_files(both, s3, monkeypatch):
     local, remote = both
     endpoint = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    named = f"{remote}?scheme=http&endpoint_override={endpoint}"
-    expected = sequence(open_tokens(local, tokenizer="bytes")).read()
-    np.testing.assert_array_equal(sequence(open_tokens(named, tokenizer="bytes")).read(), expected)
+    for file in ("", "/val.bin"):
+        named = f"{remote}{file}?scheme=http&endpoint_override={endpoint}"
+        opened, expected = (open_tokens(name, tokenizer="bytes") for name in (named, f"{local}{file}"))
+        np.testing.assert_array_equal(sequence(opened).read(), sequence(expected).read())
+        assert opened.fingerprint == expected.fingerprint
+
+
+@pytest.mark.parametrize("options", ["", "?scheme=http&endpoint_override=127.0.0.1:9"])
+def test_the_time_limit_of_googles_client_does_not_change_the_path(options: str) -> None:
+    filesystem, path = locate(f"gs://anonymous@bucket/folder/train.bin{options}")
+    assert (filesystem.type_name, path) == ("gcs", "bucket/folder/train.bin")
 
 
 @pytest.mark.usefixtures("cluster")

@@ -1,0 +1,128 @@
+"""Tokens of an unfinished folder: the shards that exist, the wishes of readers, and the end of the preparation."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from owt_data import DataError, GrowingTokens, OrderKind, find_source, open_tokens
+from owt_data._prepare.growing_tokens import note_end, note_start, raise_failure, read_num_wanted
+from owt_data._prepare.shards import local_encoder, tokenize
+from owt_data._sources.documents import Documents
+
+TEXT = np.resize([*b"nine char", 256], 120)
+ORDER: OrderKind = "sequential"
+
+
+@pytest.fixture
+def unfinished(tmp_path) -> Callable[[str, int], Path]:
+    """Makes shards of ten tokens of a split in the working folder of `out`, and returns their folder."""
+
+    def make(split: str, num_shards: int) -> Path:
+        path, folder = tmp_path / f"{split}.jsonl", tmp_path / ".out.partial" / f"parts-{split}"
+        path.write_text('{"text": "nine char"}\n' * num_shards)
+        with local_encoder("bytes", 1) as encoder:
+            tokenize(
+                Documents(find_source(str(path))), folder, shard_bytes=9, encoder=encoder, report=lambda *call: None
+            )
+        return folder
+
+    return make
+
+
+def window(tokens, index):
+    """The window of 7 inputs at an index."""
+    return tokens.windows(np.array([index]), seq_len=7, order=ORDER, seed=0)[0]
+
+
+@pytest.mark.parametrize("is_one_source", [False, True])
+def test_a_reader_wishes_the_shards_of_its_windows(
+    is_one_source: bool, unfinished: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    unfinished("all" if is_one_source else "train", 12)
+    tokens = GrowingTokens(tmp_path / "out", "train", is_one_source=is_one_source)
+    assert len(tokens) == 10 * (12 - is_one_source)
+    for index, num_shards in ((0, 1), (1, 2), (5, 5), (3, 5), (8, 7)):  # window 8 ends with the last token of its shard
+        np.testing.assert_array_equal(window(tokens, index), TEXT[7 * index : 7 * index + 8])
+        assert read_num_wanted(tmp_path / "out") == num_shards + is_one_source
+
+
+@pytest.mark.parametrize(("text", "num_wanted"), [("17", 17), ("", 2), ("-3", 2), ("9" * 30, 2), ("7\n", 2)])
+def test_a_damaged_wish_of_a_reader_is_that_of_the_first(text: str, num_wanted: int, tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial/wanted").write_text(text)
+    assert read_num_wanted(tmp_path / "out") == num_wanted
+
+
+@pytest.mark.parametrize("is_one_source", [False, True])
+def test_validation_is_the_first_shard_or_a_source_of_its_own(
+    is_one_source: bool, unfinished: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    unfinished("all", 4)
+    unfinished("train", 5)
+    unfinished("val", 3)
+    val = GrowingTokens(tmp_path / "out", "val", is_one_source=is_one_source)
+    assert (len(val), val.num_windows(7), val.is_complete) == ((10, 1, False) if is_one_source else (30, 4, False))
+    np.testing.assert_array_equal(window(val, 0), TEXT[:8])
+    assert not (tmp_path / ".out.partial/wanted").exists()
+
+
+def test_a_shard_without_a_record_is_not_read(unfinished: Callable[[str, int], Path], tmp_path: Path) -> None:
+    folder = unfinished("train", 5)
+    (folder / "000005.bin").write_bytes((folder / "000004.bin").read_bytes())
+    assert len(GrowingTokens(tmp_path / "out", "train", is_one_source=False)) == 50
+
+
+def test_a_shard_that_was_missing_for_a_while_is_read(
+    unfinished: Callable[[str, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.25)
+    folder = unfinished("train", 5)
+    tokens = GrowingTokens(tmp_path / "out", "train", is_one_source=False)
+    np.testing.assert_array_equal(window(tokens, 0), TEXT[:8])
+    (folder / "000003.bin").rename(tmp_path / "hidden")
+    with pytest.raises((DataError, FileNotFoundError), match=r"000003\.bin"):
+        window(tokens, 4)
+    (tmp_path / "hidden").rename(folder / "000003.bin")
+    np.testing.assert_array_equal(window(tokens, 4), TEXT[28:36])
+
+
+def test_the_end_of_a_preparation_is_noted_with_its_reason(
+    unfinished: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    staging, out = unfinished("train", 5).parent, tmp_path / "out"
+    tokens = GrowingTokens(out, "train", is_one_source=False)
+    for error, message in (
+        (DataError("The disk must work, got smoke."), r"^The disk must work, got smoke\.$"),
+        (ValueError("a\nb"), rf"^The preparation of {out} has failed: ValueError"),
+    ):
+        note_start(out)
+        raise_failure(out)
+        assert (staging / "running").exists()
+        note_end(out, error)
+        assert not (staging / "running").exists()
+        with pytest.raises(DataError, match=message):
+            window(tokens, 9)
+    note_start(out)
+    note_end(out, None)
+    assert sorted(path.name for path in staging.iterdir()) == ["parts-train", "wanted"]
+
+
+@pytest.mark.parametrize("order", ["sequential", "sequential-first"])
+def test_a_complete_folder_has_the_windows_of_its_file_and_its_vocabulary(order: OrderKind, prepared: Path) -> None:
+    for split in ("train", "val"):
+        growing = GrowingTokens(prepared, split, is_one_source=True, vocab_size=257)
+        complete = getattr(open_tokens(str(prepared), tokenizer="bytes"), split)
+        assert (len(growing), growing.is_complete) == (len(complete), True)
+        assert growing.num_windows(7) == complete.num_windows(7)
+        indices = np.arange(3 * complete.num_windows(7))
+        np.testing.assert_array_equal(
+            growing.windows(indices, seq_len=7, order=order, seed=3),
+            complete.windows(indices, seq_len=7, order=order, seed=3),
+        )
+        tokens = np.fromfile(prepared / f"{split}.bin", "<u2")
+        tokens[9] = 257
+        tokens.tofile(prepared / f"{split}.bin")
+        with pytest.raises(DataError, match=rf"{split}\.bin must be below 257, .*, got 257 at token 9\."):
+            growing.windows(np.array([1]), seq_len=7, order=order, seed=3)
