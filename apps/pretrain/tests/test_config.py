@@ -97,8 +97,9 @@ def test_a_cache_path_with_credentials_is_rejected():
 def test_the_least_value_of_a_number_is_accepted_and_no_lower_one(name: str, least: int) -> None:
     fields: dict[str, Any] = {name: least}
     assert getattr(TrainConfig(**fields), name) == least
+    fields[name] -= 1
     with pytest.raises(ValueError, match=f"train.{name} must be at least {least}"):
-        TrainConfig(**{name: least - 1})
+        TrainConfig(**fields)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +109,9 @@ def test_the_least_value_of_a_number_is_accepted_and_no_lower_one(name: str, lea
 def test_the_largest_value_of_a_number_is_accepted_and_no_higher_one(name: str, most: int) -> None:
     fields: dict[str, Any] = {name: most}
     assert getattr(TrainConfig(**fields), name) == most
+    fields[name] += 1
     with pytest.raises(ValueError, match=f"train.{name} must be at least . and at most {most}, got {most + 1}"):
-        TrainConfig(**{name: most + 1})
+        TrainConfig(**fields)
 
 
 @pytest.mark.parametrize(

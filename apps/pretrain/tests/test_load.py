@@ -211,7 +211,8 @@ def test_an_evaluation_counts_the_tokens_and_the_bytes_that_it_predicts(make_run
     prepare(str(tmp_path / "other.txt"), tmp_path / "other", PrepareOptions(tokenizer="bytes", val_fraction=0.3))
     other = open_tokens(str(tmp_path / "other"), tokenizer="bytes")
     losses = []
-    for data, val in (((), tokens.val), (("--data", str(tmp_path / "other")), other.val)):
+    evaluated: list[tuple[tuple[str, ...], Any]] = [((), tokens.val), (("--data", str(tmp_path / "other")), other.val)]
+    for data, val in evaluated:
         assert main(["eval", str(folder.path), "--batch-size", "3", *data]) == 0
         found = json.loads(capsys.readouterr().out)
         predicted = val.read(0)[1:]

@@ -222,8 +222,9 @@ def test_a_row_has_all_of_a_step_and_is_sent_when_the_next_step_begins():
 def test_each_tracker_gets_the_steps_that_it_lacks_and_one_that_fails_is_dropped(caplog):
     trackers = Trackers()
     behind, ahead, failing = Rows(), Rows(first_step=3), Rows(fails_at=1)
-    for name, tracker in (("wandb", failing), ("tensorboard", behind), ("trackio", ahead)):
-        trackers.add(name, lambda tracker=tracker: tracker)
+    trackers.add("wandb", lambda: failing)
+    trackers.add("tensorboard", lambda: behind)
+    trackers.add("trackio", lambda: ahead)
     for step in range(5):
         trackers.write_sample(sample_of(step, f"text {step}"))
         trackers.write({"step": step, "loss": step / 2})

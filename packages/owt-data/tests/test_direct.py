@@ -2,13 +2,14 @@
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from owt_data import DataError, TokenSequence, read_steps
 
-ARGUMENTS = {
+ARGUMENTS: dict[str, Any] = {
     "seq_len": 16, "global_batch_size": 8, "rank": 0, "world_size": 1, "start_step": 0, "stop_step": 3,
 }  # fmt: skip
 

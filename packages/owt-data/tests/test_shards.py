@@ -48,7 +48,7 @@ def test_a_shard_is_the_least_text_of_its_size_from_every_start(
             held = 0
     shards = list(_cut(documents, tmp_path, START, 0, shard_bytes))
     assert [(shard.num_bytes, tuple(shard.stop)) for shard in shards] == expected
-    assert [text for shard in shards for text in shard.batch["text"].to_pylist()] == ROWS
+    assert [text for shard in shards if shard.batch is not None for text in shard.batch["text"].to_pylist()] == ROWS
     for number, shard in enumerate(shards):
         assert (shard.index, shard.path) == (number, shard_path(tmp_path, number))
         rest = _cut(documents, tmp_path, shard.stop, number + 1, shard_bytes)

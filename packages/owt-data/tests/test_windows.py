@@ -3,6 +3,7 @@
 import functools
 import itertools
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,8 +52,8 @@ def test_streams_have_one_seed_unless_they_are_given_another(tokens: TokenSequen
     rows = token_windows(tokens, seq_len=7, num_rows=9).take_all()
     drawn = tokens.windows(np.arange(9), seq_len=7, order="random", seed=2357)
     np.testing.assert_array_equal(np.stack([row["x"] for row in rows]), drawn[:, :-1])
-    given = {"seq_len": 7, "global_batch_size": 9, "rank": 1, "world_size": 3, "start_step": 3, "stop_step": 7}
-    steps, batches = collect(step_windows(tokens, **given))
+    given: dict[str, Any] = {"seq_len": 7, "global_batch_size": 9, "rank": 1, "world_size": 3}
+    steps, batches = collect(step_windows(tokens, **given, start_step=3, stop_step=7))
     assert steps == [3, 4, 5, 6]
     shuffled = tokens.windows(np.arange(27, 63), seq_len=7, order="shuffle", seed=2357).reshape(4, 9, 8)
     np.testing.assert_array_equal(batches, shuffled[:, 3:6])

@@ -122,10 +122,12 @@ def test_the_address_of_the_rendezvous_is_that_of_the_node_with_a_free_port(
 )
 def test_the_smallest_and_largest_timeouts_of_jax_are_accepted(name: str, least: int) -> None:
     for value in (least, 2**31 - 1):
-        assert getattr(DistributedConfig(**{name: value}), name) == value
+        fields: dict[str, Any] = {name: value}
+        assert getattr(DistributedConfig(**fields), name) == value
     for value in (least - 1, 2**31):
+        fields = {name: value}
         with pytest.raises(LaunchError, match=f"^{name} must be a whole number of at least {least}"):
-            DistributedConfig(**{name: value})
+            DistributedConfig(**fields)
 
 
 INTERVAL, TIMEOUT = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"

@@ -52,14 +52,15 @@ def test_damage_in_each_block_is_found(saved: Path | str) -> None:
         infos: list[FileInfo] = filesystem.get_file_info(FileSelector(f"{root}/20", recursive=True))
         name = max((info for info in infos if info.is_file), key=lambda info: info.size).path
 
-        def read() -> bytes:
+        def read_object() -> bytes:
             with filesystem.open_input_stream(name) as stream:
                 return stream.read()
 
-        def write(content: bytes) -> None:
+        def write_object(content: bytes) -> None:
             with filesystem.open_output_stream(name) as stream:
                 stream.write(content)
 
+        read, write = read_object, write_object
     content = read()
     assert len(content) > 7 * BLOCK_BYTES
     for position in (0, 3 * BLOCK_BYTES, len(content) - 1):

@@ -1,6 +1,7 @@
 """The control actor: stop requests on their way to the workers, metrics on their way to the driver."""
 
 import contextlib
+import copy
 import logging
 import threading
 from functools import partial
@@ -8,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray.cloudpickle
 
 from ray_jax_launch._train import control_actor
 from ray_jax_launch._train.control_actor import (
@@ -27,7 +27,7 @@ class CopyingControl(LocalControl):
     """A control whose answers are copies, as those of an actor are. The actor can be replaced, as after a death."""
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return ray.cloudpickle.loads(ray.cloudpickle.dumps(super()._call(name, *args, **kwargs)))
+        return copy.deepcopy(super()._call(name, *args, **kwargs))
 
     def die(self) -> None:
         """Replace the actor by one that knows nothing."""

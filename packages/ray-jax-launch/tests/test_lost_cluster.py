@@ -275,9 +275,10 @@ def test_the_result_of_a_call_is_not_lost_with_the_cluster(monkeypatch: pytest.M
 def test_a_call_is_waited_for_while_the_cluster_answers(monkeypatch: pytest.MonkeyPatch, abandoned: list[str]) -> None:
     monkeypatch.setattr(lost_cluster, "_LOOK_EVERY_S", 0.01)
     looks = iter([None, None, "a raylet"])
+    unfinished: Any = SimpleNamespace(future=concurrent.futures.Future)
     monkeypatch.setattr(ClusterWatch, "loss", lambda self, **_: next(looks))
     with pytest.raises(ClusterLostError, match="the Ray cluster is gone: a raylet"):
-        wait_for(SimpleNamespace(future=concurrent.futures.Future))
+        wait_for(unfinished)
     assert [*looks] == []
 
 

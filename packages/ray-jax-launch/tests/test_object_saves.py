@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moto.core import DEFAULT_ACCOUNT_ID
+from moto.core.models import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 from pyarrow.fs import FileSelector
 

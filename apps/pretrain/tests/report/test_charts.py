@@ -260,9 +260,12 @@ def test_the_runs_whose_records_have_no_time_are_named(write_run, make_page):
 
 def test_a_time_line_of_many_phases_keeps_stops_and_long_phases():
     phases = [
-        Phase(step=step, time_s=BEGAN_S + 10 * step + after_s, phase=phase)
+        phase
         for step in range(700)
-        for phase, after_s in (("training", 0), ("saving", 9))
+        for phase in (
+            Phase(step=step, time_s=BEGAN_S + 10 * step, phase="training"),
+            Phase(step=step, time_s=BEGAN_S + 10 * step + 9, phase="saving"),
+        )
     ]
     phases.insert(9, Phase(step=4, time_s=BEGAN_S + 48.99, phase="stopped"))
     svg = draw_timeline(phases, label="a", end_s=BEGAN_S + 7000, scale_s=7000.0)
