@@ -61,6 +61,8 @@ def test_random_keys_numbers_and_empty_items_are_restored(place, impl):
         "loss": np.float64(2),
         "done": np.bool_(True),
         "count": 2,
+        "most": 2**64 - 1,
+        "least": -(2**63),
         "none": None,
     }
     state = {"keys": keys, **numbers}
@@ -331,6 +333,7 @@ NUMBERS = "must be a number, or an array of numbers that is not empty, got"
         ({"params": {"h": jnp.zeros((0, 3))}}, f"params['h'] {NUMBERS} Array([], shape=(0, 3)"),
         ({"params": jnp.ones(2)}, "item params must be a tree of arrays, got one ArrayImpl. Put it into a dict."),
         ({"params": {"n": 2**64}}, "params['n'] must be a number of at most 64 bits, got 18446744073709551616. Put it"),
+        ({"params": {"n": -(2**63) - 1}}, "must be a number of at most 64 bits, got -9223372036854775809. Put it"),
         (
             {"params": {"a.b": 1, "a": {"b": 2}}},
             "joined by dots, must be different UTF-8 texts, got 'a.b' twice.",
@@ -338,7 +341,7 @@ NUMBERS = "must be a number, or an array of numbers that is not empty, got"
         ({"params": {"\ud800": 1}}, "joined by dots, must be different UTF-8 texts, got '\\ud800'. Rename one."),
         ({"params": {}}, "items must hold an array or a number, got none in ['params']. Save at least one."),
     ],
-    ids=["text", "texts", "empty array", "array", "65 bits", "same name", "half a character", "no leaves"],
+    ids=["text", "texts", "empty array", "array", "65 bits", "-65 bits", "same name", "half a character", "no leaves"],
 )
 def test_items_that_are_not_trees_of_numbers_are_rejected(place, items, message):
     with Checkpoints(place) as checkpoints, pytest.raises(ValueError, match=re.escape(message)):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -159,6 +160,48 @@ def test_archives_that_a_damaged_listing_may_name_stay(uri: str) -> None:
     with Checkpoints(uri, num_to_keep=1) as checkpoints:
         assert checkpoints.latest_step() == 20
     assert names(uri) == saved - {"30/checkpoint.json"} | {"30/checkpoint.json.damaged"}
+
+
+def test_a_checkpoint_of_three_processes_has_the_archives_of_each(s3: str, tmp_path: Path) -> None:
+    store = ObjectStore(f"{s3}/{tmp_path.name}/")
+    store.prepare()
+    for rank in (2, 0, 1):
+        for item in ("params", "params2"):
+            leaf = tmp_path / f"rank{rank}" / "items" / f"{item}.w"
+            leaf.mkdir(parents=True)
+            for name in (".zarray", f"{rank}.0"):
+                (leaf / name).write_text(f"{item} {name} of {rank}")
+        if rank == 1:
+            with pytest.raises(FileNotFoundError, match="process 1 has not uploaded its shards of checkpoint 7"):
+                store.commit(7, 3, "0a-1", {}, None)
+            assert store.steps() == []
+        store.upload(7, rank, "0a-1", tmp_path / f"rank{rank}")
+    store.commit(7, 3, "0a-1", {"seed": 9}, 0.5)
+    assert ObjectStore(f"{s3}/{tmp_path.name}").steps() == store.steps() == [7]
+    assert (store.metadata(7), store.score(7), store.find_damage(7)) == ({"seed": 9}, 0.5, None)
+    listing = store.listing(7)
+    of_items = {
+        f"process-{rank}.{item}.tar": [f"items/{item}.w/{rank}.0"]
+        for rank in range(3)
+        for item in ("params", "params2")
+    }
+    assert listing.files == of_items
+    assert listing.archives.keys() == {"process-0.tar", *of_items}
+    store.download(7, ["params"], tmp_path / "all")
+    store.download(7, ["params"], tmp_path / "one", lambda file: file == "items/params.w/2.0")
+    found = {
+        str(path.relative_to(tmp_path))
+        for name in ("all", "one")
+        for path in (tmp_path / name).rglob("*.*")
+        if path.is_file()
+    }
+    common = [f"items/{item}.w/.zarray" for item in ("params", "params2")]
+    assert found == {
+        *(f"all/{name}" for name in (*common, *(f"items/params.w/{rank}.0" for rank in range(3)))),
+        *(f"one/{name}" for name in (*common, "items/params.w/2.0")),
+    }
+    assert (tmp_path / "all/items/params.w/.zarray").read_text() == "params .zarray of 0"
+    assert (tmp_path / "one/items/params.w/2.0").read_text() == "params 2.0 of 2"
 
 
 def test_only_the_save_that_the_listing_names_is_listed(uri: str) -> None:

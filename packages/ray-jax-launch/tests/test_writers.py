@@ -32,6 +32,7 @@ def error_of(call: Callable[[], Any]) -> Any:
     raise AssertionError("no error")
 
 
+NOWHERE: Any = Path("/nowhere")  # Orbax declares its own path class, but accepts any
 OF_ORBAX = f"{Path(ocp.__file__).parent}/utils.py"
 
 
@@ -42,7 +43,7 @@ OF_ORBAX = f"{Path(ocp.__file__).parent}/utils.py"
         (logging.ERROR, OF_ORBAX, None, True),
         (logging.WARNING, __file__, None, True),
         (logging.ERROR, __file__, lambda: 1 / 0, True),
-        (logging.ERROR, __file__, lambda: ocp.PyTreeCheckpointHandler().metadata(Path("/nowhere")), False),  # pyright: ignore[reportArgumentType]
+        (logging.ERROR, __file__, lambda: ocp.PyTreeCheckpointHandler().metadata(NOWHERE), False),
     ],
     ids=["warning of Orbax", "error of Orbax", "other warning", "other traceback", "traceback of Orbax"],
 )
