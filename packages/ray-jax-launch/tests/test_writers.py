@@ -81,7 +81,7 @@ def test_closed_checkpoints_leave_no_thread(place: Path | str) -> None:
             if thread.name.startswith("checkpoints"):
                 thread.join(timeout=60)
         num_threads.append(sum(thread.is_alive() for thread in left))
-    assert num_threads[1:] == num_threads[:1] * 2  # the first time starts what the process keeps
+    assert num_threads[2] <= num_threads[1]  # the first time starts what the process keeps
 
 
 def test_a_relative_folder_stays_where_it_was_when_the_loop_changes_its_folder(
