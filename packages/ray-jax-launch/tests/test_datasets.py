@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 import ray.data
-import ray.train
+from ray.train import DataConfig
 
 from ray_jax_launch import RankedDataConfig, cpu
 from ray_jax_launch._train import datasets
@@ -71,22 +71,43 @@ def test_rows_come_in_order_even_if_later_blocks_are_ready_first():
     assert [row["id"] for row in datasets.in_order(dataset).iter_rows()] == [*range(6)]
 
 
-def sizes(iterators: list[dict[str, Any]]) -> list[dict[str, int]]:
-    return [{name: sum(1 for _ in rows.iter_rows()) for name, rows in one.items()} for one in iterators]
+class Rows:
+    """A dataset whose iterator is its size, and whether it keeps the order."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.context = size, SimpleNamespace(execution_options=SimpleNamespace(preserve_order=False))
+
+    def iterator(self) -> Any:
+        return self.size, self.context.execution_options.preserve_order
 
 
-@pytest.mark.usefixtures("cluster")
-def test_each_rank_gets_the_dataset_of_its_rank_beside_the_others() -> None:
-    given = {"ranked": lambda rank, world_size: ray.data.range(10 * world_size + rank), "plain": ray.data.range(7)}
-    config = RankedDataConfig(ray.train.DataConfig(datasets_to_split=[]))
-    assert sizes(config.configure(given, 3, None, None)) == [{"ranked": 30 + rank, "plain": 7} for rank in range(3)]
-    assert sizes(RankedDataConfig().configure({"ranked": given["ranked"]}, 1, None, None)) == [{"ranked": 10}]
+class Splits(DataConfig):
+    """A config that gives each rank its number beside the dataset."""
+
+    def configure(self, datasets: dict[str, Any], world_size: int, *args: Any, **kwargs: Any) -> Any:
+        return [{name: (rank, rows, args, kwargs) for name, rows in datasets.items()} for rank in range(world_size)]
 
 
-@pytest.mark.usefixtures("cluster")
+def of_rank(rank: int, world_size: int) -> Any:
+    return Rows(10 * world_size + rank)
+
+
+def test_each_rank_gets_the_dataset_of_its_rank_beside_its_part_of_the_others() -> None:
+    config = RankedDataConfig(Splits(datasets_to_split=["plain"]))
+    found = config.configure({"ranked": of_rank, "plain": 7}, 3, "workers", node_ids="nodes")
+    assert found == [
+        {"ranked": (30 + rank, True), "plain": (rank, 7, ("workers",), {"node_ids": "nodes"})} for rank in range(3)
+    ]
+    assert config._datasets_to_split == ["plain"]
+    assert RankedDataConfig().configure({"ranked": of_rank}, 2, None, None) == [
+        {"ranked": (20, True)},
+        {"ranked": (21, True)},
+    ]
+
+
 def test_a_dataset_of_the_only_worker_is_made_for_rank_0_of_1() -> None:
-    rows = datasets.for_one({"ranked": lambda rank, world_size: ray.data.range(10 * world_size + rank)})
-    assert sizes([rows]) == [{"ranked": 10}]
+    rows = Rows(5)
+    assert datasets.for_one({"ranked": of_rank, "plain": rows}) == {"ranked": (10, True), "plain": rows}
 
 
 def all_optional(size: int = 3, **options: Any) -> Any:

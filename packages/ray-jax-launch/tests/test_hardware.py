@@ -132,7 +132,14 @@ def test_auto_finds_every_slice_that_ray_knows_and_a_missing_host_is_an_error(ge
 
 @pytest.mark.parametrize(
     ("gpus", "hardware"),
-    [([4, 4], gpu(2, 4)), ([4, 2], gpu(6)), ([0, 3], gpu(1, 3)), ([1, 1], gpu(2)), ([0], cpu(1))],
+    [
+        ([4, 4], gpu(2, 4)),
+        ([4, 2], gpu(6)),
+        ([0, 3], gpu(1, 3)),
+        ([1, 1], gpu(2)),
+        ([0], cpu(1)),
+        ([0.5, 3, 3], gpu(2, 3)),
+    ],
     ids=str,
 )
 def test_auto_takes_all_gpus_of_living_nodes(gpus, hardware, monkeypatch):

@@ -3,10 +3,12 @@
 import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from ray_jax_launch import StopRequestedError, launch, request_stop, stop_requested
 from ray_jax_launch._train import interrupt as interrupt_module
@@ -14,6 +16,16 @@ from ray_jax_launch._train.control_actor import LocalControl, StopRequest
 from ray_jax_launch._train.interrupt import Interrupt
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Restore what a launch that does not end would leave to the next test."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    interrupt_module._running.clear()
 
 
 @pytest.fixture
@@ -71,6 +83,31 @@ def test_a_loop_in_this_process_that_never_asks_is_stopped_by_the_first_signal(c
             signal.raise_signal(signal.SIGTERM)
     finally:
         interrupt.restore()
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), GetTimeoutError()], ids=["ends", "does not answer"])
+def test_a_launch_that_has_lost_its_workers_ends_after_a_signal_only(
+    control: LocalControl, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    done: list[Any] = []
+
+    def wait(called: Any, timeout: float) -> None:
+        done.append((called, timeout))
+        raise error
+
+    monkeypatch.setattr("ray.get", wait)
+    monkeypatch.setattr("ray.kill", done.append)
+    controller: Any = SimpleNamespace(abort=SimpleNamespace(remote=lambda: "aborted"))
+    interrupt = Interrupt(control)
+    interrupt.install()
+    interrupt.attach(controller)
+    interrupt.on_silence()
+    assert done == []
+    signal.raise_signal(signal.SIGTERM)
+    for _ in range(2):
+        interrupt.on_silence()
+        assert done == [("aborted", 10), controller]
+    interrupt.restore()
 
 
 def test_the_handlers_of_a_launch_in_another_thread_are_those_of_the_program(control: LocalControl) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.train import LoggingConfig, RunConfig
 
-from ray_jax_launch import JaxTrainer, launch, mark_finished
+from ray_jax_launch import Checkpoints, JaxTrainer, SavedCheckpoint, latest_step, launch, mark_finished
 
 NAMES = ("ray.train", "ray.data")
 
@@ -67,3 +67,18 @@ def test_only_an_exception_after_the_end_is_no_failure(tmp_path: Path, error: ty
     else:
         with pytest.raises(KeyboardInterrupt):
             launch(loop, **given)
+
+
+def test_a_saved_checkpoint_is_read_at_its_step_and_changes_nothing(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (3, 7):
+            checkpoints.save(step, {"state": {"step": step}}, metadata={})
+            checkpoints.wait()
+    damaged = max(
+        (path for path in (tmp_path / "7").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    damaged.write_bytes(b"damaged")
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert SavedCheckpoint(tmp_path, 3).restore({"state": {"step": 0}}) == {"state": {"step": 3}}
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert latest_step(tmp_path) == 7

@@ -89,6 +89,7 @@ def test_a_filesystem_of_the_users_own_is_used_as_it_is(tmp_path):
     scaling_config = ScalingConfig(num_workers=0)
     trainer = JaxTrainer(report, train_loop_config={"count": 2}, scaling_config=scaling_config, run_config=run_config)
     assert trainer.fit().path == "folder/a run"
+    (tmp_path / "folder" / "a run" / SNAPSHOT).write_text("{")  # repaired there, too
     assert trainer.fit().return_value == 2
     assert len([*(tmp_path / "folder" / "a run").glob("checkpoint_2*")]) == 4
 
