@@ -159,6 +159,18 @@ def test_progress_is_reported_and_no_thread_is_left(
     assert threading.active_count() == before
 
 
+def test_an_error_in_the_block_ends_the_preparation(corpus: Path, tmp_path: Path) -> None:
+    before = threading.active_count()
+    for _ in range(2):  # the second start finds no lock
+        with (
+            pytest.raises(ZeroDivisionError),
+            prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data,
+        ):
+            raise ZeroDivisionError(len(data.train))
+        assert threading.active_count() == before
+    assert not (tmp_path / ".out.partial/running").exists()
+
+
 def test_readers_in_other_processes_see_the_tokens_grow(corpus, prepared_start, tmp_path):
     (tmp_path / "tokens").mkdir()
     program = (

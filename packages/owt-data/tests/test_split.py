@@ -1,7 +1,9 @@
 """Divide documents between training and validation."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -50,6 +52,27 @@ def test_splits_that_are_given_are_kept(articles, tmp_path):
     swapped = [f"train={tmp_path / 'b.jsonl'}", f"val={tmp_path / 'a.jsonl'}"]
     with pytest.raises(DataError, match="got token files of"):
         prepare(swapped, tmp_path / "out", BYTES)
+
+
+@pytest.mark.parametrize("options", [{"split": "position"}, {"split": "start"}, {"val_fraction": 0.3}])
+def test_options_of_a_split_are_rejected_where_the_split_is_given(
+    options: dict[str, Any], articles: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"split and val_fraction must be absent with train=\.\.\. and val=\.\.\., got"):
+        prepare([f"train={articles}", f"val={articles}"], tmp_path / "out", replace(BYTES, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "start", "val_fraction": 0.3}, "val_fraction must be absent with split start, got 0.3"),
+        ({"val_fraction": 0}, "val_fraction must be between 0 and 1, got 0"),
+        ({"val_fraction": 1.0}, "val_fraction must be between 0 and 1, got 1.0"),
+    ],
+)
+def test_shares_that_no_split_has_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"^{message}"):
+        PrepareOptions(tokenizer="bytes", **options)
 
 
 @pytest.mark.parametrize("blank", ["train", "val"])
