@@ -117,6 +117,9 @@ def test_a_second_command_with_a_local_copy_of_its_own_is_rejected_on_the_same_m
     with leasing(run, first, ignored):
         with pytest.raises(UsageError, match="the first runs on host-b"), leasing(run, second, ignored):
             pass
+        elsewhere = replace(command("c"), lock=first.lock)  # a number of a file, on another machine
+        with pytest.raises(UsageError, match="the first runs on host-b"), leasing(run, elsewhere, ignored):
+            pass
         assert objects(run) == ["b.json"]
         with leasing(run, replace(second, lock=first.lock), lambda _: None):
             assert objects(run) == ["a.json"]

@@ -9,8 +9,9 @@ import pytest
 from pyarrow.fs import FileSelector
 
 from pretrain._run import log_parts
+from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
-from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, LogWriter, pull_log
+from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, STARTS, TEXTS, LogWriter, pull_log
 from pretrain._run.remote_copy import pull_changed, reader_copy
 from ray_jax_launch import LaunchError, open_uri
 
@@ -114,6 +115,21 @@ def test_a_run_that_continues_drops_the_records_after_its_checkpoint(uri, writer
     assert {name.partition("-")[0] for name in parts(uri)} == {"000001", "000002"}  # the order of the writers
     for name in (METRICS, SAMPLES, PHASES):
         assert (tmp_path / "reader" / name).read_bytes() == (second.path / name).read_bytes()
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, []), (1, [0]), (3, [0]), (4, [0, 3]), (9, [0, 3, 7])])
+def test_a_run_in_a_folder_keeps_the_records_before_a_step_and_all_that_has_happened(
+    step: int, kept: list[int], tmp_path: Path
+) -> None:
+    log = LogWriter(tmp_path, None)
+    for number in (0, 3, 7):
+        log.append(METRICS, {"step": number})
+        log.append(SAMPLES, {"step": number, "prompt": "a", "text": "ab"})
+        log.append(PHASES, {"step": number, "time_s": 1.0, "phase": "training"})
+        log.append(STARTS, {"step": number})
+    log.cut(step)
+    found = {name: [line["step"] for line in read_lines(tmp_path / name, texts)] for name, texts in TEXTS.items()}
+    assert found == {METRICS: kept, SAMPLES: kept, PHASES: [0, 3, 7], STARTS: [0, 3, 7]}
 
 
 def test_a_reader_downloads_new_parts_only(uri, writer, monkeypatch):

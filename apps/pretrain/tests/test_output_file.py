@@ -130,6 +130,7 @@ write_output(Path("{name}"), b"new")
 """
     with Path("out").open("wb") as file:
         subprocess.run([sys.executable, "-c", code], check=True, stdout=file, timeout=60)
+        assert os.path.samestat(Path("out").stat(), os.fstat(file.fileno()))  # no other file has the name
     assert Path("out").read_bytes() == b"new"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
     assert done.stdout == b"new"

@@ -4,9 +4,10 @@ import dataclasses
 import io
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pyarrow.fs import FileSelector
+from pyarrow.fs import FileSelector, copy_files
 from rich.console import Console
 
 from pretrain import PRESETS
@@ -19,7 +20,7 @@ from pretrain._run.description import DataDescription, describe, write_descripti
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.log_parts import METRICS, PHASES, LogWriter
-from pretrain._run.remote_copy import pull_changed, pull_profiles
+from pretrain._run.remote_copy import pull_changed, pull_profiles, reader_copy
 from ray_jax_launch import LaunchError, open_uri
 
 BEGAN_S = 1_700_000_000.0
@@ -171,6 +172,7 @@ def test_a_result_that_is_deleted_in_the_storage_is_gone_for_its_readers(run: Ru
 
 
 def test_logs_are_uploaded_as_files_at_the_end_only_and_the_journal_is_read(run: RunFolder, log: LogWriter) -> None:
+    run.push()
     assert {name.partition("/")[0] for name in names(run)} == {"config.json", "log"}
     run.push(with_logs=True)
     assert {name.partition("/")[0] for name in names(run)} == {"config.json", "log", "phases.jsonl"}
@@ -184,6 +186,24 @@ def test_logs_are_uploaded_as_files_at_the_end_only_and_the_journal_is_read(run:
         assert copy.phases.read_bytes() == run.phases.read_bytes()
 
 
+def test_a_result_in_the_storage_has_its_logs_there(
+    run: RunFolder, log: LogWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with a result is finished, and uploads no logs any more. A kill may end the uploads after any of them."""
+    uploaded, upload = list[str](), copy_files
+
+    def note(*args: Any) -> None:
+        upload(*args)
+        uploaded.append(Path(args[1]).name)
+
+    monkeypatch.setattr("pretrain._run.folder.copy_files", note)
+    log.append(METRICS, {"step": 7})
+    run.result.write_text("{}")
+    run.push(with_logs=True)
+    assert {*uploaded[:2]} == {"metrics.jsonl", "phases.jsonl"}
+    assert "result.json" in uploaded
+
+
 def test_a_copy_has_neither_checkpoints_nor_hidden_files_nor_what_the_storage_lacks(
     run: RunFolder, tmp_path: Path
 ) -> None:
@@ -193,13 +213,14 @@ def test_a_copy_has_neither_checkpoints_nor_hidden_files_nor_what_the_storage_la
         with filesystem.open_output_stream(f"{root}/{name}") as stream:
             stream.write(b"remote")
     copy = RunFolder(tmp_path / "copy", run.uri)
-    for name in ("checkpoints/9/params", ".lock", "sample.txt", "tensorboard/old"):
+    for name in ("checkpoints/9/params", ".lock", "sample.txt", "tensorboard/old", "tensorboard/.partial"):
         path = copy.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("local")
     copy.pull()
     found = {f"{path.relative_to(copy.path)}" for path in copy.path.rglob("*") if path.is_file()}
-    assert found == {"checkpoints/9/params", ".lock", "config.json", "tensorboard/plugins/events"}
+    hidden = {"checkpoints/9/params", ".lock", "tensorboard/.partial"}
+    assert found == {*hidden, "config.json", "tensorboard/plugins/events"}
     before = names(run)
     copy.push()
     assert names(run) == before
@@ -210,6 +231,7 @@ def test_a_worker_has_a_copy_of_its_own_which_it_deletes_at_its_end(run: RunFold
     (left.path / "sample.txt").write_text("of a killed worker")
     worker = dataclasses.replace(run, owner="the command").for_worker()
     assert worker.owner == "the command"
+    assert len({worker.path, locate(f"{run.uri}").path, reader_copy(f"{run.uri}").path}) == 3
     assert worker.config.read_bytes() == run.config.read_bytes()
     assert not worker.sample.exists()
     worker.delete_copy()

@@ -1,10 +1,16 @@
 """Environment variables that a run cannot work with, and those that it takes from JAX."""
 
+import subprocess
+import sys
+from collections.abc import Callable
+
 import pytest
 
 from pretrain._errors import UsageError
-from pretrain._surroundings.environment import check_ray_variables, is_on
+from pretrain._surroundings import environment
+from pretrain._surroundings.environment import check_ray_variables, check_variables, is_on
 
+CHECK = "from pretrain._surroundings.environment import check_variables; check_variables()"
 SECONDS = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 
 
@@ -35,3 +41,24 @@ def test_a_variable_of_ray_that_ends_a_run_is_rejected(name: str, value: str, mo
 def test_other_variables_of_ray_are_accepted(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     check_ray_variables()
+
+
+@pytest.mark.parametrize("option", ["-O", "-OO"])
+def test_only_a_python_that_drops_docstrings_is_rejected(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    done = subprocess.run([sys.executable, option, "-c", CHECK], capture_output=True, text=True, check=False)
+    assert ("Python must keep docstrings" in done.stderr, done.returncode) == (
+        (True, 1) if option == "-OO" else (False, 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "check"),
+    [("XLA_FLAGS", "garbage", check_variables), ("RAY_memory_usage_threshold", "x", check_ray_variables)],
+)
+def test_a_check_that_takes_too_long_on_a_busy_machine_is_left_out(
+    name: str, value: str, check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(environment, "_WITHIN_S", 0.001)
+    check()

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pretrain import PRESETS
-from pretrain._commands.watch import watch
+from pretrain._commands.watch import _changes, watch
 from pretrain._errors import UsageError
 from pretrain._output import Output
 from pretrain._run.description import DataDescription, describe, write_description
@@ -229,6 +229,15 @@ def test_a_silent_training_is_told_each_minute(folder):
     phase(folder, "training", 12)
     _, lines = watched(folder, lambda: 301, lambda: 320, lambda: 373)
     assert lines == [f"watching {folder}, started on local", "no sign of life for 5 min", "no sign of life for 6 min"]
+
+
+@pytest.mark.parametrize("name", ["config", "metrics", "starts", "phases", "samples", "result"])
+def test_a_change_of_any_file_of_the_run_is_seen_once(name: str, folder: RunFolder) -> None:
+    has_changed = _changes(folder)
+    assert not has_changed()
+    with getattr(folder, name).open("a") as file:
+        file.write("\n")
+    assert [has_changed(), has_changed()] == [True, False]
 
 
 def test_a_run_that_does_not_exist_is_rejected(tmp_path):
