@@ -128,12 +128,16 @@ def test_token_files_without_a_manifest_are_of_the_tokenizer_of_the_options(data
     assert (found.tokenizer, found.vocab_size) == ("bytes", 257)
 
 
-def test_one_window_of_validation_tokens_is_enough(books: Path) -> None:
+@pytest.mark.parametrize(
+    ("data", "split"), [("train=a.txt,val=SHORT", "validation"), ("train=SHORT,val=a.txt", "training")]
+)
+def test_one_window_of_each_split_is_enough_and_no_less(data: str, split: str, books: Path) -> None:
     (books / "window.txt").write_text("a" * 64)  # and end-of-text
-    assert len(load("train=a.txt,val=window.txt").val) == 65
+    found = load(data.replace("SHORT", "window.txt"))
+    assert min(len(found.train), len(found.val)) == 65
     (books / "less.txt").write_text("a" * 63)
-    with pytest.raises(DataError, match=r"at least 65 validation tokens, .* got 64"):
-        load("train=a.txt,val=less.txt")
+    with pytest.raises(DataError, match=rf"at least 65 {split} tokens, .* got 64"):
+        load(data.replace("SHORT", "less.txt"))
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,14 @@ def test_a_rejection_leaves_an_earlier_run_in_object_storage_alone(s3: str, tmp_
     assert folder.config.exists()
     assert folder.metrics.read_text() == '{"step": 7, "loss": 2.0}\n'
     assert [phase.phase for phase in read_phases(folder)] == ["training", "failed"]
+    assert command_runs(folder) is False  # this machine still knows it
+
+
+def test_a_run_whose_folder_is_gone_may_have_begun_and_gets_no_new_one(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="full"):
+        fail(tmp_path / "run", OSError("full"), begin, lambda folder: folder.path.rename(tmp_path / "moved"))
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+    assert [phase.phase for phase in read_phases(RunFolder(tmp_path / "moved"))] == ["training"]
 
 
 def test_settings_that_a_later_command_cannot_change_are_bad_input_although_the_run_has_begun(tmp_path):

@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from pretrain import main
+from pretrain._errors import short
 
 # What the sentence has for URIs with credentials in it, for each place of a URI.
 SECRET = "s3://AKIA:topsecret@bucket/x"
@@ -39,6 +40,20 @@ def test_credentials_in_a_uri_are_rejected_and_not_repeated(line, message, place
     err = rejected(shlex.split(line))
     assert message in err
     assert "topsecret" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a" * 80, "a" * 80),
+        ("a" * 59 + "b" * 22, f"{'a' * 59}\N{HORIZONTAL ELLIPSIS}{'b' * 20}"),
+        ("a" * 500 + "b" * 500, f"{'a' * 59}\N{HORIZONTAL ELLIPSIS}{'b' * 20}"),
+        ("", "''"),
+        ("s3://A:topsecret@bucket/x", "s3://***@bucket/x"),
+    ],
+)
+def test_a_long_value_is_shown_by_its_beginning_and_its_end(text: str, expected: str) -> None:
+    assert short(text) == expected
 
 
 # Options with a value that is long, or has line breaks.
