@@ -33,7 +33,7 @@ def line(x, y, **options):
 
 def corners(svg, look="line"):
     """The points of the first line of a look, as shares of the width from the left and of the height from above."""
-    path = re.search(rf'<path class="{look} [^"]*" d="M([^"h]*)', svg)
+    path = re.search(rf'<path class="{look}[^"]*" d="M([^"h]*)', svg)
     assert path is not None
     return [tuple(float(number) / 1000 for number in corner.split()) for corner in path[1].split("L")]
 
@@ -91,11 +91,13 @@ def test_the_number_of_a_tick_stands_at_its_value(low, high, is_log):
     ticks = re.findall(r'y="(-?[\d.]+)%" dy="4" class="y">(.*?)<', svg)
     assert 3 <= len(ticks) <= 16
     assert len({text for _, text in ticks}) == len(ticks)
+    assert all(0 <= float(place) <= 100 for place, _ in ticks)
     for place, text in ticks:
         share = (scale(ends[1]) - scale(value(text))) / (scale(ends[1]) - scale(ends[0]))
         assert float(place) == pytest.approx(100 * share, abs=0.01)
     ticks = re.findall(r'x="(-?[\d.]+)%" y="100%" dy="17" class="x">(.*?)<', svg)
     assert 3 <= len(ticks) <= 8
+    assert all(0 <= float(place) <= 100 for place, _ in ticks)
     for place, text in ticks:
         assert float(place) == pytest.approx(100 * value(text) / high, abs=0.01)
 
@@ -108,6 +110,20 @@ def test_the_value_at_the_end_of_a_line_has_the_height_and_the_color_of_the_line
     assert [(color, text) for _, color, text in ends] == [("color0", "2.850"), ("color1", "6.500")]
     places = [float(place) for place, _, _ in ends]
     assert places == pytest.approx([100 * (high - 3) / (high - low), 100 * (high - 6) / (high - low)], abs=0.01)
+
+
+def test_a_value_far_above_the_others_is_cut_off_and_told():
+    steps = np.arange(30.0)
+    lines = line(steps, np.where(steps == 0, 11.0, 3 - steps / 30), last=2.0), line(steps, steps / 15 + 1)
+    for is_robust in (True, False):
+        svg = drawn(*lines, is_robust=is_robust)
+        assert (attribute(svg, "data-y")[1] < 3.6) == is_robust
+        assert ("above the axis: up to 11.00" in svg) == is_robust
+
+
+def test_a_line_of_one_point_can_be_seen():
+    svg = drawn(line((5,), (3,)))
+    assert re.findall('<path class="line color0" d="(.*?)"', svg) == ["M1000.0 500.00h0"]
 
 
 def test_marks_outside_of_the_axis_are_left_out():
@@ -175,6 +191,7 @@ def test_the_loss_of_a_record_is_above_its_place_on_each_axis(write_run, make_pa
         for step, loss, after_s in ((100, 4.0, 50), (300, 2.5, 60), (900, 2.0, 1100))
     ]
     lines.insert(2, {"step": 500, "loss": 2.25, "val_loss": 2.75})
+    lines.insert(1, {"step": 200, "time_s": BEGAN_S + 55, "mfu": 0.5})
     phases = [("training", 0), ("stopped", 70), ("training", 1070)]
     page = make_page(
         write_run(
@@ -184,11 +201,12 @@ def test_the_loss_of_a_record_is_above_its_place_on_each_axis(write_run, make_pa
     )
     steps = {1 / 9: 4.0, 1 / 3: 2.5, 5 / 9: 2.25, 1: 2.0}
     for axis, losses in (("step", steps), ("tokens", steps), ("time", {0.5: 4.0, 0.6: 2.5, 1: 2.0})):
-        svg = variant(page, f"{axis} linear")
-        low, high = attribute(svg, "data-y")
-        for look, more in (("line", 0.0), ("pale", 0.0), ("dotted", 0.5)):
-            expected = [(x, (high - loss - more) / (high - low)) for x, loss in losses.items()]
-            assert np.array(corners(svg, look)) == pytest.approx(np.array(expected), abs=1e-4)
+        for name, scale in (("linear", float), ("log", math.log)):
+            svg = variant(page, f"{axis} {name}")
+            low, high = map(scale, attribute(svg, "data-y"))
+            for look, more in (("line color0", 0.0), ("pale color0", 0.0), ("dotted color1", 0.5)):
+                expected = [(x, (high - scale(loss + more)) / (high - low)) for x, loss in losses.items()]
+                assert np.array(corners(svg, look)) == pytest.approx(np.array(expected), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +225,7 @@ def test_the_time_of_work_has_the_largest_unit_of_which_it_has_two(seconds, unit
 
 
 def test_the_speed_begins_at_zero_and_the_loss_does_not(write_run, make_page, records):
-    page = make_page(write_run(records=records(20)))
+    page = make_page(write_run(records=records(40)))
     titles = re.findall(r"<figcaption>([\w ]+?) <span", page)
     lowest = {
         title: attribute(chart, "data-y")[0]
@@ -251,11 +269,23 @@ def test_time_lines_of_several_runs_have_one_scale(write_run, make_page):
 
 
 def test_the_runs_whose_records_have_no_time_are_named(write_run, make_page):
-    timed, untimed = (
-        write_run(name, records=[{"step": step, "loss": 3.0 - step} | time for step in (0, 1)])
-        for name, time in (("timed", {"time_s": BEGAN_S}), ("untimed", {}))
-    )
-    assert "On the axis of time, untimed is missing" in make_page(timed, untimed)
+    """Some records of a run may have a time."""
+    folders = [
+        write_run(name, records=[{"step": step, "loss": 3.0 - step} | time for step, time in enumerate(times)])
+        for name, times in (("timed", ({}, {"time_s": BEGAN_S})), ("untimed", ({}, {})), ("empty", ()))
+    ]
+    assert "On the axis of time, untimed is missing" in make_page(*folders)
+
+
+def test_the_loss_is_smoothed_over_its_values_and_the_learning_rate_is_not(write_run, make_page, records):
+    page = make_page(write_run(records=records(40)))
+    svg = variant(page, "step linear")
+    line, values = np.array(corners(svg, "line")), np.array(corners(svg, "pale"))
+    assert (line[:, 0] == values[:, 0]).all()
+    roughness = [np.abs(np.diff(curve[20:-3, 1], 2)).max() for curve in (line, values)]
+    assert roughness[0] < roughness[1] / 2
+    rate = page.split('aria-label="Learning rate')[1].split("</figure>")[0]
+    assert "pale" not in rate
 
 
 def test_a_time_line_of_many_phases_keeps_stops_and_long_phases():
@@ -268,8 +298,10 @@ def test_a_time_line_of_many_phases_keeps_stops_and_long_phases():
         )
     ]
     phases.insert(9, Phase(step=4, time_s=BEGAN_S + 48.99, phase="stopped"))
-    svg = draw_timeline(phases, label="a", end_s=BEGAN_S + 7000, scale_s=7000.0)
+    svg = draw_timeline(phases, label="a", end_s=BEGAN_S + 7000, scale_s=700.0)
     bars = re.findall(r'<rect class="(\w+)"', svg)
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)%"', svg)]
+    assert widths == sorted(widths, reverse=True)  # short bars are above long ones
     assert len(bars) == 1000
     assert (bars.count("stopped"), bars.count("training")) == (1, 700)
 
@@ -277,8 +309,9 @@ def test_a_time_line_of_many_phases_keeps_stops_and_long_phases():
 def test_each_run_has_a_name_and_a_look_of_its_own(write_run):
     history = read_history(write_run("first"))
     uri = RunFolder(history.folder.path, "s3://bucket/runs/second?region=eu-west-1")
-    runs = reported_runs([history, dataclasses.replace(history, folder=uri), *[history] * 7])
-    assert [run.label for run in runs[:3]] == ["first", "second", "first (2)"]
+    third = dataclasses.replace(history, folder=RunFolder(history.folder.path, "s3://bucket/runs/third/"))
+    runs = reported_runs([history, dataclasses.replace(history, folder=uri), third, *[history] * 6])
+    assert [run.label for run in runs[:4]] == ["first", "second", "third", "first (2)"]
     assert [run.color for run in runs[:2]] == ["color0", "color1"]
     assert len({run.color for run in runs}) == len({run.label for run in runs}) == 9
     assert runs[7].color == "color0 dashed"
