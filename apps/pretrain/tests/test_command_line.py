@@ -57,6 +57,11 @@ def test_a_command_has_the_values_of_its_line(line, expected):
         (["--trackers"], "trackers", ()),
         (["--train.eval_tokens", "None"], "train.eval_tokens", None),
         (["--optimizer.learning-rate", "1"], "optimizer.learning_rate", 1.0),
+        (["--text-column", "body"], "prepare.text_column", "body"),
+        (["--tokenizer", "gpt2"], "prepare.tokenizer", "gpt2"),
+        (["--split", "position"], "prepare.split", "position"),
+        (["--val-fraction", "0.3"], "prepare.val_fraction", 0.3),
+        (["--split-seed", "7"], "prepare.split_seed", 7),
     ],
 )
 def test_an_option_of_train_has_its_value(line, name, expected):

@@ -57,6 +57,7 @@ def test_no_value_is_written_as_one_types_it(page, arguments):
 def test_a_preset_in_the_value_of_another_option_is_no_preset(page):
     gpt2 = page("train", "--preset", "gpt2", "--help")
     assert page("train", "--preset=gpt2", "--help") == gpt2
+    assert page("train", "--preset", "baby", "--preset", "gpt2", "--help") == gpt2
     assert page("train", "--prompts", "a --preset gpt2 b", "--help") == page("train", "--help") != gpt2
 
 
@@ -133,3 +134,13 @@ def test_the_help_of_a_process_ends_with_success():
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: pretrain [COMMAND] [OPTIONS]\n")
+
+
+def test_an_option_is_shown_with_the_kind_of_its_value(page):
+    lines = page("--help-all", width=200).splitlines()
+    assert {
+        "  --train.max-steps INTEGER", "  --optimizer.learning-rate NUMBER", "  --name TEXT", "  --prompts TEXT ...",
+        "  --dashboard, --no-dashboard", "  --data-mode prepared|stream", "  --preset TEXT",
+        "  --tokenizer, --prepare.tokenizer bytes|gpt2",
+    } <= {*lines}  # fmt: skip
+    assert any("One of quickstart, baby, tutorial, wikitext" in line for line in lines)

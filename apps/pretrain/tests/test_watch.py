@@ -5,6 +5,9 @@ import dataclasses
 import errno
 import io
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -301,3 +304,19 @@ def test_the_files_are_looked_at_as_often_as_asked(folder):
 def test_a_run_whose_workers_have_not_started_has_no_restart(folder):
     folder.starts.unlink()
     assert RunView.of(read_history(folder), is_local=False).num_restarts == 0
+
+
+def test_ctrl_c_ends_a_watch_with_its_own_exit_code(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pretrain", "watch", str(folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        assert any(line.startswith("watching ") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (130, "interrupted\n")
