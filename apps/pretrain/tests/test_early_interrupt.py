@@ -1,14 +1,16 @@
 """Ctrl-C while the command still imports, and while it exits."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from pretrain._early_interrupt import exit_at_interrupts, raise_interrupts
+from pretrain._early_interrupt import exit_at_interrupts, keeping_handlers, raise_interrupts
 
 APPLICATION = str(Path(__file__).parent.parent)
 
@@ -45,21 +47,29 @@ def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback(argument
     assert list(tmp_path.iterdir()) == []
 
 
-CTRL_C_AT_EXIT = """
+SIGNAL_AT_EXIT = """
 import atexit, os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+stop = lambda: os.kill(os.getpid(), signal.{name})
+if {is_late}:
+    atexit.register(stop)  # the last callback
 from pretrain.__main__ import main
-sys.exit(main())
+code = main()
+if not {is_late}:
+    stop()
+sys.exit(code)
 """
 
 
-def test_ctrl_c_during_the_exit_keeps_the_exit_code_and_prints_no_traceback(tmp_path):
+@pytest.mark.parametrize("arguments", ["--version", "runs"])
+@pytest.mark.parametrize(("name", "is_late"), [("SIGINT", True), ("SIGINT", False), ("SIGTERM", False)])
+def test_a_signal_during_the_exit_keeps_the_exit_code_and_prints_no_traceback(name, is_late, arguments, tmp_path):
+    script = SIGNAL_AT_EXIT.format(name=name, is_late=is_late)
     ended = subprocess.run(
-        [sys.executable, "-c", CTRL_C_AT_EXIT, "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert ended.stderr.splitlines()[1:] == []  # the error of a folder without runs
-    assert ended.returncode == 2
+    assert ended.returncode == (2 if arguments == "runs" else 0)
 
 
 START_OF_RAY = """
@@ -81,6 +91,56 @@ def test_sigterm_during_a_start_of_ray_is_an_interrupt():
     """`ray.init` sets a handler that raises SystemExit."""
     process = subprocess.run([sys.executable, "-c", START_OF_RAY], capture_output=True, text=True, timeout=120)
     assert process.stdout == "interrupted True\n", process.stderr
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_handler_of_sigterm_survives_a_start_of_ray_that_ends_or_fails(fails):
+    def handler(*_):
+        pass
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with contextlib.suppress(ValueError), keeping_handlers():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if fails:
+                raise ValueError("no node has started")
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_start_of_ray_in_another_thread_keeps_its_handler():
+    """Python sets handlers in the main thread alone."""
+
+    def start():
+        with keeping_handlers():
+            return "started"
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(start).result() == "started"
+
+
+STOP_DURING_THE_CLEAN_UP = """
+import os, signal, time
+from pretrain._early_interrupt import exit_at_interrupts, raise_interrupts
+
+exit_at_interrupts()
+raise_interrupts()
+try:
+    os.kill(os.getpid(), signal.{name})
+    time.sleep(10)
+except KeyboardInterrupt:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+    print("cleaned up")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_later_signals_of_a_stop_do_not_disturb_the_clean_up(name):
+    script = STOP_DURING_THE_CLEAN_UP.format(name=name)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (process.stdout, process.stderr) == ("cleaned up\n", "")
 
 
 STOP_DURING_A_CALLBACK = """

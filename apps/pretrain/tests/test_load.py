@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from nnx_gpt2 import create_optimizer, create_train_state, make_eval_step, make_mesh
+from nnx_gpt2 import create_optimizer, create_train_state, make_eval_step, make_mesh, num_params
 from owt_data import PrepareOptions, load_tokenizer, open_tokens, prepare
 from pretrain import PRESETS, main
 from pretrain._best_effort import best_effort
@@ -28,6 +28,7 @@ from pretrain._errors import UsageError
 from pretrain._run.description import RUN, describe, describe_data
 from pretrain._run.files import write_json
 from pretrain._run.folder import RunFolder
+from pretrain._training import sampling
 from pretrain._training.sampling import Sampler
 from ray_jax_launch import Checkpoints
 
@@ -177,6 +178,34 @@ def test_a_sample_that_fails_costs_the_sample_alone(make_run, caplog, record_pro
 def test_a_run_without_its_tokenizer_has_no_samples(make_run):
     _, config, params, _ = make_run()
     sampler = Sampler(config, None, make_mesh())
+    assert (sampler.samples(params, 5), sampler.text(params)) == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "share", "num_samples"), [(2, 0.11, 0), (2, 0.09, 2), (1, 0.11, 2)], ids=["large", "small", "one device"]
+)
+def test_parameters_that_are_sharded_are_sampled_at_a_validation_if_a_copy_is_small(
+    fsdp, share, num_samples, make_run, monkeypatch
+):
+    """At the end of the run, nothing else needs the memory."""
+    _, config, params, _ = make_run()
+    copy_bytes = num_params(config.model) * 4
+    monkeypatch.setattr(sampling, "device_memory_bytes", lambda: int(copy_bytes / share))
+    monkeypatch.setattr(sampling, "_END_TOKENS", 5)
+    mesh, train = (
+        dataclasses.replace(config.mesh, fsdp=fsdp),
+        dataclasses.replace(config.train, sample_tokens=3),
+    )
+    config = dataclasses.replace(config, mesh=mesh, train=train)
+    sampler = Sampler(config, load_tokenizer("bytes"), make_mesh())
+    assert len(sampler.samples(params, 5)) == num_samples
+    assert sampler.text(params).startswith("def ")
+
+
+def test_a_run_without_samples_has_no_text_at_its_end(make_run):
+    _, config, params, _ = make_run()
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, sample_tokens=0))
+    sampler = Sampler(config, load_tokenizer("bytes"), make_mesh())
     assert (sampler.samples(params, 5), sampler.text(params)) == ([], "")
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import stat
 from pathlib import Path
 
@@ -68,6 +69,34 @@ def test_compiled_programs_are_kept_up_to_a_limit(cache, programs, monkeypatch):
     reset_cache()
     assert max(sizes) <= 20_000
     assert sizes[0] > 1000
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "backend", "is_kept"), [(1, "gpu", True), (2, "gpu", False), (2, "tpu", False), (2, "cpu", True)]
+)
+def test_processes_that_share_a_compilation_keep_no_programs(
+    num_processes, backend, is_kept, cache, programs, monkeypatch
+):
+    monkeypatch.setattr(jax, "process_count", lambda: num_processes)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    keep_programs()
+    assert (programs() is not None) == is_kept
+
+
+def test_hosts_with_one_home_folder_have_their_own_programs(cache, programs, monkeypatch):
+    folders = set()
+    for host in ("first", "second"):
+        monkeypatch.setattr(platform, "node", lambda host=host: host)
+        jax.config.update("jax_compilation_cache_dir", None)
+        keep_programs()
+        folders.add(programs())
+    assert len(folders) == 2
+
+
+def test_a_cache_of_programs_that_the_user_names_is_used(cache, programs, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "named"))
+    keep_programs()
+    assert programs() == str(tmp_path / "named")
 
 
 @pytest.mark.parametrize("before", [0o750, 0o770, 0o705, 0o701])

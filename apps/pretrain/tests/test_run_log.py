@@ -46,6 +46,15 @@ def test_the_log_starts_where_the_run_does(tmp_path):
     }  # fmt: skip
 
 
+def test_a_start_has_the_times_of_its_command_and_of_its_workers(tmp_path):
+    folder = RunFolder(tmp_path)
+    with start_log(folder, clock=lambda: 30.12478) as log:
+        begin(log, 7, 25.5)
+    assert read_lines(folder.starts, texts=("device",)) == [
+        {"step": 7, "time_s": 30.125, "began_s": 25.5, "workers": 1, "devices": 2, "device": "cpu"}
+    ]
+
+
 def test_each_line_of_each_log_is_on_disk_after_a_push(tmp_path, monkeypatch):
     synced, sync = {}, os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.update({os.fstat(file).st_ino: os.fstat(file)}), sync(file)))
@@ -100,6 +109,35 @@ def test_what_a_tracker_writes_at_its_end_reaches_object_storage(s3, tmp_path, m
         assert file.read() == b"row of the last step"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_start_reaches_object_storage_at_once_and_leaves_no_copy(fails, s3, tmp_path):
+    uri = f"{s3}/{tmp_path.name}/run"
+    reader = RunFolder(tmp_path / "reader", uri)
+    with contextlib.suppress(OSError), start_log(RunFolder(tmp_path / "driver", uri)) as log:
+        begin(log, 0)
+        copy = log.folder.path
+        assert copy.is_dir()
+        reader.pull()
+        assert [start["step"] for start in read_lines(reader.starts, texts=("device",))] == [0]
+        if fails:
+            raise OSError("full")
+    assert not copy.exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_tracker_has_the_records_and_the_samples_however_the_run_ends(fails, tmp_path):
+    folder, config = RunFolder(tmp_path), dataclasses.replace(CONFIG, trackers=("tensorboard",))
+    with contextlib.suppress(OSError), RunLog(folder, config, DESCRIPTION, send=lambda record: None) as log:
+        begin(log, 0)
+        log.write({"step": 1, "grad_norm_max": 2.0})
+        log.write_sample(Sample(step=1, prompt="def ", text="def some_words"))
+        if fails:
+            raise OSError("full")
+    events = b"".join(path.read_bytes() for path in folder.tensorboard.rglob("events*"))
+    assert b"grad_norm_max" in events
+    assert b"some_words" in events
+
+
 def test_what_is_not_finite_is_left_out(tmp_path):
     folder, sent = RunFolder(tmp_path), []
     with start_log(folder, sent.append) as log:
@@ -111,7 +149,7 @@ def test_what_is_not_finite_is_left_out(tmp_path):
 
 def test_a_sample_of_a_step_is_written_once(tmp_path):
     folder = RunFolder(tmp_path)
-    for start in (0, 10):
+    for start in (0, 0, 10):  # the first one has ended before its first checkpoint
         with start_log(folder) as log:
             begin(log, start)
             for step in range(start, 30, 10):
@@ -165,6 +203,26 @@ def test_a_start_that_is_rejected_writes_nothing(tmp_path):
         raise error
     assert [line["phase"] for line in sent] == ["starting", "loading"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_of_a_later_command_that_start_again_were_restarting_too(interrupted_at_20):
+    log = start_log(interrupted_at_20, clock=lambda: 30.0)
+    begin(log, 5, 25.0)  # another command, whose workers are killed
+    with start_log(interrupted_at_20, clock=lambda: 40.0) as log:
+        begin(log, 5, 25.0)
+        log.phase(5, "finished")
+    assert phases(interrupted_at_20)[-3:] == [("restarting", 5, 30.0), ("loading", 5, 40.0), ("finished", 5, 40.0)]
+
+
+def test_a_command_after_a_stop_begins_with_its_own_start(tmp_path):
+    folder = RunFolder(tmp_path)
+    for began_s in (25.0, 45.0):
+        with start_log(folder, clock=lambda now=began_s + 5: now) as log:
+            begin(log, 0, began_s)
+    assert phases(folder) == [
+        ("starting", 0, 25.0), ("loading", 0, 30.0), ("stopped", 0, 30.0),
+        ("starting", 0, 45.0), ("loading", 0, 50.0), ("stopped", 0, 50.0),
+    ]  # fmt: skip
 
 
 def test_a_run_is_stopped_from_a_kill_to_the_next_command(interrupted_at_20):
