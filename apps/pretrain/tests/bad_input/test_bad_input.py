@@ -140,14 +140,6 @@ LINES = [
         "must be divisible by 32 (2 data-parallel devices x 16 accumulation steps), got 16. Change it, train.grad",
     ),
     (
-        "--data book.txt --hardware cpu:2-4 --train.global-batch-size 8",  # an elastic group may have three workers
-        "must be divisible by 3 (3 data-parallel devices x 1 accumulation steps), got 8.",
-    ),
-    (
-        "--data book.txt --hardware tpu:v6e:4x4:1-3 --train.global-batch-size 32",
-        "must be divisible by 48 (48 data-parallel devices x 1 accumulation steps), got 32.",
-    ),
-    (
         "--data book.txt --hardware tpu:v7x:2x2x2 --train.global-batch-size 24",
         "must be divisible by 16 (16 data-parallel devices x 1 accumulation steps), got 24. Change it, train.grad",
     ),
@@ -189,10 +181,6 @@ LINES = [
     ("--train.log-every 9007199254740993", "--train.log-every must be an integer of at most 9007199254740991, got 9"),
     ("--train.max-epochs 1e300", "train.max_epochs must be above 0 and at most 1e+39, got 1e+300."),
     (f"{SMALL} --model.dtype float64", "model.dtype and model.param_dtype must be bfloat16 or float32, got float64."),
-    (
-        f"{SMALL} --model.param-dtype float64",
-        "model.dtype and model.param_dtype must be bfloat16 or float32, got float64.",
-    ),
     (f"{SMALL} --model.attention splash", "attention backend splash must have a multiple of 128 positions, got "),
     (f"{SMALL} --model.attention cudnn", "attention backend cudnn must have the type bfloat16, got float32. Choose"),
     (
