@@ -112,16 +112,16 @@ def test_what_a_tracker_writes_at_its_end_reaches_object_storage(s3, tmp_path, m
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_start_reaches_object_storage_at_once_and_leaves_no_copy(fails, s3, tmp_path):
     uri = f"{s3}/{tmp_path.name}/run"
-    reader = RunFolder(tmp_path / "reader", uri)
+    reader, copies = RunFolder(tmp_path / "reader", uri), []
     with contextlib.suppress(OSError), start_log(RunFolder(tmp_path / "driver", uri)) as log:
         begin(log, 0)
-        copy = log.folder.path
-        assert copy.is_dir()
+        copies.append(log.folder.path)
+        assert copies[0].is_dir()
         reader.pull()
         assert [start["step"] for start in read_lines(reader.starts, texts=("device",))] == [0]
         if fails:
             raise OSError("full")
-    assert not copy.exists()
+    assert not copies[0].exists()
 
 
 @pytest.mark.parametrize("fails", [False, True])

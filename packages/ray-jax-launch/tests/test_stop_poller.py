@@ -39,8 +39,8 @@ def noticed() -> threading.Event:
 def control(monkeypatch: pytest.MonkeyPatch, noticed: threading.Event) -> Iterator[Control]:
     """The control of a group of three, in which this process has the rank 2."""
     group = SimpleNamespace(id=SimpleNamespace(hex=lambda: GROUP))
-    monkeypatch.setattr(stop_poller.ray, "get", lambda called: called)
-    monkeypatch.setattr(stop_poller.ray.util, "get_current_placement_group", lambda: group)
+    monkeypatch.setattr("ray.get", lambda called: called)
+    monkeypatch.setattr("ray.util.get_current_placement_group", lambda: group)
     monkeypatch.setattr(stop_poller, "preemption_noticed", lambda: noticed.is_set)
     monkeypatch.setattr(stop_poller, "_POLL_EVERY_S", 0.01)
     set_train_fn_utils(LocalTrainFnUtils("run", {}, world_size=3, world_rank=2, local_rank=0, node_rank=1))
