@@ -227,11 +227,12 @@ def test_a_copy_has_neither_checkpoints_nor_hidden_files_nor_what_the_storage_la
 
 
 def test_a_worker_has_a_copy_of_its_own_which_it_deletes_at_its_end(run: RunFolder) -> None:
-    left = dataclasses.replace(run, owner="the command").for_worker()
+    training = dataclasses.replace(locate(f"{run.uri}"), owner="the command")
+    left = training.for_worker()
     (left.path / "sample.txt").write_text("of a killed worker")
-    worker = dataclasses.replace(run, owner="the command").for_worker()
+    worker = training.for_worker()
     assert worker.owner == "the command"
-    assert len({worker.path, locate(f"{run.uri}").path, reader_copy(f"{run.uri}").path}) == 3
+    assert len({worker.path, training.path, reader_copy(f"{run.uri}").path}) == 3
     assert worker.config.read_bytes() == run.config.read_bytes()
     assert not worker.sample.exists()
     worker.delete_copy()
