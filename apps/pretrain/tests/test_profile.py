@@ -83,6 +83,8 @@ def test_only_the_named_steps_are_profiled(train, tmp_path):
     planes = ProfileData.from_file(str(path)).planes
     events = [event for plane in planes for line in plane.lines for event in line.events]
     assert [dict(event.stats)["step_num"] for event in events if event.name == "train"] == [3, 4, 5]
+    # Calls of Python functions, such as `$threading.py:323 wait`, would slow the steps.
+    assert not any(event.name.startswith("$") for event in events)
     assert calls_of_products(path) == {3}
 
 
