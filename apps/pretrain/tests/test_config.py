@@ -194,6 +194,7 @@ def with_train(**fields):
         ({"max_epochs": 2.0}, 125),  # 2 * 1000 / 16
         ({"max_epochs": 1.5}, 93),
         ({"max_epochs": 1e-9}, 1),
+        ({"max_epochs": 2.01, "global_batch_size": 3}, 670),  # in floating point, 2.01 * 1000 is below 2010
         ({"max_tokens": 1}, 1),
         ({"max_tokens": 2 * 16 * 64 + 1}, 3),
         ({"max_epochs": 2.0, "max_tokens": 10**9}, 125),

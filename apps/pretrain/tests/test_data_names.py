@@ -68,6 +68,7 @@ def test_the_name_of_a_file_is_a_plain_name(name, tmp_path, monkeypatch):
         ("/books/War and Peace.txt", "war-and-peace"),
         ("s3://bucket/x", "x"),
         ("???", "data"),
+        (f"/books/{'long ' * 48}.txt", "-".join(["long"] * 20)),  # the name of a folder would be too long
         (f"train={WIKITEXT}:train,val={WIKITEXT}:validation", "wikitext-103-raw-v1"),
         ("train=/corpora/books/train.txt,val=/corpora/books/val.txt", "books"),
         ("train=web-train.bin,val=web-val.bin", "web"),

@@ -100,6 +100,7 @@ def test_a_page_has_two_examples_which_are_valid(page, command):
         ((), "the costliest operations."),
         (("--preset", "gpt2"), "Number of transformer blocks. (default: 12)"),
         (("--preset=wikitext",), "(default: $'\\n')"),
+        (("--preset=gpt2-xl", "--preset", "gpt2"), "Number of transformer blocks. (default: 12)"),
     ],
 )
 def test_defaults_are_shown_as_typed(page, arguments, text):

@@ -142,6 +142,23 @@ def test_a_rejection_leaves_an_earlier_run_in_object_storage_alone(s3: str, tmp_
     assert command_runs(folder) is False  # this machine still knows it
 
 
+def test_ctrl_c_before_the_lease_leaves_the_run_of_another_machine_alone(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"{s3}/{tmp_path.name}/run"
+    other = RunFolder(tmp_path, uri)
+    begin(other)
+
+    def interrupt(lease: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pretrain._run.lease._Lease._others", interrupt)
+    with pytest.raises(KeyboardInterrupt), lock_run(uri):
+        pass
+    other.pull()
+    assert [phase.phase for phase in read_phases(other)] == ["training"]
+
+
 def test_a_run_whose_folder_is_gone_may_have_begun_and_gets_no_new_one(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="full"):
         fail(tmp_path / "run", OSError("full"), begin, lambda folder: folder.path.rename(tmp_path / "moved"))

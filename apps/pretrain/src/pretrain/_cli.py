@@ -139,8 +139,10 @@ def _defaults(arguments: Sequence[str]) -> PretrainConfig:
     Raises:
         UsageError: there is no such preset.
     """
-    given = [value for flag, value in pairwise(arguments) if flag == "--preset"]
-    given += [word.removeprefix("--preset=") for word in arguments if word.startswith("--preset=")]
+    words = pairwise(["", *arguments])
+    given = [
+        word.removeprefix("--preset=") for before, word in words if before == "--preset" or word.startswith("--preset=")
+    ]
     build_command("train", [f"--preset={preset}" for preset in given])  # rejects an unknown one
     return build_config({}, {"preset": given[-1]} if given else {})
 

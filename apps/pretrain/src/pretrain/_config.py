@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from typing import Literal
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig
@@ -336,8 +337,9 @@ def with_length(config: PretrainConfig, *, num_windows: int) -> PretrainConfig:
     train = config.train
     steps: list[int] = []
     if train.max_epochs is not None:
-        exact = min(train.max_epochs * num_windows / train.global_batch_size, MAX_STEPS + 1)
-        steps.append(max(1, math.floor(exact)))
+        # 2.01 epochs of 1,000 windows are 2,010 windows; in floating point, they are fewer.
+        exact = Fraction(str(train.max_epochs)) * num_windows / train.global_batch_size
+        steps.append(min(max(1, math.floor(exact)), MAX_STEPS + 1))
     if train.max_tokens is not None:
         steps.append(-(-train.max_tokens // (train.global_batch_size * config.model.seq_len)))
     if not steps:

@@ -12,6 +12,7 @@ from ray_jax_launch import check_no_credentials, is_uri
 
 # A part of several names begins with a label and an equals sign. A path or a URI has another character before `=`.
 _LABEL = re.compile(r"[A-Za-z0-9_-]+=")
+_LONGEST_LABEL = 100  # a folder's name has at most 255 characters, with a preset or a digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def token_files(data: Plain | Splits | Mixture) -> str | list[str] | dict[str, f
 
 
 def label_of(data: Plain | Splits | Mixture) -> str:
-    """Return a short name for data, usable as a folder's name."""
+    """Return a name of at most 100 characters for data, usable as part of a folder's name."""
     match data:
         case Plain(name):
             words = Path(name).stem or name
@@ -115,7 +116,7 @@ def label_of(data: Plain | Splits | Mixture) -> str:
             words = re.split("[/:]", common.rstrip("/:"))[-1]
         case Mixture(labels, _):
             words = "-".join(labels)
-    return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-").lower() or "data"
+    return re.sub(r"[^A-Za-z0-9]+", "-", words)[:_LONGEST_LABEL].strip("-").lower() or "data"
 
 
 def _number(text: str) -> float:

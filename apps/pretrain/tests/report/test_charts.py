@@ -308,7 +308,7 @@ def test_a_time_line_of_many_phases_keeps_stops_and_long_phases():
 
 def test_each_run_has_a_name_and_a_look_of_its_own(write_run):
     history = read_history(write_run("first"))
-    uri = RunFolder(history.folder.path, "s3://bucket/runs/second?region=eu-west-1")
+    uri = RunFolder(history.folder.path, "s3://bucket/runs/second/?region=eu-west-1")
     third = dataclasses.replace(history, folder=RunFolder(history.folder.path, "s3://bucket/runs/third/"))
     runs = reported_runs([history, dataclasses.replace(history, folder=uri), third, *[history] * 6])
     assert [run.label for run in runs[:4]] == ["first", "second", "third", "first (2)"]

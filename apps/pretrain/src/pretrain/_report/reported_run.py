@@ -147,7 +147,7 @@ def reported_runs(histories: Sequence[RunHistory]) -> list[ReportedRun]:
     seen: Counter[str] = Counter()
     runs = []
     for number, history in enumerate(histories):
-        name = str(history.folder).rstrip("/").rpartition("/")[2].partition("?")[0]
+        name = history.folder.name
         seen[name] += 1
         runs.append(
             ReportedRun(

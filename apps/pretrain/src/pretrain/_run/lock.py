@@ -69,10 +69,11 @@ def lock_run(place: StoragePath, *, on_lost: Callable[[str], None] = _end) -> It
     with contextlib.ExitStack() as stack:
         command = stack.enter_context(_locked(run))
         run = dataclasses.replace(run, owner=command.owner)
-        is_new, num_starts = False, None
+        is_own, is_new, num_starts = False, False, None
         try:
             if run.uri is not None:
                 stack.enter_context(leasing(run.uri, command, note_loss))
+            is_own = True
             is_new = run.is_empty() and (run.uri is not None or run.path in made)
             run.pull()
             run.check()
@@ -88,7 +89,7 @@ def lock_run(place: StoragePath, *, on_lost: Callable[[str], None] = _end) -> It
                     raise RunFailedError(sentence) from error
             elif is_new and (isinstance(error, ValueError) or not run.config.exists()):
                 _delete(run, made)
-            elif is_new or end == "stopped":
+            elif is_new or (is_own and end == "stopped"):
                 write_end(run, end, None)
             elif run.uri is not None and run.path in made:
                 shutil.rmtree(run.path)
