@@ -30,13 +30,16 @@ def tree():
 def test_arrays_are_restored_bit_for_bit(place, tree):
     with Checkpoints(place) as checkpoints:
         assert checkpoints.latest_step() is None
-        checkpoints.save(7, {"params": tree, "extra": {"x": jnp.ones(2, jnp.bfloat16)}}, metadata={"seed": 1})
+        # NumPy's kind of these two types is that of records.
+        host = {"x": np.arange(3).astype(jnp.bfloat16), "y": np.arange(3).astype(jnp.float8_e4m3fn)}
+        checkpoints.save(7, {"params": tree, "extra": host, "host": host}, metadata={"seed": 1})
         checkpoints.wait()
     with Checkpoints(place) as checkpoints:
         assert checkpoints.latest_step() == 7
         assert checkpoints.metadata(7) == {"seed": 1}
-        restored = checkpoints.restore(7, {"params": tree})
-    assert set(restored) == {"params"}
+        restored = checkpoints.restore(7, {"params": tree, "host": host})
+    assert set(restored) == {"params", "host"}
+    jax.tree.map(np.testing.assert_array_equal, restored["host"], host)
     jax.tree.map(np.testing.assert_array_equal, restored["params"], tree)
     assert restored["params"]["h"][0]["w"].sharding == tree["h"][0]["w"].sharding
 

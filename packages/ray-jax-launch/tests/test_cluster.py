@@ -154,6 +154,36 @@ def test_the_url_of_a_dashboard_has_a_scheme(
     assert dashboard_url() == url
 
 
+def test_a_start_without_a_folder_fails_in_the_same_way_again(
+    starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier start opened is closed once: its descriptor may be another file's by then."""
+    with pytest.raises(LaunchError, match="no ports"):
+        connect(cpu(1))
+    monkeypatch.setenv("RAY_TMPDIR", "/dev/null")
+    for _ in range(2):
+        with pytest.raises(LaunchError, match="RAY_TMPDIR must be a folder"):
+            connect(cpu(1))
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "needed", "held", "is_enough"),
+    [
+        (25, {"CPU": 0.56}, {"CPU": 15}, True),  # as floats, 25 * 0.56 + 1 is above 15
+        (3, {"CPU": 1, "slots": 0.1}, {"CPU": 4, "slots": 0.3}, True),
+        (60, {"CPU": 0.55}, {"CPU": 34}, True),
+        (60, {"CPU": 0.55}, {"CPU": 33.9999}, False),
+    ],
+)
+def test_shares_of_resources_are_added_exactly(
+    monkeypatch: pytest.MonkeyPatch, num_workers: int, needed: dict[str, float], held: dict[str, float], is_enough: bool
+) -> None:
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": held}])
+    with contextlib.nullcontext() if is_enough else pytest.raises(LaunchError, match="must have 34 CPUs, 33 for the"):
+        check_resources(cpu(num_workers), resources_per_worker=needed, data_cpus=1)
+
+
 @pytest.mark.parametrize("num_looks", [1, 3, 99])
 def test_a_wait_for_nodes_ends_as_soon_as_they_have_come(monkeypatch: pytest.MonkeyPatch, num_looks: int) -> None:
     requests, waits = [], []

@@ -102,7 +102,7 @@ def raised(error: Exception) -> Exception:
         (WorkerGroupError("", {2: raised(KeyError("no such thing"))}), 2, "no such thing"),
         (PreemptionError(PreemptionInfo(None, {"a node": [0]})), None, "[0]"),
         (ControllerError(WorkerGroupStartupTimeoutError(3)), None, "3"),
-        (ActorDiedError(), None, "died"),
+        (ActorDiedError(), None, "actor"),
     ],
     ids=["worker", "preempted", "not started", "controller"],
 )
@@ -114,6 +114,7 @@ def test_the_logs_of_a_failed_group_are_kept_and_its_error_is_rays_too(
     assert isinstance(failed.value, TrainingFailedError)
     assert (failed.value.rank, failed.value.log_folder) == (rank, "/logs/kept")
     assert details in failed.value.details
+    assert ("controller died" in str(failed.value)) == isinstance(error, ActorDiedError)
 
 
 def test_a_lost_cluster_is_a_failure_without_a_rank(fit: Callable[..., Any]) -> None:
@@ -188,15 +189,26 @@ def test_a_signal_that_nobody_waits_for_is_an_interrupt(fit: Callable[..., Any])
 
 
 @pytest.mark.parametrize("value", [None, 7])
-def test_a_worker_that_fails_after_the_end_does_not_fail_the_run(
-    caplog: pytest.LogCaptureFixture, value: int | None
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            WorkerGroupError("", {2: raised(KeyError("no picture")), 5: raised(KeyError("another"))}),
+            "worker 2 failed: KeyError: 'no picture'",
+        ),
+        (PreemptionError(PreemptionInfo(None, {"a node": [0]})), "the workers were preempted; this was after"),
+    ],
+    ids=["worker", "preempted"],
+)
+def test_a_group_that_fails_after_the_end_does_not_fail_the_run(
+    caplog: pytest.LogCaptureFixture, value: int | None, error: Exception, message: str
 ) -> None:
     def fail() -> None:
-        raise WorkerGroupError("", {2: raised(KeyError("no picture")), 5: raised(KeyError("another"))})
+        raise error
 
     control, trainer = LocalControl(), SimpleNamespace(fit=fail)
-    with pytest.raises(WorkerGroupError):
+    with pytest.raises(type(error)):
         trainer_module._fit(trainer, control)  # pyright: ignore[reportArgumentType]
     control.finish.remote(value)
     assert trainer_module._fit(trainer, control) == value  # pyright: ignore[reportArgumentType]
-    assert "worker 2 failed: KeyError: 'no picture'" in caplog.text
+    assert message in caplog.text

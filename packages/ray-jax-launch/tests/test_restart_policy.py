@@ -18,6 +18,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 from ray_jax_launch import (
     DamagedCheckpointError,
     LaunchError,
+    MismatchedCheckpointError,
     OutOfMemoryError,
     StopRequestedError,
     StorageFullError,
@@ -146,7 +147,13 @@ def test_the_death_of_another_rank_does_not_hide_a_preemption() -> None:
     assert [policy.make_decision(lost) for _ in range(2)] == [RETRY, RAISE]
 
 
-@pytest.mark.parametrize("error", [DamagedCheckpointError, StorageFullError, StopRequestedError, LaunchError])
+@pytest.mark.parametrize(
+    "error",
+    [
+        DamagedCheckpointError, LaunchError, MismatchedCheckpointError, OutOfMemoryError, StopRequestedError,
+        StorageFullError,
+    ],
+)  # fmt: skip
 def test_an_error_that_says_all_is_raised_as_it_is(error: type[Exception]) -> None:
     found = to_raise({1: raised(error("what must hold")), 2: raised(KeyError("a"))}, cpu(3), "/logs")
     assert type(found) is error

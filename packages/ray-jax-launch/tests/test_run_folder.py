@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from pyarrow.fs import FileSelector, FileType
 
+from ray_jax_launch import LaunchError
 from ray_jax_launch._run_folder import making_run_folder
 from ray_jax_launch._storage import open_uri
 
@@ -73,6 +76,35 @@ def test_a_marker_of_another_host_is_deleted_after_a_day(tmp_path: Path, hours: 
         assert folder.marker is not None
         assert folder.marker.exists()
     assert other.exists() == (not is_left)
+
+
+def test_a_launch_of_more_than_a_day_keeps_its_marker(tmp_path: Path) -> None:
+    with making_run_folder(tmp_path, "run") as first:
+        assert first.marker is not None
+        os.utime(first.marker, (0, 0))
+        with making_run_folder(tmp_path, "run"):
+            assert first.marker.exists()
+
+
+def test_a_marker_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
+    before = len(os.listdir("/dev/fd"))  # noqa: PTH208
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        with pytest.raises(LaunchError, match="File too large"), making_run_folder(tmp_path / "storage", "run"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*tmp_path.iterdir()] == []
+    assert len(os.listdir("/dev/fd")) == before  # noqa: PTH208
+
+
+def test_a_marker_that_was_never_complete_is_deleted(tmp_path: Path) -> None:
+    left = tmp_path / "run" / ".new.launch-0"
+    left.parent.mkdir()
+    left.write_text(socket.gethostname())
+    with making_run_folder(tmp_path, "run"):
+        assert not left.exists()
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])

@@ -39,6 +39,7 @@ _logger = logging.getLogger("ray_jax_launch")
 _silent_jobs: set[str] = set()
 
 _NICENESS = "RAY_worker_niceness"
+_UNITS = 10_000  # Ray's of a resource
 # Ray's limit for the start of a node is 30 s, and no setting changes it.
 _TOO_SLOW, _NUM_TRIES = "timed out during startup", 3
 # Of the cluster that this process started last.
@@ -119,7 +120,8 @@ def _start(hardware: Hardware, *, dashboard: bool, num_tries: int = _NUM_TRIES) 
     # Ray's default is the niceness 15. Each short task of another process would then hold up a training step.
     os.environ.setdefault(_NICENESS, "0")
     if _started is not None:  # its cluster has ended by `ray.shutdown`
-        for part in _started:
+        ended, _started = _started, None
+        for part in ended:
             part.close()
     protect_token()
     folder = ClusterFolder()
@@ -267,26 +269,36 @@ def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpu
     nodes = [node["Resources"] for node in _living_nodes()]
     # The devices first: a cluster without them is the likely mistake. CPUs last, with those of Ray Data.
     for resource in sorted(per_worker, key=lambda name: (name == "CPU", name != hardware.kind.upper())):
-        needed, held = per_worker[resource], [resources.get(resource, 0) for resources in nodes]
+        needed, held = _units(per_worker[resource]), [_units(resources.get(resource, 0)) for resources in nodes]
         if not needed or (resource == "CPU" and hardware.kind != "cpu"):
             continue
         if sum(held) < hardware.min_workers * needed:
-            total = hardware.min_workers * needed
-            return f"The Ray cluster must have {total:g} {resource}s for {hardware}, got {sum(held):g}"
+            total = _shown(hardware.min_workers * needed)
+            return f"The Ray cluster must have {total} {resource}s for {hardware}, got {_shown(sum(held))}"
         # All devices of a worker are on one node.
-        places = sum(int(count / needed) for count in held)
+        places = sum(count // needed for count in held)
         if places < hardware.min_workers:
-            sizes = ", ".join(f"{count:g}" for count in sorted(held, reverse=True))
+            sizes = ", ".join(map(_shown, sorted(held, reverse=True)))
             return (
-                f"The Ray cluster must have room for {hardware.min_workers} workers of {needed:g} {resource}s each for "
-                f"{hardware}, got room for {places} on nodes of {sizes} {resource}s"
+                f"The Ray cluster must have room for {hardware.min_workers} workers of {_shown(needed)} {resource}s "
+                f"each for {hardware}, got room for {places} on nodes of {sizes} {resource}s"
             )
     # Ray gives each worker a CPU, on GPU and TPU nodes too.
-    cpus = sum(resources.get("CPU", 0) for resources in nodes)
-    worker_cpus = hardware.min_workers * per_worker.get("CPU", 0)
-    if cpus < worker_cpus + data_cpus:
+    cpus = sum(_units(resources.get("CPU", 0)) for resources in nodes)
+    worker_cpus = hardware.min_workers * _units(per_worker.get("CPU", 0))
+    all_cpus = worker_cpus + _units(data_cpus)
+    if cpus < all_cpus:
         return (
-            f"The Ray cluster must have {worker_cpus + data_cpus:g} CPUs, {worker_cpus:g} for the "
-            f"workers of {hardware} and {data_cpus} for the tasks of Ray Data, got {cpus:g}"
+            f"The Ray cluster must have {_shown(all_cpus)} CPUs, {_shown(worker_cpus)} for the workers of {hardware} "
+            f"and {data_cpus} for the tasks of Ray Data, got {_shown(cpus)}"
         )
     return None
+
+
+def _units(amount: float) -> int:
+    """Return an amount of a resource in ten-thousandths, as Ray counts it: sums of floats are not exact."""
+    return round(amount * _UNITS)
+
+
+def _shown(units: int) -> str:
+    return f"{units / _UNITS:g}"

@@ -15,6 +15,7 @@ from ray_jax_launch._ray_internals.ray_train import STORAGE_MARKER_NAME
 from ray_jax_launch._storage import StoragePath, join_path, open_uri
 
 _MARKER = ".launch-"
+_NEW = ".new"  # before the name of a marker that is not locked yet
 # A killed launch leaves its marker. On this host its lock tells. That of another host counts as left after this time.
 _LEFT_AFTER_S = 24 * 3600.0
 
@@ -49,7 +50,7 @@ def making_run_folder(storage_path: StoragePath, name: str) -> Iterator[RunFolde
         try:
             made += (path for path in (*reversed(run_path.parents), run_path) if not path.exists())
             run_path.mkdir(parents=True, exist_ok=True)
-            for other in run_path.glob(f"{_MARKER}*"):
+            for other in [*run_path.glob(f"{_MARKER}*"), *run_path.glob(f"{_NEW}{_MARKER}*")]:
                 with contextlib.suppress(OSError):  # its launch has ended just now
                     if _is_left(other):
                         other.unlink()
@@ -74,27 +75,33 @@ def making_run_folder(storage_path: StoragePath, name: str) -> Iterator[RunFolde
 
 def _make_marker(marker: Path) -> int:
     """Make a marker, which is locked from the moment that it has its name. Return the descriptor of the lock."""
-    new = marker.with_name(f".new{marker.name}")
+    new = marker.with_name(f"{_NEW}{marker.name}")
     lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    os.write(lock, socket.gethostname().encode())
-    with contextlib.suppress(OSError):  # a file system without locks: the marker counts as left after a day
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    new.rename(marker)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: the marker counts as left after a day
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, socket.gethostname().encode())
+        new.rename(marker)
+    except BaseException:
+        os.close(lock)
+        new.unlink(missing_ok=True)
+        raise
     return lock
 
 
 def _is_left(marker: Path) -> bool:
     """Return whether the launch of a marker has ended."""
-    if time.time() - marker.stat().st_mtime > _LEFT_AFTER_S:
-        return True
     with marker.open() as file:
-        if file.read() != socket.gethostname():
-            return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # it is locked, or the file system has no locks
-            return False
-    return True
+        if file.read() == socket.gethostname():
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:
+                pass  # the file system has no locks
+            else:
+                return True
+    return time.time() - marker.stat().st_mtime > _LEFT_AFTER_S
 
 
 def _delete_markers(marker: Path) -> None:

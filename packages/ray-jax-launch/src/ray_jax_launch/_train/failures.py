@@ -12,6 +12,7 @@ from ray.train import Checkpoint, TrainingFailedError, UserCallback
 from ray_jax_launch._errors import (
     DamagedCheckpointError,
     LaunchError,
+    MismatchedCheckpointError,
     OutOfMemoryError,
     PermanentError,
     StopRequestedError,
@@ -24,6 +25,15 @@ from ray_jax_launch._train.control_actor import ControlHandle, Metrics
 _JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 # Status of jax's errors when memory of a device or of the host cannot be allocated.
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
+# Errors whose message tells everything, a class after those that are derived from it.
+_SENTENCES = (
+    OutOfMemoryError,
+    MismatchedCheckpointError,
+    LaunchError,
+    DamagedCheckpointError,
+    StorageFullError,
+    StopRequestedError,
+)
 
 
 class WorkersFailed(TrainingFailed, TrainingFailedError):
@@ -112,7 +122,7 @@ def to_raise(failures: Mapping[int, Exception], hardware: object, log_folder: st
     """
     rank, details = first_failure(failures)
     failure = failures[rank]
-    for cls in (LaunchError, DamagedCheckpointError, StorageFullError, StopRequestedError):
+    for cls in _SENTENCES:
         if isinstance(failure, cls):
             return cls(str(failure))  # its traceback in the worker does not help the user
     shortage = _shortage(failure)

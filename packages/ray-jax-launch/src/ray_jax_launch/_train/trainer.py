@@ -320,6 +320,8 @@ class JaxTrainer(RayJaxTrainer):
             return make_result(trainer.outcome, control, return_value, log_folder())
         except SystemExit:
             raise KeyboardInterrupt from None  # see Interrupt
+        except WorkersFailed:  # of the controller; it is an error of Ray Train too
+            raise
         except ClusterLostError as error:
             raise WorkersFailed(str(error), None, "", log_folder(of_failure=True)) from None
         except WorkerGroupError as error:
@@ -380,11 +382,13 @@ def _fit(trainer: Trainer, control: ControlHandle) -> Any:
     """Train, and return the value of rank 0."""
     try:
         return trainer.fit().return_value
-    except WorkerGroupError as error:
+    except (WorkerGroupError, PreemptionError) as error:
         finished = answer(control.state.remote()).finished
         if finished is None:
             raise
-        rank, _ = first_failure(error.worker_failures)
-        what = in_a_line(rank, error.worker_failures[rank])
+        what = "the workers were preempted"
+        if isinstance(error, WorkerGroupError):
+            rank, _ = first_failure(error.worker_failures)
+            what = in_a_line(rank, error.worker_failures[rank])
         _logger.warning("%s; this was after the training had ended, and nothing is lost", what)
         return finished[0]
