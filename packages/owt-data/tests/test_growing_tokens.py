@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from owt_data import DataError, GrowingTokens, OrderKind, find_source, open_tokens
+from owt_data import DataError, GrowingTokens, OrderKind, TokenSequence, find_source, open_tokens
 from owt_data._prepare.growing_tokens import note_end, note_start, raise_failure, read_num_wanted
 from owt_data._prepare.shards import local_encoder, tokenize
 from owt_data._sources.documents import Documents
+from owt_data._tokens.window_order import num_windows
 
 TEXT = np.resize([*b"nine char", 256], 120)
 ORDER: OrderKind = "sequential"
@@ -107,6 +108,21 @@ def test_the_end_of_a_preparation_is_noted_with_its_reason(
     note_start(out)
     note_end(out, None)
     assert sorted(path.name for path in staging.iterdir()) == ["parts-train", "wanted"]
+
+
+def test_another_thread_may_look_for_the_tokens_again(
+    unfinished: Callable[[str, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished("train", 5)
+    tokens = GrowingTokens(tmp_path / "out", "train", is_one_source=False)
+    assert len(tokens) == 50
+
+    def find_again(num_tokens: int, seq_len: int) -> int:
+        tokens._tokens, tokens._num_shards = TokenSequence(()), 0
+        return num_windows(num_tokens, seq_len)
+
+    monkeypatch.setattr("owt_data._prepare.growing_tokens.num_windows", find_again)
+    np.testing.assert_array_equal(window(tokens, 3), TEXT[21:29])
 
 
 @pytest.mark.parametrize("order", ["sequential", "sequential-first"])

@@ -96,8 +96,9 @@ class GrowingTokens:
             if self.is_complete or self._split == "val":
                 return self._tokens.windows(indices, seq_len=seq_len, order=order, seed=seed)
             self._want((last + 1) * seq_len + 1)
-            exists = last < num_windows(len(self._tokens), seq_len)
-            return self._tokens.read_windows(indices * seq_len, seq_len) if exists else None
+            tokens = self._tokens  # another thread may look for them again
+            exists = last < num_windows(len(tokens), seq_len)
+            return tokens.read_windows(indices * seq_len, seq_len) if exists else None
 
         since = time.monotonic()
         while (windows := self._retry(read)) is None:
