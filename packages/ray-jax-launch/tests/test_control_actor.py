@@ -257,6 +257,14 @@ def test_the_driver_renews_and_hears_of_silence_until_a_worker_polls(monkeypatch
     assert not is_silent.is_set()
 
 
+def test_the_actor_of_a_lost_cluster_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_actor.ClusterWatch, "loss", lambda watch, **_: "its raylet on this node has ended")
+    control, seen = LocalControl(), []
+    with forwarding(control, lambda rank, metrics: seen.append(metrics)):
+        control.record.remote(0, {"step": 7})
+    assert seen == []
+
+
 def test_what_a_loop_sends_last_is_forwarded_before_the_block_ends(caplog: pytest.LogCaptureFixture) -> None:
     control, seen = LocalControl(), []
     caplog.set_level(logging.DEBUG, "ray_jax_launch")

@@ -286,6 +286,9 @@ def forwarding(
         while not stopping:
             stopping = stop.wait(_COLLECT_EVERY_S)
             renew()
+            # A call in a lost cluster would wait, and Ray's C++ would print that it cannot tell the driver.
+            if ClusterWatch().loss() is not None:
+                return
             try:
                 collected: Collected = answer(control.collect.remote())
             except RayError:
