@@ -157,7 +157,7 @@ def test_the_url_of_a_dashboard_has_a_scheme(
 def test_a_start_without_a_folder_fails_in_the_same_way_again(
     starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an earlier start opened is closed once: its descriptor may be another file's by then."""
+    """A descriptor that was closed once may be another file's."""
     with pytest.raises(LaunchError, match="no ports"):
         connect(cpu(1))
     monkeypatch.setenv("RAY_TMPDIR", "/dev/null")

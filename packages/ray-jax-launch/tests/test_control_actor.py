@@ -258,7 +258,9 @@ def test_the_driver_renews_and_hears_of_silence_until_a_worker_polls(monkeypatch
 
 
 def test_the_actor_of_a_lost_cluster_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_actor.ClusterWatch, "loss", lambda watch, **_: "its raylet on this node has ended")
+    monkeypatch.setattr(
+        "ray_jax_launch._lost_cluster.ClusterWatch.loss", lambda watch, **_: "its raylet on this node has ended"
+    )
     control, seen = LocalControl(), []
     with forwarding(control, lambda rank, metrics: seen.append(metrics)):
         control.record.remote(0, {"step": 7})
