@@ -204,7 +204,7 @@ def _savable(where: str, x: Any) -> Any:
     is_number = isinstance(x, jax.Array | int | float)
     if isinstance(x, np.ndarray):
         # NumPy's kind of bfloat16 is that of records.
-        is_number = x.dtype.kind not in _NO_NUMBERS or jax.numpy.issubdtype(x.dtype, np.number)
+        is_number = x.dtype.kind not in _NO_NUMBERS or jnp.issubdtype(x.dtype, np.number)
         is_number = is_number and x.dtype.char not in _LONG_DOUBLES
     if isinstance(x, int) and not _MIN_INT <= x <= _MAX_INT:
         raise ValueError(f"{where} must be a number of at most 64 bits, got {shown(x)}. Put it into the metadata.")
