@@ -126,14 +126,16 @@ def test_standard_output_gets_the_content(name, place):
     code = f"""
 from pathlib import Path
 from pretrain._surroundings.output_file import write_output
+print("before", flush=True)
 write_output(Path("{name}"), b"new")
+print("after")
 """
     with Path("out").open("wb") as file:
         subprocess.run([sys.executable, "-c", code], check=True, stdout=file, timeout=60)
         assert os.path.samestat(Path("out").stat(), os.fstat(file.fileno()))  # no other file has the name
-    assert Path("out").read_bytes() == b"new"
+    assert Path("out").read_bytes() == b"before\nnewafter\n"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
-    assert done.stdout == b"new"
+    assert done.stdout == b"before\nnewafter\n"
 
 
 @pytest.mark.parametrize("name", [".", "missing/file"])

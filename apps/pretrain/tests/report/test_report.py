@@ -1,6 +1,8 @@
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -379,3 +381,12 @@ def test_samples_of_each_prompt_are_apart(write_run, make_page):
             r'<th scope="row">(.*?)</th><td><pre><b>(.*?)</b>(.*?)</pre>', details.split("</details>")[0]
         )
         assert found == [(step, prompt, f"words {step.replace(',', '')}{prompt.strip()}") for step in ("0", "1,250")]
+
+
+def test_standard_output_is_the_page_alone(write_run, tmp_path):
+    with (tmp_path / "page.html").open("wb") as file:
+        command = [sys.executable, "-m", "pretrain", "report", str(write_run()), "--out", "/dev/stdout"]
+        subprocess.run(command, check=True, stdout=file, timeout=120)
+    page = (tmp_path / "page.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert page.rstrip().endswith("</html>")

@@ -12,7 +12,7 @@ from pretrain._report.page import render_page
 from pretrain._run.find import find_run
 from pretrain._run.history import read_history
 from pretrain._screen.facts import print_line
-from pretrain._surroundings.output_file import check_output, write_output
+from pretrain._surroundings.output_file import check_output, is_open_file, write_output
 from ray_jax_launch import as_storage_path
 
 _NAME = "report.html"
@@ -43,7 +43,8 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     page = render_page([read_history(folder) for folder in folders], now_s=clock()).encode()
     with _failures(path):
         write_output(path, page)
-    print_line(console, f"wrote {one_line(str(path))} ({len(page) / 1e6:.2f} MB)")
+    if not is_open_file(path):
+        print_line(console, f"wrote {one_line(str(path))} ({len(page) / 1e6:.2f} MB)")
     return path
 
 

@@ -47,15 +47,31 @@ def write_output(path: Path, content: bytes) -> None:
     """
     check_output(path)
     mode = _mode(path)
-    if (mode is None or stat.S_ISREG(mode)) and not os.fspath(path.absolute()).startswith(_OPEN_FILES):
+    if (mode is None or stat.S_ISREG(mode)) and not is_open_file(path):
         _replace(_target(path), content)
         return
-    # A pipe without a reader is an error, and not a wait without an end.
-    with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
+    with open(_opened(path), "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
         os.set_blocking(file.fileno(), True)
         left = memoryview(content)
         while left:
             left = left[file.write(left) :]
+
+
+def is_open_file(path: Path) -> bool:
+    """Return whether a path names a file by its descriptor, as `/dev/stdout` does."""
+    return os.fspath(path.absolute()).startswith(_OPEN_FILES)
+
+
+def _opened(path: Path) -> int:
+    """Return a descriptor of a pipe, a device or a file that is open already."""
+    if is_open_file(path):
+        for descriptor in (1, 2):
+            # Its position is that of the stream, behind what was printed.
+            with contextlib.suppress(OSError):  # the stream is closed
+                if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                    return os.dup(descriptor)
+    # A pipe without a reader is an error, and not a wait without an end.
+    return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
 
 def _replace(target: Path, content: bytes) -> None:
