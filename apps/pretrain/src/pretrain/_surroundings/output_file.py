@@ -50,7 +50,7 @@ def write_output(path: Path, content: bytes) -> None:
     if (mode is None or stat.S_ISREG(mode)) and not is_open_file(path):
         _replace(_target(path), content)
         return
-    with open(_opened(path), "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
+    with open(_opened(path), "wb", buffering=0) as file:
         os.set_blocking(file.fileno(), True)
         left = memoryview(content)
         while left:
