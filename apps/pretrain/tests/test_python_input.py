@@ -110,7 +110,7 @@ def found(tmp_path_factory):
         ("console", "console must be a rich.console.Console or None, got 'stdout'. Leave it out."),
         ("storage device", "/dev/null/quickstart-builtin must be accessible, got Not a directory. Check it, or give"),
         ("lock folder", "run/.lock must be accessible, got Is a directory. Check it, or give another path."),
-        ("long data", "name must have at most 255 bytes, got 'quickstart-xxx"),
+        ("long data", "must be readable, got File name too long. Correct that"),
         ("load_trained(None)", "run must be a text or a path, got None. Give the run's folder, URI or name."),
         ("load_trained(bytes)", "run must be a text or a path, got b'runs'. Give the run's folder, URI or name."),
         ("load_trained(path)", "run must be a text or a path, got BadPath(). Give"),

@@ -1,12 +1,26 @@
 """Tokens of an unfinished folder: the shards that exist, the wishes of readers, and the end of the preparation."""
 
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from owt_data import DataError, GrowingTokens, OrderKind, TokenSequence, find_source, open_tokens
+from owt_data import (
+    DataError,
+    GrowingTokens,
+    OrderKind,
+    PrepareOptions,
+    Progress,
+    TokenSequence,
+    find_source,
+    open_tokens,
+    prepare_in_background,
+)
 from owt_data._prepare.growing_tokens import note_end, note_start, raise_failure, read_num_wanted
 from owt_data._prepare.shards import local_encoder, tokenize
 from owt_data._sources.documents import Documents
@@ -14,6 +28,7 @@ from owt_data._tokens.window_order import num_windows
 
 TEXT = np.resize([*b"nine char", 256], 120)
 ORDER: OrderKind = "sequential"
+START = PrepareOptions(tokenizer="bytes", split="start")
 
 
 @pytest.fixture
@@ -142,3 +157,61 @@ def test_a_complete_folder_has_the_windows_of_its_file_and_its_vocabulary(order:
         tokens.tofile(prepared / f"{split}.bin")
         with pytest.raises(DataError, match=rf"{split}\.bin must be below 257, .*, got 257 at token 9\."):
             growing.windows(np.array([1]), seq_len=7, order=order, seed=3)
+
+
+KILLED_EARLY = """
+import sys, time
+from owt_data import PrepareOptions, prepare_in_background
+with prepare_in_background(sys.argv[1], sys.argv[2], PrepareOptions(tokenizer="bytes", split="start"), num_processes=1):
+    print("reading", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.fault
+def test_a_reader_does_not_wait_for_a_preparation_that_was_killed(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("fault", "SIGKILL of a process that prepares tokens, while another one waits for them")
+    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 1.0)
+    out = tmp_path / "out"
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED_EARLY, str(corpus), str(out)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.kill()
+    assert (tmp_path / ".out.partial/running").exists()
+    tokens, errors = GrowingTokens(out, "train", is_one_source=True), list[str]()
+
+    def read() -> None:
+        try:
+            tokens.windows(np.array([corpus.stat().st_size // 64 - 10]), seq_len=64, order=ORDER, seed=0)
+        except DataError as error:
+            errors.append(str(error))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(60)
+    assert ["got a preparation that has ended" in error for error in errors] == [True]
+
+
+def test_a_reader_waits_for_a_slow_preparation(articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signs of life count, not the shards that it finishes."""
+    for name in ("MIN", "MAX"):
+        monkeypatch.setattr(f"owt_data._prepare.plan.{name}_SHARD_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.background._SIGN_OF_LIFE_S", 0.1)
+    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 3.0)
+    waiting, answers = threading.Event(), []
+
+    def stall(progress: Progress) -> None:
+        if waiting.is_set() and not answers:
+            answers.append(time.sleep(5.0))
+
+    out = tmp_path / "out"
+    with prepare_in_background(str(articles), out, START, num_processes=1, progress=stall) as data:
+        waiting.set()
+        last = np.array([data.train.num_windows(64) + 100])
+        windows = data.train.windows(last, seq_len=64, order=ORDER, seed=0)
+    assert answers
+    assert windows.shape == (1, 64 + 1)

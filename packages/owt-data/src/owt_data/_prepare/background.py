@@ -11,14 +11,14 @@ from pathlib import Path
 from owt_data._errors import DataError, RejectedDocumentsError, show
 from owt_data._options import PrepareOptions, check_arguments
 from owt_data._paths import Names
-from owt_data._prepare.growing_tokens import GrowingTokens, note_end, note_start, read_num_wanted
+from owt_data._prepare.growing_tokens import GrowingTokens, note_end, note_life, note_start, read_num_wanted
 from owt_data._prepare.prepare import Progress, Report, local_folder, prepare_for
 from owt_data._prepare.shards import staging_path
 from owt_data._sources.names import find_splits
 from owt_data._tokens.open import TokenData, open_tokens
 
 _log = logging.getLogger("owt_data")
-_POLL_S = 0.1
+_POLL_S, _SIGN_OF_LIFE_S = 0.1, 10.0
 
 
 class _Stopped(Exception):
@@ -72,13 +72,16 @@ def prepare_in_background(
         name="prepare",
         daemon=True,
     )
+    sign_of_life = threading.Thread(target=worker.show_life, name="prepare-life", daemon=True)
     thread.start()
+    sign_of_life.start()
     try:
         worker.wait(is_one_source=is_one_source)
         yield open_tokens(str(worker.folder), tokenizer=options.tokenizer)
     finally:
         worker.stop.set()
         thread.join()
+        sign_of_life.join()
         if isinstance(worker.error, RejectedDocumentsError):
             # The source must change, so its shards are useless.
             shutil.rmtree(staging_path(worker.folder), ignore_errors=True)
@@ -108,6 +111,11 @@ class _Worker:
         finally:
             note_end(self.folder, self.error)
             self._ended.set()
+
+    def show_life(self) -> None:
+        """Give the readers a sign of life until the preparation ends: a killed one leaves its notes behind."""
+        while not self._ended.wait(_SIGN_OF_LIFE_S):
+            note_life(self.folder)
 
     def wait(self, *, is_one_source: bool) -> None:
         """Wait until all validation tokens exist, and training can begin.

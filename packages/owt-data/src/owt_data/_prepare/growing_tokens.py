@@ -25,7 +25,8 @@ from owt_data._tokens.window_order import as_int64, check_seed, num_windows
 _WANTED_NAME, _RUNNING_NAME, _ERROR_NAME = "wanted", "running", "error.txt"
 _POLL_S = 0.1
 _MOST_DIGITS, _MOST_CHARS = 20, 1 << 16
-# Seconds until a network file system shows the files of another machine; and until a folder counts as not shared.
+# Seconds until a network file system shows the files of another machine, or a preparation without a sign of life counts
+# as killed; and until a folder counts as not shared.
 _PATIENCE_S, _SHARED_WITHIN_S = 90.0, 15.0
 
 T = TypeVar("T")
@@ -54,6 +55,8 @@ class GrowingTokens:
         self.is_complete = False
         """True after a call that has found the complete tokens."""
         self._tokens, self._num_shards, self._num_wanted = TokenSequence(()), 0, 0
+        self._sign_of_life: int | None = None
+        self._sign_since = 0.0
 
     def __len__(self) -> int:
         """Return the number of tokens that exist.
@@ -123,11 +126,15 @@ class GrowingTokens:
 
     def _check_running(self, since: float) -> None:
         """Check that tokens which are waited for since a time can still come."""
-        if (staging_path(self._folder) / _RUNNING_NAME).exists() or read_manifest(self._folder) is not None:
+        now, sign_of_life = time.monotonic(), _read_sign_of_life(self._folder)
+        if sign_of_life != self._sign_of_life:
+            self._sign_of_life, self._sign_since = sign_of_life, now
+        is_running = sign_of_life is not None and now - self._sign_since < _PATIENCE_S
+        if is_running or read_manifest(self._folder) is not None:
             return
         raise_failure(self._folder)
-        waited_s = time.monotonic() - since
-        if not self._num_shards and waited_s > _SHARED_WITHIN_S:
+        waited_s = now - since
+        if sign_of_life is None and not self._num_shards and waited_s > _SHARED_WITHIN_S:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder))
         if waited_s > _PATIENCE_S:
             raise DataError(
@@ -178,6 +185,19 @@ def note_start(folder: Path) -> None:
     staging = staging_path(folder)
     (staging / _ERROR_NAME).unlink(missing_ok=True)
     (staging / _RUNNING_NAME).touch()
+
+
+def note_life(folder: Path) -> None:
+    """Note for the readers of a folder that its preparation still runs."""
+    with contextlib.suppress(OSError):  # it has ended
+        os.utime(staging_path(folder) / _RUNNING_NAME)
+
+
+def _read_sign_of_life(folder: Path) -> int | None:
+    """Return a number that changes while the preparation of a folder runs, or None if it has ended."""
+    with contextlib.suppress(FileNotFoundError):
+        return (staging_path(folder) / _RUNNING_NAME).stat().st_mtime_ns
+    return None
 
 
 def note_end(folder: Path, error: Exception | None) -> None:
