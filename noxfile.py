@@ -83,7 +83,7 @@ def tests(session: nox.Session, part: str) -> None:
 
 
 @nox.session
-@each(["nnx-gpt2", "ray-jax-launch", INTEGRATION])
+@each(["nnx-gpt2", "ray-jax-launch", "pretrain", INTEGRATION])
 def slow(session: nox.Session, part: str) -> None:
     """Run the slow tests, which `tests` leaves out."""
     sync_part(session, part)

@@ -83,6 +83,7 @@ def test_a_folder_that_is_renamed_during_its_run_gets_no_double(tmp_path, record
         assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_command_writes_nothing_into_another_run_in_the_place_of_its_own(tmp_path, record_property):
     record_property("fault", "another run takes the name of a run that trains")
@@ -99,6 +100,7 @@ def test_a_command_writes_nothing_into_another_run_in_the_place_of_its_own(tmp_p
         assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_first_checkpoint_that_does_not_fit_deletes_no_records(tmp_path, record_property):
     record_property("fault", "the first checkpoint does not fit the storage")
@@ -114,6 +116,7 @@ def test_a_first_checkpoint_that_does_not_fit_deletes_no_records(tmp_path, recor
     assert phases(tmp_path)[-1] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_tokens_that_vanish_during_a_run_are_a_failure_and_no_bad_input(tmp_path, record_property):
     record_property("fault", "train.bin is deleted while a run trains")
@@ -128,6 +131,7 @@ def test_tokens_that_vanish_during_a_run_are_a_failure_and_no_bad_input(tmp_path
     assert (tmp_path / "runs/run/metrics.jsonl").stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_bad_line_of_a_stream_deletes_no_records(tmp_path, record_property):
     record_property("fault", "a line of the text is no JSON, found while the run trains on the text before it")

@@ -266,6 +266,7 @@ def test_an_interrupt_in_the_middle_of_rays_start_is_no_crash(number, tmp_path, 
     wait_until(lambda: clusters(temporary) == [])
 
 
+@pytest.mark.slow
 @on_linux
 @on_linux
 @pytest.mark.fault
@@ -317,6 +318,7 @@ def test_what_a_late_process_writes_is_deleted_too(parent):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_the_logs_of_a_failed_run_stay_and_nothing_else(start, tmp_path, temporary):
     driver = start()
     (tmp_path / "fail").touch()

@@ -36,6 +36,7 @@ def save_only_when_asked(config):
                 return step
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_an_elastic_group_saves_before_it_grows(nodes, tmp_path, caplog, record_property):
     record_property("fault", "a node joins an elastic run")

@@ -72,6 +72,7 @@ def fail_then_finish(config):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_run_survives_a_taken_port_a_read_error_and_a_death_after_its_end(
     tmp_path, caplog, monkeypatch, record_property

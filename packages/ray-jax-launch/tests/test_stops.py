@@ -292,6 +292,7 @@ def kill_process(title):
     os.kill(victim, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_launch_survives_the_death_of_the_control_actor(tmp_path, caplog, record_property):
     record_property("fault", "SIGKILL of the control actor, then Ctrl-C")
@@ -318,6 +319,7 @@ def test_a_launch_survives_the_death_of_the_control_actor(tmp_path, caplog, reco
     assert saved == max(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_the_workers_start_again_after_the_death_of_rays_controller(tmp_path, caplog, record_property):
     record_property("fault", "SIGKILL of Ray Train's controller, twice")
