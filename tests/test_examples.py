@@ -100,6 +100,7 @@ def own_text(run, tmp_path_factory):
     return run("own_text.py", folder, "--max-steps", 40)
 
 
+@pytest.mark.slow
 def test_own_text_is_prepared_and_trained(own_text):
     assert "'train.bin': '" in own_text
     assert float(own_text.split("validation loss ")[1].split(",")[0]) < 4.0

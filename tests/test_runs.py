@@ -202,6 +202,7 @@ def test_an_evaluation_skips_a_damaged_checkpoint_with_a_warning(finished, pretr
     assert f"checkpoint {MAX_STEPS} in {run / 'checkpoints'} is damaged" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_run_with_damaged_checkpoints_only_ends_with_an_error_message(
     finished, pretrain, corpus, tmp_path, record_property

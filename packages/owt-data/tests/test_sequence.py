@@ -42,6 +42,12 @@ def test_a_slice_of_a_sequence_is_a_sequence(files):
         np.testing.assert_array_equal(piece.read(), np.arange(start, stop))
 
 
+@pytest.mark.parametrize(("first", "second"), [((10, 20), (3, 7)), ((999, 4001), (2, 2001)), ((1500, 5000), (0, 3500))])
+def test_a_slice_of_a_slice_begins_where_the_slice_does(first, second, files):
+    piece = sequence(files).between(*first).between(*second)
+    np.testing.assert_array_equal(piece.read(), np.arange(first[0] + second[0], first[0] + second[1]))
+
+
 def test_tokens_travel_between_processes(files):
     mixture = TokenMixture((sequence(files[:2]), sequence(files[2:])), (1.0, 2.0))
     again = pickle.loads(pickle.dumps(mixture))
