@@ -159,8 +159,9 @@ def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(place, tree):
     assert sorted(list_steps(place)) == [20, 30, 50, 60]
 
 
-def test_the_best_checkpoint_is_known_after_a_restart(place, tree):
-    for step, score in ((10, 1.0), (20, 3.0), (30, 2.0)):
+@pytest.mark.parametrize("best", [1.0, 0.0, -1.0])
+def test_the_best_checkpoint_is_known_after_a_restart(best, place, tree):
+    for step, score in ((10, best), (20, 3.0), (30, 2.0)):
         with Checkpoints(place, num_to_keep=1, num_best_to_keep=1) as checkpoints:
             checkpoints.save(step, {"params": tree}, metadata={}, score=score)
     assert sorted(list_steps(place)) == [10, 30]

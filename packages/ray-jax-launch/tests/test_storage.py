@@ -33,6 +33,8 @@ TREE = {"w": jnp.ones(3)}
         (Path("runs"), Path("runs")),
         ("~/runs", Path("/home/someone/runs")),
         (Path("~/runs"), Path("/home/someone/runs")),
+        ("/sweep/lr%3D0.1", Path("/sweep/lr%3D0.1")),
+        (Path("/sweep/lr%3D0.1"), Path("/sweep/lr%3D0.1")),
         ("file:///data/my%20runs", Path("/data/my runs")),
         ("FILE:///data", Path("/data")),
         ("file:/data", Path("/data")),
