@@ -8,8 +8,8 @@ import pytest
 from support import ROOT
 
 # `nox -s build` runs the README of nnx-gpt2 from its wheel. The tests of ray-jax-launch run its README in its own
-# environment. The example of this folder is a shorter form of the application's, which its tests run.
-EXAMPLES = [pytest.param(".", marks=pytest.mark.slow), "packages/owt-data"]
+# environment.
+EXAMPLES = [".", pytest.param("packages/owt-data", marks=pytest.mark.slow)]
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

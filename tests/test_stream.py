@@ -80,6 +80,7 @@ def kill_command(process, number):
     process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_stream_that_is_killed_has_the_numbers_of_a_prepared_run(
     articles, prepared, environment, tmp_path, record_property

@@ -1,7 +1,6 @@
 """Fixtures of all tests: a cache of its own for each test, and a local S3 server."""
 
 import logging
-import os
 import signal
 
 import pytest
@@ -17,16 +16,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_caches(tmp_path_factory):
-    """All processes share compiled programs and the list of fonts, which cost more than a short run itself."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
+    """Processes share compiled programs and the list of fonts, which cost more than a short run itself."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("JAX_COMPILATION_CACHE_DIR", "MPLCONFIGDIR"):
-            (folder / name).mkdir(exist_ok=True)
-            patch.setenv(name, str(folder / name))
-        # Commands spend most of their time compiling. The integration tests run fully optimized programs.
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+            patch.setenv(name, str(tmp_path_factory.mktemp("shared")))
         yield
 
 

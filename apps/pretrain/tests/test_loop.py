@@ -94,6 +94,7 @@ def test_bfloat16_on_an_old_gpu_is_a_line_in_the_log(dtype, capability, expected
     assert [message.partition(" faster")[0] for message in caplog.messages] == expected
 
 
+@pytest.mark.slow
 def test_the_time_of_a_step_does_not_include_the_first_one_of_a_start(tmp_path, monkeypatch):
     """Its clock starts when the device has nothing to do."""
     occupy = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x).sum())

@@ -21,6 +21,7 @@ from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.log_parts import METRICS, PHASES, LogWriter
 from pretrain._run.remote_copy import pull_changed, pull_profiles, reader_copy
+from pretrain._trackers.tracker import _run_id as run_id
 from ray_jax_launch import LaunchError, open_uri
 
 BEGAN_S = 1_700_000_000.0
@@ -263,3 +264,11 @@ def test_a_profile_in_object_storage_is_read(run):
     run.push()
     with pytest.raises(UsageError, match=r"2026/host\.xplane\.pb must "):
         show_profile(run.uri, console=Console(quiet=True))
+
+
+def test_another_machine_has_the_id_for_the_trackers_from_the_begin_of_a_run(run, tmp_path):
+    """A run that is killed before its first checkpoint continues the curve of its trackers too."""
+    first = run_id(run)
+    copy = RunFolder(tmp_path / "copy", run.uri)
+    copy.pull()
+    assert run_id(copy) == first

@@ -211,6 +211,7 @@ def last_step(optimizer, train_step, kill_after=None):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_kill_does_not_move_the_step_at_which_a_diverged_run_ends(record_property):
     record_property("fault", "a diverged run is killed while it skips steps")

@@ -100,7 +100,7 @@ def alone():
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param({"fsdp": 4}, marks=pytest.mark.slow), {"tensor": 2}], ids=str)
 def test_two_hosts_train_and_evaluate_like_one(axes, alone, other_host, record_property):
     record_property("fault", f"two hosts, whose devices XLA puts into two slices; mesh {axes}")
     record_property("lost", "nothing")

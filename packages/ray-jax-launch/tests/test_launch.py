@@ -93,6 +93,7 @@ def rows_of_rank(rank, world_size):
     return ray.data.range(3 * (rank + 1))
 
 
+@pytest.mark.slow
 def test_a_run_in_object_storage_ends_with_the_same_numbers_after_a_worker_is_killed(s3, tmp_path, caplog):
     marker = tmp_path / "marker"
     logged = []

@@ -56,7 +56,7 @@ def writer(place):
 @pytest.mark.fault
 def test_a_reader_takes_a_newer_checkpoint_if_the_run_deletes_the_one_it_reads(place, writer, record_property):
     steps = []
-    for _ in range(30):
+    while len(steps) < 10 or len(set(steps)) < 4:
         with Checkpoints(place, read_only=True) as checkpoints:
             found = checkpoints.restore_latest({"params": LIKE})
         assert found is not None
@@ -64,8 +64,8 @@ def test_a_reader_takes_a_newer_checkpoint_if_the_run_deletes_the_one_it_reads(p
             np.testing.assert_array_equal(leaf, np.full(1000, found.step))
         assert found.metadata == {"step": found.step}
         steps.append(found.step)
+        assert len(steps) < 100
     assert steps == sorted(steps)
-    assert len(set(steps)) > 3
     kind = "object storage" if "://" in str(place) else "a folder"
     record_property("fault", f"a run deletes the checkpoints in {kind} while another process reads them")
     record_property("lost", "nothing")

@@ -82,6 +82,17 @@ def test_each_wait_for_nodes_has_its_own_limit(monkeypatch, wait_for_resources_s
     assert lines == [f"the cluster has too few nodes for the workers; waiting up to {wait_s} s for more"] * 3
 
 
+@pytest.mark.parametrize(("num_steps", "last"), [(1, RETRY), (0, RAISE)])
+def test_the_same_failure_after_a_new_checkpoint_is_retried(num_steps: int, last: FailureDecision) -> None:
+    control = LocalControl()
+    policy = RestartPolicy(control, max_failures=3, wait_for_resources_s=0)
+    failure = WorkerGroupError("", {0: raised(KeyError("a"))})
+    control.save.remote("runs", 0)
+    for number in range(6):
+        assert policy.make_decision(failure) == (RETRY if number == 0 else last)
+        control.save.remote("runs", (number + 1) * num_steps)
+
+
 class JaxRuntimeError(Exception):
     """An error of jax, which is told by its name."""
 

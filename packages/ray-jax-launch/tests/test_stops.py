@@ -177,6 +177,7 @@ def fail_when_asked(config):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_the_driver_can_make_a_launch_fail(tmp_path):
     def request(rank, metrics):
         if metrics["step"] == 5:

@@ -127,6 +127,7 @@ def validate(checkpoint, **kwargs):
         return {"validated": int((Path(folder) / "number").read_text())}
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_killed_script_continues_from_what_it_reported_and_so_does_the_next_start(tmp_path, caplog, record_property):
     record_property("fault", "SIGKILL of a worker whose loop reports its checkpoints to Ray")
