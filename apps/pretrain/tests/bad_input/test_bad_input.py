@@ -1,8 +1,6 @@
 """Bad input of every kind: one sentence and exit code 2, or the right result, and nothing left behind."""
 
-import fcntl
 import json
-import os
 import shlex
 import shutil
 
@@ -10,6 +8,7 @@ import jax
 import pytest
 
 from pretrain import main
+from pretrain._commands.export import _new_folder as new_folder
 from pretrain._errors import rejection
 from pretrain._run.files import write_json
 from ray_jax_launch import UnsavedCheckpointError
@@ -304,11 +303,8 @@ def test_what_is_damaged_has_a_copy(place, capsys):
 
 
 def test_a_folder_has_one_export_at_a_time(place, rejected):
-    (place / "out").mkdir()
-    other = os.open(place / "out", os.O_RDONLY)  # as another command opens it
-    fcntl.flock(other, fcntl.LOCK_EX)
-    assert "out must be written by one command at a time, got out, to which" in rejected(shlex.split(EXPORT))
-    os.close(other)
+    with new_folder(place / "out"):
+        assert "out must be written by one command at a time, got out, to which" in rejected(shlex.split(EXPORT))
     assert main(shlex.split(EXPORT)) == 0
 
 
