@@ -9,7 +9,8 @@ import ray_jax_launch
 from nnx_gpt2 import make_train_step
 from pretrain import PRESETS, main
 from pretrain._commands.train import _num_tokenizing_tasks as num_tokenizing_tasks
-from pretrain._training import loop
+from pretrain._training import compilation, loop, profiling
+from pretrain._training.entry import train_worker
 from ray_jax_launch import parse_hardware
 
 SMALL = (
@@ -50,3 +51,12 @@ def test_the_tasks_that_tokenize_a_stream_are_as_many_as_the_option_says(num_pro
     config = dataclasses.replace(config, prepare=dataclasses.replace(config.prepare, num_processes=num_processes))
     assert num_tokenizing_tasks(config, parse_hardware("cpu:2")) == expected
     assert num_tokenizing_tasks(config, parse_hardware("local")) is None
+
+
+def test_workers_send_the_warnings_of_the_loop_to_the_command(monkeypatch):
+    sent = []
+    monkeypatch.setattr(ray_jax_launch, "log_to_driver", sent.append)
+    monkeypatch.setattr(loop, "run", lambda **arguments: arguments["sample"])
+    assert train_worker({"sample": "text"}) == "text"
+    assert sent == ["pretrain"]
+    assert {module._logger.name for module in (loop, compilation, profiling)} == {*sent}

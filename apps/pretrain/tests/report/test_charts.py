@@ -268,6 +268,22 @@ def test_time_lines_of_several_runs_have_one_scale(write_run, make_page):
     assert page.count("<title>training from step 0, 10.0 s</title>") == 1
 
 
+def test_the_table_of_several_runs_has_the_phases_of_each(write_run, make_page):
+    phases = {
+        "whole": [("training", 0), ("finished", 10)],
+        "killed": [("training", 0), ("restarting", 30), ("training", 40), ("finished", 80)],
+    }
+    page = make_page(
+        *(
+            write_run(name, phases=[{"step": 0, "time_s": BEGAN_S + s, "phase": phase} for phase, s in lines])
+            for name, lines in phases.items()
+        )
+    )
+    row = re.search(r'<th scope="row">(?:<[^>]*>)*restarting(?:</[^>]*>)*</th>(.*?)</tr>', page)
+    assert row is not None
+    assert re.findall("<td>(.*?)</td>", row[1]) == ["", "10.0 s (12.5%)"]
+
+
 def test_the_runs_whose_records_have_no_time_are_named(write_run, make_page):
     """Some records of a run may have a time."""
     folders = [
