@@ -115,6 +115,7 @@ def test_warnings_of_a_worker_reach_the_driver_and_nothing_less(rank_2_of_3: Non
 
     def loop() -> None:
         log_to_driver("a_package")
+        log_to_driver("a_package")  # as a loop that is called twice
         for name in ("ray_jax_launch", "a_package.a_module", "another"):
             logger = logging.getLogger(name)
             logger.info("an info of %s", name)
@@ -123,8 +124,10 @@ def test_warnings_of_a_worker_reach_the_driver_and_nothing_less(rank_2_of_3: Non
 
     run_loop(loop, session)
     names = ("ray_jax_launch", "a_package.a_module")
-    assert [line for _, line in lines_of(session)] == [
-        f"{what} of {name}" for name in names for what in ("a warning", "an error")
+    assert lines_of(session) == [
+        (level, f"{what} of {name}")
+        for name in names
+        for level, what in ((logging.WARNING, "a warning"), (logging.ERROR, "an error"))
     ]
 
 

@@ -199,19 +199,20 @@ def current_session() -> Session:
 class _DriverHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record to the driver, which logs it."""
-        current_session().control.log.remote(self.format(record))
+        current_session().control.log.remote(self.format(record), record.levelno)
 
 
 def log_to_driver(logger: str) -> None:
     """Send the warnings and errors of a logger to the driver, which logs them as its own.
 
-    Everything else that a worker logs or prints is in Ray's logs (`Result.log_folder`).
+    A second call changes nothing. Everything else that a worker logs or prints is in Ray's logs (`Result.log_folder`).
 
     Args:
         logger: its name, such as the name of a package.
     """
-    if not current_session().is_local:
-        logging.getLogger(logger).addHandler(_DriverHandler(logging.WARNING))
+    sender = logging.getLogger(logger)
+    if not current_session().is_local and not any(isinstance(handler, _DriverHandler) for handler in sender.handlers):
+        sender.addHandler(_DriverHandler(logging.WARNING))
 
 
 def log_metrics(metrics: Mapping[str, float | str]) -> None:
