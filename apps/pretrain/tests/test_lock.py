@@ -282,7 +282,7 @@ def test_a_command_without_a_launch_is_ended_by_a_signal_that_it_does_not_ignore
         _end("another command has the run")
         limit_s = time.monotonic() + 60
         while not noted and time.monotonic() < limit_s:
-            pass
+            time.sleep(0.01)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -239,6 +239,27 @@ def test_a_part_that_is_merged_while_it_is_read_is_read_in_its_new_place(
     assert {path.name for path in (tmp_path / "reader/log").iterdir()} == {*parts(uri)}
 
 
+def test_a_copy_that_another_reader_deletes_is_read_in_its_new_place(
+    uri: str, writer: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two readers on one machine share a local copy."""
+    monkeypatch.setattr(log_parts, "_MERGED", 3)
+    replay, records = log_parts._replay, [{"step": step} for step in range(3)]
+
+    def merge_first(parts: Any) -> Any:
+        monkeypatch.setattr(log_parts, "_replay", replay)
+        writer.append(METRICS, records[2])
+        writer.flush()
+        assert pulled(uri, tmp_path / "reader") == records
+        return replay(parts)
+
+    for record in records[:2]:
+        writer.append(METRICS, record)
+        writer.flush()
+    monkeypatch.setattr(log_parts, "_replay", merge_first)
+    assert pulled(uri, tmp_path / "reader") == records
+
+
 def test_uploads_go_on_after_a_storage_that_fails_for_a_while(
     uri: str, writer: LogWriter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -188,7 +188,19 @@ def pull_log(filesystem: FileSystem, root: str, folder: Path) -> bool:
     Raises:
         OSError: an object cannot be read, or a file cannot be written.
     """
-    parts, has_changed = _pull_parts(filesystem, f"{root.rstrip('/')}/{LOG}", folder / LOG)
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            parts, has_changed = _pull_parts(filesystem, f"{root.rstrip('/')}/{LOG}", folder / LOG)
+            return _write_logs(parts, folder, has_changed=has_changed or attempt > 1)
+        except FileNotFoundError:  # the run has just merged a part, or another reader has deleted its copy
+            if attempt == _ATTEMPTS:
+                raise
+
+
+def _write_logs(parts: Sequence[Path], folder: Path, *, has_changed: bool) -> bool:
+    """Write the logs if the parts have changed, or a log is missing. Return whether any has changed."""
     if not parts:
         for name in TEXTS:
             (folder / name).unlink(missing_ok=True)
@@ -202,21 +214,13 @@ def pull_log(filesystem: FileSystem, root: str, folder: Path) -> bool:
 def _pull_parts(filesystem: FileSystem, place: str, copies: Path) -> tuple[list[Path], bool]:
     """Download the new parts of a run. Return the copies of all parts in the order of time, and whether any is new."""
     copies.mkdir(parents=True, exist_ok=True)
-    attempt = 0
-    while True:
-        attempt += 1
-        found = _list(filesystem, place)
-        parts = _needed(found)
-        known = {path.name: path.stat().st_size for path in copies.iterdir()}
-        missing = [part for part in parts if known.get(part.name) != found[part].size]
-        try:
-            with ThreadPoolExecutor(_NUM_THREADS) as threads:
-                for _ in threads.map(lambda part: _download(filesystem, place, part, copies), missing):
-                    pass
-            break
-        except FileNotFoundError:  # its writer has just merged it
-            if attempt == _ATTEMPTS:
-                raise
+    found = _list(filesystem, place)
+    parts = _needed(found)
+    known = {path.name: path.stat().st_size for path in copies.iterdir()}
+    missing = [part for part in parts if known.get(part.name) != found[part].size]
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        for _ in threads.map(lambda part: _download(filesystem, place, part, copies), missing):
+            pass
     left = known.keys() - {part.name for part in parts}
     for name in left:
         (copies / name).unlink(missing_ok=True)
