@@ -143,6 +143,13 @@ def description(in_folder):
     return describe(config, DataDescription(tokens="x", tokenizer="gpt2", fingerprint={}), "cpu:1").to_json()
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.toml", "seed = 5"), ("A.TOML", "seed = 5"), ("A.JSON", '{"seed": 5}')])
+def test_a_file_may_come_from_windows(in_folder, name, text):
+    """Its name may be in capitals, and a mark of the byte order may precede its text."""
+    (in_folder / name).write_text(text, encoding="utf-8-sig")
+    assert parsed("--config", name).seed == 5
+
+
 @pytest.mark.parametrize("is_bare", [False, True])
 def test_the_configuration_of_a_run_is_an_input(in_folder, description, is_bare):
     (in_folder / "config.json").write_text(json.dumps(description["config"] if is_bare else description))

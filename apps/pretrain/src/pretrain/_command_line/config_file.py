@@ -50,10 +50,12 @@ def read_config(path: str) -> dict[str, Any]:
 def _read_options(path: str) -> dict[str, Any]:
     if "\0" in path:
         raise UsageError("--config must be the name of a file, got one with a null character. Correct it.")
-    kind = "JSON" if path.endswith(".json") else "TOML"
+    kind = "JSON" if path.lower().endswith(".json") else "TOML"
     text = _read(path, _MOST_BYTES[kind])
     try:
-        content = json.loads(text, object_pairs_hook=_object) if kind == "JSON" else tomllib.loads(text.decode())
+        content = (
+            json.loads(text, object_pairs_hook=_object) if kind == "JSON" else tomllib.loads(text.decode("utf-8-sig"))
+        )
     except ValueError as error:  # of both formats, and of text that is not UTF-8
         raise UsageError(f"{path} must be {kind}, got an error in it ({error}). Correct it.") from None
     if isinstance(content, dict) and "data" in content and isinstance(content.get("config"), dict):
