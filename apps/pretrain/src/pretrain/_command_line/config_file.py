@@ -1,5 +1,6 @@
 """Configurations in files: TOML with the names of the options, and the `config.json` of a run."""
 
+import codecs
 import dataclasses
 import errno
 import json
@@ -51,11 +52,9 @@ def _read_options(path: str) -> dict[str, Any]:
     if "\0" in path:
         raise UsageError("--config must be the name of a file, got one with a null character. Correct it.")
     kind = "JSON" if path.lower().endswith(".json") else "TOML"
-    text = _read(path, _MOST_BYTES[kind])
+    text = _read(path, _MOST_BYTES[kind]).removeprefix(codecs.BOM_UTF8)
     try:
-        content = (
-            json.loads(text, object_pairs_hook=_object) if kind == "JSON" else tomllib.loads(text.decode("utf-8-sig"))
-        )
+        content = json.loads(text, object_pairs_hook=_object) if kind == "JSON" else tomllib.loads(text.decode())
     except ValueError as error:  # of both formats, and of text that is not UTF-8
         raise UsageError(f"{path} must be {kind}, got an error in it ({error}). Correct it.") from None
     if isinstance(content, dict) and "data" in content and isinstance(content.get("config"), dict):
