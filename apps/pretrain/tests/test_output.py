@@ -6,11 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from rich.live import Live
 
 from pretrain import main
 from pretrain._cli import standard_output
 from pretrain._output import log_lines
+from pretrain._screen.facts import print_line
 
 
 def test_information_of_the_launcher_is_shown(caplog):
@@ -103,3 +105,20 @@ def test_an_error_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["watch", "a [red]run[/red] [/]"]) == 2
     assert "got a [red]run[/red] [/]." in capsys.readouterr().err
+
+
+CONTROLS = "a\x1b[31mb\rc\x07\x08\x0b\x0c\x00\x7f\x9bd\te\nf"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, f"{CONTROLS}\n"),
+        ({"quiet": True}, ""),
+        ({"force_terminal": True}, r"a\x1b[31mb\x0dc\x07\x08\x0b\x0c\x00\x7f\x9bd" + "    e\nf\n"),
+    ],
+)
+def test_a_file_gets_the_exact_text_and_a_terminal_no_control_characters(options, expected):
+    file = io.StringIO(newline="")
+    print_line(Console(file=file, width=80, **options), CONTROLS)
+    assert file.getvalue() == expected

@@ -9,6 +9,7 @@ from rich.text import Text
 
 # Wider than any table.
 _UNLIMITED = 10_000
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
@@ -34,5 +35,11 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a text as it is. The terminal wraps it, so that a path in it can be copied."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    """Print a text as it is. The terminal wraps it, so that a path in it can be copied.
+
+    A terminal gets control characters in a visible form: the text of a model could change its colors or its title.
+    """
+    if console.is_terminal:
+        console.print(text.translate(_VISIBLE), markup=False, highlight=False, soft_wrap=True)
+    elif not console.quiet:
+        console.file.write(f"{text}\n")  # rich would leave out some control characters
