@@ -135,6 +135,16 @@ def test_remat_keeps_less_for_the_backward_pass(tiny, tokens, scan_layers):
     assert 1.2 * kept_bytes("dots") < kept_bytes("none")
 
 
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize(("remat", "keeps_scores"), [("none", True), ("dots", False), ("full", False)])
+def test_remat_keeps_no_scores_of_attention(tiny, remat, keeps_scores, scan_layers):
+    """Their memory grows with the square of the length, here 47."""
+    config = dataclasses.replace(tiny, seq_len=47, remat=remat, scan_layers=scan_layers)
+    params, tokens = abstract_train_state(config, optax.sgd(1.0)).params, jnp.zeros((3, 47), jnp.int32)
+    pullback = jax.eval_shape(lambda params: jax.vjp(lambda p: merge(config, p)(tokens), params)[1], params)
+    assert any(leaf.shape.count(47) > 1 for leaf in jax.tree.leaves(pullback)) == keeps_scores
+
+
 @pytest.fixture
 def stacked(tiny):
     return split_params(GPT2(dataclasses.replace(tiny, scan_layers=True), rngs=nnx.Rngs(0)))
