@@ -158,6 +158,12 @@ def test_layers_are_stacked_and_unstacked(model, stacked):
     jax.tree.map(np.testing.assert_array_equal, stack_layers(in_another_order), stacked)
 
 
+def test_stacked_layers_keep_their_type(model):
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), split_params(model))
+    for changed in (stack_layers(params), unstack_layers(stack_layers(params))):
+        assert {leaf.dtype for leaf in jax.tree.leaves(changed)} == {jnp.dtype(jnp.bfloat16)}
+
+
 @pytest.mark.parametrize("use", [lambda params, _: stack_layers(params), lambda params, config: merge(config, params)])
 def test_stacked_layers_are_rejected_where_separate_layers_are_needed(tiny, stacked, use):
     with pytest.raises(ValueError, match=r"layers must be separate, got stacked layers\. Call unstack_layers\."):

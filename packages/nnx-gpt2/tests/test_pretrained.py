@@ -110,16 +110,12 @@ def test_the_saved_config_describes_the_model(tmp_path):
     assert loaded == model.config
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "given", "end_of_text"), [(50257, None, 50256), (50256, None, None), (50257, 0, 0), (50256, 0, 0)]
-)
-def test_gpt2s_vocabulary_ends_documents_by_its_last_id_unless_another_is_given(
-    tmp_path, vocab_size, given, end_of_text
-):
-    config = GPT2Config(vocab_size=vocab_size, seq_len=2, num_layers=1, num_heads=1, embed_dim=2)
+@pytest.mark.parametrize(("size", "given", "expected"), [(50257, None, 50256), (50256, None, None), (50257, 0, 0)])
+def test_gpt2s_vocabulary_ends_documents_by_its_last_id(tmp_path, size, given, expected):
+    config = GPT2Config(vocab_size=size, seq_len=2, num_layers=1, num_heads=1, embed_dim=2)
     GPT2(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path, end_of_text=given)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert (saved["bos_token_id"], saved["eos_token_id"]) == (end_of_text, end_of_text)
+    assert (saved["bos_token_id"], saved["eos_token_id"]) == (expected, expected)
 
 
 def test_fields_that_a_config_lacks_are_the_callers_or_gpt2s(copy):

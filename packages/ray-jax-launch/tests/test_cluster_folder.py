@@ -27,7 +27,6 @@ folder = Path(sys.argv[1])
 def train():
     import jax
     from jax.experimental import multihost_utils
-
     multihost_utils.sync_global_devices("gloo has its sockets")
     (folder / f"ready-{jax.process_index()}").touch()
     while not (folder / "go").exists():
@@ -43,7 +42,6 @@ except TrainingFailed as error:
 else:
     print(result.log_folder)
 """
-
 
 # The raylet of the first start never answers. Ray itself then waits for 30 s.
 HANGING_RAYLET = """
