@@ -120,5 +120,8 @@ CONTROLS = "a\x1b[31mb\rc\x07\x08\x0b\x0c\x00\x7f\x9bd\te\nf"
 )
 def test_a_file_gets_the_exact_text_and_a_terminal_no_control_characters(options, expected):
     file = io.StringIO(newline="")
-    print_line(Console(file=file, width=80, **options), CONTROLS)
-    assert file.getvalue() == expected
+    console = Console(file=file, width=80, record=True, **options)
+    print_line(console, CONTROLS)
+    assert file.getvalue() == console.export_text() == expected
+    print_line(console, long := "a line without end " * 40)
+    assert console.export_text() == ("" if console.quiet else f"{long}\n")

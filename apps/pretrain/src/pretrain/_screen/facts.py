@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -41,5 +42,5 @@ def print_line(console: Console, text: str) -> None:
     """
     if console.is_terminal:
         console.print(text.translate(_VISIBLE), markup=False, highlight=False, soft_wrap=True)
-    elif not console.quiet:
-        console.file.write(f"{text}\n")  # rich would leave out some control characters
+    else:  # rich would leave some control characters out of a text
+        console.print(Segments([Segment(f"{text}\n")]), soft_wrap=True)
