@@ -184,6 +184,7 @@ def test_presets_set_what_ray_and_jax_need():
     assert worker_environment(cpu(2, 4))["JAX_NUM_CPU_DEVICES"] == "4"
     assert worker_environment(gpu(2))["JAX_PLATFORMS"] == "cuda"
     assert worker_environment(tpu("v6e", "4x4")) == {"JAX_PLATFORMS": "tpu"}
+    assert worker_environment(parse_hardware("local")) == {}
     slice_ = scaling_config(tpu("v6e", "4x4"))
     assert (slice_.use_tpu, slice_.accelerator_type, slice_.topology) == (True, "TPU-V6E", "4x4")
     assert slice_.resources_per_worker == {"CPU": 1, "TPU": 4}

@@ -180,7 +180,14 @@ def test_a_failed_save_is_raised_once_and_the_next_one_later(session: Session) -
 
 @pytest.mark.parametrize(
     ("value", "sent"),
-    [(2**53 + 1, 2**53 + 1), (np.float32(0.5), 0.5), (np.ones(()), 1.0), (True, True), ("saving", "saving")],
+    [
+        (2**53 + 1, 2**53 + 1),
+        (np.int64(2**53 + 1), 2**53 + 1),
+        (np.float32(0.5), 0.5),
+        (np.ones(()), 1.0),
+        (True, True),
+        ("saving", "saving"),
+    ],
     ids=str,
 )
 def test_metrics_are_plain_numbers_of_the_rank(session: Session, value: Any, sent: Any) -> None:

@@ -190,6 +190,8 @@ def worker_environment(hardware: Hardware) -> dict[str, str]:
     For GPUs of a connected cluster, this waits for a task on one of its nodes.
     """
     check_hardware(hardware)
+    if hardware.kind == "local":
+        return {}
     if hardware.kind == "cpu":
         devices = hardware.devices_per_worker
         return {

@@ -264,13 +264,13 @@ class JaxTrainer(RayJaxTrainer):
         """Return the user's config with the storage as Ray needs it, and the workers' environment."""
         given = self.run_config
         runtime_env: Any = given.worker_runtime_env or {}
-        defaults = {} if hardware.kind == "local" else worker_environment(hardware)
+        env_vars = {**worker_environment(hardware), **(runtime_env.get("env_vars") or {})}
         is_default = given.logging_config == LoggingConfig()
         storage = given.storage_path if folder is None else as_storage_path(given.storage_path or "")
         return dataclasses.replace(
             given,
             storage_path=str(storage.absolute() if isinstance(storage, Path) else storage),
-            worker_runtime_env={**runtime_env, "env_vars": {**defaults, **(runtime_env.get("env_vars") or {})}},
+            worker_runtime_env={**runtime_env, "env_vars": env_vars},
             logging_config=LoggingConfig(log_level="ERROR") if is_default else given.logging_config,
         )
 

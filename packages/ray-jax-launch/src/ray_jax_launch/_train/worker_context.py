@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import operator
 import re
 import sys
 import threading
@@ -244,7 +245,7 @@ def log_metrics(metrics: Mapping[str, float | str]) -> None:
 
 
 def _metric(name: Any, value: Any) -> int | float | str:
-    """Return the value of a metric. An int stays exact.
+    """Return the value of a metric. An integer stays exact, also one of NumPy or JAX.
 
     Raises:
         LaunchError: the name is no printable text, or the value is no number and no text.
@@ -252,15 +253,16 @@ def _metric(name: Any, value: Any) -> int | float | str:
     check_type("the name of a metric", name, str, "a printable text")
     if not name.isprintable() or not name:
         raise LaunchError(f"the name of a metric must be a printable text, got {shown(name)}. Change it.")
-    if isinstance(value, str):
+    if isinstance(value, str | int):
         return value
+    with contextlib.suppress(TypeError):
+        return operator.index(value)
     try:
-        number = float(value)  # of an array too
+        return float(value)  # of an array too
     except (TypeError, ValueError, OverflowError) as error:
         raise LaunchError(
             f"metric {shown(name)} must be a number or a text, got {shown(value)}. Change it, or leave it out."
         ) from error
-    return value if isinstance(value, int) else number
 
 
 def mark_finished(return_value: Any = None) -> None:
