@@ -62,8 +62,8 @@ def is_alive(process):
 @pytest.mark.parametrize(
     "victim",
     [
-        "gcs/gcs_server",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("raylet/raylet", "ray::RuntimeEnvAgent")),
+        "raylet/raylet",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gcs/gcs_server", "ray::RuntimeEnvAgent")),
     ],
 )
 def test_a_launch_that_loses_its_cluster_ends_in_one_sentence_and_continues_later(tmp_path, victim, record_property):
