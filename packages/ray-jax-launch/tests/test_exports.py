@@ -19,3 +19,10 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_the_package_imports_neither_jax_nor_ray_nor_orbax():
     code = "import sys, ray_jax_launch; sys.exit(bool({'jax', 'ray', 'orbax'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_control_actor_imports_little():
+    """Each launch starts a process for it, and imports of a second would be CPU time of each start."""
+    heavy = {"jax", "orbax", "pandas", "pyarrow", "ray.data", "ray.train"}
+    code = f"import sys, ray_jax_launch._train.control_actor; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,15 +12,6 @@ from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray._private.utils import get_dashboard_dependency_error
 from ray._raylet import PlacementGroupID
-
-# Reserves CPUs for the tasks of Ray Data. `ray.autoscaler.sdk.request_resources` is one request for all of a cluster,
-# and Ray Train does not take it into account when it sizes an elastic group.
-from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import (
-    ResourceRequestPriority as ResourceRequestPriority,
-)
-from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
-    DefaultAutoscalingCoordinator as DefaultAutoscalingCoordinator,
-)
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 

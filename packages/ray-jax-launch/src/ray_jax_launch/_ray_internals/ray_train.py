@@ -1,4 +1,4 @@
-"""Every use of Ray Train's private modules, each with what Ray 2.60's public API lacks."""
+"""Every use of the private modules of Ray Train and Ray Data, each with what Ray 2.60's public API lacks."""
 
 import contextlib
 import logging
@@ -13,6 +13,15 @@ from typing import Any
 import ray
 from pyarrow.fs import FileSystem, LocalFileSystem
 from ray.actor import ActorHandle
+
+# Reserves CPUs for the tasks of Ray Data. `ray.autoscaler.sdk.request_resources` is one request for all of a cluster,
+# and Ray Train does not take it into account when it sizes an elastic group.
+from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import (
+    ResourceRequestPriority as ResourceRequestPriority,
+)
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+    DefaultAutoscalingCoordinator as DefaultAutoscalingCoordinator,
+)
 from ray.train import Checkpoint, CheckpointUploadMode, DataConfig, Result, RunConfig, ScalingConfig
 
 # Ray Train starts their actors in any case, each a process that takes seconds to start.

@@ -13,8 +13,11 @@ from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._lost_cluster import is_lost
 from ray_jax_launch._numbers import check_type
-from ray_jax_launch._ray_internals.ray_cluster import DefaultAutoscalingCoordinator, ResourceRequestPriority
-from ray_jax_launch._ray_internals.ray_train import datasets_to_split
+from ray_jax_launch._ray_internals.ray_train import (
+    DefaultAutoscalingCoordinator,
+    ResourceRequestPriority,
+    datasets_to_split,
+)
 
 _RENEW_EVERY_S = 20
 
