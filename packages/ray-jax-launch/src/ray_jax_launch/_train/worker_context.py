@@ -253,16 +253,19 @@ def _metric(name: Any, value: Any) -> int | float | str:
     check_type("the name of a metric", name, str, "a printable text")
     if not name.isprintable() or not name:
         raise LaunchError(f"the name of a metric must be a printable text, got {shown(name)}. Change it.")
-    if isinstance(value, str | int):
+    if isinstance(value, str):
         return value
-    with contextlib.suppress(TypeError):
-        return operator.index(value)
     try:
-        return float(value)  # of an array too
+        number = float(value)  # of an array too
     except (TypeError, ValueError, OverflowError) as error:
         raise LaunchError(
             f"metric {shown(name)} must be a number or a text, got {shown(value)}. Change it, or leave it out."
         ) from error
+    if isinstance(value, int):
+        return value
+    with contextlib.suppress(TypeError):
+        return operator.index(value)
+    return number
 
 
 def mark_finished(return_value: Any = None) -> None:
