@@ -29,3 +29,18 @@ def test_the_end_of_a_command_is_written_once(tmp_path, last, time_s, written):
 def test_no_end_is_written_into_the_folder_of_another_run(tmp_path):
     write_end(RunFolder(tmp_path, owner="the id of this command"), "failed", 50.0)
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(("time_s", "written_s"), [(50.98765, 50.988), (None, 1234.568)])
+def test_the_end_of_a_command_without_a_step_is_at_step_0_in_milliseconds(tmp_path, monkeypatch, time_s, written_s):
+    monkeypatch.setattr("pretrain._run.history.time.time", lambda: 1234.56789)
+    folder = RunFolder(tmp_path)
+    write_end(folder, "stopped", time_s)
+    assert [(phase.phase, phase.step, phase.time_s) for phase in read_phases(folder)] == [("stopped", 0, written_s)]
+
+
+def test_an_end_that_cannot_be_written_is_no_error(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.phases.mkdir()
+    write_end(folder, "stopped", 50.0)
+    assert [*folder.phases.iterdir()] == []
