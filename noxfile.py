@@ -40,6 +40,8 @@ TEST_ENV: dict[str, str | None] = {
 }
 # pytest-xdist starts no processes of its own: tests with time limits, and tests that measure, need the machine alone.
 ONE_PROCESS = {"PYTEST_XDIST_AUTO_NUM_WORKERS": "0"}
+# The slow tests may take longer than the limit of ten minutes in `pyproject.toml`.
+LONG_LIMIT = ("-o", "faulthandler_timeout=3600")
 # Folders for the tests marked `shared_data`: the ranks of the gpt2 tokenizer, and two small corpora.
 SHARED_DATA = {"TIKTOKEN_CACHE_DIR": "the files of tiktoken's gpt2", "OWT_DATA_CORPORA": "the corpora"}
 
@@ -88,7 +90,7 @@ def slow(session: nox.Session, part: str) -> None:
     """Run the slow tests, which `tests` leaves out."""
     sync_part(session, part)
     env = TEST_ENV | ({} if part == "nnx-gpt2" else ONE_PROCESS)
-    session.run("pytest", test_folder(part), "-m", "slow", *session.posargs, env=env)
+    session.run("pytest", test_folder(part), "-m", "slow", *LONG_LIMIT, *session.posargs, env=env)
 
 
 @nox.session
@@ -99,7 +101,7 @@ def faults(session: nox.Session) -> None:
     for part in PARTS:
         sync_part(session, part, *(["--group", "trackers"] if part == "pretrain" else []))
         session.run(
-            "pytest", test_folder(part), "-m", "fault",
+            "pytest", test_folder(part), "-m", "fault", *LONG_LIMIT,
             "-o", "junit_family=xunit1", f"--junitxml={reports / part}.xml", *session.posargs,
             env=TEST_ENV | ONE_PROCESS,
             success_codes=[0, 1, 5],  # the table reports failed tests, and a part may have no fault test

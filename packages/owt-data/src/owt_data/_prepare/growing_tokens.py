@@ -7,6 +7,7 @@ import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
@@ -32,6 +33,15 @@ _PATIENCE_S, _SHARED_WITHIN_S = 90.0, 15.0
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class _Wait:
+    """A wait for tokens, by the clock of this process: its start, and the last sign of life with its time."""
+
+    since_s: float
+    sign_of_life: int | None = None
+    sign_s: float = 0.0
+
+
 class GrowingTokens:
     """Training or validation tokens of a folder, before and after the folder is complete. Can be pickled.
 
@@ -55,8 +65,6 @@ class GrowingTokens:
         self.is_complete = False
         """True after a call that has found the complete tokens."""
         self._tokens, self._num_shards, self._num_wanted = TokenSequence(()), 0, 0
-        self._sign_of_life: int | None = None
-        self._sign_since = 0.0
 
     def __len__(self) -> int:
         """Return the number of tokens that exist.
@@ -103,9 +111,9 @@ class GrowingTokens:
             exists = last < num_windows(len(tokens), seq_len)
             return tokens.read_windows(indices * seq_len, seq_len) if exists else None
 
-        since = time.monotonic()
+        wait = _Wait(time.monotonic())
         while (windows := self._retry(read)) is None:
-            self._check_running(since)
+            self._check_running(wait)
             time.sleep(_POLL_S)
         return windows
 
@@ -124,16 +132,16 @@ class GrowingTokens:
                 self._tokens, self._num_shards = TokenSequence(()), 0
             time.sleep(_POLL_S)
 
-    def _check_running(self, since: float) -> None:
-        """Check that tokens which are waited for since a time can still come."""
+    def _check_running(self, wait: _Wait) -> None:
+        """Check that tokens which are waited for can still come."""
         now, sign_of_life = time.monotonic(), _read_sign_of_life(self._folder)
-        if sign_of_life != self._sign_of_life:
-            self._sign_of_life, self._sign_since = sign_of_life, now
-        is_running = sign_of_life is not None and now - self._sign_since < _PATIENCE_S
+        if sign_of_life != wait.sign_of_life:
+            wait.sign_of_life, wait.sign_s = sign_of_life, now
+        is_running = sign_of_life is not None and now - wait.sign_s < _PATIENCE_S
         if is_running or read_manifest(self._folder) is not None:
             return
         raise_failure(self._folder)
-        waited_s = now - since
+        waited_s = now - wait.since_s
         if sign_of_life is None and not self._num_shards and waited_s > _SHARED_WITHIN_S:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder))
         if waited_s > _PATIENCE_S:
@@ -195,7 +203,7 @@ def note_life(folder: Path) -> None:
 
 def _read_sign_of_life(folder: Path) -> int | None:
     """Return a number that changes while the preparation of a folder runs, or None if it has ended."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return (staging_path(folder) / _RUNNING_NAME).stat().st_mtime_ns
     return None
 
