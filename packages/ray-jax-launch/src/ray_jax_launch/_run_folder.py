@@ -82,7 +82,7 @@ def _make_marker(marker: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, socket.gethostname().encode())
         new.rename(marker)
-    except BaseException:
+    except BaseException:  # also Ctrl-C
         os.close(lock)
         new.unlink(missing_ok=True)
         raise
