@@ -85,11 +85,11 @@ def tests(session: nox.Session, part: str) -> None:
 
 
 @nox.session
-@each(["nnx-gpt2", "ray-jax-launch", "pretrain", INTEGRATION])
+@each(PARTS)
 def slow(session: nox.Session, part: str) -> None:
     """Run the slow tests, which `tests` leaves out."""
     sync_part(session, part)
-    env = TEST_ENV | ({} if part == "nnx-gpt2" else ONE_PROCESS)
+    env = TEST_ENV | ({} if part in ("owt-data", "nnx-gpt2") else ONE_PROCESS)
     session.run("pytest", test_folder(part), "-m", "slow", *LONG_LIMIT, *session.posargs, env=env)
 
 

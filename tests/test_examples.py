@@ -106,6 +106,7 @@ def test_own_text_is_prepared_and_trained(own_text):
     assert float(own_text.split("validation loss ")[1].split(",")[0]) < 4.0
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_loaded_and_exported(own_text, run):
     printed = run("load_trained.py", "runs/own-text", "--max-new-tokens", 20, "--export", "exported")
     assert printed.startswith("step 40 of 40, 4 layers\nThe ")

@@ -224,6 +224,7 @@ def test_a_run_with_damaged_checkpoints_only_ends_with_an_error_message(
     record_property("lost", "the run: it ends with an error, and changes no file")
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_run_with_damaged_files_continues_to_the_numbers_of_a_plain_loop(
     finished, plain, pretrain, corpus, tmp_path, record_property
@@ -292,6 +293,7 @@ def find_worker(session):
     raise AssertionError(f"session {session} has no training worker")
 
 
+@pytest.mark.slow
 def test_two_workers_on_object_storage_have_the_losses_of_one_until_an_interruption(
     plain, corpus, environment, s3, tmp_path
 ):

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import io, os, sys
 from pretrain._cli import main
@@ -30,6 +32,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.slow
 def test_a_finished_run_whose_reader_has_gone_is_no_failed_run(tmp_path):
     (tmp_path / "book.txt").write_text("A short book, of some words. " * 500)
     done = subprocess.run(

@@ -20,7 +20,8 @@ LIMIT_S = 240
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("kind", [pytest.param("folder", marks=pytest.mark.slow), "s3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_a_kill_after_the_result_loses_neither_picture_nor_sample(kind, s3, tmp_path, record_property):
     record_property("fault", f"the command is killed as soon as result.json is there ({kind})")
     record_property("lost", "nothing: the next start draws the picture")

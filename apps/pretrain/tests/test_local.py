@@ -15,7 +15,9 @@ check_batch(PRESETS["quickstart"](), parse_hardware("local"))
 """
 
 
-@pytest.mark.parametrize(("num_devices", "accepted"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("num_devices", "accepted"), [pytest.param(1, True, marks=pytest.mark.slow), (2, True), (3, False)]
+)
 def test_the_batch_is_checked_against_the_devices_of_this_process(num_devices, accepted):
     flags = f"--xla_force_host_platform_device_count={num_devices}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

@@ -70,6 +70,7 @@ def test_a_storage_that_vanishes_fails_the_run_in_one_sentence(tmp_path, record_
         assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_folder_that_is_renamed_during_its_run_gets_no_double(tmp_path, record_property):
     record_property("fault", "the folder of a run is renamed while it trains")

@@ -93,8 +93,11 @@ def test_only_the_named_steps_are_profiled(train, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "calls"),
-    [({"stop": 4}, 2), ({"max_steps": 4, "stop": 4}, 2), ({"start": 4}, 1)],
-    ids=["stopped", "shorter run", "continued run"],
+    [
+        pytest.param({"stop": 4}, 2, id="stopped", marks=pytest.mark.slow),
+        pytest.param({"max_steps": 4, "stop": 4}, 2, id="shorter run", marks=pytest.mark.slow),
+        pytest.param({"start": 4}, 1, id="continued run"),
+    ],
 )
 def test_the_part_of_the_steps_that_runs_is_profiled(options, calls, train, tmp_path, caplog):
     train("3:6", tmp_path, **options)
@@ -295,7 +298,7 @@ def test_a_damaged_profile_is_rejected(content, run):
         printed(run)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("is_terminal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_table_fits_a_narrow_terminal_and_has_whole_lines_elsewhere(is_terminal, train, run):
     train("1:2", run.profiles)
     lines = printed(run, width=60, is_terminal=is_terminal, num_ops=2).splitlines()

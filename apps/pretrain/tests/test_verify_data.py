@@ -54,6 +54,7 @@ def test_a_damaged_file_is_found_before_the_training_if_asked(place):
     assert not (place / "runs").exists()
 
 
+@pytest.mark.slow
 def test_files_are_not_verified_if_asked(place):
     done = run(place, "--train.max-steps 5 --verify-data off")
     assert done.returncode == 0, done.stderr

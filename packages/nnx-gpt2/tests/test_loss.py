@@ -85,7 +85,10 @@ def test_initial_loss_is_that_of_a_uniform_guess(model, tiny):
     assert float(mean_loss(model, jnp.asarray(windows(tiny)))) == pytest.approx(np.log(65), abs=0.02)
 
 
-@pytest.mark.parametrize("options", [{}, {"scan_layers": True, "remat": "full", "loss_chunk_tokens": 5}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"scan_layers": True, "remat": "full", "loss_chunk_tokens": 5}],
+)
 def test_gradients_are_finite_differences_in_float64(options):
     with jax.enable_x64(True):
         config = GPT2Config(

@@ -55,7 +55,7 @@ def single():
     return train(20)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("data=8", marks=pytest.mark.slow), *list(LAYOUTS)[1:]])
 def test_a_layout_trains_like_one_device(layout, single):
     assert jax.device_count() == 8
     mesh = make_mesh(**LAYOUTS[layout])

@@ -56,7 +56,7 @@ def without_schedules(opt_state):
     return jax.tree.map(lambda node: () if counts(node) else node, opt_state, is_leaf=counts)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_one_batch_is_memorized(tiny, name):
     state, losses = train(tiny, 200, batch=windows(tiny), optimizer=dataclasses.replace(OPTIMIZER, name=name))
     assert losses[0] == pytest.approx(np.log(65), abs=0.05)

@@ -46,7 +46,7 @@ def both(s3, articles, tmp_path) -> tuple[str, str]:
     return str(tmp_path / "out"), f"{s3}/{tmp_path.name}/out"
 
 
-@pytest.mark.parametrize("order", ["shuffle", "random", "sequential"])
+@pytest.mark.parametrize("order", ["shuffle", pytest.param("random", marks=pytest.mark.slow), "sequential"])
 def test_windows_from_the_server_are_those_from_disk(order, both):
     local, remote = (open_tokens(name, tokenizer="gpt2") for name in both)
     assert remote.fingerprint == local.fingerprint
@@ -123,6 +123,7 @@ def test_the_time_limit_of_googles_client_does_not_change_the_path(options: str)
     assert (filesystem.type_name, path) == ("gcs", "bucket/folder/train.bin")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_the_step_stream_reads_from_the_server(both):
     local, remote = (open_tokens(name, tokenizer="bytes").train for name in both)

@@ -153,7 +153,7 @@ def test_a_given_split_is_kept(tmp_path):
     np.testing.assert_array_equal(val, plain_loop(wikitext(3), load_tokenizer("bytes")))
 
 
-@pytest.mark.parametrize("limit_rows", [None, 120])
+@pytest.mark.parametrize("limit_rows", [pytest.param(None, marks=pytest.mark.slow), 120])
 def test_an_interruption_after_any_shard_neither_repeats_nor_loses_a_token(source, limit_rows, tmp_path, monkeypatch):
     options = PrepareOptions(tokenizer="bytes", documents=TITLES, split="position", limit_rows=limit_rows, row_end="\n")
     prepare(source, tmp_path / "expected", options)

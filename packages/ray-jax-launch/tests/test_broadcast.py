@@ -166,7 +166,14 @@ def save(folder, steps, size=10):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("mode", ["{}", '{"verify": false}', '{"read_only": true}'])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("{}", marks=pytest.mark.slow),
+        '{"verify": false}',
+        pytest.param('{"read_only": true}', marks=pytest.mark.slow),
+    ],
+)
 def test_processes_start_at_one_step_despite_an_old_listing_on_one_host(run_ranks, tmp_path, mode, record_property):
     new, old = tmp_path / "new", tmp_path / "old"
     save(new, [10, 20, 30])

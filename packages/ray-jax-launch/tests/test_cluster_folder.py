@@ -213,6 +213,7 @@ def test_a_run_of_two_workers_is_closed_to_others_and_leaves_nothing(start, tmp_
     assert KILLED not in (tmp_path / "errors").read_text()
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.fault
 def test_a_killed_driver_leaves_a_sentence_and_no_folder(start, tmp_path, temporary, record_property):
@@ -252,7 +253,7 @@ except (KeyboardInterrupt, SystemExit):  # Ray's handler of SIGTERM raises Syste
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_in_the_middle_of_rays_start_is_no_crash(number, tmp_path, temporary, record_property):
     record_property("fault", f"{number.name} while Ray starts, between its C++ part and the rest")
     record_property("lost", "nothing")

@@ -240,7 +240,10 @@ def running_process(tmp_path, what):
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_signals_of_one_stop_let_the_loop_save(tmp_path, number):
     process = running_process(tmp_path, "saves")
     process.send_signal(number)
@@ -371,6 +374,7 @@ def test_an_optional_argument_gets_the_config(tmp_path):
     assert launch(loop, **given).return_value is None
 
 
+@pytest.mark.slow
 def test_datasets_of_both_kinds_start_ray(tmp_path):
     def count():
         shards = [ray.train.get_dataset_shard(name) for name in ("ranked", "plain", "made")]

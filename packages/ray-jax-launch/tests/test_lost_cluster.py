@@ -59,12 +59,10 @@ def is_alive(process):
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim",
-    [
-        "raylet/raylet",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gcs/gcs_server", "ray::RuntimeEnvAgent")),
-    ],
+    ["raylet/raylet", "gcs/gcs_server", "ray::RuntimeEnvAgent"],
 )
 def test_a_launch_that_loses_its_cluster_ends_in_one_sentence_and_continues_later(tmp_path, victim, record_property):
     """A raylet ends, more slowly, after its agents."""
@@ -99,6 +97,7 @@ def test_a_launch_that_loses_its_cluster_ends_in_one_sentence_and_continues_late
     subprocess.run([*command, "60"], env=environment, check=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_killed_driver_of_a_cluster_that_stays_leaves_a_sentence(nodes, record_property):
     """Ray's C++ may end a driver too, without an exception."""

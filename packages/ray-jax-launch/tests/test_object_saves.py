@@ -226,7 +226,7 @@ def test_a_checkpoint_is_listed_after_its_upload_and_unlisted_before_its_deletio
     assert not archives & names(uri)
 
 
-@pytest.mark.parametrize("num_items", [1, 4])
+@pytest.mark.parametrize("num_items", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_save_needs_few_requests(uri, proxy, num_items):
     items = {f"item{number}": TREE for number in range(num_items)}
     with Checkpoints(proxy.uri(uri), num_to_keep=2) as checkpoints:

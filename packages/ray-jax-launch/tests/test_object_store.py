@@ -228,7 +228,7 @@ with Checkpoints(sys.argv[1], verify=False) as checkpoints:
 """
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("num_nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_node_downloads_an_archive_once(run_ranks, uri, proxy, tmp_path, monkeypatch, num_nodes):
     with Checkpoints(uri) as checkpoints:
         checkpoints.save(40, STATE, metadata={})
@@ -278,7 +278,7 @@ def test_a_checkpoint_on_a_busy_server_is_not_damaged(uri, busy, proxy, caplog, 
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("name", ["process-0.params.tar", "checkpoint.json"])
+@pytest.mark.parametrize("name", ["process-0.params.tar", pytest.param("checkpoint.json", marks=pytest.mark.slow)])
 def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(
     uri, busy, proxy, name, monkeypatch, record_property
 ):

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parent.parent / "README.md"
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path):
     script = tmp_path / "example.py"
     script.write_text("\n".join(re.findall(r"```python\n(.*?)```", README.read_text(), re.S)))

@@ -165,6 +165,7 @@ def take_more_on_rank_1(config):
     multihost_utils.sync_global_devices("never")
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_an_array_that_no_device_can_hold_ends_the_launch_at_once(tmp_path, caplog, record_property):
     record_property("fault", "a loop allocates 40 TB")

@@ -155,6 +155,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_launch_waits_for_nodes_leaves_nothing(tmp_path):
     arguments = [sys.executable, "-c", WAITS, str(tmp_path / "storage")]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -44,7 +44,12 @@ print("found", "restored")
 
 
 @pytest.mark.parametrize(
-    ("axes", "num_downloads"), [("fsdp,", 1), (",fsdp", 2), (",", 2)], ids=["same", "other", "all"]
+    ("axes", "num_downloads"),
+    [
+        pytest.param("fsdp,", 1, id="same", marks=pytest.mark.slow),
+        pytest.param(",fsdp", 2, id="other"),
+        pytest.param(",", 2, id="all", marks=pytest.mark.slow),
+    ],
 )
 def test_a_node_downloads_only_the_archives_with_shards_of_its_processes(
     run_ranks, s3, proxy, tmp_path, monkeypatch, axes, num_downloads

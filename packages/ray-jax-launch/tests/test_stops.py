@@ -109,7 +109,10 @@ def test_ctrl_c_waits_for_a_worker_that_has_stood_still(tmp_path, record_propert
     assert latest_step(tmp_path / "run" / "checkpoints") == seen[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_a_signal_ends_a_launch_whose_loop_does_not_poll(number, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=time.sleep)  # the actor's answer may take a second
     monkeypatch.setattr("ray_jax_launch._train.interrupt.time", clock)

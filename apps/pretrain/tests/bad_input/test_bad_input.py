@@ -168,7 +168,6 @@ LINES = [
     ),
     (f"--data book.txt --seed {END}", f"--seed must be an integer of at most {END - 1}, got {END}"),
     (f"--data book.txt --name {LONG}", "name must have at most 255 bytes, got"),
-    ("--data book.txt --model.vocab-size 999999999", "the model and its batch must fit the"),
     (f"{SMALL} --hardware local --train.global-batch-size 100000000", "the model and its batch must fit the"),
     ("sample nowhere", "run must be the folder or URI of a run, or its name in runs, got nowhere."),
     ("sample nowhere --top-k 0", "--top-k must be at least 1, got 0."),
@@ -269,10 +268,17 @@ DAMAGED = [
     (SAMPLE, field_of_checkpoint("config", "model", "num_layers", value=2), "error: the checkpoint must hold the arr"),
     (EVAL, field_of_checkpoint("config", "model", "embed_dim", value=32), "error: the checkpoint must hold the arrays"),
     (EXPORT, field_of_checkpoint("config", "model", "scan_layers", value=True), "error: the checkpoint must hold the"),
-    (
+    pytest.param(
         f"{TRAIN} --model.num-layers 2",
         lambda place: (without("result.json")(place), DEEPER(place))[1],
         "error: the checkpoint must hold the arrays",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "--data book.txt --model.vocab-size 999999999",
+        nothing,
+        "the model and its batch must fit the",
+        marks=pytest.mark.slow,
     ),
     (TRAIN, folder_for("metrics.jsonl"), "metrics.jsonl must be a file, got something else."),
     (TRAIN, folder_for("starts.jsonl"), "starts.jsonl must be a file, got something else."),

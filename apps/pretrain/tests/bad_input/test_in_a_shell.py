@@ -16,23 +16,53 @@ COMMANDS = (TRAIN, SAMPLE, EVAL, EXPORT)
 
 
 FULL = "the output must be writable, got No space left on device. Free some space, or write it elsewhere."
+GONE = "mkdir gone && cd gone && rmdir ../gone"
+MOVES = "allow, log or log_explicit: each step moves arrays"
+
+
+def seconds(name, value):
+    """A variable of Ray that must be a time."""
+    return (
+        f"{name}={value} $PRETRAIN runs",
+        2,
+        f"{name} must be a positive number of seconds, got '{value}'. Correct or",
+    )
+
+
+def platforms(line, platform):
+    """A platform that JAX does not have here."""
+    return (f"JAX_PLATFORMS={platform} $PRETRAIN {line}", 2, f"with JAX_PLATFORMS={platform}. Correct or unset")
+
+
+def setting(line, setting, message):
+    """A variable whose value JAX or XLA rejects."""
+    return (f"{setting} $PRETRAIN {line}", 2, f"JAX and XLA must accept {setting.partition('=')[0]}, got {message}")
+
+
+def mode(line, name, value, constraint):
+    """A mode of JAX in which the step does not work."""
+    return (f"{name}={value} $PRETRAIN {line}", 2, f"{name} must be {constraint}, got {value}. Unset it.")
+
+
+def cache(path):
+    return (
+        f"JAX_COMPILATION_CACHE_DIR={path} $PRETRAIN {SAMPLE}",
+        2,
+        f"_CACHE_DIR must be a folder, got {path}. Correct",
+    )
+
+
 # What bash runs, the exit code, and what standard error has.
 SHELL = [
-    *((f"PYTHONUNBUFFERED=1 $PRETRAIN {line} > /dev/full", 2, FULL) for line in (SAMPLE, "--help")),
-    *((f"PYTHONUNBUFFERED= $PRETRAIN {line} > /dev/full", 2, FULL) for line in (TRAIN, "--help")),
+    (f"PYTHONUNBUFFERED=1 $PRETRAIN {SAMPLE} > /dev/full", 2, FULL),
+    ("PYTHONUNBUFFERED= $PRETRAIN --help > /dev/full", 2, FULL),
     (f"$PRETRAIN {EVAL} >&- 2>&-", 0, ""),
-    (f"$PRETRAIN {EXPORT} >&-", 0, ""),
     (f"$PRETRAIN {SAMPLE} | true", 141, ""),
     (f"PYTHONIOENCODING=ascii $PRETRAIN {SAMPLE} --prompt \u00fc | grep '^.xfc'", 0, ""),
     (f"LC_ALL=C $PRETRAIN {SAMPLE} --prompt $'\\xff'", 2, "--prompt must be a text in UTF-8, got \\udcff. Change it."),
     ("COLUMNS=0 $PRETRAIN runs | grep -c finished", 0, ""),
     (f"RAY_TRAIN_V2_ENABLED=0 $PRETRAIN {TRAIN}", 2, "RAY_TRAIN_V2_ENABLED must be 1, got 0. Unset it."),
     ("cp -r runs/run runs/$'\\e[31mred'; $PRETRAIN runs | grep -F '[31mred' | cat -v | grep -F '\\x1b[31mred'", 0, ""),
-    (
-        f"JAX_PLATFORMS= JAX_PLATFORM_NAME=gpu $PRETRAIN {SAMPLE}",
-        2,
-        ", with JAX_PLATFORM_NAME=gpu. Correct or unset it.",
-    ),
     (f"GCE_METADATA_ROOT=127.0.0.1:9 $PRETRAIN --storage-path gs://bucket/runs {SMALL}", 2, "got gs://bucket/runs/"),
     (
         f"cd runs/run/checkpoints && cp -r 1 2 && echo > $(find 2/params -path '*/d/*' | head -1) && cd ../../.. && "
@@ -41,24 +71,16 @@ SHELL = [
         "checkpoint 2 in ",
     ),
     (f"chmod 0 runs/run; $LIMITED $PRETRAIN {SAMPLE}", 2, "Permission denied"),
-    (f"chmod 0 book.txt; $LIMITED $PRETRAIN {TRAIN}", 2, "Permission denied"),
     (
         f"chmod 500 runs; $LIMITED $PRETRAIN --name new {SMALL}",
         2,
         "runs/new must be accessible, got Permission denied.",
     ),
     (
-        f"chmod 0 runs/run/metrics.jsonl; $LIMITED $PRETRAIN {TRAIN}",
-        2,
-        "metrics.jsonl must be accessible, got Permission",
-    ),
-    (
         f"touch runs/run/.lock; chmod 500 runs/run; $LIMITED $PRETRAIN {TRAIN}",
         2,
         "runs/run must be writable, got a read-only folder.",
     ),
-    ("$PRETRAIN sample nowhere 2> /dev/full", 2, ""),
-    (f"chmod 0 runs/run/result.json; $LIMITED $PRETRAIN {TRAIN}", 2, "result.json must be accessible, got Permission"),
     (f"chmod 500 .; $LIMITED $PRETRAIN {EXPORT}", 2, "out must be accessible, got Permission denied."),
     (
         # Code that replaces the device, run by root, must not replace the machine's own.
@@ -67,104 +89,90 @@ SHELL = [
         2,
         "full (No space left on device). Give another --out.",
     ),
-    *(
-        (
-            f"mkdir gone && cd gone && rmdir ../gone && $PRETRAIN {line}",
-            2,
-            "the working folder must exist, got one that",
-        )
-        for line in (TRAIN, "runs")
-    ),
+    (f"{GONE} && $PRETRAIN {TRAIN}", 2, "the working folder must exist, got one that"),
     ("HOME='~' $PRETRAIN runs", 2, "HOME must be a folder, got '~'. Correct it."),
     (f"PYTHONOPTIMIZE=2 $PRETRAIN {TRAIN}", 2, "Python must keep docstrings, which Ray reads, got -OO or PYTHONOPT"),
     ("RAY_memory_usage_threshold=x $PRETRAIN runs", 2, "Ray must be able to read RAY_memory_usage_threshold, got a cr"),
-    *(
-        (f"{name}={value} $PRETRAIN runs", 2, f"{name} must be a positive number of seconds, got '{value}'. Correct or")
-        for name, value in (
-            ("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "x"),
-            ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "-1"),
-            ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "nan"),
-        )
-    ),
+    seconds("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "x"),
     (
         f"HF_HUB_DOWNLOAD_TIMEOUT=x $PRETRAIN {TRAIN} --hardware local --data one/two --name hub",
         2,
         "The variables HF_... must be values that the library `datasets` accepts, got invalid literal for int() with",
     ),
-    ("mkdir $'\\xff' && cd $'\\xff' && $PRETRAIN runs", 2, "the working folder must have a name in UTF-8, got other"),
     ("$PRETRAIN sample $'\\xff'", 2, "RUN must be a text in UTF-8, got \\udcff. Change it."),
-    ("$PRETRAIN report run $'\\xff'", 2, "RUN must be texts in UTF-8, got run \\udcff. Change it."),
-    *(
-        (f"JAX_PLATFORMS={platform} $PRETRAIN {line}", 2, f"with JAX_PLATFORMS={platform}. Correct or unset")
-        for line, platform in (
-            (SAMPLE, "cuda"),
-            (EVAL, "tpu"),
-            (EXPORT, "bogus"),
-            (f"{TRAIN} --hardware local", "cuda"),
-        )
+    platforms(SAMPLE, "cuda"),
+    setting(
+        SAMPLE, "JAX_ENABLE_X64=maybe", "ValueError: invalid truth value 'maybe' for environment 'JAX_ENABLE_X64'."
     ),
-    *(
-        (f"{setting} $PRETRAIN {line}", 2, f"JAX and XLA must accept {setting.partition('=')[0]}, got {message}")
-        for line, setting, message in (
-            (
-                SAMPLE,
-                "JAX_ENABLE_X64=maybe",
-                "ValueError: invalid truth value 'maybe' for environment 'JAX_ENABLE_X64'.",
-            ),
-            (EVAL, "JAX_DEBUG_NANS=", "ValueError: invalid truth value '' for environment 'JAX_DEBUG_NANS'."),
-            (TRAIN, "JAX_DEFAULT_MATMUL_PRECISION=x", 'ValueError: Invalid value "x" for JAX flag jax_default_matmul'),
-            (SAMPLE, "XLA_FLAGS=garbage", 'Could not open file "garbage"'),
-            (EVAL, "XLA_FLAGS=--bogus=1", "Unknown flag in XLA_FLAGS: --bogus=1. Correct or unset it."),
-            (TRAIN, "XLA_FLAGS=--xla_force_host_platform_device_count=0", "jaxlib"),
-            (EXPORT, "XLA_FLAGS=--xla_force_host_platform_device_count=two", "Couldn't interpret value two for flag"),
-        )
-    ),
+    setting(EVAL, "XLA_FLAGS=--bogus=1", "Unknown flag in XLA_FLAGS: --bogus=1. Correct or unset it."),
     (f"JAX_DISABLE_JIT=1 $PRETRAIN {TRAIN}", 2, "JAX_DISABLE_JIT must be off: sharded steps need the compiler, got 1."),
-    *(
-        (f"{name}={value} $PRETRAIN {line}", 2, f"{name} must be {constraint}, got {value}. Unset it.")
-        for line, name, value, constraint in (
-            (TRAIN, "JAX_NUMPY_RANK_PROMOTION", "raise", "allow or warn"),
-            (EVAL, "JAX_NUMPY_DTYPE_PROMOTION", "strict", "standard"),
-            *(
-                (SAMPLE, f"JAX_TRANSFER_GUARD{way}", value, "allow, log or log_explicit: each step moves arrays")
-                for way, value in (
-                    ("", "disallow"),
-                    ("_HOST_TO_DEVICE", "disallow_explicit"),
-                    ("_DEVICE_TO_DEVICE", "disallow"),
-                    ("_DEVICE_TO_HOST", "disallow"),
-                )
-            ),
-        )
-    ),
-    (f"JAX_NUMPY_RANK_PROMOTION=allow JAX_TRANSFER_GUARD=allow $PRETRAIN {SAMPLE}", 0, ""),
-    *(
-        (f"JAX_COMPILATION_CACHE_DIR={path} $PRETRAIN {SAMPLE}", 2, f"_CACHE_DIR must be a folder, got {path}. Correct")
-        for path in ("book.txt", "book.txt/x")
-    ),
-    (f"ulimit -f 0; $PRETRAIN {EXPORT}", 2, "files and the network must be usable, got No usable temporary directory"),
+    mode(SAMPLE, "JAX_TRANSFER_GUARD", "disallow", MOVES),
+    cache("book.txt/x"),
     (
         # Under a limit, Python would cut its files of bytecode short.
         f"export PYTHONDONTWRITEBYTECODE=1; ulimit -f 4; $PRETRAIN {EXPORT}",
         2,
         " must be writable, got File too large. Free some space, raise the limit",
     ),
-    (f"ulimit -v 3000000; $PRETRAIN {TRAIN}", 2, "a process must be allowed to map at least 4 GiB of memory, got 2929"),
     ("ulimit -v 300000; $PRETRAIN runs", 2, "a process must be allowed to map at least 4 GiB of memory, got 292 MiB."),
     (f"ulimit -n 100; $PRETRAIN {TRAIN}", 2, "a process must be allowed to open at least 256 files, got 100. Raise"),
-    ("ulimit -S -n 100; ulimit -H -n 1000; $PRETRAIN sample run --max-new-tokens 3 > /dev/null", 0, ""),
     ("mkfifo pipe; $PRETRAIN --config pipe", 2, "--config must be a file, got pipe, a pipe or a device."),
-    ("$PRETRAIN --config /dev/zero", 2, "--config must be a file, got /dev/zero, a pipe or a device."),
     ("$PRETRAIN --config /dev/stdin < /dev/zero", 2, "--config must be a file of at most 32,000 bytes, got /d"),
-    ("$PRETRAIN --config <(echo 'seed = 7') --print-config | grep '^seed = 7$' > /dev/null", 0, ""),
     ("echo 'seed = 7' | $PRETRAIN --config /dev/stdin --print-config | grep '^seed = 7$' > /dev/null", 0, ""),
     ("mkdir -m 0 sealed; $LIMITED $PRETRAIN runs . | grep '^sealed *unreadable' > /dev/null", 0, ""),
-    ("$PRETRAIN sample run --num-samples 1000000000 --max-new-tokens 3 | head -n 3 | grep -c .", 141, ""),
     (f"$PRETRAIN {TRAIN} --prompts ''", 2, "prompts must be texts of at least one character, got ['']."),
+]
+# The same kinds of mistakes in other commands, variables and limits.
+OTHERS = [
+    ("PYTHONUNBUFFERED=1 $PRETRAIN --help > /dev/full", 2, FULL),
+    (f"PYTHONUNBUFFERED= $PRETRAIN {TRAIN} > /dev/full", 2, FULL),
+    ("$PRETRAIN sample nowhere 2> /dev/full", 2, ""),
+    (f"$PRETRAIN {EXPORT} >&-", 0, ""),
+    (
+        f"JAX_PLATFORMS= JAX_PLATFORM_NAME=gpu $PRETRAIN {SAMPLE}",
+        2,
+        ", with JAX_PLATFORM_NAME=gpu. Correct or unset it.",
+    ),
+    (f"chmod 0 book.txt; $LIMITED $PRETRAIN {TRAIN}", 2, "Permission denied"),
+    (
+        f"chmod 0 runs/run/metrics.jsonl; $LIMITED $PRETRAIN {TRAIN}",
+        2,
+        "metrics.jsonl must be accessible, got Permission",
+    ),
+    (f"chmod 0 runs/run/result.json; $LIMITED $PRETRAIN {TRAIN}", 2, "result.json must be accessible, got Permission"),
+    (f"{GONE} && $PRETRAIN runs", 2, "the working folder must exist, got one that"),
+    seconds("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "-1"),
+    seconds("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "nan"),
+    ("mkdir $'\\xff' && cd $'\\xff' && $PRETRAIN runs", 2, "the working folder must have a name in UTF-8, got other"),
+    ("$PRETRAIN report run $'\\xff'", 2, "RUN must be texts in UTF-8, got run \\udcff. Change it."),
+    platforms(EVAL, "tpu"),
+    platforms(EXPORT, "bogus"),
+    platforms(f"{TRAIN} --hardware local", "cuda"),
+    setting(EVAL, "JAX_DEBUG_NANS=", "ValueError: invalid truth value '' for environment 'JAX_DEBUG_NANS'."),
+    setting(TRAIN, "JAX_DEFAULT_MATMUL_PRECISION=x", 'ValueError: Invalid value "x" for JAX flag jax_default_matmul'),
+    setting(SAMPLE, "XLA_FLAGS=garbage", 'Could not open file "garbage"'),
+    setting(TRAIN, "XLA_FLAGS=--xla_force_host_platform_device_count=0", "jaxlib"),
+    setting(EXPORT, "XLA_FLAGS=--xla_force_host_platform_device_count=two", "Couldn't interpret value two for flag"),
+    mode(TRAIN, "JAX_NUMPY_RANK_PROMOTION", "raise", "allow or warn"),
+    mode(EVAL, "JAX_NUMPY_DTYPE_PROMOTION", "strict", "standard"),
+    mode(SAMPLE, "JAX_TRANSFER_GUARD_HOST_TO_DEVICE", "disallow_explicit", MOVES),
+    mode(SAMPLE, "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE", "disallow", MOVES),
+    mode(SAMPLE, "JAX_TRANSFER_GUARD_DEVICE_TO_HOST", "disallow", MOVES),
+    (f"JAX_NUMPY_RANK_PROMOTION=allow JAX_TRANSFER_GUARD=allow $PRETRAIN {SAMPLE}", 0, ""),
+    cache("book.txt"),
+    (f"ulimit -f 0; $PRETRAIN {EXPORT}", 2, "files and the network must be usable, got No usable temporary directory"),
+    (f"ulimit -v 3000000; $PRETRAIN {TRAIN}", 2, "a process must be allowed to map at least 4 GiB of memory, got 2929"),
+    ("ulimit -S -n 100; ulimit -H -n 1000; $PRETRAIN sample run --max-new-tokens 3 > /dev/null", 0, ""),
+    ("$PRETRAIN --config /dev/zero", 2, "--config must be a file, got /dev/zero, a pipe or a device."),
+    ("$PRETRAIN --config <(echo 'seed = 7') --print-config | grep '^seed = 7$' > /dev/null", 0, ""),
+    ("$PRETRAIN sample run --num-samples 1000000000 --max-new-tokens 3 | head -n 3 | grep -c .", 141, ""),
 ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full, and gives up root's rights by setpriv")
-@pytest.mark.parametrize(("line", "code", "message"), SHELL)
+@pytest.mark.parametrize(
+    ("line", "code", "message"), [*SHELL, *(pytest.param(*row, marks=pytest.mark.slow) for row in OTHERS)]
+)
 def test_in_a_shell(line, code, message, place):
     # root may read everything, unless it gives up the right to.
     limited = "setpriv --bounding-set=-dac_override,-dac_read_search" if os.geteuid() == 0 else ""
