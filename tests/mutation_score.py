@@ -2,7 +2,7 @@
 
     python tests/mutation_score.py FOLDER
 
-FOLDER is the folder of a package, where `mutmut run` has ended. Its file `accepted_mutants.toml` lists the mutants that
+FOLDER is the folder of a package, where `mutmut run` has ended, of all mutants or of some. Its file `accepted_mutants.toml` lists the mutants that
 change no behavior, each with the reason:
 
     [[mutant]]
@@ -49,11 +49,18 @@ class ModuleScore:
     """Mutants of a module."""
 
     module: str
+    num_mutants: int = 0
+    """All mutants of the module. Some may not have run."""
     num_noticed: int = 0
     accepted: list[Mutant] = field(default_factory=list)
     """Mutants that change no behavior."""
     survivors: list[Mutant] = field(default_factory=list)
     """Mutants that no test noticed, or that no test ran, without the accepted ones."""
+
+    @property
+    def num_run(self) -> int:
+        """The number of mutants that the tests have run."""
+        return self.num_noticed + len(self.accepted) + len(self.survivors)
 
     @property
     def score(self) -> float:
@@ -63,28 +70,23 @@ class ModuleScore:
 
 
 def read_scores(accepted: set[Mutant]) -> list[ModuleScore]:
-    """Read the results of `mutmut run` in the working folder.
-
-    Raises:
-        ValueError: some mutants were not run.
-    """
+    """Read the results of `mutmut run` in the working folder."""
     scores = []
     for path in sorted(Path("mutants").rglob("*.meta")):
         exit_codes = json.loads(path.read_text())["exit_code_by_key"]
-        if set(exit_codes.values()) <= {None}:  # no mutants, or the run was of other modules
-            continue
-        if None in exit_codes.values():
-            raise ValueError(f"{path} must have the result of every mutant, got some without. Run mutmut again.")
         source = path.relative_to("mutants").with_suffix("")
-        score = ModuleScore(module=".".join(source.with_suffix("").parts[1:]))
+        score = ModuleScore(module=".".join(source.with_suffix("").parts[1:]), num_mutants=len(exit_codes))
         for name, code in exit_codes.items():
+            if code is None:
+                continue
             if code not in (_SURVIVED, _NO_TESTS, _ALSO_NO_TESTS):
                 score.num_noticed += 1
             elif (mutant := _describe(score.module, name, source)) in accepted:
                 score.accepted.append(mutant)
             else:
                 score.survivors.append(mutant)
-        scores.append(score)
+        if score.num_run:
+            scores.append(score)
     return scores
 
 
@@ -112,10 +114,10 @@ def read_accepted() -> set[Mutant]:
 
 def format_table(scores: Sequence[ModuleScore]) -> str:
     """Return the table in Markdown."""
-    lines = ["| module | mutants | noticed | accepted | score |", "|---|---|---|---|---|"]
+    lines = ["| module | mutants | run | noticed | accepted | score |", "|---|---|---|---|---|---|"]
     for one in scores:
-        num = one.num_noticed + len(one.accepted) + len(one.survivors)
-        lines.append(f"| `{one.module}` | {num} | {one.num_noticed} | {len(one.accepted)} | {one.score:.1%} |")
+        numbers = f"{one.num_mutants} | {one.num_run} | {one.num_noticed} | {len(one.accepted)}"
+        lines.append(f"| `{one.module}` | {numbers} | {one.score:.1%} |")
     return "\n".join(lines)
 
 
@@ -125,7 +127,8 @@ def _problems(scores: Sequence[ModuleScore], accepted: set[Mutant]) -> Iterator[
     for one in scores:
         if one.score < LEAST_SCORE:
             yield f"{one.module}: the tests must notice {LEAST_SCORE:.0%} of the mutants, got {one.score:.1%}"
-    modules = tuple(f"{one.module}." for one in scores)  # the run may have been of some modules only
+    # Of a module whose mutants have not all run, the others may survive.
+    modules = tuple(f"{one.module}." for one in scores if one.num_run == one.num_mutants)
     for mutant in sorted(accepted - {mutant for one in scores for mutant in one.accepted}):
         if mutant.function.startswith(modules):
             yield f"{ACCEPTED} must list survivors only, got {mutant.function}: {mutant.after}. Remove it."

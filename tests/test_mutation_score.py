@@ -41,6 +41,12 @@ reason = "of equal numbers, each is the larger one"
 """
 
 
+def run_mutants(folder, *names):
+    command = [sys.executable, "-m", "mutmut", "run", *names]
+    done = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """A package whose mutants have run: one survives, one has no test, and two are noticed."""
@@ -53,9 +59,7 @@ def package(tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     (folder / "pyproject.toml").write_text(CONFIG)
-    command = [sys.executable, "-m", "mutmut", "run"]
-    done = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_mutants(folder)
     return folder
 
 
@@ -64,7 +68,7 @@ def test_survivors_and_code_without_tests_count_against_the_score(package, capsy
     out, err = capsys.readouterr()
     assert "small.numbers.larger\n  - if a > b:\n  + if a >= b:\n" in out
     assert "small.numbers.untested\n  - return 1\n  + return 2\n" in out
-    assert "| `small.numbers` | 4 | 2 | 0 | 50.0% |" in out
+    assert "| `small.numbers` | 4 | 4 | 2 | 0 | 50.0% |" in out
     assert err == "small.numbers: the tests must notice 90% of the mutants, got 50.0%\n"
 
 
@@ -73,7 +77,17 @@ def test_accepted_mutants_do_not_count(package, capsys):
     main([str(package)])
     out, _ = capsys.readouterr()
     assert "if a >= b:" not in out
-    assert "| `small.numbers` | 4 | 2 | 1 | 66.7% |" in out
+    assert "| `small.numbers` | 4 | 4 | 2 | 1 | 66.7% |" in out
+
+
+def test_a_part_of_the_mutants_has_a_score_of_its_own(package, tmp_path, capsys):
+    """The others are not rejected as survivors that the list of accepted mutants has."""
+    for name in ("src", "tests", "pyproject.toml"):
+        (tmp_path / name).symlink_to(package / name)
+    (tmp_path / "accepted_mutants.toml").write_text(ACCEPTED)
+    run_mutants(tmp_path, "small.numbers.x_double*")
+    assert main([str(tmp_path)]) == 0
+    assert "| `small.numbers` | 4 | 2 | 2 | 0 | 100.0% |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

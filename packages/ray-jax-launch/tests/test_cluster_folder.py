@@ -23,7 +23,6 @@ from pathlib import Path
 from ray_jax_launch import TrainingFailed, launch
 
 folder = Path(sys.argv[1])
-
 def train():
     import jax
     from jax.experimental import multihost_utils
