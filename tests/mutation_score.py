@@ -2,8 +2,8 @@
 
     python tests/mutation_score.py FOLDER
 
-FOLDER is the folder of a package, where `mutmut run` has ended, of all mutants or of some. Its file `accepted_mutants.toml` lists the mutants that
-change no behavior, each with the reason:
+FOLDER is the folder of a package, where `mutmut run` has ended, of all mutants or of some. Its file
+`accepted_mutants.toml` lists the mutants that change no behavior, each with the reason:
 
     [[mutant]]
     function = "owt_data._tokens.window_order.window_order"
