@@ -12,7 +12,7 @@ from rich.live import Live
 from pretrain import main
 from pretrain._cli import standard_output
 from pretrain._output import log_lines
-from pretrain._screen.facts import print_line
+from pretrain._screen.facts import print_facts, print_line
 
 
 def test_information_of_the_launcher_is_shown(caplog):
@@ -125,3 +125,12 @@ def test_a_file_gets_the_exact_text_and_a_terminal_no_control_characters(options
     assert file.getvalue() == console.export_text() == expected
     print_line(console, long := "a line without end " * 40)
     assert console.export_text() == ("" if console.quiet else f"{long}\n")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_fact_has_its_control_characters_in_a_visible_form(is_terminal):
+    console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
+    print_facts(console, [("data", "a\x1b[31mred.txt"), ("", "two\nlines")])
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert lines == ["data  a\\x1b[31mred.txt", "      two", "      lines"]

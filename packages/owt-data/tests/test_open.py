@@ -36,6 +36,11 @@ def test_a_prepared_folder_knows_its_tokenizer(prepared):
     assert tokens.fingerprint == {"tokenizer": "bytes", "manifest": True, **digests}
 
 
+def test_an_unknown_tokenizer_is_rejected_beside_a_manifest_too(prepared):
+    with pytest.raises(DataError, match="The tokenizer must be bytes or gpt2, got 'nope'. Choose one."):
+        open_tokens(str(prepared), tokenizer="nope")
+
+
 def test_a_deleted_manifest_changes_one_named_entry_of_the_fingerprint(prepared):
     with_manifest = open_tokens(str(prepared), tokenizer="bytes")
     (prepared / "manifest.json").unlink()

@@ -14,12 +14,15 @@ _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 
 def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
-    """Print labels, and a text beside each; an empty label continues the one before."""
+    """Print labels, and a text beside each; an empty label continues the one before.
+
+    Control characters of a text, such as the name of a file, are visible.
+    """
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in facts:
-        table.add_row(label, Text(text))
+        table.add_row(label, Text(text.translate(_VISIBLE)))
     print_table(console, table)
 
 

@@ -89,9 +89,10 @@ def open_tokens(names: Names | Mapping[str, float], *, tokenizer: str) -> TokenD
         tokenizer: tokenizer of files without a manifest.
 
     Raises:
-        DataError: a file is missing or truncated, or holds ids outside the vocabulary; or the names do not
-            fit together.
+        DataError: the tokenizer is unknown; a file is missing or truncated, or holds ids outside the vocabulary; or
+            the names do not fit together.
     """
+    vocab_size(tokenizer)  # an unknown name is an error beside a manifest too
     if isinstance(names, Mapping):
         return _open_mixture(names, tokenizer)
     by_split = group_by_split(names)

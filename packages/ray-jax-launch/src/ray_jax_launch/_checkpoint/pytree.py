@@ -131,14 +131,14 @@ def to_restore(like: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
         saved: Orbax's metadata of the leaves of each item.
 
     Raises:
-        MismatchedCheckpointError: the leaves or their shapes are not those that were saved.
+        MismatchedCheckpointError: the leaves, their shapes or their kinds of numbers are not those that were saved.
     """
     trees = {name: jax.tree.map(_data_of, tree) for name, tree in like.items() if jax.tree.leaves(tree)}
-    saved_shapes, shapes = _shapes({name: saved[name] for name in like if name in saved}), _shapes(trees)
-    for path in sorted(saved_shapes.keys() | shapes.keys()):
-        if saved_shapes.get(path) != shapes.get(path):
-            was = f"saved with shape {saved_shapes[path]}" if path in saved_shapes else "not saved"
-            now = f"wanted with shape {shapes[path]}" if path in shapes else "not wanted"
+    saved_leaves, leaves = _described({name: saved[name] for name in like if name in saved}), _described(trees)
+    for path in sorted(saved_leaves.keys() | leaves.keys()):
+        if saved_leaves.get(path) != leaves.get(path):
+            was = f"saved {saved_leaves[path]}" if path in saved_leaves else "not saved"
+            now = f"wanted {leaves[path]}" if path in leaves else "not wanted"
             raise MismatchedCheckpointError(
                 f"the checkpoint must hold the arrays that are to be restored, got {path}: {was}, {now}. Restore into "
                 "the model that wrote it, or read another checkpoint."
@@ -253,10 +253,21 @@ def _split_key(key: Any) -> tuple[jax.ShapeDtypeStruct, Any]:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding), impls[0]
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the leaves by their names."""
+def _described(tree: Any) -> dict[str, str]:
+    """Return kinds of numbers and shapes of the leaves by their names.
+
+    An array may be restored in another precision. A float that is restored as an integer would lose its fraction.
+    """
     leaves = ocp.tree.to_flat_dict(tree).items()
-    return {".".join(map(str, path)): tuple(getattr(x, "shape", ())) for path, x in leaves}
+    return {
+        ".".join(map(str, path)): f"as {_kind(x)} with shape {tuple(getattr(x, 'shape', ()))}" for path, x in leaves
+    }
+
+
+def _kind(x: Any) -> str:
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    kinds = {"floats": np.floating, "integers": np.integer, "complex numbers": np.complexfloating}
+    return next((name for name, kind in kinds.items() if jnp.issubdtype(dtype, kind)), "booleans")
 
 
 def items_as_wanted(like: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:
