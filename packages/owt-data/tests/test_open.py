@@ -37,7 +37,7 @@ def test_a_prepared_folder_knows_its_tokenizer(prepared):
 
 
 def test_an_unknown_tokenizer_is_rejected_beside_a_manifest_too(prepared):
-    with pytest.raises(DataError, match="The tokenizer must be bytes or gpt2, got 'nope'. Choose one."):
+    with pytest.raises(DataError, match="The tokenizer must be bytes or gpt2, got 'nope'"):
         open_tokens(str(prepared), tokenizer="nope")
 
 
