@@ -99,7 +99,10 @@ def test_a_stream_starts_at_a_block(start_block, wikitext, monkeypatch):
     np.testing.assert_array_equal(rest, whole[start_block:])
 
 
-@pytest.mark.parametrize(("world_size", "start_block", "num_tasks"), [(2, 0, 1), (3, 7, 2), (4, 50, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "start_block", "num_tasks"),
+    [pytest.param(2, 0, 1, marks=pytest.mark.slow), (3, 7, 2), pytest.param(4, 50, 3, marks=pytest.mark.slow)],
+)
 def test_ranks_make_up_the_blocks_of_one_rank_in_turn(world_size, start_block, num_tasks, wikitext, monkeypatch):
     monkeypatch.setattr("owt_data._stream.text._BLOCK_BYTES", 10 * 2 * BLOCK)
     whole = collect(stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes"))[start_block:]

@@ -96,10 +96,7 @@ def saved(place):
         ({"opt_state": {"mu": jnp.ones(2)}}, "opt_state.mu: not saved, wanted as floats with shape (2,)"),
         ({"params": {}}, "params.h.0.b: saved as floats with shape (2,), not wanted"),
         ({"params": {"h": [{"w": jnp.ones((3, 2))}]}}, "params.h.0.b: saved as floats with shape (2,), not wanted"),
-        (
-            {"params": {"h": [{"w": jnp.ones((3, 2)), "b": jnp.ones(2), "c": 1}]}},
-            "params.h.0.c: not saved, wanted as integers with shape ()",
-        ),
+        ({"params": {"h": [{"a": 1}]}}, "params.h.0.a: not saved, wanted as integers with shape ()"),
         (
             {"params": {"h": [{"w": jnp.ones((2, 3)), "b": jnp.ones(2)}]}},
             "params.h.0.w: saved as floats with shape (3, 2), wanted as floats with shape (2, 3)",
@@ -121,14 +118,6 @@ def test_a_restore_into_another_tree_is_rejected(saved, like, message):
                 f"the checkpoint must hold the arrays that are to be restored, got {message}. Restore into the model "
                 "that wrote it, or read another checkpoint."
             )
-
-
-def test_an_array_is_restored_in_the_precision_that_is_wanted(saved):
-    like = {"h": [{"w": jnp.zeros((3, 2), jnp.bfloat16), "b": np.zeros(2)}]}
-    with Checkpoints(saved, read_only=True) as checkpoints:
-        (block,) = checkpoints.restore(1, {"params": like})["params"]["h"]
-    assert (block["w"].dtype, block["b"].dtype) == (jnp.bfloat16, np.float64)
-    np.testing.assert_array_equal(block["w"], np.ones((3, 2)))
 
 
 def test_an_array_can_be_overwritten_when_save_returns(place):

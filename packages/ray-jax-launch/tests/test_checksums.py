@@ -170,10 +170,22 @@ DAMAGED = {
     "name of 300 letters": lambda place: add_file(place, "a" * 300),
     "empty name": lambda place: add_file(place, ""),
 }
+QUICK = (
+    "deep field",
+    "no format",
+    "changed letter",
+    "format true",
+    "size 1e400",
+    "size 1.5",
+    "name above",
+    "empty name",
+)
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize(
+    "damage", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in DAMAGED if name not in QUICK)]
+)
 def test_a_damaged_description_is_damage(saved, caplog, damage, record_property):
     write_description(saved, DAMAGED[damage](saved))
     with Checkpoints(saved, read_only=True, num_best_to_keep=1) as checkpoints:

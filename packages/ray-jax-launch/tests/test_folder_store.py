@@ -365,3 +365,12 @@ def test_a_process_killed_during_a_deletion_leaves_no_incomplete_checkpoint(fold
 
 def test_a_missing_folder_has_no_checkpoint(tmp_path):
     assert intact_step(tmp_path / "nowhere") is None
+
+
+def test_an_array_is_restored_in_the_precision_that_is_wanted(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"params": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}}, metadata={})
+        like = {"w": jnp.zeros((3, 2), jnp.bfloat16), "b": np.zeros(2)}
+        restored = checkpoints.restore(1, {"params": like})["params"]
+    assert (restored["w"].dtype, restored["b"].dtype) == (jnp.bfloat16, np.float64)
+    np.testing.assert_array_equal(restored["w"], np.ones((3, 2)))
