@@ -117,8 +117,10 @@ def mutants(session: nox.Session, part: str) -> None:
     sync(session, "--all-packages", "--group", "test")
     folder = ROOT / MEMBERS[part]
     session.chdir(folder)
-    # The processes that a test starts import the changed package too.
-    session.run("mutmut", "run", *session.posargs, env=TEST_ENV | {"PYTHONPATH": str(folder / "mutants" / "src")})
+    # The processes that a test starts import the changed package too. Python forgets a folder that does not exist yet.
+    source = folder / "mutants" / "src"
+    source.mkdir(parents=True, exist_ok=True)
+    session.run("mutmut", "run", *session.posargs, env=TEST_ENV | {"PYTHONPATH": str(source)})
     session.run("python", str(ROOT / "tests" / "mutation_score.py"), ".")
 
 

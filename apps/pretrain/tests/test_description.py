@@ -8,21 +8,26 @@ import subprocess
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import pytest
 
+from owt_data import PrepareOptions, open_tokens, prepare
 from pretrain import PRESETS
 from pretrain._errors import UsageError
 from pretrain._run import description
 from pretrain._run.description import (
+    RUN,
     DataDescription,
     check_same_data,
     check_same_settings,
     describe,
+    describe_data,
     parse_description,
     read_description,
     write_description,
 )
 from pretrain._run.folder import RunFolder
+from ray_jax_launch import Checkpoints
 
 # Another value for each setting, as far as the settings allow one that differs in this field alone.
 CHANGED = {
@@ -202,8 +207,30 @@ def test_a_description_that_is_nested_deeply_is_damaged():
         parse_description('{"format":' * 100_000, "config.json")
 
 
-def test_a_new_run_knows_the_commit_of_a_checkout(stored):
+def test_the_tokens_of_a_stream_are_known_by_their_source(tmp_path):
+    (tmp_path / "book.txt").write_text("A short book. " * 100)
+    prepare(str(tmp_path / "book.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
+    data = open_tokens(tmp_path / "tokens", tokenizer="gpt2")
+    assert data.source_fingerprint not in (None, data.fingerprint)
+    expected = DataDescription(tokens=str(tmp_path / "tokens"), tokenizer="bytes", fingerprint=data.fingerprint)
+    assert describe_data(data) == expected
+    assert describe_data(data, "stream") == dataclasses.replace(expected, fingerprint=data.source_fingerprint)
+
+
+def test_the_newest_checkpoint_has_the_description_that_counts(stored, tmp_path):
+    folder, other = RunFolder(tmp_path), dataclasses.replace(stored, hardware="cpu:2")
+    assert read_description(folder) is None
+    write_description(folder, other)
+    assert read_description(folder) == other
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        checkpoints.save(1, {"params": {"w": np.ones(2)}}, metadata={RUN: stored.to_json()})
+    assert read_description(folder) == stored
+
+
+def test_a_new_run_knows_the_commit_of_a_checkout(stored, capfd):
     """The packages of this repository are installed from its checkout, except from a wheel or an archive."""
+    assert describe(PRESETS["quickstart"](), DATA, "cpu:1") == stored
+    assert capfd.readouterr() == ("", "")
     if stored.commit is None:
         pytest.skip("the source is no git checkout")
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", stored.commit)

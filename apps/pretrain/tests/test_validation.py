@@ -52,6 +52,24 @@ def test_the_full_loss_predicts_each_token_once(params, tokens, num_tokens, batc
     assert validation.loss(params) == pytest.approx(expected.loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("rest", [1, 7])
+def test_the_last_window_counts_the_tokens_that_are_left_alone(params, tokens, rest):
+    tokens = tokens.between(0, 1 + 3 * 8 + rest)
+    validation = Validation(MODEL, tokens, num_tokens=None, batch_size=2)
+    assert validation.num_tokens == 24 + rest
+    assert validation.loss(params) == pytest.approx(evaluate_tokens(merge(MODEL, params), tokens.read()).loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(("memory_bytes", "num_steps"), [(1 << 40, 1), (1, 21)])
+def test_a_batch_that_was_made_smaller_to_fit_has_the_same_loss(params, tokens, monkeypatch, memory_bytes, num_steps):
+    monkeypatch.setattr("pretrain._training.device_memory.device_memory_bytes", lambda: memory_bytes)
+    validation, steps = Validation(MODEL, tokens, num_tokens=None, batch_size=64), []
+    validation.fit(params)
+    loss = validation.loss(params, lambda firsts: steps.extend(firsts) or firsts)
+    assert loss == pytest.approx(evaluate_tokens(merge(MODEL, params), tokens.read()).loss, rel=1e-6)
+    assert len(steps) == num_steps
+
+
 def test_tokens_of_whole_windows_have_no_last_window_of_their_own(params, tokens):
     tokens = tokens.between(0, 1 + 20 * 8)
     validation = Validation(MODEL, tokens, num_tokens=None, batch_size=4)
