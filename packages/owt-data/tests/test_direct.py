@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from owt_data import DataError, TokenSequence, read_steps
+from owt_data._stream.windows import _read_steps
 
 ARGUMENTS: dict[str, Any] = {
     "seq_len": 16, "global_batch_size": 8, "rank": 0, "world_size": 1, "start_step": 0, "stop_step": 3,
@@ -33,6 +34,18 @@ def test_read_steps_checks_its_arguments_at_the_call(changed, message, tokens):
         read_steps(tokens, **{**ARGUMENTS, **changed})
     assert str(caught.value).startswith(message)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("order", ["shuffle", "random", "sequential"])
+def test_a_task_of_a_stream_reads_the_rows_of_its_rank(order, tokens):
+    """In this process: Ray runs it in others."""
+    found = _read_steps(
+        {"id": np.array([0, 1, 5])}, tokens=tokens, seq_len=7, global_batch_size=9, first_row=3, local_batch_size=3,
+        start_step=4, order=order, seed=11,
+    )  # fmt: skip
+    assert found["step"].tolist() == [4, 5, 9]
+    rows = tokens.windows(np.arange(10 * 9), seq_len=7, order=order, seed=11).reshape(10, 9, 8)
+    np.testing.assert_array_equal(found["tokens"], rows[[4, 5, 9], 3:6])
 
 
 @pytest.mark.parametrize("order", ["shuffle", "random", "sequential"])
