@@ -152,6 +152,15 @@ def browser(session: nox.Session) -> None:
 
 
 @nox.session
+@each(["tpu"])
+def accelerators(session: nox.Session, part: str) -> None:
+    """Compile the steps for devices that are not here, by the devices' own compilers."""
+    sync_part(session, "nnx-gpt2", "--extra", part)
+    folder = test_folder("nnx-gpt2")
+    session.run("pytest", folder, "-m", "accelerators", *LONG_LIMIT, *session.posargs, env=TEST_ENV | ONE_PROCESS)
+
+
+@nox.session
 def gauges(session: nox.Session) -> None:
     """Test that Ray's metrics show what a training loop logs."""
     sync(session, "--package", "ray-jax-launch", "--group", "gauges")

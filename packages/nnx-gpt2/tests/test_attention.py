@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnx_gpt2 import causal_attention, document_ids, make_mesh, replicated
+from nnx_gpt2 import _attention, causal_attention, document_ids, make_mesh, replicated
+from nnx_gpt2._target import Target
 
 
 def heads(num_positions, num_heads=3, head_dim=16, batch_size=2):
@@ -81,8 +82,8 @@ def test_cudnn_is_called_for_causal_attention_within_segments(masked, monkeypatc
         return attend(*heads, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend_without_gpu)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability="9.0")])
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(_attention, "target_for", lambda x: Target(gpu, 1))
     q, k, v = (x.astype(jnp.bfloat16) for x in heads(64))
     ids = segments(64) if masked else None
     mixed = causal_attention(q, k, v, segment_ids_BT=ids, backend="cudnn")
@@ -93,7 +94,12 @@ def test_cudnn_is_called_for_causal_attention_within_segments(masked, monkeypatc
 def test_auto_takes_splash_on_a_tpu_for_full_tiles_without_dropout(monkeypatch):
     short, full, key = heads(100), heads(128), jax.random.key(0)
     dropped = causal_attention(*full, dropout_rate=0.1, dropout_key=key, backend="xla")
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    tpu = SimpleNamespace(platform="tpu")
+    monkeypatch.setattr(_attention, "target_for", lambda x: Target(tpu, None))
+    np.testing.assert_allclose(causal_attention(*full), plain(*full), atol=2e-6)  # it may be a part of several devices
+    with pytest.raises(ValueError, match="on TPUs one device or a step over a mesh, and no dropout, got float32"):
+        causal_attention(*full, backend="splash")
+    monkeypatch.setattr(_attention, "target_for", lambda x: Target(tpu, 1))
     np.testing.assert_allclose(causal_attention(*short), plain(*short), atol=2e-6)
     np.testing.assert_array_equal(causal_attention(*full, dropout_rate=0.1, dropout_key=key), dropped)
     with pytest.raises(ValueError, match="Only interpret mode is supported on CPU backend"):  # the kernel's own error
@@ -156,13 +162,14 @@ def test_a_document_ends_with_its_end_of_text():
         (
             128,
             {"backend": "cudnn"},
-            "attention backend cudnn must have bfloat16 on an NVIDIA GPU of compute capability 8 or above, and no "
-            "dropout, got float32[2, 128,",
+            "a multiple of 8 up to 128, an even number of positions if there are segments, and no dropout, got "
+            "float32[2, 128, 3, 16] on cpu, dropout 0. Choose auto.",
         ),
         (
             100,
             {"backend": "splash"},
-            "attention backend splash must have a multiple of 128 positions, and no dropout",
+            "attention backend splash must have a multiple of 128 positions, on TPUs one device or a step over a mesh, "
+            "and no dropout",
         ),
         (
             128,

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, GPT2Config, causal_attention, generate, has_bfloat16
+from nnx_gpt2 import GPT2, GPT2Config, _attention, causal_attention, generate, has_bfloat16
+from nnx_gpt2._target import Target
 
-OLD = SimpleNamespace(device_kind="Tesla T4", compute_capability="7.5")
-NEW = SimpleNamespace(device_kind="A100-SXM4-40GB", compute_capability="8.0")
-NEWER = SimpleNamespace(device_kind="NVIDIA B200", compute_capability="10.0")
+OLD = SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5")
+NEW = SimpleNamespace(platform="gpu", device_kind="A100-SXM4-40GB", compute_capability="8.0")
+NEWER = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
 
 
 @pytest.mark.parametrize(
@@ -36,8 +37,7 @@ def test_the_devices_of_this_machine_have_bfloat16():
 def test_auto_takes_the_plain_formula_on_an_old_gpu(monkeypatch):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 64, 2, 16), jnp.bfloat16)
     expected = causal_attention(q, k, v, backend="xla")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [OLD])
+    monkeypatch.setattr(_attention, "target_for", lambda x: Target(OLD, 1))
     np.testing.assert_array_equal(causal_attention(q, k, v), expected)
     with pytest.raises(ValueError, match="attention backend cudnn must have bfloat16 on an NVIDIA GPU of compute cap"):
         causal_attention(q, k, v, backend="cudnn")
@@ -47,8 +47,7 @@ def test_auto_takes_the_plain_formula_on_an_old_gpu(monkeypatch):
 @pytest.mark.parametrize("device", [NEW, NEWER])
 def test_auto_takes_cudnn_on_a_new_gpu(device, monkeypatch):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 64, 2, 16), jnp.bfloat16)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(_attention, "target_for", lambda x: Target(device, 1))
     with pytest.raises(RuntimeError, match="cuDNN is not detected"):  # jax itself looks for the library
         causal_attention(q, k, v)
 
@@ -64,8 +63,28 @@ def test_a_prompt_is_read_by_the_plain_formula_if_the_config_says_so(monkeypatch
         )
         for backend in ("xla", "auto")
     )
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [NEW])
+    monkeypatch.setattr(_attention, "target_for", lambda x: Target(NEW, 1))
     assert len(generate(plain, [[1, 2, 3]], 2, temperature=0.0)[0]) == 5
     with pytest.raises(RuntimeError, match="cuDNN is not detected"):
         generate(auto, [[1, 2, 3]], 2, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "head_dim", "has_segments", "is_supported"),
+    [(64, 64, True, True), (63, 64, False, True), (63, 64, True, False), (64, 25, False, False), (64, 128, False, True),
+     (64, 100, False, False), (64, 160, False, False), (64, 320, False, False)],
+)  # fmt: skip
+def test_auto_takes_the_plain_formula_for_shapes_that_cudnn_rejects(
+    num_positions, head_dim, has_segments, is_supported, monkeypatch
+):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, num_positions, 2, head_dim), jnp.bfloat16)
+    ids = jnp.zeros((2, num_positions), jnp.int32) if has_segments else None
+    expected = causal_attention(q, k, v, segment_ids_BT=ids, backend="xla")
+    monkeypatch.setattr(_attention, "target_for", lambda x: Target(NEW, 1))
+    if is_supported:
+        with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+            causal_attention(q, k, v, segment_ids_BT=ids)
+        return
+    np.testing.assert_array_equal(causal_attention(q, k, v, segment_ids_BT=ids), expected)
+    with pytest.raises(ValueError, match="heads of a width that is a multiple of 8 up to 128, an even number of posit"):
+        causal_attention(q, k, v, segment_ids_BT=ids, backend="cudnn")

@@ -16,9 +16,11 @@ from nnx_gpt2 import (
     evaluate_choices,
     evaluate_tokens,
     make_eval_step,
+    make_mesh,
     merge,
     read_questions,
     split_params,
+    tree_shardings,
 )
 from nnx_gpt2._errors import shown
 
@@ -50,6 +52,43 @@ def test_every_token_is_predicted_once_from_the_context_in_its_window(model, num
     assert found.num_tokens == num_tokens - 1
     assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+
+
+MESHES = {"data=8": {}, "fsdp=8": {"fsdp": 8}, "data=2,fsdp=2,tensor=2": {"fsdp": 2, "tensor": 2}}
+
+
+@pytest.fixture(params=MESHES)
+def spread(model, request):
+    """The model with its parameters on the eight devices of a mesh."""
+    params = split_params(model)
+    return merge(model.config, jax.device_put(params, tree_shardings(params, make_mesh(**MESHES[request.param]))))
+
+
+@pytest.mark.parametrize("num_tokens", [97, 9])
+def test_a_model_on_several_devices_has_the_loss_that_it_has_on_one(model, spread, num_tokens):
+    tokens = np.random.default_rng(0).integers(0, 65, num_tokens).astype(np.uint16)
+    expected = evaluate_tokens(model, tokens, stride=5, end_of_text=64)
+    found = evaluate_tokens(spread, tokens, stride=5, end_of_text=64)
+    assert (found.num_tokens, found.loss) == (expected.num_tokens, pytest.approx(expected.loss, rel=1e-5))
+
+
+def test_an_evaluation_runs_over_the_mesh_of_the_parameters(spread, monkeypatch):
+    """The kernel of a TPU computes on several devices in a step over a mesh alone."""
+    meshes = []
+
+    def note_mesh(config, mesh, **options):
+        meshes.append(mesh)
+        return make_eval_step(config, mesh, **options)
+
+    monkeypatch.setattr("nnx_gpt2._evaluation.make_eval_step", note_mesh)
+    evaluate_tokens(spread, np.arange(17))
+    evaluate_choices(spread, [Question(context="a", choices=("b", "c"), answer=0)], encode)
+    assert meshes == [split_params(spread)["wte"]["embedding"].sharding.mesh] * 2
+
+
+def test_a_model_on_several_devices_chooses_as_on_one(model, spread):
+    questions = [Question(context="what is", choices=("this", "that one", "it"), answer=answer) for answer in range(3)]
+    assert evaluate_choices(spread, questions, encode) == evaluate_choices(model, questions, encode)
 
 
 def test_end_of_text_masks_documents(model):

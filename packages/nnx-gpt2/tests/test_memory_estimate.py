@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -33,7 +34,8 @@ def test_the_peak_is_the_sum():
 @pytest.mark.parametrize(("backend", "num_states"), [("cpu", 2), ("gpu", 1)])
 def test_only_a_state_that_is_not_donated_exists_twice(monkeypatch, backend, num_states):
     """The other arrays of this step, mostly gradients, are smaller than a state."""
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    device = SimpleNamespace(platform=backend)
+    monkeypatch.setattr("nnx_gpt2._target.default_device", lambda: device)
     config = GPT2Config(vocab_size=128, seq_len=2, num_layers=1, num_heads=2, embed_dim=256)
     estimate = estimate_memory(config, global_batch_size=1)
     assert num_states < estimate.peak_bytes / estimate.state_bytes < num_states + 1

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,8 @@ def test_randomness_follows_the_step_not_the_history(tiny):
 
 
 def test_the_state_is_donated_to_an_accelerator(tiny, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    device = SimpleNamespace(platform="tpu")
+    monkeypatch.setattr("nnx_gpt2._target.default_device", lambda: device)
     optimizer = create_optimizer(OPTIMIZER, 200)
     state = create_train_state(tiny, optimizer, jax.random.key(0))
     make_train_step(tiny, optimizer)(state, windows(tiny), jax.random.key(7))

@@ -1,9 +1,10 @@
-"""Causal self-attention, by the fastest kernel that the backend has for the inputs.
+"""Causal self-attention, by the fastest kernel that the devices have for the inputs.
 
 Shapes: B batch, T query position, S key position, N heads, H head width.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import jax
@@ -16,12 +17,23 @@ from nnx_gpt2._dropout import check_key, dropout, split_key
 from nnx_gpt2._errors import is_number, is_one_of, kind, plain, require, shown
 from nnx_gpt2._model_config import SPLASH_MULTIPLE, AttentionBackend
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain, under_mesh
+from nnx_gpt2._target import Target, target_for
 from nnx_gpt2._token_ids import has_type
 
 # The plain formula works on blocks of queries, each with the keys that it can see. The number of blocks has an upper
 # bound and their size a lower bound: more blocks save little arithmetic and cost compile time.
 _MAX_BLOCKS, _MIN_BLOCK = 4, 64
+# cuDNN has wider heads on GPUs of compute capability 9 and above only.
+_CUDNN_MAX_WIDTH = 128
 
+# What a kernel needs, for errors.
+_NEEDS = {
+    "cudnn": (
+        "bfloat16 on an NVIDIA GPU of compute capability 8 or above, heads of a width that is a multiple of 8 up to "
+        f"{_CUDNN_MAX_WIDTH}, an even number of positions if there are segments"
+    ),
+    "splash": f"a multiple of {SPLASH_MULTIPLE} positions, on TPUs one device or a step over a mesh",
+}
 
 _HEADS = (BATCH_AXES, None, TENSOR_AXIS, None)
 
@@ -40,9 +52,10 @@ def causal_attention(
 
     Vaswani et al., 2017 (arXiv:1706.03762), section 3.2.1, with a causal mask. The backends:
 
-    - `cudnn`: cuDNN's flash kernel, for bfloat16 on NVIDIA GPUs of compute capability 8 or above. Segments need a mask
-      in memory.
-    - `splash`: Pallas' splash kernel, for TPUs and T a multiple of 128. Other devices interpret it, slowly.
+    - `cudnn`: cuDNN's flash kernel, for bfloat16 on NVIDIA GPUs of compute capability 8 or above, and H a multiple of 8
+      up to 128. Segments need a mask in memory, and T even.
+    - `splash`: Pallas' splash kernel, for TPUs and T a multiple of 128. XLA cannot split it: the program must be one of
+      this package's steps, or the arrays must lie on one device. Other devices interpret it, slowly.
     - `xla`: the plain formula on blocks of queries, for any device. Only this backend supports dropout.
     - `auto`: the first backend in this list that supports the inputs.
 
@@ -71,21 +84,26 @@ def causal_attention(
     is_known = is_one_of(backend, get_args(AttentionBackend))
     require(is_known, "attention backend", "be auto, xla, cudnn or splash", shown(backend))
     drops = dropout_key is not None and dropout_rate > 0
+    target, has_segments = target_for(q_BTNH), segment_ids_BT is not None
+    supported: dict[AttentionBackend, bool] = {
+        "cudnn": not drops and _supports_cudnn(q_BTNH, target, has_segments=has_segments),
+        "splash": not drops and _supports_splash(q_BTNH, target),
+        "xla": True,
+    }
     if backend == "auto":
-        backend = "xla" if drops else _best(q_BTNH)
-    if backend == "xla":
-        return _xla(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, dropout_rate, dropout_key)
-    kernel, is_supported, needs = {
-        "cudnn": (_cudnn, _is_cudnn_case(q_BTNH), "bfloat16 on an NVIDIA GPU of compute capability 8 or above"),
-        "splash": (_splash, _is_splash_case(q_BTNH), f"a multiple of {SPLASH_MULTIPLE} positions"),
-    }[backend]
+        interpreted = "splash" if target.platform != "tpu" else None
+        backend = next(name for name in supported if supported[name] and name != interpreted)
     require(
-        is_supported and not drops,
+        supported[backend],
         f"attention backend {backend}",
-        f"have {needs}, and no dropout",
-        f"{q_BTNH.dtype}{list(q_BTNH.shape)} on {jax.default_backend()}, dropout {dropout_rate if drops else 0}",
+        f"have {_NEEDS.get(backend)}, and no dropout",
+        f"{q_BTNH.dtype}{list(q_BTNH.shape)} on {_shown(target)}, dropout {dropout_rate if drops else 0}"
+        + (", segments" if has_segments else ""),
         "Choose auto.",
     )
+    if backend == "xla":
+        return _xla(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, dropout_rate, dropout_key)
+    kernel = _cudnn if backend == "cudnn" else partial(_splash, interpret=target.platform != "tpu")
     return _on_each_device(kernel, q_BTNH, k_BTNH, v_BTNH, segment_ids_BT)
 
 
@@ -102,24 +120,22 @@ def _check_inputs(q_BTNH: Any, k_BTNH: Any, v_BTNH: Any, segment_ids_BT: Any) ->
         require(are_ids, "segment ids", f"be integers of shape {list(q_BTNH.shape[:2])}", kind(segment_ids_BT))
 
 
-def _best(q_BTNH: Array) -> AttentionBackend:
-    if _is_cudnn_case(q_BTNH):
-        return "cudnn"
-    return "splash" if jax.default_backend() == "tpu" and _is_splash_case(q_BTNH) else "xla"
+def _supports_splash(q_BTNH: Array, target: Target) -> bool:
+    is_whole = target.platform != "tpu" or target.num_devices == 1 or under_mesh()
+    return is_whole and q_BTNH.shape[1] % SPLASH_MULTIPLE == 0
 
 
-def _is_splash_case(q_BTNH: Array) -> bool:
-    return q_BTNH.shape[1] % SPLASH_MULTIPLE == 0
+def _supports_cudnn(q_BTNH: Array, target: Target, *, has_segments: bool) -> bool:
+    """Return whether cuDNN has the kernel, and that of its gradient: the conditions of `jax.nn` for its mask too."""
+    _, num_positions, _, head_dim = q_BTNH.shape
+    is_new = compute_capability(target.device) is not None and has_bfloat16(target.device)
+    has_width = head_dim % 8 == 0 and head_dim <= _CUDNN_MAX_WIDTH
+    return is_new and q_BTNH.dtype == jnp.bfloat16 and has_width and not (has_segments and num_positions % 2)
 
 
-def _is_cudnn_case(q_BTNH: Array) -> bool:
-    device = jax.local_devices()[0]
-    return (
-        jax.default_backend() == "gpu"
-        and q_BTNH.dtype == jnp.bfloat16
-        and compute_capability(device) is not None
-        and has_bfloat16(device)
-    )
+def _shown(target: Target) -> str:
+    number = "several" if target.num_devices is None else target.num_devices
+    return target.platform if number == 1 else f"{number} devices of {target.platform}"
 
 
 def _xla(
@@ -160,7 +176,7 @@ def _cudnn(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array | 
     return jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, mask=mask_BNTS, is_causal=True, implementation="cudnn")
 
 
-def _splash(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array | None) -> Array:
+def _splash(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array | None, *, interpret: bool) -> Array:
     # Pallas takes a second to import, and only this backend needs it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
@@ -168,7 +184,7 @@ def _splash(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array |
     num_positions, num_heads, head_dim = q_BTNH.shape[1:]
     mask = splash_attention_mask.CausalMask((num_positions, num_positions))
     kernel: Any = splash.make_splash_mha_single_device(
-        splash_attention_mask.MultiHeadMask([mask] * num_heads), interpret=jax.default_backend() != "tpu"
+        splash_attention_mask.MultiHeadMask([mask] * num_heads), interpret=interpret
     )
     q_BNTH, k_BNTH, v_BNTH = (x.swapaxes(1, 2) for x in (q_BTNH * head_dim**-0.5, k_BTNH, v_BTNH))
     if segment_ids_BT is None:

@@ -12,6 +12,7 @@ from jaxtyping import Integer
 
 from nnx_gpt2._errors import INT32_MAX, check_path, check_type, is_iterable, is_whole, kind, require, shown, value_error
 from nnx_gpt2._model import GPT2, split_params
+from nnx_gpt2._sharding import mesh_of, num_batch_shards
 from nnx_gpt2._token_ids import check_ids
 from nnx_gpt2._train_step import make_eval_step
 
@@ -51,7 +52,7 @@ def evaluate_tokens(
         stride: distance between windows in tokens, at most `seq_len`. A window predicts its last `stride` tokens and
             uses the others as context. A smaller stride gives more context and takes more work. None is `seq_len`:
             windows do not overlap.
-        batch_size: windows per step.
+        batch_size: windows per step. Devices of a mesh get equally many, which rounds it up.
         end_of_text: the token that ends a document. If given, attention stays within documents, as in
             `make_train_step`.
         progress: called after each step with the number of finished windows and of all windows.
@@ -71,8 +72,11 @@ def evaluate_tokens(
     length = min(seq_len, num_predicted)
     # The first token of each window. The last window ends with the tokens.
     starts = [min(start, num_predicted - length) for start in range(0, num_predicted - length + stride, stride)]
-    batch_size = min(batch_size, len(starts))
-    step, params = make_eval_step(model.config, end_of_text=end_of_text), split_params(model)
+    params = split_params(model)
+    mesh = mesh_of(params)
+    num_shards = num_batch_shards(mesh)
+    step = make_eval_step(model.config, mesh, end_of_text=end_of_text)
+    batch_size = -(-min(batch_size, len(starts)) // num_shards) * num_shards
     total, done = 0.0, 0
     for first in range(0, len(starts), batch_size):
         batch = starts[first : first + batch_size]
@@ -183,7 +187,10 @@ def evaluate_choices(
     check_type("encode", encode, Callable)
     check_type("progress", progress, Callable | None)
     seq_len = model.config.seq_len
-    step, params = make_eval_step(model.config), split_params(model)
+    params = split_params(model)
+    mesh = mesh_of(params)
+    num_shards = num_batch_shards(mesh)
+    step = make_eval_step(model.config, mesh)
     num_questions = num_right = num_right_norm = 0
     for question in questions:
         check_type("each question", question, Question)
@@ -198,15 +205,16 @@ def evaluate_choices(
         rows = [(context + choice)[-(seq_len + 1) :] for choice in choices]
         # Round the size up to limit the number of compiled programs. Attention does not see the padding on the right.
         size = min(seq_len, 1 << (max(map(len, rows)) - 1).bit_length()) + 1
-        windows = np.zeros((len(rows), size), np.int32)
-        for window, row in zip(windows, rows, strict=True):
+        num_rows = -(-len(rows) // num_shards) * num_shards
+        windows = np.zeros((num_rows, size), np.int32)
+        for window, row in zip(windows, rows, strict=False):
             window[: len(row)] = row
         check_ids(windows, model.config.vocab_size)
         losses = np.asarray(step(params, windows), np.float64)
         sums = np.array(
             [
                 row_losses[len(row) - 1 - len(choice) : len(row) - 1].sum()
-                for row_losses, row, choice in zip(losses, rows, choices, strict=True)
+                for row_losses, row, choice in zip(losses, rows, choices, strict=False)
             ]
         )
         num_questions += 1

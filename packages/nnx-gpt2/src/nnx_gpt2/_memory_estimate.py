@@ -11,6 +11,7 @@ from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._optimizer import create_optimizer
 from nnx_gpt2._optimizer_config import OptimizerConfig
 from nnx_gpt2._sharding import batch_sharding, replicated
+from nnx_gpt2._target import default_device
 from nnx_gpt2._train_state import abstract_train_state
 from nnx_gpt2._train_step import make_train_step
 
@@ -42,14 +43,14 @@ def estimate_memory(
     grad_accum_steps: int = 1,
     mesh: Mesh | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of a train step by compiling it for the current backend. Allocates no arrays.
+    """Estimate the memory of a train step by compiling it for its devices. Allocates no arrays.
 
     Args:
         config: the model.
         global_batch_size: windows per step, over all devices.
         optimizer: the optimizer. None is AdamW.
         grad_accum_steps: see `make_train_step`.
-        mesh: the devices. None is a single device.
+        mesh: the devices, which need not be in this machine. None is the default device.
 
     Raises:
         ValueError: `global_batch_size` is below 1, or no multiple of the devices and microbatches, the mesh does not
@@ -59,7 +60,7 @@ def estimate_memory(
     require(is_size, "global_batch_size", f"be 1 to {INT32_MAX}", shown(global_batch_size))
     rule = create_optimizer(OptimizerConfig() if optimizer is None else optimizer, 1000)
     step = make_train_step(config, rule, mesh, grad_accum_steps=grad_accum_steps)
-    one_device = SingleDeviceSharding(jax.local_devices()[0])
+    one_device = SingleDeviceSharding(default_device())
     batch = jax.ShapeDtypeStruct(
         (global_batch_size, config.seq_len + 1),
         jnp.uint16,

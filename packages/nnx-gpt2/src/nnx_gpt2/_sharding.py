@@ -153,6 +153,18 @@ def check_axis_names(mesh: Any) -> None:
         raise value_error("mesh", "be a mesh with the axes data, fsdp and tensor", found, "Make it by make_mesh.")
 
 
+def mesh_of(params: PyTree) -> Mesh | None:
+    """Return the mesh of `make_mesh` that parameters are spread over, or None if there is no such mesh."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params)]
+    meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding) and isinstance(x.mesh, Mesh)]
+    return next((x for x in meshes if x.size > 1 and {*BATCH_AXES, TENSOR_AXIS} <= {*x.axis_names}), None)
+
+
+def num_batch_shards(mesh: Mesh | None) -> int:
+    """Return into how many parts a mesh splits a batch."""
+    return 1 if mesh is None else mesh.shape[DATA_AXIS] * mesh.shape[FSDP_AXIS]
+
+
 def put_batch(local_rows: Integer[np.ndarray, "b T"], mesh: Mesh) -> Integer[Array, "B T"]:
     """Make the global batch from the rows of each process, in the order of processes.
 

@@ -20,6 +20,7 @@ from nnx_gpt2._errors import check_type
 from nnx_gpt2._model import GPT2, split_params
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._sharding import FSDP_AXIS, TENSOR_AXIS, check_axis_names, tree_shardings
+from nnx_gpt2._target import default_device
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +81,7 @@ def abstract_train_state(
     _check(config, optimizer, mesh)
     shapes = jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
     if mesh is None:
-        device = SingleDeviceSharding(jax.local_devices()[0])
+        device = SingleDeviceSharding(default_device())
         shardings = jax.tree.map(lambda _: device, shapes)
     else:
         shardings = tree_shardings(shapes, mesh)

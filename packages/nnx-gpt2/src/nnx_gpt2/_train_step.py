@@ -3,17 +3,15 @@
 Shapes: B batch, b microbatch, W = T + 1 tokens of a window, T predictions.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, use_abstract_mesh
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from nnx_gpt2._dropout import check_key
@@ -22,7 +20,8 @@ from nnx_gpt2._loss import mean_loss, token_losses
 from nnx_gpt2._model import merge
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import Params
-from nnx_gpt2._sharding import DATA_AXIS, FSDP_AXIS, check_axis_names, replicated
+from nnx_gpt2._sharding import check_axis_names, num_batch_shards, replicated
+from nnx_gpt2._target import compiled_for, target_of
 from nnx_gpt2._token_ids import check_batch, check_end_of_text, check_windows, have_known_ids
 from nnx_gpt2._train_state import TrainState, abstract_train_state
 
@@ -107,7 +106,7 @@ def make_train_step(
         require(is_ours, "state.opt_state", "be a state of this step's optimizer", kind(state.opt_state), remedy)
         check_key(key)
         _check_windows(config, windows, mesh, grad_accum_steps)
-        with _traced_over(mesh):
+        with compiled_for(mesh):
             loss, grads = accumulated(state.params, windows, jax.random.fold_in(key, state.step))
             loss = jnp.where(have_known_ids(windows, config.vocab_size).all(), loss, jnp.nan)
             grad_norm = optax.tree.norm(grads)
@@ -123,7 +122,7 @@ def make_train_step(
         state = TrainState(step=state.step + 1, **skipped, params=params, opt_state=opt_state)
         return state, {"loss": loss.astype(jnp.float32), "grad_norm": grad_norm.astype(jnp.float32), **skipped}
 
-    donated = 0 if _is_donated(shapes) else None
+    donated = 0 if _is_donated(shapes, mesh) else None
     if mesh is None:
         return jax.jit(train_step, donate_argnums=donated)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
@@ -141,7 +140,7 @@ def _counts_steps(node: Any) -> bool:
     return isinstance(node, optax.ScaleByScheduleState)
 
 
-def _is_donated(shapes: TrainState) -> bool:
+def _is_donated(shapes: TrainState, mesh: Mesh | None) -> bool:
     """Return whether the new state takes the memory of the old one: not for small arrays on a CPU.
 
     XLA's CPU backend copies the moments of a donated state before it writes the new ones. A new array costs less than a
@@ -149,7 +148,7 @@ def _is_donated(shapes: TrainState) -> bool:
     """
     leaves = jax.tree.leaves(shapes)
     largest_bytes = max(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-    return jax.default_backend() != "cpu" or largest_bytes > _KEPT_BYTES
+    return target_of(mesh).platform != "cpu" or largest_bytes > _KEPT_BYTES
 
 
 def _concurrent_parts(
@@ -162,7 +161,8 @@ def _concurrent_parts(
     for each operation. Several devices would send the gradients of each part, and dropout draws its numbers for a
     whole batch.
     """
-    is_lone_cpu = jax.default_backend() == "cpu" and (mesh is None or mesh.size == 1)
+    target = target_of(mesh)
+    is_lone_cpu = target.platform == "cpu" and target.num_devices == 1
     if not is_lone_cpu or config.dropout_rate > 0 or len(windows) % 2 == 1:
         return [windows]
     return jnp.split(windows, 2)
@@ -171,7 +171,7 @@ def _concurrent_parts(
 def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_microbatches: int) -> None:
     """Check what jit can see of a batch: its type and its shape."""
     check_windows(windows, config.vocab_size)
-    num_devices = 1 if mesh is None else mesh.shape[DATA_AXIS] * mesh.shape[FSDP_AXIS]
+    num_devices = num_batch_shards(mesh)
     batch_size = windows.shape[0]
     require(
         batch_size % (num_devices * num_microbatches) == 0,
@@ -211,7 +211,7 @@ def make_eval_step(
 def _make_eval_step(config: GPT2Config, mesh: Mesh | None, end_of_text: int | None) -> jax.stages.Wrapped:
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
         _check_windows(config, windows, mesh, 1)
-        with _traced_over(mesh):
+        with compiled_for(mesh):
             segment_ids = _segment_ids(windows, end_of_text)
             losses = token_losses(merge(config, params), windows, segment_ids=segment_ids)
             return jnp.where(have_known_ids(windows, config.vocab_size), losses, jnp.nan)
@@ -235,13 +235,3 @@ def document_ids(tokens: Integer[Array, "B T"], end_of_text: int) -> Int[Array, 
     require(is_id, "end_of_text", f"be an id in [0, {INT32_MAX}]", shown(end_of_text))
     ends = (tokens == end_of_text).astype(jnp.int32)
     return jnp.cumsum(ends, axis=1) - ends
-
-
-@contextlib.contextmanager
-def _traced_over(mesh: Mesh | None) -> Iterator[None]:
-    """Set the mesh that `constrain` and the loss use while jit traces a step."""
-    if mesh is None:
-        yield
-    else:
-        with use_abstract_mesh(mesh.abstract_mesh):
-            yield
