@@ -131,10 +131,10 @@ write_output(Path("{name}"), b"new")
 print("after")
 """
     with Path("out").open("wb") as file:
-        subprocess.run([sys.executable, "-c", code], check=True, stdout=file, timeout=60)
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=file, timeout=300)
         assert os.path.samestat(Path("out").stat(), os.fstat(file.fileno()))  # no other file has the name
     assert Path("out").read_bytes() == b"before\nnewafter\n"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
     assert done.stdout == b"before\nnewafter\n"
 
 
@@ -161,7 +161,7 @@ except OSError as error:
     command = ["unshare", "-Urm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
     if subprocess.run([*command[:2], "true"], check=False).returncode:
         pytest.skip("needs unshare of users")
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout == "Read-only file system\n"
     assert Path("file").read_bytes() == OLD
 
@@ -180,7 +180,7 @@ try:
 except OSError as error:
     sys.exit(error.strerror)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300)
     assert done.stderr == "File too large\n"
     assert names() == ["file"]
     assert Path("file").read_bytes() == OLD

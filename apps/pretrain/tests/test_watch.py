@@ -316,7 +316,7 @@ def test_ctrl_c_ends_a_watch_with_its_own_exit_code(folder):
     try:
         assert any(line.startswith("watching ") for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert (process.returncode, err) == (130, "interrupted\n")

@@ -325,7 +325,7 @@ for folder in {folders}:
     try: GPT2.from_pretrained(folder)
     except ValueError as error: print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     for (name, _), message in zip(cases, done.stdout.splitlines(), strict=True):
         assert f"{name} must be a " in message
         assert "got an error (it is no regular file). Save or download the model again." in message

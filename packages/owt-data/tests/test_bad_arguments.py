@@ -270,7 +270,7 @@ def messages(tmp_path_factory) -> dict[str, Any]:
         [sys.executable, "-c", CODE],
         cwd=tmp_path_factory.mktemp("arguments"),
         env=os.environ | {"TIKTOKEN_CACHE_DIR": ""},
-        input=json.dumps([*CASES, *SAME]), capture_output=True, text=True, check=True, timeout=120,
+        input=json.dumps([*CASES, *SAME]), capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
     return json.loads(done.stdout)
 

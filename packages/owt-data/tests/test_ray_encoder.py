@@ -67,7 +67,7 @@ def prepare_on(address, articles, out, limit_s=60):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -142,7 +142,7 @@ def run_ranks():
             for rank, place in enumerate(places)
         ]  # fmt: skip
         try:
-            outputs = [process.communicate(timeout=60) for process in processes]
+            outputs = [process.communicate(timeout=300) for process in processes]
         finally:
             for process in processes:
                 process.kill()

@@ -154,7 +154,7 @@ print(JaxTrainer(lambda: "trained", hardware="cpu:1").fit().return_value)
     if address is not None:
         environment["RAY_ADDRESS"] = address
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     if address is None:
         assert done.stdout == "trained\n", done.stderr

@@ -240,7 +240,7 @@ except KeyboardInterrupt:
 
 def test_repeated_interrupts_do_not_break_off_the_save_before_them(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
     assert intact_step(tmp_path) == 1

@@ -111,7 +111,7 @@ def parent(temporary, monkeypatch):
 def finish(driver, folder):
     """Let the workers return, and return the folder of the logs."""
     (folder / "go").touch()
-    output, _ = driver.communicate(timeout=120)
+    output, _ = driver.communicate(timeout=300)
     return Path(output.strip())
 
 
@@ -312,7 +312,7 @@ def test_what_a_late_process_writes_is_deleted_too(parent):
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as reaper:
         wait_until(lambda: not folder.exists())
         (folder / "session" / "sockets").mkdir(parents=True)
-        assert reaper.wait(timeout=60) == 0
+        assert reaper.wait(timeout=300) == 0
     assert not folder.exists()
 
 

@@ -303,7 +303,7 @@ except UnsavedCheckpointError as error:
 
 def test_a_failed_save_ends_the_loop_at_its_next_step(tmp_path):
     process = subprocess.run(
-        [sys.executable, "-c", FAILED_SAVE, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", FAILED_SAVE, str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     *steps, error = process.stdout.splitlines()
     assert error.startswith(f"checkpoint 1 in {tmp_path}/run/checkpoints must be written, got "), process.stderr

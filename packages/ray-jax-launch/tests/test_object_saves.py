@@ -77,7 +77,7 @@ def test_a_second_command_that_dies_before_it_lists_leaves_the_durable_checkpoin
     place, process = other
     with Checkpoints(place) as checkpoints:
         checkpoints.save(10, {"params": TREE}, metadata={})
-    process.communicate("now\n", timeout=60)
+    process.communicate("now\n", timeout=300)
     saves = {name.split("/")[1] for name in names(place) if "/process-" in name}
     assert len(saves) == 2
     assert intact_step(place) == 10
@@ -89,7 +89,7 @@ def test_a_second_command_that_dies_before_it_lists_leaves_the_durable_checkpoin
 
 def test_a_start_deletes_no_archives_that_another_command_may_be_writing(other):
     place, process = other
-    process.communicate("now\n", timeout=60)
+    process.communicate("now\n", timeout=300)
     uploaded = names(place)
     assert {name.split("/")[2] for name in uploaded} == FILES
     with Checkpoints(place, num_to_keep=1) as checkpoints:

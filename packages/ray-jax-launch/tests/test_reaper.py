@@ -93,7 +93,7 @@ def test_a_process_that_survives_its_driver_is_killed_with_its_children(
     send(reaper, str(stubborn.pid))  # a pipe may deliver a line in two parts
     send(reaper, f"\n{end}")
     assert all(map(is_alive, pids))
-    _, errors = reaper.communicate(timeout=60)
+    _, errors = reaper.communicate(timeout=300)
     assert (reaper.returncode, errors.decode()) == (0, message)
     wait_until(lambda: not any(map(is_alive, pids)))
     assert all(map(is_alive, others))
@@ -112,7 +112,7 @@ def test_a_child_that_starts_later_is_killed_even_if_its_parent_ends_first(start
     stubborn.kill()
     stubborn.wait()
     assert is_alive(child)
-    reaper.communicate(timeout=60)
+    reaper.communicate(timeout=300)
     wait_until(lambda: not is_alive(child))
 
 
@@ -144,7 +144,7 @@ files = [open(f"{sys.argv[1]}/{number}", "w") for number in range(9)]
 
 def test_a_reaper_that_is_closed_writes_nothing_at_the_end(tmp_path: Path) -> None:
     """Another file may have its descriptor by then."""
-    done = subprocess.run([sys.executable, "-c", CLOSED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CLOSED, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0] * 9
 

@@ -163,6 +163,6 @@ def test_ctrl_c_while_a_launch_waits_for_nodes_leaves_nothing(tmp_path):
     assert any("waiting up to 600 s for more nodes" in line for line in process.stderr)
     assert [*tmp_path.glob("storage/run/.launch-*")] != []
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert output == "interrupted\n", errors
     assert [*tmp_path.iterdir()] == []

@@ -148,7 +148,7 @@ for number in range(200):
     staging.close()
 """
     processes = [begin(code) for _ in range(4)]
-    assert [process.communicate(timeout=120)[0] for process in processes] == [""] * 4
+    assert [process.communicate(timeout=300)[0] for process in processes] == [""] * 4
     assert [process.returncode for process in processes] == [0] * 4
     (parent,) = temporary.iterdir()
     assert list(parent.iterdir()) == []
@@ -262,7 +262,7 @@ Staging("s3://bucket/run").close()
 @pytest.mark.fault
 @pytest.mark.parametrize("function", ["os.open", "fcntl.flock", "shutil.rmtree"])
 def test_the_next_start_deletes_what_a_kill_left_at_any_time(parent: Path, function: str, record_property: Any) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, function], check=False, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", KILLED, function], check=False, timeout=300)
     assert killed.returncode == -signal.SIGKILL
     with contextlib.closing(Staging("s3://bucket/run")) as staging:
         assert {*parent.iterdir()} == {staging.path, staging.path.with_name(f"{staging.path.name}.lock")}

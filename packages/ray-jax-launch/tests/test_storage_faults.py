@@ -185,7 +185,7 @@ def in_mount_namespace():
 
     def run(mount, code, folder):
         command = ["unshare", "-m", "sh", "-ec", f'{mount}; exec "$0" -c "$1" "$2"', sys.executable, code, str(folder)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
     return run
 

@@ -386,7 +386,7 @@ def test_samples_of_each_prompt_are_apart(write_run, make_page):
 def test_standard_output_is_the_page_alone(write_run, tmp_path):
     with (tmp_path / "page.html").open("wb") as file:
         command = [sys.executable, "-m", "pretrain", "report", str(write_run()), "--out", "/dev/stdout"]
-        subprocess.run(command, check=True, stdout=file, timeout=120)
+        subprocess.run(command, check=True, stdout=file, timeout=300)
     page = (tmp_path / "page.html").read_text()
     assert page.startswith("<!doctype html>")
     assert page.rstrip().endswith("</html>")
