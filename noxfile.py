@@ -152,10 +152,10 @@ def browser(session: nox.Session) -> None:
 
 
 @nox.session
-@each(["tpu"])
+@each(["tpu", "gpu"])
 def accelerators(session: nox.Session, part: str) -> None:
     """Compile the steps for devices that are not here, by the devices' own compilers."""
-    sync_part(session, "nnx-gpt2", "--extra", part)
+    sync_part(session, "nnx-gpt2", "--extra", {"tpu": "tpu", "gpu": "cuda12"}[part])
     folder = test_folder("nnx-gpt2")
     session.run("pytest", folder, "-m", "accelerators", *LONG_LIMIT, *session.posargs, env=TEST_ENV | ONE_PROCESS)
 

@@ -162,7 +162,7 @@ def test_a_document_ends_with_its_end_of_text():
         (
             128,
             {"backend": "cudnn"},
-            "a multiple of 8 up to 128, an even number of positions if there are segments, and no dropout, got "
+            "an even number of positions, heads of a width that is a multiple of 8 up to 128, and no dropout, got "
             "float32[2, 128, 3, 16] on cpu, dropout 0. Choose auto.",
         ),
         (

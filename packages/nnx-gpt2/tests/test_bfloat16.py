@@ -69,13 +69,22 @@ def test_a_prompt_is_read_by_the_plain_formula_if_the_config_says_so(monkeypatch
         generate(auto, [[1, 2, 3]], 2, temperature=0.0)
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN would not raise")
+@pytest.mark.parametrize("has_segments", [False, True])
 @pytest.mark.parametrize(
-    ("num_positions", "head_dim", "has_segments", "is_supported"),
-    [(64, 64, True, True), (63, 64, False, True), (63, 64, True, False), (64, 25, False, False), (64, 128, False, True),
-     (64, 100, False, False), (64, 160, False, False), (64, 320, False, False)],
-)  # fmt: skip
+    ("num_positions", "head_dim", "is_supported"),
+    [
+        (64, 8, True),
+        (2, 128, True),
+        (63, 64, False),
+        (1, 64, False),
+        (64, 25, False),
+        (64, 100, False),
+        (64, 160, False),
+    ],
+)
 def test_auto_takes_the_plain_formula_for_shapes_that_cudnn_rejects(
-    num_positions, head_dim, has_segments, is_supported, monkeypatch
+    num_positions, head_dim, is_supported, has_segments, monkeypatch
 ):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, num_positions, 2, head_dim), jnp.bfloat16)
     ids = jnp.zeros((2, num_positions), jnp.int32) if has_segments else None
@@ -86,5 +95,5 @@ def test_auto_takes_the_plain_formula_for_shapes_that_cudnn_rejects(
             causal_attention(q, k, v, segment_ids_BT=ids)
         return
     np.testing.assert_array_equal(causal_attention(q, k, v, segment_ids_BT=ids), expected)
-    with pytest.raises(ValueError, match="heads of a width that is a multiple of 8 up to 128, an even number of posit"):
+    with pytest.raises(ValueError, match="an even number of positions, heads of a width that is a multiple of 8 up to"):
         causal_attention(q, k, v, segment_ids_BT=ids, backend="cudnn")

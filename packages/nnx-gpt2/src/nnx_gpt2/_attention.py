@@ -29,8 +29,8 @@ _CUDNN_MAX_WIDTH = 128
 # What a kernel needs, for errors.
 _NEEDS = {
     "cudnn": (
-        "bfloat16 on an NVIDIA GPU of compute capability 8 or above, heads of a width that is a multiple of 8 up to "
-        f"{_CUDNN_MAX_WIDTH}, an even number of positions if there are segments"
+        "bfloat16 on an NVIDIA GPU of compute capability 8 or above, an even number of positions, heads of a width "
+        f"that is a multiple of 8 up to {_CUDNN_MAX_WIDTH}"
     ),
     "splash": f"a multiple of {SPLASH_MULTIPLE} positions, on TPUs one device or a step over a mesh",
 }
@@ -52,8 +52,8 @@ def causal_attention(
 
     Vaswani et al., 2017 (arXiv:1706.03762), section 3.2.1, with a causal mask. The backends:
 
-    - `cudnn`: cuDNN's flash kernel, for bfloat16 on NVIDIA GPUs of compute capability 8 or above, and H a multiple of 8
-      up to 128. Segments need a mask in memory, and T even.
+    - `cudnn`: cuDNN's flash kernel, for bfloat16 on NVIDIA GPUs of compute capability 8 or above, an even T, and H a
+      multiple of 8 up to 128. Segments need a mask in memory.
     - `splash`: Pallas' splash kernel, for TPUs and T a multiple of 128. XLA cannot split it: the program must be one of
       this package's steps, or the arrays must lie on one device. Other devices interpret it, slowly.
     - `xla`: the plain formula on blocks of queries, for any device. Only this backend supports dropout.
@@ -84,9 +84,9 @@ def causal_attention(
     is_known = is_one_of(backend, get_args(AttentionBackend))
     require(is_known, "attention backend", "be auto, xla, cudnn or splash", shown(backend))
     drops = dropout_key is not None and dropout_rate > 0
-    target, has_segments = target_for(q_BTNH), segment_ids_BT is not None
+    target = target_for(q_BTNH)
     supported: dict[AttentionBackend, bool] = {
-        "cudnn": not drops and _supports_cudnn(q_BTNH, target, has_segments=has_segments),
+        "cudnn": not drops and _supports_cudnn(q_BTNH, target),
         "splash": not drops and _supports_splash(q_BTNH, target),
         "xla": True,
     }
@@ -97,8 +97,7 @@ def causal_attention(
         supported[backend],
         f"attention backend {backend}",
         f"have {_NEEDS.get(backend)}, and no dropout",
-        f"{q_BTNH.dtype}{list(q_BTNH.shape)} on {_shown(target)}, dropout {dropout_rate if drops else 0}"
-        + (", segments" if has_segments else ""),
+        f"{q_BTNH.dtype}{list(q_BTNH.shape)} on {_shown(target)}, dropout {dropout_rate if drops else 0}",
         "Choose auto.",
     )
     if backend == "xla":
@@ -125,12 +124,12 @@ def _supports_splash(q_BTNH: Array, target: Target) -> bool:
     return is_whole and q_BTNH.shape[1] % SPLASH_MULTIPLE == 0
 
 
-def _supports_cudnn(q_BTNH: Array, target: Target, *, has_segments: bool) -> bool:
-    """Return whether cuDNN has the kernel, and that of its gradient: the conditions of `jax.nn` for its mask too."""
+def _supports_cudnn(q_BTNH: Array, target: Target) -> bool:
+    """Return whether cuDNN has the kernel, and that of its gradient."""
     _, num_positions, _, head_dim = q_BTNH.shape
     is_new = compute_capability(target.device) is not None and has_bfloat16(target.device)
     has_width = head_dim % 8 == 0 and head_dim <= _CUDNN_MAX_WIDTH
-    return is_new and q_BTNH.dtype == jnp.bfloat16 and has_width and not (has_segments and num_positions % 2)
+    return is_new and q_BTNH.dtype == jnp.bfloat16 and has_width and num_positions % 2 == 0
 
 
 def _shown(target: Target) -> str:
