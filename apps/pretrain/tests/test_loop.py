@@ -60,7 +60,6 @@ def cluster():
     ray.shutdown()
 
 
-@pytest.mark.slow
 def test_batches_are_the_same_when_ray_data_takes_over(cluster, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
     prepare(str(tmp_path / "text.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
