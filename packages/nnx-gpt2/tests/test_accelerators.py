@@ -6,7 +6,6 @@
 import dataclasses
 import importlib.util
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -167,11 +166,3 @@ def test_a_model_on_several_devices_computes_logits_and_samples(layout, devices)
     arguments = (graphdef, params, prompts, lengths, is_done, number, number, key, real, real, number)
     for use_cache in (True, False):
         compiled(_continue.lower(*arguments, draw=draw, use_cache=use_cache), mesh)
-
-
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_a_step_for_a_cpu_is_made_on_another_host(platform, monkeypatch):
-    """A mesh of this machine's CPU devices decides, not the default device."""
-    monkeypatch.setattr("nnx_gpt2._target.default_device", lambda: SimpleNamespace(platform=platform))
-    program, _ = train_step(CONFIG, make_mesh(devices=jax.devices("cpu")))
-    assert not any(has_kernel(program, target) for target in KERNELS)

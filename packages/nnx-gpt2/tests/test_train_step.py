@@ -134,6 +134,19 @@ def test_the_state_is_donated_to_an_accelerator(tiny, monkeypatch):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_a_mesh_of_a_cpu_decides_on_the_host_of_an_accelerator(tiny, platform, monkeypatch):
+    """Nothing is donated, and the batch has two halves."""
+    optimizer, mesh = create_optimizer(OPTIMIZER, 200), make_mesh(devices=jax.devices()[:1])
+    given = abstract_train_state(tiny, optimizer, mesh), windows(tiny), jax.random.key(7)
+    expected = make_train_step(tiny, optimizer, mesh).lower(*given)
+    device = SimpleNamespace(platform=platform)
+    monkeypatch.setattr("nnx_gpt2._target.default_device", lambda: device)
+    lowered = make_train_step(tiny, optimizer, mesh).lower(*given)
+    assert {info.donated for info in jax.tree.leaves(lowered.args_info[0][0])} == {False}
+    assert lowered.as_text() == expected.as_text()
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_cpu_writes_a_new_state_without_copying_the_old_one(tiny, name):
     state, step = start(tiny, dataclasses.replace(OPTIMIZER, name=name))

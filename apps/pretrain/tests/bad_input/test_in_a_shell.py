@@ -20,7 +20,7 @@ GONE = "mkdir gone && cd gone && rmdir ../gone"
 MOVES = "allow, log or log_explicit: each step moves arrays"
 
 
-def seconds(name, value):
+def no_seconds(name, value):
     """A variable of Ray that must be a time."""
     return (
         f"{name}={value} $PRETRAIN runs",
@@ -29,22 +29,23 @@ def seconds(name, value):
     )
 
 
-def platforms(line, platform):
+def absent_platform(line, platform):
     """A platform that JAX does not have here."""
     return (f"JAX_PLATFORMS={platform} $PRETRAIN {line}", 2, f"with JAX_PLATFORMS={platform}. Correct or unset")
 
 
-def setting(line, setting, message):
+def rejected_setting(line, setting, message):
     """A variable whose value JAX or XLA rejects."""
     return (f"{setting} $PRETRAIN {line}", 2, f"JAX and XLA must accept {setting.partition('=')[0]}, got {message}")
 
 
-def mode(line, name, value, constraint):
+def unusable_mode(line, name, value, constraint):
     """A mode of JAX in which the step does not work."""
     return (f"{name}={value} $PRETRAIN {line}", 2, f"{name} must be {constraint}, got {value}. Unset it.")
 
 
-def cache(path):
+def no_cache_folder(path):
+    """A path at which no folder can be."""
     return (
         f"JAX_COMPILATION_CACHE_DIR={path} $PRETRAIN {SAMPLE}",
         2,
@@ -93,21 +94,21 @@ SHELL = [
     ("HOME='~' $PRETRAIN runs", 2, "HOME must be a folder, got '~'. Correct it."),
     (f"PYTHONOPTIMIZE=2 $PRETRAIN {TRAIN}", 2, "Python must keep docstrings, which Ray reads, got -OO or PYTHONOPT"),
     ("RAY_memory_usage_threshold=x $PRETRAIN runs", 2, "Ray must be able to read RAY_memory_usage_threshold, got a cr"),
-    seconds("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "x"),
+    no_seconds("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "x"),
     (
         f"HF_HUB_DOWNLOAD_TIMEOUT=x $PRETRAIN {TRAIN} --hardware local --data one/two --name hub",
         2,
         "The variables HF_... must be values that the library `datasets` accepts, got invalid literal for int() with",
     ),
     ("$PRETRAIN sample $'\\xff'", 2, "RUN must be a text in UTF-8, got \\udcff. Change it."),
-    platforms(SAMPLE, "cuda"),
-    setting(
+    absent_platform(SAMPLE, "cuda"),
+    rejected_setting(
         SAMPLE, "JAX_ENABLE_X64=maybe", "ValueError: invalid truth value 'maybe' for environment 'JAX_ENABLE_X64'."
     ),
-    setting(EVAL, "XLA_FLAGS=--bogus=1", "Unknown flag in XLA_FLAGS: --bogus=1. Correct or unset it."),
+    rejected_setting(EVAL, "XLA_FLAGS=--bogus=1", "Unknown flag in XLA_FLAGS: --bogus=1. Correct or unset it."),
     (f"JAX_DISABLE_JIT=1 $PRETRAIN {TRAIN}", 2, "JAX_DISABLE_JIT must be off: sharded steps need the compiler, got 1."),
-    mode(SAMPLE, "JAX_TRANSFER_GUARD", "disallow", MOVES),
-    cache("book.txt/x"),
+    unusable_mode(SAMPLE, "JAX_TRANSFER_GUARD", "disallow", MOVES),
+    no_cache_folder("book.txt/x"),
     (
         # Under a limit, Python would cut its files of bytecode short.
         f"export PYTHONDONTWRITEBYTECODE=1; ulimit -f 4; $PRETRAIN {EXPORT}",
@@ -141,25 +142,29 @@ OTHERS = [
     ),
     (f"chmod 0 runs/run/result.json; $LIMITED $PRETRAIN {TRAIN}", 2, "result.json must be accessible, got Permission"),
     (f"{GONE} && $PRETRAIN runs", 2, "the working folder must exist, got one that"),
-    seconds("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "-1"),
-    seconds("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "nan"),
+    no_seconds("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "-1"),
+    no_seconds("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "nan"),
     ("mkdir $'\\xff' && cd $'\\xff' && $PRETRAIN runs", 2, "the working folder must have a name in UTF-8, got other"),
     ("$PRETRAIN report run $'\\xff'", 2, "RUN must be texts in UTF-8, got run \\udcff. Change it."),
-    platforms(EVAL, "tpu"),
-    platforms(EXPORT, "bogus"),
-    platforms(f"{TRAIN} --hardware local", "cuda"),
-    setting(EVAL, "JAX_DEBUG_NANS=", "ValueError: invalid truth value '' for environment 'JAX_DEBUG_NANS'."),
-    setting(TRAIN, "JAX_DEFAULT_MATMUL_PRECISION=x", 'ValueError: Invalid value "x" for JAX flag jax_default_matmul'),
-    setting(SAMPLE, "XLA_FLAGS=garbage", 'Could not open file "garbage"'),
-    setting(TRAIN, "XLA_FLAGS=--xla_force_host_platform_device_count=0", "jaxlib"),
-    setting(EXPORT, "XLA_FLAGS=--xla_force_host_platform_device_count=two", "Couldn't interpret value two for flag"),
-    mode(TRAIN, "JAX_NUMPY_RANK_PROMOTION", "raise", "allow or warn"),
-    mode(EVAL, "JAX_NUMPY_DTYPE_PROMOTION", "strict", "standard"),
-    mode(SAMPLE, "JAX_TRANSFER_GUARD_HOST_TO_DEVICE", "disallow_explicit", MOVES),
-    mode(SAMPLE, "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE", "disallow", MOVES),
-    mode(SAMPLE, "JAX_TRANSFER_GUARD_DEVICE_TO_HOST", "disallow", MOVES),
+    absent_platform(EVAL, "tpu"),
+    absent_platform(EXPORT, "bogus"),
+    absent_platform(f"{TRAIN} --hardware local", "cuda"),
+    rejected_setting(EVAL, "JAX_DEBUG_NANS=", "ValueError: invalid truth value '' for environment 'JAX_DEBUG_NANS'."),
+    rejected_setting(
+        TRAIN, "JAX_DEFAULT_MATMUL_PRECISION=x", 'ValueError: Invalid value "x" for JAX flag jax_default_matmul'
+    ),
+    rejected_setting(SAMPLE, "XLA_FLAGS=garbage", 'Could not open file "garbage"'),
+    rejected_setting(TRAIN, "XLA_FLAGS=--xla_force_host_platform_device_count=0", "jaxlib"),
+    rejected_setting(
+        EXPORT, "XLA_FLAGS=--xla_force_host_platform_device_count=two", "Couldn't interpret value two for flag"
+    ),
+    unusable_mode(TRAIN, "JAX_NUMPY_RANK_PROMOTION", "raise", "allow or warn"),
+    unusable_mode(EVAL, "JAX_NUMPY_DTYPE_PROMOTION", "strict", "standard"),
+    unusable_mode(SAMPLE, "JAX_TRANSFER_GUARD_HOST_TO_DEVICE", "disallow_explicit", MOVES),
+    unusable_mode(SAMPLE, "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE", "disallow", MOVES),
+    unusable_mode(SAMPLE, "JAX_TRANSFER_GUARD_DEVICE_TO_HOST", "disallow", MOVES),
     (f"JAX_NUMPY_RANK_PROMOTION=allow JAX_TRANSFER_GUARD=allow $PRETRAIN {SAMPLE}", 0, ""),
-    cache("book.txt"),
+    no_cache_folder("book.txt"),
     (f"ulimit -f 0; $PRETRAIN {EXPORT}", 2, "files and the network must be usable, got No usable temporary directory"),
     (f"ulimit -v 3000000; $PRETRAIN {TRAIN}", 2, "a process must be allowed to map at least 4 GiB of memory, got 2929"),
     ("ulimit -S -n 100; ulimit -H -n 1000; $PRETRAIN sample run --max-new-tokens 3 > /dev/null", 0, ""),
