@@ -108,6 +108,29 @@ def test_a_train_step_has_the_kernel_and_writes_over_its_state(layout, target, d
     assert program.memory_analysis().alias_size_in_bytes >= sum(shards)
 
 
+@pytest.mark.parametrize(("layout", "grad_dtype"), [("data", "float32"), ("fsdp=8", "float32"), ("fsdp=8", "bfloat16")])
+def test_devices_add_gradients_in_float32_unless_asked(layout, grad_dtype, target, devices):
+    config = dataclasses.replace(CONFIG, grad_dtype=grad_dtype)
+    program, _ = train_step(config, make_mesh(devices=devices, **LAYOUTS[layout]), grad_accum_steps=2)
+    sums = re.findall(r"= (.*?) (?:all-reduce|reduce-scatter)(?:-start)?\(", program.as_text())
+    assert any("f32" in types for types in sums)
+    assert any("bf16" in types for types in sums) == (grad_dtype == "bfloat16")
+
+
+def test_dropout_keeps_a_byte_for_each_attention_weight(devices):
+    """Kept weights would be seven bytes or more: the softmax in float32, the weights in bfloat16, and the mask."""
+    config = dataclasses.replace(CONFIG, seq_len=512, num_heads=8, dropout_rate=0.1)
+    mesh = make_mesh(devices=devices, fsdp=len(devices))
+    two, six = (
+        train_step(dataclasses.replace(config, num_layers=layers), mesh)[0].memory_analysis().temp_size_in_bytes
+        for layers in (2, 6)
+    )
+    num_windows = 32 // len(devices)
+    num_weights = num_windows * 8 * 512 * 512 * 5 / 8  # in four blocks of queries, which see more and more keys
+    others = num_windows * 512 * 128 * 2 * 40
+    assert num_weights < (six - two) / 4 < 1.5 * num_weights + others
+
+
 @pytest.mark.parametrize("target", ["tpu"], indirect=True)
 def test_the_estimate_of_the_memory_is_that_of_the_compiler(devices):
     mesh = make_mesh(fsdp=16, devices=devices)

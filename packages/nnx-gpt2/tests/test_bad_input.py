@@ -72,7 +72,8 @@ SOURCE = "Pass those of split_params, or state.params of a TrainState."
 DEVICES = "devices must be None, or at least 1 device of jax, each once, got"
 WHOLE = "must be a whole number of at least 1, got"
 FIELD = (
-    "a changed field must be one of dropout_rate, dtype, param_dtype, attention, remat, scan_layers, loss_chunk_tokens"
+    "a changed field must be one of dropout_rate, dtype, param_dtype, residual_dtype, grad_dtype, attention, remat,"
+    " scan_layers, loss_chunk_tokens"
 )
 MOST = "3.4028234663852886e+38"  # the largest number in float32
 END = "end_of_text must be None or an id in [0, 65), got"
@@ -103,6 +104,11 @@ CASES = {
     "list(read_questions('nowhere' + chr(0)))": f"{PATH} 'nowhere\\x00'.",
     "list(read_questions('.'))": "path must be a file, got the folder '.'.",
     "list(read_questions('/dev/zero'))": "path must be a file or a pipe, got the device '/dev/zero'.",
+    "GPT2Config(residual_dtype='float16')": (
+        "model.residual_dtype must be None, or a type of at least the precision of model.dtype, got 'float16'."
+    ),
+    "GPT2Config(dtype=[], residual_dtype='float32')": "model.dtype must be bfloat16, float32 or float64, got [].",
+    "GPT2Config(grad_dtype='float64')": "model.grad_dtype must be float32 or bfloat16, got 'float64'.",
     "GPT2Config(num_layers=10001)": f"model.num_layers {LAYERS} 10001.",
     "list(read_questions(''))": "path must be a file, got the folder '.'.",
     "list(read_questions('x' + chr(10) * 5000))": PATH + " 'x" + r"\n" * 27 + r"\...n" + r"\n" * 9 + "'.",

@@ -5,6 +5,14 @@ import pytest
 from nnx_gpt2 import GPT2Config, OptimizerConfig, gpt2_xl
 
 
+@pytest.mark.parametrize(("dtype", "stream"), [("float32", "bfloat16"), ("float64", "float32")])
+def test_the_residual_stream_is_at_least_as_precise_as_the_layers(dtype, stream):
+    for held in ("float64", None):
+        assert GPT2Config(dtype=dtype, residual_dtype=held).stream_dtype == (held or dtype)
+    with pytest.raises(ValueError, match=r"model.residual_dtype must be None, or a type of at least the precision"):
+        GPT2Config(dtype=dtype, residual_dtype=stream)
+
+
 def test_vocabulary_is_padded_to_a_multiple_of_128():
     assert GPT2Config().padded_vocab_size == 50304
     assert GPT2Config(vocab_size=256).padded_vocab_size == 256

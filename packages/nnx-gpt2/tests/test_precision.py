@@ -1,11 +1,16 @@
 """Sums in float32 inside a bfloat16 model. bfloat16 has eight significant bits."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from flax import nnx
 
-from nnx_gpt2 import GPT2Config, causal_attention
-from nnx_gpt2._embedding import lookup
+from nnx_gpt2 import GPT2, GPT2Config, causal_attention
+from nnx_gpt2._embedding import add_positions, lookup
+from nnx_gpt2._linear import Linear
 from nnx_gpt2._loss import _losses_by_chunk, _mean_head_loss
 
 CONFIG = GPT2Config(
@@ -19,6 +24,40 @@ def test_the_gradient_of_an_embedding_counts_beyond_256_tokens():
     grad = jax.grad(lambda table: jnp.sum(lookup(table, tokens, "bfloat16")[0], dtype=jnp.float32))(table)
     assert grad.dtype == jnp.float32
     np.testing.assert_array_equal(grad, np.where(np.arange(128)[:, None] == 3, 1000.0, 0.0) * np.ones(4))
+
+
+@pytest.mark.parametrize(("grad_dtype", "expected"), [("float32", 515), ("bfloat16", 516)])
+@pytest.mark.parametrize("out_dims", [5, (3, 5)])
+def test_the_gradient_of_a_kernel_is_not_rounded_unless_asked(out_dims, grad_dtype, expected):
+    """In bfloat16, 515 is 516. The gradient of a bias is never rounded."""
+    types = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, "grad_dtype": grad_dtype}
+    layer = Linear(4, out_dims, rngs=nnx.Rngs(0), **types)
+    grads = nnx.grad(lambda layer: layer(jnp.ones((515, 4))).astype(jnp.float32).sum())(layer)
+    assert grads["kernel"].dtype == grads["bias"].dtype == jnp.float32
+    np.testing.assert_array_equal(grads["kernel"][...], expected)
+    np.testing.assert_array_equal(grads["bias"][...], 515)
+
+
+def test_the_gradient_of_a_position_is_not_rounded():
+    x, table = jnp.zeros((515, 2, 4), jnp.bfloat16), jnp.zeros((3, 4))
+    grad = jax.grad(lambda table: add_positions(x, table).astype(jnp.float32).sum())(table)
+    np.testing.assert_array_equal(grad, np.array([515.0, 515.0, 0.0])[:, None] * np.ones(4))
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_float32_residual_stream_adds_what_bfloat16_loses(scan_layers):
+    config = GPT2Config(vocab_size=65, seq_len=16, num_layers=8, num_heads=2, embed_dim=32, scan_layers=scan_layers)
+    tokens = jax.random.randint(jax.random.key(1), (4, 16), 0, 65)
+
+    def logits(**types):
+        return GPT2(dataclasses.replace(config, **types), rngs=nnx.Rngs(0))(tokens)
+
+    exact = logits()
+    errors = [
+        float(jnp.abs(logits(dtype="bfloat16", residual_dtype=stream) - exact).mean())
+        for stream in (None, "bfloat16", "float32")
+    ]
+    assert errors[0] == errors[1] > 1.3 * errors[2] > 0
 
 
 def head_inputs(scale):

@@ -104,7 +104,8 @@ def test_a_cpu_gets_the_halves_of_an_even_batch_as_independent_products(tiny, ba
     state, step = start(config)
     batch, key = windows(config, batch_size), jax.random.key(7)
     products = step.lower(state, batch, key).as_text().count("dot_general")
-    loss = jax.jit(jax.value_and_grad(lambda params: mean_loss(merge(tiny, params), jnp.asarray(batch))))
+    options = {"dropout_key": key} if dropout_rate else {}
+    loss = jax.jit(jax.value_and_grad(lambda params: mean_loss(merge(config, params), jnp.asarray(batch), **options)))
     assert products == num_parts * loss.lower(state.params).as_text().count("dot_general") > 0
 
 

@@ -2,9 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig, gpt2, gpt2_large, gpt2_medium, gpt2_xl
 from pretrain._config import ModelConfig, PrepareConfig, PresetName, PretrainConfig, TrainConfig
+
+# Products in bfloat16 and a residual stream in float32, as under PyTorch's autocast in nanoGPT. On Shakespeare, a model
+# of 8 layers of width 128 then had the validation loss of float32 within 0.0002 after 700 steps (2 seeds: 2.1610 and
+# 2.1634). With the stream in bfloat16 it had 2.1668 and 2.1627. GPT-2 124M needs 7 % more temporary memory for it.
+_MIXED: dict[str, Any] = {"dtype": "bfloat16", "residual_dtype": "float32"}
 
 
 def quickstart() -> PretrainConfig:
@@ -67,7 +73,7 @@ def tutorial() -> PretrainConfig:
         preset="tutorial",
         data="openwebtext",
         prepare=PrepareConfig(tokenizer="gpt2"),
-        model=_fit_to_tokenizer(gpt2(dropout_rate=0.1, dtype="bfloat16")),
+        model=_fit_to_tokenizer(gpt2(dropout_rate=0.1, **_MIXED)),
         train=TrainConfig(
             global_batch_size=32,
             max_steps=10_000,
@@ -146,7 +152,7 @@ def gpt2_small() -> PretrainConfig:
 
     60 windows per device are 5 microbatches of 12.
     """
-    return _openwebtext("gpt2", gpt2(dtype="bfloat16"), 6e-4, grad_accum_steps=5)
+    return _openwebtext("gpt2", gpt2(**_MIXED), 6e-4, grad_accum_steps=5)
 
 
 # The larger models take the learning rates of GPT-3's models of about their size:
@@ -155,17 +161,17 @@ def gpt2_small() -> PretrainConfig:
 
 def medium() -> PretrainConfig:
     """GPT-2 355M on OpenWebText. 60 windows per device are 10 microbatches of 6."""
-    return _openwebtext("gpt2-medium", gpt2_medium(dtype="bfloat16"), 3e-4, grad_accum_steps=10)
+    return _openwebtext("gpt2-medium", gpt2_medium(**_MIXED), 3e-4, grad_accum_steps=10)
 
 
 def large() -> PretrainConfig:
     """GPT-2 774M on OpenWebText. 60 windows per device are 15 microbatches of 4."""
-    return _openwebtext("gpt2-large", gpt2_large(dtype="bfloat16"), 2.5e-4, grad_accum_steps=15)
+    return _openwebtext("gpt2-large", gpt2_large(**_MIXED), 2.5e-4, grad_accum_steps=15)
 
 
 def xl() -> PretrainConfig:
     """GPT-2 1.6B on OpenWebText. 60 windows per device are 30 microbatches of 2."""
-    return _openwebtext("gpt2-xl", gpt2_xl(dtype="bfloat16"), 2e-4, grad_accum_steps=30)
+    return _openwebtext("gpt2-xl", gpt2_xl(**_MIXED), 2e-4, grad_accum_steps=30)
 
 
 PRESETS: dict[str, Callable[[], PretrainConfig]] = {

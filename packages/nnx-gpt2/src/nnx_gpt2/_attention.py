@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nnx_gpt2._bfloat16 import compute_capability, has_bfloat16
-from nnx_gpt2._dropout import check_key, dropout, split_key
+from nnx_gpt2._dropout import check_key, drop, split_key
 from nnx_gpt2._errors import is_number, is_one_of, kind, plain, require, shown
 from nnx_gpt2._model_config import SPLASH_MULTIPLE, AttentionBackend
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain, under_mesh
@@ -150,7 +150,6 @@ def _xla(
     q_BNTH, k_BNSH, v_BNSH = (
         constrain(x_BTNH, *_HEADS).swapaxes(1, 2) for x_BTNH in (q_BTNH * head_dim**-0.5, k_BTNH, v_BTNH)
     )
-    accumulate = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     block = max(_MIN_BLOCK, -(-num_positions // _MAX_BLOCKS))
     starts = range(0, num_positions, block)
     outputs = []
@@ -161,11 +160,36 @@ def _xla(
             same_BTS = segment_ids_BT[:, start:end, None] == segment_ids_BT[:, None, :end]
             visible_BNTS = visible_BNTS & same_BTS[:, None]
         q_block, k_seen, v_seen = q_BNTH[:, :, start:end], k_BNSH[:, :, :end], v_BNSH[:, :, :end]
-        scores_BNTS = jnp.einsum("BNTH,BNSH->BNTS", q_block, k_seen, preferred_element_type=accumulate)
-        scores_BNTS = jnp.where(visible_BNTS, scores_BNTS, jnp.finfo(accumulate).min)
-        weights_BNTS = dropout(jax.nn.softmax(scores_BNTS, axis=-1), dropout_rate, key).astype(v_BTNH.dtype)
-        outputs.append(jnp.einsum("BNTS,BNSH->BNTH", weights_BNTS, v_seen))
+        if key is None or dropout_rate == 0:
+            outputs.append(_mix(q_block, k_seen, v_seen, visible_BNTS))
+        else:
+            # The backward pass has the mask, and computes the weights again.
+            keep_BNTS = jax.random.bernoulli(key, 1 - dropout_rate, (*q_block.shape[:3], end))
+            mix = jax.checkpoint(partial(_mix, dropout_rate=dropout_rate))
+            outputs.append(mix(q_block, k_seen, v_seen, visible_BNTS, keep_BNTS))
     return constrain(jnp.concatenate(outputs, axis=2).swapaxes(1, 2), *_HEADS)
+
+
+def _mix(
+    q_BNTH: Array,
+    k_BNSH: Array,
+    v_BNSH: Array,
+    visible_BNTS: Array,
+    keep_BNTS: Array | None = None,
+    dropout_rate: float = 0.0,
+) -> Array:
+    """Return the weighted values of a block of queries."""
+    accumulate = jnp.promote_types(q_BNTH.dtype, jnp.float32)
+    scores_BNTS = jnp.einsum("BNTH,BNSH->BNTS", q_BNTH, k_BNSH, preferred_element_type=accumulate)
+    if keep_BNTS is not None:
+        # The compiler of TPUs would fuse the recomputed product into the next ones, and its search for their tiles
+        # overflows the stack of a thread (libtpu 0.0.42).
+        scores_BNTS = jax.lax.optimization_barrier(scores_BNTS)
+    scores_BNTS = jnp.where(visible_BNTS, scores_BNTS, jnp.finfo(accumulate).min)
+    weights_BNTS = jax.nn.softmax(scores_BNTS, axis=-1)
+    if keep_BNTS is not None:
+        weights_BNTS = drop(weights_BNTS, dropout_rate, keep_BNTS)
+    return jnp.einsum("BNTS,BNSH->BNTH", weights_BNTS.astype(v_BNSH.dtype), v_BNSH)
 
 
 def _cudnn(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array | None) -> Array:

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from nnx_gpt2._errors import kind, require
 from nnx_gpt2._token_ids import has_type
@@ -18,7 +18,11 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Fl
     """
     if key is None or rate == 0:
         return x
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return drop(x, rate, jax.random.bernoulli(key, 1 - rate, x.shape))
+
+
+def drop(x: Float[Array, "..."], rate: float, keep: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """Zero each element that is not kept, and scale the others by `1 / (1 - rate)`."""
     scaled = x.astype(jnp.promote_types(x.dtype, jnp.float32)) / (1 - rate)
     return jnp.where(keep, scaled, jnp.zeros_like(scaled)).astype(x.dtype)
 

@@ -1,8 +1,8 @@
-"""Embedding lookup, the logits of the tied head, and the sum of both gradients of the table in float32.
+"""Embedding lookups, the logits of the tied head, and the sums of the tables' gradients in float32.
 
 Each device of a mesh adds the gradients of its own tokens. Only the sum is sent.
 
-Shapes: P padded vocabulary, C width, M tokens.
+Shapes: P padded vocabulary, S context length, B batch, T position, C width, M tokens.
 """
 
 from functools import partial
@@ -25,6 +25,7 @@ from nnx_gpt2._sharding import (
 )
 
 _TABLE_SPEC, _BATCH_SPEC = param_spec("wte.embedding", 2), PartitionSpec(BATCH_AXES)
+_POSITIONS_SPEC = param_spec("wpe.embedding", 2)
 # The layout of the head: the rows of each device, one device after the other.
 HEAD_SPEC = PartitionSpec((*BATCH_AXES, TENSOR_AXIS))
 
@@ -78,6 +79,36 @@ def _backward(dtype: DType, tokens: Array, grads: tuple[Array, Array]) -> tuple[
 
 
 _lookup.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def add_positions(x_BTC: Float[Array, "B T C"], table_SC: Float[Array, "S C"]) -> Float[Array, "B T C"]:
+    """Add the embeddings of the positions 0 to T - 1, in the type of `x_BTC`.
+
+    Args:
+        x_BTC: the embeddings of tokens.
+        table_SC: the embeddings of positions. Over a mesh they have the layout of `wpe`.
+    """
+
+    def local(x_BTC: Array, table_SC: Array) -> Array:
+        return x_BTC + gather_fsdp(table_SC.astype(x_BTC.dtype))[None, : x_BTC.shape[1]]
+
+    return over_mesh(local, (_BATCH_SPEC, _POSITIONS_SPEC), _BATCH_SPEC)(x_BTC, table_SC)
+
+
+def _add_positions_forward(x_BTC: Array, table_SC: Array) -> tuple[Array, Array]:
+    return add_positions(x_BTC, table_SC), table_SC
+
+
+def _add_positions_backward(table_SC: Array, grad_BTC: Array) -> tuple[Array, Array]:
+    def local(grad_BTC: Array) -> Array:
+        grad_TC = grad_BTC.sum(0, dtype=jnp.promote_types(grad_BTC.dtype, jnp.float32))
+        return reduce_scatter(jnp.pad(grad_TC, ((0, len(table_SC) - len(grad_TC)), (0, 0))))
+
+    return grad_BTC, over_mesh(local, (_BATCH_SPEC,), _POSITIONS_SPEC)(grad_BTC).astype(table_SC.dtype)
+
+
+add_positions.defvjp(_add_positions_forward, _add_positions_backward)
 
 
 def _local_rows(tokens: Array, num_rows: int) -> Array:

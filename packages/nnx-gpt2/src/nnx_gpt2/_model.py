@@ -21,8 +21,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._dropout import check_key, dropout, split_key
-from nnx_gpt2._embedding import logits, lookup
+from nnx_gpt2._embedding import add_positions, logits, lookup
 from nnx_gpt2._errors import check_type, is_whole, plain, require, shown, value_error
+from nnx_gpt2._linear import Linear
 from nnx_gpt2._model_config import DType, GPT2Config
 from nnx_gpt2._params import Params, check_layers, dotted_name
 from nnx_gpt2._pretrained import check_changes, locate_pretrained, read_config, read_params, write_pretrained
@@ -34,12 +35,13 @@ INIT_STD = 0.02
 
 
 def _linear(config: GPT2Config, in_dim: int, out_dims: int | tuple[int, ...], std: float, rngs: nnx.Rngs) -> Any:
-    return nnx.LinearGeneral(
+    return Linear(
         in_dim,
         out_dims,
         kernel_init=nnx.initializers.normal(std),
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
+        grad_dtype=config.grad_dtype,
         rngs=rngs,
     )
 
@@ -281,7 +283,9 @@ class GPT2(nnx.Module):
         is_in_context = num_positions <= config.seq_len
         require(is_in_context, "sequences", f"have at most {config.seq_len} tokens (model.seq_len)", num_positions)
         embed_key, blocks_key = split_key(dropout_key, 2)
-        x_BTC = self.embed(tokens, jnp.arange(num_positions)[None], wte_BTC)
+        if wte_BTC is None:
+            wte_BTC, _ = lookup(self.wte.embedding[...], as_native(tokens), config.dtype)
+        x_BTC = add_positions(wte_BTC.astype(config.stream_dtype), self.wpe.embedding[...])
         x_MC = dropout(x_BTC.reshape(-1, config.embed_dim), config.dropout_rate, embed_key)
         x_MC = constrain(x_MC, BATCH_AXES, None)
         keys = None if blocks_key is None else jax.random.split(blocks_key, config.num_layers)
@@ -300,25 +304,22 @@ class GPT2(nnx.Module):
                 x_MC = _REMAT[config.remat](partial(apply, graphdef))(state, x_MC, key)
         return self.ln_f(x_MC)
 
-    def embed(
-        self, tokens: Int[Array, "*shape"], positions: Int[Array, "..."], wte: Float[Array, "*shape C"] | None = None
-    ) -> Float[Array, "*shape C"]:
-        """Return the sum of token and position embeddings. `wte` is None if the tokens must be looked up.
+    def embed(self, tokens: Int[Array, "*shape"], positions: Int[Array, "..."]) -> Float[Array, "*shape C"]:
+        """Return the sum of token and position embeddings.
 
         Raises:
             ValueError: tokens or positions are no integers, positions have a shape that does not broadcast to that of
                 the tokens, or, outside jit, they lie outside the model's tables.
         """
         check_range(positions, self.config.seq_len, "positions")
-        wpe_TC = constrain(self.wpe.embedding[...].astype(self.config.dtype), None, None)
-        if wte is None:
-            check_range(tokens, self.config.vocab_size, "token ids")
-            wte, _ = lookup(self.wte.embedding[...], as_native(tokens), self.config.dtype)
-        shape = wte.shape[:-1]
+        check_range(tokens, self.config.vocab_size, "token ids")
+        shape = tokens.shape
         sizes = zip(positions.shape[::-1], shape[::-1], strict=False)
         fits = positions.ndim <= len(shape) and all(size in (1, want) for size, want in sizes)
         require(fits, "positions", f"have the shape {list(shape)} of the tokens, or sizes of 1", str(positions.shape))
-        return wte + wpe_TC[as_native(positions)]
+        wte, _ = lookup(self.wte.embedding[...], as_native(tokens), self.config.dtype)
+        dtype = self.config.stream_dtype
+        return wte.astype(dtype) + self.wpe.embedding[...].astype(dtype)[as_native(positions)]
 
     def padded_logits(self, x_MC: Float[Array, "M C"]) -> Float[Array, "M P"]:
         """Apply the tied head. The logits are float32 at least. The columns from `vocab_size` on are padding."""

@@ -10,6 +10,7 @@ DType = Literal["bfloat16", "float32", "float64"]
 SPLASH_MULTIPLE = 128
 """Splash attention takes positions in tiles of this many lanes."""
 
+GradDType = Literal["bfloat16", "float32"]
 AttentionBackend = Literal["auto", "xla", "cudnn", "splash"]
 RematPolicy = Literal["none", "dots", "full"]
 
@@ -61,6 +62,13 @@ class GPT2Config:
     param_dtype: DType = "float32"
     """Type of the stored parameters. bfloat16 is for a model that is not trained: see `check_trainable`."""
 
+    residual_dtype: DType | None = None
+    """Type of the residual stream, to which each layer adds; None is `dtype`."""
+
+    grad_dtype: GradDType = "float32"
+    """Type in which devices and microbatches add the gradients of a bfloat16 model's kernels. Biases, norms and
+    embeddings are added in float32 always."""
+
     attention: AttentionBackend = "auto"
     """Attention kernel: `cudnn` (NVIDIA, bfloat16), `splash` (TPU), `xla` (any device), or `auto`."""
 
@@ -92,6 +100,8 @@ class GPT2Config:
             ("norm_epsilon", "be between 0 and 1", is_number(epsilon) and 0 < epsilon < 1),
             ("dtype", "be bfloat16, float32 or float64", is_one_of(self.dtype, get_args(DType))),
             ("param_dtype", "be bfloat16, float32 or float64", is_one_of(self.param_dtype, get_args(DType))),
+            ("residual_dtype", "be None, or a type of at least the precision of model.dtype", _can_hold_layers(self)),
+            ("grad_dtype", "be float32 or bfloat16", is_one_of(self.grad_dtype, get_args(GradDType))),
             ("attention", "be auto, xla, cudnn or splash", is_one_of(self.attention, get_args(AttentionBackend))),
             ("remat", "be none, dots or full", is_one_of(self.remat, get_args(RematPolicy))),
             ("scan_layers", "be True or False", isinstance(self.scan_layers, bool)),
@@ -147,6 +157,11 @@ class GPT2Config:
         return self.embed_dim // self.num_heads
 
     @property
+    def stream_dtype(self) -> DType:
+        """Type of the residual stream: `residual_dtype`, or `dtype`."""
+        return self.dtype if self.residual_dtype is None else self.residual_dtype
+
+    @property
     def feed_forward_dim(self) -> int:
         """Width inside the feed-forward layer: `mlp_dim`, or four times `embed_dim`."""
         return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
@@ -155,6 +170,14 @@ class GPT2Config:
     def padded_vocab_size(self) -> int:
         """Rows of the token embedding: `vocab_size` rounded up to a multiple of 128."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def _can_hold_layers(config: GPT2Config) -> bool:
+    """Return whether the type of the residual stream is at least as precise as that of the layers."""
+    types, dtype, stream = get_args(DType), config.dtype, config.residual_dtype
+    if stream is None or not is_one_of(dtype, types):
+        return stream is None or is_one_of(stream, types)
+    return is_one_of(stream, types) and types.index(stream) >= types.index(dtype)
 
 
 # The four published sizes: Radford et al., 2019, "Language Models are Unsupervised Multitask
