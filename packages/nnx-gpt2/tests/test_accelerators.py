@@ -117,6 +117,7 @@ def test_devices_add_gradients_in_float32_unless_asked(layout, grad_dtype, targe
     assert any("bf16" in types for types in sums) == (grad_dtype == "bfloat16")
 
 
+@pytest.mark.parametrize("target", ["gpu"], indirect=True)
 def test_dropout_keeps_a_byte_for_each_attention_weight(devices):
     """Kept weights would be seven bytes or more: the softmax in float32, the weights in bfloat16, and the mask."""
     config = dataclasses.replace(CONFIG, seq_len=512, num_heads=8, dropout_rate=0.1)
@@ -146,13 +147,28 @@ def test_the_estimate_of_the_memory_is_that_of_the_compiler(devices):
     [
         ({"seq_len": 255}, set()),
         ({"seq_len": 64}, {"gpu"}),
+        ({"seq_len": 1024}, {"tpu", "gpu"}),
+        ({"seq_len": 1024, "embed_dim": 256, "dtype": "float32"}, {"tpu"}),
+        ({"seq_len": 640}, {"tpu", "gpu"}),
         ({"embed_dim": 50}, {"tpu"}),
         ({"embed_dim": 160}, {"tpu", "gpu"}),
         ({"embed_dim": 320}, {"tpu"}),
         ({"scan_layers": True, "remat": "full"}, {"tpu", "gpu"}),
-        ({"dropout_rate": 0.1}, set()),
+        ({"dropout_rate": 0.1, "seq_len": 512}, set()),
+        ({"dropout_rate": 0.1, "seq_len": 512, "remat": "full"}, set()),
     ],
-    ids=["length 255", "length 64", "width 25", "width 80", "width 160", "scan and remat", "dropout"],
+    ids=[
+        "length 255",
+        "length 64",
+        "length 1024",
+        "float32",
+        "length 640",
+        "width 25",
+        "width 80",
+        "width 160",
+        "scan and remat",
+        "dropout",
+    ],
 )
 def test_every_shape_compiles(changes, fast_on, target, devices):
     program, _ = train_step(dataclasses.replace(CONFIG, **changes), make_mesh(devices=devices))

@@ -44,10 +44,10 @@ def test_xla(num_positions, masked):
 
 
 # Pallas' kernel in interpret mode: the result of a TPU without its rounding.
-@pytest.mark.parametrize("masked", [False, True])
-def test_splash(masked):
-    q, k, v = heads(128, num_heads=2, head_dim=64)
-    ids = segments(128) if masked else None
+@pytest.mark.parametrize(("num_positions", "masked"), [(128, False), (768, True)], ids=["one tile", "several tiles"])
+def test_splash(num_positions, masked):
+    q, k, v = heads(num_positions, num_heads=2, head_dim=64)
+    ids = segments(num_positions) if masked else None
 
     def weighted(backend):
         def loss(q, k, v):
@@ -60,6 +60,16 @@ def test_splash(masked):
     np.testing.assert_allclose(mixed, expected, atol=2e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(grad, expected_grad, atol=2e-4)
+
+
+@pytest.mark.parametrize(("num_positions", "tile"), [(128, 128), (640, 128), (768, 384), (1024, 512), (2048, 512)])
+def test_splash_takes_the_largest_tiles_that_divide_the_positions(num_positions, tile):
+    q = jnp.zeros((1, num_positions, 1, 64))
+    gradient = jax.grad(lambda q: causal_attention(q, q, q, backend="splash").sum())
+    found = re.findall(r'"(block_\w+)": (\d+)', str(jax.make_jaxpr(gradient)(q)))
+    passes = {"block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"}
+    assert passes <= {name for name, _ in found}
+    assert {size for _, size in found} == {str(tile)}
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs an NVIDIA GPU")

@@ -26,6 +26,11 @@ _MAX_BLOCKS, _MIN_BLOCK = 4, 64
 # cuDNN has wider heads on GPUs of compute capability 9 and above only.
 _CUDNN_MAX_WIDTH = 128
 
+# The largest tile of the splash kernel, in positions: MaxText's default for all of its tiles
+# (AI-Hypercomputer/maxtext, sa_block_q and others). JAX's own default is 128, with a note that sizes matter greatly.
+_MAX_TILE = 512
+_TILES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+
 # What a kernel needs, for errors.
 _NEEDS = {
     "cudnn": (
@@ -207,7 +212,9 @@ def _splash(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array |
     num_positions, num_heads, head_dim = q_BTNH.shape[1:]
     mask = splash_attention_mask.CausalMask((num_positions, num_positions))
     kernel: Any = splash.make_splash_mha_single_device(
-        splash_attention_mask.MultiHeadMask([mask] * num_heads), interpret=interpret
+        splash_attention_mask.MultiHeadMask([mask] * num_heads),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(_TILES, _tile(num_positions))),
+        interpret=interpret,
     )
     q_BNTH, k_BNTH, v_BNTH = (x.swapaxes(1, 2) for x in (q_BTNH * head_dim**-0.5, k_BTNH, v_BTNH))
     if segment_ids_BT is None:
@@ -215,6 +222,12 @@ def _splash(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array, segment_ids_BT: Array |
     else:
         mixed_BNTH = jax.vmap(kernel)(q_BNTH, k_BNTH, v_BNTH, splash.SegmentIds(segment_ids_BT, segment_ids_BT))
     return mixed_BNTH.swapaxes(1, 2)
+
+
+def _tile(num_positions: int) -> int:
+    """Return the largest tile that divides the positions. They are a multiple of 128."""
+    tiles = range(SPLASH_MULTIPLE, _MAX_TILE + 1, SPLASH_MULTIPLE)
+    return max(tile for tile in tiles if num_positions % tile == 0)
 
 
 def _on_each_device(
