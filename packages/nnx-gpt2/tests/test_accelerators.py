@@ -168,6 +168,7 @@ def test_the_estimate_of_the_memory_is_that_of_the_compiler(devices):
         "width 160",
         "scan and remat",
         "dropout",
+        "dropout and remat",
     ],
 )
 def test_every_shape_compiles(changes, fast_on, target, devices):
