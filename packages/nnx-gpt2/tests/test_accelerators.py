@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental import topologies
 
 from nnx_gpt2 import (
     GPT2,
     GPT2Config,
     OptimizerConfig,
     TrainState,
+    absent_devices,
     abstract_train_state,
     batch_sharding,
     create_optimizer,
@@ -28,7 +28,9 @@ from nnx_gpt2 import (
     make_mesh,
     make_train_step,
     merge,
+    peak_flops_per_s,
 )
+from nnx_gpt2._absent_devices import compiler_options, memory_bytes
 from nnx_gpt2._generate import _continue, _Draw
 
 pytestmark = [
@@ -40,25 +42,12 @@ pytestmark = [
 CONFIG = GPT2Config(vocab_size=512, seq_len=256, num_layers=1, num_heads=2, embed_dim=128, dtype="bfloat16")
 OPTIMIZER = create_optimizer(OptimizerConfig(), 100)
 LAYOUTS = {"data": {}, "fsdp=8": {"fsdp": 8}, "data,fsdp=2,tensor=2": {"fsdp": 2, "tensor": 2}}
-# What XLA's compiler for GPUs has to know of an H100 with 80 GB: NVIDIA's data sheet, and its CUDA and cuDNN.
-H100 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 } core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 2 } runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 # The package that has a compiler.
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_cuda12_plugin"}
 # By target: how the program of the fast kernel calls it.
 KERNELS = {"tpu": "splash", "gpu": "__cudnn$fmha"}
-# Without a device, XLA cannot time the kernels of a GPU to choose one.
-OPTIONS: dict[str, Any] = {"tpu": {}, "gpu": {"xla_gpu_autotune_level": 0}}
+# Four hosts, and one.
+NAMES = {"tpu": "tpu:v6e:4x4", "gpu": "gpu:8:h100"}
 
 
 @pytest.fixture(scope="module", params=COMPILERS)
@@ -71,11 +60,7 @@ def target(request):
 @pytest.fixture(scope="module")
 def devices(target):
     """The 16 devices of a slice `v6e:4x4`, of four hosts; or eight H100."""
-    if target == "gpu":
-        return topologies.get_topology_desc("h100", "cuda", topology="1x1x8", target_config=H100).devices
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")  # this host has no metadata server
-        return topologies.get_topology_desc("v6e:4x4", "tpu").devices
+    return absent_devices(NAMES[target])
 
 
 @pytest.fixture
@@ -92,7 +77,7 @@ def train_step(config: GPT2Config, mesh: jax.sharding.Mesh, **options: Any) -> t
 
 
 def compiled(lowered: Any, mesh: jax.sharding.Mesh) -> Any:
-    return lowered.compile(compiler_options=OPTIONS.get(mesh.devices.flat[0].platform))
+    return lowered.compile(compiler_options=compiler_options(mesh.devices.flat[0]))
 
 
 def has_kernel(program, target):
@@ -115,6 +100,32 @@ def test_devices_add_gradients_in_float32_unless_asked(layout, grad_dtype, targe
     sums = re.findall(r"= (.*?) (?:all-reduce|reduce-scatter)(?:-start)?\(", program.as_text())
     assert any("f32" in types for types in sums)
     assert any("bf16" in types for types in sums) == (grad_dtype == "bfloat16")
+
+
+def test_devices_send_gradients_once_for_all_microbatches(target, devices):
+    program, _ = train_step(CONFIG, make_mesh(devices=devices), grad_accum_steps=2)
+    bodies, inside, everywhere = computations(program.as_text())
+    assert bodies
+    assert (inside, everywhere > 0) == ([], True)
+
+
+def computations(text):
+    """Return the bodies of the loops of a program, the collectives in them, and the number of all collectives."""
+    lines, name = {}, ""
+    for line in text.splitlines():
+        if found := re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line):
+            name = found[1]
+        lines.setdefault(name, []).append(line)
+    bodies = set(re.findall(r"body=%?([\w.-]+)", text))
+    reached, rest = set(), [*bodies]
+    while rest:
+        if (name := rest.pop()) not in reached:
+            reached.add(name)
+            calls = r"(?:calls|body|to_apply|branch_computations)=\{?%?([\w.-]+)"
+            rest += re.findall(calls, "\n".join(lines.get(name, [])))
+    collective = r" (?:all-reduce|reduce-scatter|all-gather)(?:-start)?\("
+    inside = [line.strip()[:200] for name in reached for line in lines.get(name, []) if re.search(collective, line)]
+    return bodies, inside, len(re.findall(collective, text))
 
 
 @pytest.mark.parametrize("target", ["gpu"], indirect=True)
@@ -140,6 +151,29 @@ def test_the_estimate_of_the_memory_is_that_of_the_compiler(devices):
     analysis = program.memory_analysis()
     assert estimate.state_bytes == analysis.argument_size_in_bytes
     assert estimate.code_bytes == analysis.generated_code_size_in_bytes > 0
+
+
+@pytest.mark.parametrize("target", ["tpu"], indirect=True)
+@pytest.mark.usefixtures("target")
+@pytest.mark.parametrize(
+    ("name", "kind", "num_hosts"),
+    [("tpu:v5e:2x4", "TPU v5 lite", 2), ("tpu:v5p:2x2x4", "TPU v5", 4), ("tpu:v4:2x2x2", "TPU v4", 2)],
+)
+def test_slices_have_their_kind_and_hosts(name, kind, num_hosts):
+    devices = absent_devices(name)
+    assert {device.device_kind for device in devices} == {kind}
+    assert len({device.process_index for device in devices}) == num_hosts
+
+
+@pytest.mark.parametrize("target", ["gpu"], indirect=True)
+@pytest.mark.usefixtures("target")
+@pytest.mark.parametrize("kind", ["t4", "l4", "a100", "h200", "b200"])
+def test_gpus_of_two_hosts_have_a_step_and_its_memory(kind):
+    devices = absent_devices(f"gpu:2x4:{kind}")
+    assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
+    assert peak_flops_per_s(devices[0].device_kind)
+    estimate = estimate_memory(CONFIG, global_batch_size=16, mesh=make_mesh(devices=devices))
+    assert 0 < estimate.temporary_bytes < memory_bytes(f"gpu:2x4:{kind}")
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ FIELD = (
     "a changed field must be one of dropout_rate, dtype, param_dtype, residual_dtype, grad_dtype, attention, remat,"
     " scan_layers, loss_chunk_tokens"
 )
+ABSENT = (
+    "devices must be tpu:TYPE:TOPOLOGY (v4, v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4, l4, a100, h100, h200, b200), got"
+)
 MOST = "3.4028234663852886e+38"  # the largest number in float32
 END = "end_of_text must be None or an id in [0, 65), got"
 IDS = "encode must return a list of token ids, got"
@@ -104,6 +107,9 @@ CASES = {
     "list(read_questions('nowhere' + chr(0)))": f"{PATH} 'nowhere\\x00'.",
     "list(read_questions('.'))": "path must be a file, got the folder '.'.",
     "list(read_questions('/dev/zero'))": "path must be a file or a pipe, got the device '/dev/zero'.",
+    "absent_devices('gpu:8:h1000')": f"{ABSENT} 'gpu:8:h1000'.",
+    "absent_devices('tpu:v6e:4xx4')": f"{ABSENT} 'tpu:v6e:4xx4'.",
+    "absent_devices(8)": "name must be of type str, got 8.",
     "GPT2Config(residual_dtype='float16')": (
         "model.residual_dtype must be None, or a type of at least the precision of model.dtype, got 'float16'."
     ),

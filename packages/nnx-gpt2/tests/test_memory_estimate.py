@@ -67,3 +67,8 @@ def test_remat_and_a_mesh_take_less():
     assert remat.temporary_bytes < plain.temporary_bytes
     sharded = estimate_memory(CONFIG, global_batch_size=16, mesh=make_mesh(fsdp=8))
     assert sharded.state_bytes < plain.state_bytes / 4
+
+
+def test_documents_need_a_mask():
+    plain, masked = (estimate_memory(SMALL, global_batch_size=32, end_of_text=end).temporary_bytes for end in (None, 3))
+    assert plain < masked

@@ -1,3 +1,4 @@
+from ._absent_devices import absent_devices as absent_devices
 from ._attention import causal_attention as causal_attention
 from ._bfloat16 import has_bfloat16 as has_bfloat16
 from ._evaluation import ChoiceEvaluation as ChoiceEvaluation

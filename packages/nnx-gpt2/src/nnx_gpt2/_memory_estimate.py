@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from nnx_gpt2._absent_devices import compiler_options
 from nnx_gpt2._errors import INT32_MAX, is_whole, require, shown
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._optimizer import create_optimizer
@@ -42,6 +43,7 @@ def estimate_memory(
     optimizer: OptimizerConfig | None = None,
     grad_accum_steps: int = 1,
     mesh: Mesh | None = None,
+    end_of_text: int | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a train step by compiling it for its devices. Allocates no arrays.
 
@@ -50,17 +52,19 @@ def estimate_memory(
         global_batch_size: windows per step, over all devices.
         optimizer: the optimizer. None is AdamW.
         grad_accum_steps: see `make_train_step`.
-        mesh: the devices, which need not be in this machine. None is the default device.
+        mesh: the devices, which need not be in this machine: see `absent_devices`. None is the default device.
+        end_of_text: see `make_train_step`.
 
     Raises:
         ValueError: `global_batch_size` is below 1, or no multiple of the devices and microbatches, the mesh does not
-            divide the model, or its parameters are bfloat16.
+            divide the model, its parameters are bfloat16, or `end_of_text` is no id of the model.
     """
     is_size = is_whole(global_batch_size, 1, INT32_MAX)
     require(is_size, "global_batch_size", f"be 1 to {INT32_MAX}", shown(global_batch_size))
     rule = create_optimizer(OptimizerConfig() if optimizer is None else optimizer, 1000)
-    step = make_train_step(config, rule, mesh, grad_accum_steps=grad_accum_steps)
-    one_device = SingleDeviceSharding(default_device())
+    step = make_train_step(config, rule, mesh, grad_accum_steps=grad_accum_steps, end_of_text=end_of_text)
+    device = default_device() if mesh is None else mesh.devices.flat[0]
+    one_device = SingleDeviceSharding(device)
     batch = jax.ShapeDtypeStruct(
         (global_batch_size, config.seq_len + 1),
         jnp.uint16,
@@ -68,7 +72,8 @@ def estimate_memory(
     )
     key_type = jax.eval_shape(lambda: jax.random.key(0))
     key = jax.ShapeDtypeStruct((), key_type.dtype, sharding=one_device if mesh is None else replicated(mesh))
-    analysis = step.lower(abstract_train_state(config, rule, mesh), batch, key).compile().memory_analysis()
+    lowered = step.lower(abstract_train_state(config, rule, mesh), batch, key)
+    analysis = lowered.compile(compiler_options=compiler_options(device)).memory_analysis()
     assert analysis is not None, "XLA analyses every program on CPU, GPU and TPU"
     # Without donation, the old and the new state exist at the same time.
     new_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes

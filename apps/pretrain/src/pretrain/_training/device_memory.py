@@ -28,7 +28,7 @@ def check_memory(config: PretrainConfig, mesh: jax.sharding.Mesh) -> None:
     model, train = config.model, config.train
     state_bytes = _COPIES_OF_PARAMETERS * num_params(model) * jnp.dtype(model.param_dtype).itemsize
     tokens = train.global_batch_size // train.grad_accum_steps * model.seq_len
-    inputs_bytes = model.num_layers * tokens * model.embed_dim * jnp.dtype(model.dtype).itemsize
+    inputs_bytes = model.num_layers * tokens * model.embed_dim * jnp.dtype(model.stream_dtype).itemsize
     needed_bytes = state_bytes // (config.mesh.fsdp * config.mesh.tensor) + inputs_bytes // mesh.size
     if needed_bytes > (limit_bytes := device_memory_bytes()):
         raise OutOfMemoryError(

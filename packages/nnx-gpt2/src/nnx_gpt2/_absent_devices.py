@@ -1,0 +1,130 @@
+"""Devices of accelerators that are not in this machine, to compile programs for.
+
+The compilers of TPUs and NVIDIA GPUs run on any Linux host. A program for these devices has its real memory, kernels
+and collectives, and cannot run here.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from nnx_gpt2._errors import check_type, require, shown
+
+_TPU_TYPES = ("v4", "v5e", "v5p", "v6e")
+_TPU = rf"tpu:({'|'.join(_TPU_TYPES)}):(\d{{1,3}}(?:x\d{{1,3}}){{1,2}})"
+# The variable that tells libtpu not to ask a metadata server, which a host without TPUs does not have.
+_NO_SERVER = "TPU_SKIP_MDS_QUERY"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gpu:
+    """What XLA's compiler has to know of a GPU: its data sheet, as in openxla/xla, target_config/specs."""
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    units_per_core: int
+    clock_ghz: float
+    memory_bytes: int
+    bandwidth: int
+    cache_bytes: int
+    threads_per_core: int = 2048
+    core_bytes: int = 233_472
+
+    def text(self) -> str:
+        """Return the text of XLA's message `GpuTargetConfigProto`."""
+        major, minor = self.capability
+        return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  core_count: {self.cores} fpus_per_core: {self.units_per_core} clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory_bytes} memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache_bytes}
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: {self.threads_per_core}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_core: {self.core_bytes}
+  shared_memory_per_block_optin: {self.core_bytes - 1024}
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
+device_description_str: "{self.name}"
+"""
+
+
+_GPUS = {
+    "t4": _Gpu(
+        name="Tesla T4", capability=(7, 5), cores=40, units_per_core=64, clock_ghz=1.59, memory_bytes=15_828_320_256,
+        bandwidth=320_064_000_000, cache_bytes=4 << 20, threads_per_core=1024, core_bytes=65_536,
+    ),
+    "l4": _Gpu(
+        name="NVIDIA L4", capability=(8, 9), cores=58, units_per_core=128, clock_ghz=2.04, memory_bytes=23_664_721_920,
+        bandwidth=300_096_000_000, cache_bytes=48 << 20, threads_per_core=1536, core_bytes=102_400,
+    ),
+    "a100": _Gpu(
+        name="NVIDIA A100-SXM4-80GB", capability=(8, 0), cores=108, units_per_core=64, clock_ghz=1.41,
+        memory_bytes=85_100_068_864, bandwidth=2_039_040_000_000, cache_bytes=40 << 20, core_bytes=167_936,
+    ),
+    "h100": _Gpu(
+        name="NVIDIA H100 80GB HBM3", capability=(9, 0), cores=132, units_per_core=128, clock_ghz=1.98,
+        memory_bytes=84_942_979_072, bandwidth=3_352_320_000_000, cache_bytes=50 << 20,
+    ),
+    "h200": _Gpu(
+        name="NVIDIA H200", capability=(9, 0), cores=132, units_per_core=128, clock_ghz=1.98,
+        memory_bytes=151_397_597_184, bandwidth=4_800_000_000_000, cache_bytes=50 << 20,
+    ),
+    "b200": _Gpu(
+        name="NVIDIA B200", capability=(10, 0), cores=148, units_per_core=128, clock_ghz=1.965,
+        memory_bytes=191_514_411_008, bandwidth=7_672_320_000_000, cache_bytes=132_644_864,
+    ),
+}  # fmt: skip
+_GPU = rf"gpu:(?:(\d{{1,5}})x)?(\d{{1,5}}):({'|'.join(_GPUS)})"
+
+
+def absent_devices(name: str) -> list[Any]:
+    """Return devices to compile for, which need not be in this machine: pass them to `make_mesh`.
+
+    The compilers are those of the extras `tpu` and `cuda12`, for Linux.
+
+    >>> mesh = make_mesh(devices=absent_devices("gpu:2x8:h100"), fsdp=8)  # doctest: +SKIP
+    >>> estimate_memory(gpt2_xl(), global_batch_size=64, mesh=mesh).peak_bytes  # doctest: +SKIP
+
+    Args:
+        name: `tpu:TYPE:TOPOLOGY` with a type of v4, v5e, v5p or v6e, such as `tpu:v6e:4x4`; or `gpu:GPUS:TYPE` or
+            `gpu:HOSTSxGPUS:TYPE` with a type of t4, l4, a100, h100, h200 or b200, such as `gpu:2x8:h100`.
+
+    Raises:
+        ValueError: the name has another form, there is no such slice, or the compiler is not installed.
+    """
+    from jax.experimental import topologies  # takes half a second
+
+    check_type("name", name, str)
+    tpu, gpu = re.fullmatch(_TPU, name), re.fullmatch(_GPU, name)
+    forms = f"tpu:TYPE:TOPOLOGY ({', '.join(_TPU_TYPES)}) or gpu:HOSTSxGPUS:TYPE ({', '.join(_GPUS)})"
+    require(tpu is not None or gpu is not None, "devices", f"be {forms}", shown(name))
+    try:
+        if tpu is not None:
+            os.environ.setdefault(_NO_SERVER, "1")
+            return topologies.get_topology_desc(":".join(tpu.groups()), "tpu").devices
+        assert gpu is not None
+        hosts, gpus, kind = gpu[1] or 1, gpu[2], gpu[3]
+        options = {"topology": f"1x{hosts}x{gpus}", "target_config": _GPUS[kind].text()}
+        return topologies.get_topology_desc(kind, "cuda", **options).devices
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        remedy = "Install nnx-gpt2[tpu] or nnx-gpt2[cuda12] on Linux, or choose another topology."
+        require(False, "devices", "be known to an installed compiler", f"{name}: {error}", remedy)
+        raise
+
+
+def memory_bytes(name: str) -> int | None:
+    """Return the memory of one device of `absent_devices`, or None for a TPU, whose compiler checks it itself."""
+    gpu = re.fullmatch(_GPU, name)
+    return None if gpu is None else _GPUS[gpu[3]].memory_bytes
+
+
+def compiler_options(device: Any) -> dict[str, Any] | None:
+    """Return the options that the compiler of a device needs: without the GPU, XLA cannot time its kernels."""
+    is_here = any(device is other for other in jax.devices())
+    return {"xla_gpu_autotune_level": 0} if device.platform == "gpu" and not is_here else None
