@@ -16,8 +16,17 @@ from typing import Any
 import jax
 from environment import environment
 
-from nnx_gpt2 import GPT2Config, absent_devices, estimate_memory, gpt2, gpt2_large, gpt2_medium, gpt2_xl, make_mesh
-from nnx_gpt2._absent_devices import memory_bytes
+from nnx_gpt2 import (
+    GPT2Config,
+    absent_devices,
+    device_memory,
+    estimate_memory,
+    gpt2,
+    gpt2_large,
+    gpt2_medium,
+    gpt2_xl,
+    make_mesh,
+)
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -76,7 +85,7 @@ class Row:
 def measure(preset: str, name: str, axes: dict[str, int]) -> Row:
     """Compile a step of two microbatches."""
     config, windows = PRESETS[preset]
-    mesh, limit, begin = make_mesh(devices=absent_devices(name), **axes), memory_bytes(name), time.perf_counter()
+    mesh, limit, begin = make_mesh(devices=absent_devices(name), **axes), device_memory(name), time.perf_counter()
     state = temporary = 0
     error = ""
     try:

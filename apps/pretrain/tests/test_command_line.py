@@ -180,8 +180,8 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--prepare.val-fraction 2", "val_fraction must be between 0 and 1, got 2.0. Choose another share."),
         (
             "report2",
-            "no command report2; there are train, sample, eval, export, report, runs, watch, profile; did you mean "
-            "report?",
+            "no command report2; there are train, plan, sample, eval, export, report, runs, watch, profile; did you "
+            "mean report?",
         ),
     ],
 )

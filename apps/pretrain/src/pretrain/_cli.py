@@ -18,6 +18,7 @@ from pretrain._command_line.command_classes import (
     Command,
     EvalCommand,
     ExportCommand,
+    PlanCommand,
     ProfileCommand,
     ReportCommand,
     RunsCommand,
@@ -35,7 +36,7 @@ from pretrain._screen.facts import print_line
 from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
-_USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, ProfileCommand)
+_USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, ProfileCommand, PlanCommand)
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
@@ -164,6 +165,10 @@ def _run(command: Command) -> int:
                 return _FAILED
         case ShowConfig(config=config):
             sys.stdout.write(to_toml(config))
+        case PlanCommand(config=config, options=options):
+            found = _imported("plan_run.plan")(config, devices=options.devices, price_per_hour=options.price_per_hour)
+            _imported("plan_run.show_plan")(found, console=console, as_json=options.json)
+            return 0 if found.fits else _FAILED
         case SampleCommand():
             texts = _imported("sample.sample")(**dataclasses.asdict(command))
             for number, text in enumerate(texts):

@@ -1,4 +1,5 @@
 from ._absent_devices import absent_devices as absent_devices
+from ._absent_devices import device_memory as device_memory
 from ._attention import causal_attention as causal_attention
 from ._bfloat16 import has_bfloat16 as has_bfloat16
 from ._evaluation import ChoiceEvaluation as ChoiceEvaluation

@@ -21,7 +21,7 @@ _NO_SERVER = "TPU_SKIP_MDS_QUERY"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gpu:
-    """What XLA's compiler has to know of a GPU: its data sheet, as in openxla/xla, target_config/specs."""
+    """A GPU as its data sheet describes it for XLA, as in openxla/xla, target_config/specs."""
 
     name: str
     capability: tuple[int, int]
@@ -86,7 +86,8 @@ _GPU = rf"gpu:(?:(\d{{1,5}})x)?(\d{{1,5}}):({'|'.join(_GPUS)})"
 def absent_devices(name: str) -> list[Any]:
     """Return devices to compile for, which need not be in this machine: pass them to `make_mesh`.
 
-    The compilers are those of the extras `tpu` and `cuda12`, for Linux.
+    The compilers are those of the extras `tpu` and `cuda12`, for Linux. On a host without a GPU, the one of GPUs needs
+    the environment variable `JAX_PLATFORMS=cpu`.
 
     >>> mesh = make_mesh(devices=absent_devices("gpu:2x8:h100"), fsdp=8)  # doctest: +SKIP
     >>> estimate_memory(gpt2_xl(), global_batch_size=64, mesh=mesh).peak_bytes  # doctest: +SKIP
@@ -118,8 +119,8 @@ def absent_devices(name: str) -> list[Any]:
         raise
 
 
-def memory_bytes(name: str) -> int | None:
-    """Return the memory of one device of `absent_devices`, or None for a TPU, whose compiler checks it itself."""
+def device_memory(name: str) -> int | None:
+    """Return the bytes of memory of one device of `absent_devices`, or None for a TPU: its compiler checks it."""
     gpu = re.fullmatch(_GPU, name)
     return None if gpu is None else _GPUS[gpu[3]].memory_bytes
 

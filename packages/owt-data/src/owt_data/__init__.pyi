@@ -22,6 +22,7 @@ from ._stream.windows import iter_steps as iter_steps
 from ._stream.windows import step_windows as step_windows
 from ._stream.windows import token_windows as token_windows
 from ._tokenizers import load_tokenizer as load_tokenizer
+from ._tokenizers import vocab_size as vocab_size
 from ._tokens.inspect import Inspection as Inspection
 from ._tokens.inspect import inspect as inspect
 from ._tokens.manifest import FileRecord as FileRecord

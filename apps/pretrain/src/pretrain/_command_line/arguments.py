@@ -10,9 +10,18 @@ from collections.abc import Sequence
 from dataclasses import MISSING
 from typing import Any, NoReturn
 
-from pretrain._command_line.command_classes import COMMANDS, FREQUENT, Command, ConfigOptions, ShowConfig
+from pretrain._command_line.command_classes import (
+    COMMANDS,
+    FREQUENT,
+    Command,
+    ConfigOptions,
+    PlanCommand,
+    PlanOptions,
+    ShowConfig,
+)
 from pretrain._command_line.config_file import build_config, read_config
 from pretrain._command_line.option_table import Option, options_of
+from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, short
 from pretrain._suggestions import did_you_mean, nearest, nearest_option
 
@@ -37,8 +46,14 @@ def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 def command_options(command: str) -> tuple[Option, ...]:
     """Return the options of a command."""
-    more = options_of(ConfigOptions) if command == "train" else ()
-    return (*more, *options_of(COMMANDS[command]))
+    own = options_of(COMMANDS[command])
+    match command:
+        case "train":
+            return (*options_of(ConfigOptions), *own)
+        case "plan":
+            return (*own, *options_of(ConfigOptions), *options_of(PretrainConfig))
+        case _:
+            return own
 
 
 def build_command(command: str, arguments: Sequence[str]) -> Command:
@@ -50,10 +65,13 @@ def build_command(command: str, arguments: Sequence[str]) -> Command:
     """
     options = command_options(command)
     values = _read_values(command, arguments, options)
-    if command == "train":
+    if command in ("train", "plan"):
+        planned = {name: values.pop(name) for name in [one.name for one in options_of(PlanOptions)] if name in values}
         file, shows = values.pop("config", None), values.pop("print_config", False)
         config = build_config(read_config(file) if file is not None else {}, values)
-        return ShowConfig(config=config) if shows else config
+        if shows:
+            return ShowConfig(config=config)
+        return config if command == "train" else PlanCommand(config=config, options=PlanOptions(**planned))
     for option in options:
         if option.default is MISSING and option.name not in values:
             raise UsageError(

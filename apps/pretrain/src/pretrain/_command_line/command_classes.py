@@ -100,8 +100,35 @@ class ProfileCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """Say what a run needs, and start nothing. Takes every option of `train`."""
+
+    devices: str | None = None
+    """Devices to plan for, which need not be here: tpu:TYPE:TOPOLOGY, gpu:GPUS:TYPE or gpu:HOSTSxGPUS:TYPE, such as
+    tpu:v6e:4x4 or gpu:8:h100. Their compilers come with `uv run --extra tpu` and `--extra cuda12`, on Linux. none takes
+    the devices of this machine."""
+
+    price_per_hour: float | None = None
+    """Price of all devices for an hour, to show the price of the run."""
+
+    json: bool = False
+    """Print one line of JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanCommand:
+    """The request to say what a run needs."""
+
+    config: PretrainConfig
+    """The run."""
+
+    options: PlanOptions
+    """The options of the command."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigOptions:
-    """Options of the command `train` that are not part of a configuration."""
+    """Options of the commands `train` and `plan` that are not part of a configuration."""
 
     config: str | None = None
     """A .toml file with options, or the config.json of a run. It replaces defaults of the preset, and the options of
@@ -128,11 +155,13 @@ Command = (
     | RunsCommand
     | WatchCommand
     | ProfileCommand
+    | PlanCommand
     | ShowConfig
 )
 
 COMMANDS: dict[str, type] = {
     "train": PretrainConfig,
+    "plan": PlanOptions,
     "sample": SampleCommand,
     "eval": EvalCommand,
     "export": ExportCommand,
@@ -146,6 +175,10 @@ EXAMPLES = {
     "train": (
         "pretrain --preset baby --data book.txt --train.max-steps 500",
         "pretrain --config run.toml --name second --optimizer.learning-rate 0.001",
+    ),
+    "plan": (
+        "pretrain plan --preset gpt2 --devices gpu:8:h100 --price-per-hour 24",
+        "pretrain plan --preset baby --train.global-batch-size 48",
     ),
     "sample": (
         "pretrain sample quickstart-builtin --prompt 'def ' --num-samples 3",

@@ -7,8 +7,8 @@ from dataclasses import MISSING
 from typing import Any
 
 from pretrain._command_line.arguments import command_options, usage_names
-from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT
-from pretrain._command_line.option_table import Option, with_defaults
+from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, PlanOptions
+from pretrain._command_line.option_table import Option, options_of, with_defaults
 from pretrain._config import PretrainConfig
 
 _NARROWEST, _WIDEST = 20, 100
@@ -36,7 +36,7 @@ def help_page(command: str, config: PretrainConfig, *, width: int, is_overview: 
         shows_all: whether to show all options of `train`, or the frequent ones.
     """
     width = min(width, _WIDEST)
-    options = command_options(command)
+    options = options_of(PlanOptions) if command == "plan" else command_options(command)
     if command == "train":
         own = tuple(option for option in options if option.name in ("config", "print_config"))
         options = (*own, *with_defaults(options[len(own) :], config))
@@ -89,6 +89,8 @@ def _page(command: str, options: Sequence[Option], *, width: int, is_overview: b
         yield from _wrap(
             "  --help-all shows all options, and --preset NAME --help the defaults of a preset.", width, "  "
         )
+    if command == "plan":
+        yield from _wrap("  pretrain train --help-all shows the other options.", width, "  ")
     if is_overview:
         yield from _wrap("  COMMAND --help shows the options of a command, and --version the versions.", width, "  ")
     yield "\nexamples"
