@@ -57,6 +57,8 @@ CHANGED = {
     "train.order": "random",
     "train.mask_documents": True,
     "optimizer.name": "muon",
+    "model.residual_dtype": "float64",
+    "model.grad_dtype": "bfloat16",
     "optimizer.schedule": "wsd",
     "optimizer.learning_rate": 0.01,
     "optimizer.min_learning_rate": 1e-6,
