@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from rich.console import Console
 
 from nnx_gpt2 import (
     GPT2Config,
@@ -23,6 +24,7 @@ from nnx_gpt2 import (
     num_params,
 )
 from pretrain import main
+from pretrain._commands.plan_run import Plan, show_plan
 
 TINY = (
     "--model.num-layers", "1", "--model.num-heads", "2", "--model.embed-dim", "32", "--model.seq-len", "32",
@@ -85,6 +87,28 @@ def test_the_time_and_the_price_follow_from_the_peak(plain):
     assert found["price"] == pytest.approx([3 * hour for hour in hours])
 
 
+@pytest.mark.parametrize(
+    ("hours", "shown"),
+    [
+        ((17.714, 29.5), "17.71 to 29.50 hours, at 50% to 30% of the peak"),
+        ((0.9, 1.0), "0.90 to 1.00 hours,"),
+        ((0.25, 0.5), "15.00 to 30.00 minutes,"),
+        ((0.001, 0.002), "3.60 to 7.20 seconds,"),
+    ],
+)
+def test_times_are_shown_in_their_unit(hours, shown):
+    plan = Plan(
+        device="H100", num_devices=8, mesh={"data": 8}, num_parameters=1, tokens_per_step=1, num_steps=1, num_tokens=1,
+        flops=1.0, checkpoints_bytes=1, state_bytes=1, temporary_bytes=1, usable_bytes=None, fits=True, reason="",
+        hours=hours, price=hours,
+    )  # fmt: skip
+    out = io.StringIO()
+    show_plan(plan, console=Console(file=out, width=200))
+    lines = dict(line.split(maxsplit=1) for line in out.getvalue().splitlines())
+    assert lines["time"].startswith(shown)
+    assert lines["price"] == f"{hours[0]:.2f} to {hours[1]:.2f}, at 50% to 30% of the peak"
+
+
 def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
     assert main(["plan", *TINY, "--train.global-batch-size", "80000000"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -102,7 +126,7 @@ def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
         (("--price-per-hour", "nan"), "--price-per-hour must be a"),
         (
             ("--devices", "h100"),
-            "devices must be tpu:TYPE:TOPOLOGY (v4, v5e, v5p, v6e) or gpu:",
+            "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:",
         ),
         (("--mesh.fsdp", "3"), "mesh axis fsdp must divide model.embed_dim (128), got 3. Choose another size."),
         (("--mesh.fsdp", "64"), "mesh axes fsdp and tensor must be at least 1 and their product must divide the"),

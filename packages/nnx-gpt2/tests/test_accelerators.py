@@ -158,7 +158,7 @@ def test_the_estimate_of_the_memory_is_that_of_the_compiler(devices):
 @pytest.mark.usefixtures("target")
 @pytest.mark.parametrize(
     ("name", "kind", "num_hosts"),
-    [("tpu:v5e:2x4", "TPU v5 lite", 2), ("tpu:v5p:2x2x4", "TPU v5", 4), ("tpu:v4:2x2x2", "TPU v4", 2)],
+    [("tpu:v5e:2x4", "TPU v5 lite", 2), ("tpu:v5p:2x2x4", "TPU v5", 4)],
 )
 def test_slices_have_their_kind_and_hosts(name, kind, num_hosts):
     devices = absent_devices(name)

@@ -76,7 +76,7 @@ FIELD = (
     " scan_layers, loss_chunk_tokens"
 )
 ABSENT = (
-    "devices must be tpu:TYPE:TOPOLOGY (v4, v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4, l4, a100, h100, h200, b200), got"
+    "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4, l4, a100, h100, h200, b200), got"
 )
 MOST = "3.4028234663852886e+38"  # the largest number in float32
 END = "end_of_text must be None or an id in [0, 65), got"

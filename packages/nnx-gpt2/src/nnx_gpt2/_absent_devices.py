@@ -4,8 +4,10 @@ The compilers of TPUs and NVIDIA GPUs run on any Linux host. A program for these
 and collectives, and cannot run here.
 """
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +15,10 @@ import jax
 
 from nnx_gpt2._errors import check_type, require, shown
 
-_TPU_TYPES = ("v4", "v5e", "v5p", "v6e")
+_TPU_TYPES = ("v5e", "v5p", "v6e")
 _TPU = rf"tpu:({'|'.join(_TPU_TYPES)}):(\d{{1,3}}(?:x\d{{1,3}}){{1,2}})"
-# The variable that tells libtpu not to ask a metadata server, which a host without TPUs does not have.
-_NO_SERVER = "TPU_SKIP_MDS_QUERY"
+# What libtpu would ask the metadata server of a TPU's host.
+_TPU_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,7 @@ def absent_devices(name: str) -> list[Any]:
     >>> estimate_memory(gpt2_xl(), global_batch_size=64, mesh=mesh).peak_bytes  # doctest: +SKIP
 
     Args:
-        name: `tpu:TYPE:TOPOLOGY` with a type of v4, v5e, v5p or v6e, such as `tpu:v6e:4x4`; or `gpu:GPUS:TYPE` or
+        name: `tpu:TYPE:TOPOLOGY` with a type of v5e, v5p or v6e, such as `tpu:v6e:4x4`; or `gpu:GPUS:TYPE` or
             `gpu:HOSTSxGPUS:TYPE` with a type of t4, l4, a100, h100, h200 or b200, such as `gpu:2x8:h100`.
 
     Raises:
@@ -107,8 +109,8 @@ def absent_devices(name: str) -> list[Any]:
     require(tpu is not None or gpu is not None, "devices", f"be {forms}", shown(name))
     try:
         if tpu is not None:
-            os.environ.setdefault(_NO_SERVER, "1")
-            return topologies.get_topology_desc(":".join(tpu.groups()), "tpu").devices
+            with _defaults(_TPU_VARIABLES):
+                return topologies.get_topology_desc(":".join(tpu.groups()), "tpu").devices
         assert gpu is not None
         hosts, gpus, kind = gpu[1] or 1, gpu[2], gpu[3]
         options = {"topology": f"1x{hosts}x{gpus}", "target_config": _GPUS[kind].text()}
@@ -117,6 +119,18 @@ def absent_devices(name: str) -> list[Any]:
         remedy = "Install nnx-gpt2[tpu] or nnx-gpt2[cuda12] on Linux, or choose another topology."
         require(False, "devices", "be known to an installed compiler", f"{name}: {error}", remedy)
         raise
+
+
+@contextlib.contextmanager
+def _defaults(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables that have no value, for a while."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 def device_memory(name: str) -> int | None:

@@ -35,6 +35,8 @@ _PREALLOCATED = 0.75
 """The share of a GPU's memory that jax takes at its start, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
 _HOUR_S = 3600
 _GIB = 2**30
+# Units of an interval, and how many of them an hour has.
+_UNITS = {"hours": 1, "minutes": 60}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,15 +161,15 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
         "FLOPs": f"{found.flops:.2e}",
         "checkpoints": f"{found.checkpoints_bytes / 1e9:,.2f} GB on disk, at most",
         "memory": _memory(found),
-        "time": _interval(found.hours, "hours") or "unknown: give --peak-tflops",
+        "time": "unknown: give --peak-tflops" if found.hours is None else _time(found.hours),
     }
     if found.price is not None:
-        rows["price"] = _interval(found.price, "")
+        rows["price"] = _interval(found.price)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, value.rstrip())
+        table.add_row(name, value)
     print_table(console, table)
     print_line(console, "It fits." if found.fits else f"It does not fit. {_REMEDY}")
 
@@ -184,8 +186,11 @@ def _memory(found: Plan) -> str:
     return f"{needed:,.2f}{limit} GiB on each device, by its compiler: {parts}"
 
 
-def _interval(ends: tuple[float, float] | None, unit: str) -> str:
-    if ends is None:
-        return ""
-    high, low = (f"{share:.0%}" for share in MFU_RANGE)
-    return f"{ends[0]:,.2f} to {ends[1]:,.2f} {unit}".rstrip() + f", at {low} to {high} of the peak"
+def _time(hours: tuple[float, float]) -> str:
+    unit, size = next(((unit, size) for unit, size in _UNITS.items() if hours[1] * size >= 1), ("seconds", _HOUR_S))
+    return _interval((hours[0] * size, hours[1] * size), f" {unit}")
+
+
+def _interval(ends: tuple[float, float], unit: str = "") -> str:
+    high, low = (f"{share:.0%}" for share in reversed(MFU_RANGE))
+    return f"{ends[0]:,.2f} to {ends[1]:,.2f}{unit}, at {high} to {low} of the peak"
