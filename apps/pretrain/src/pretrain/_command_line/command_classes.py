@@ -106,7 +106,7 @@ class PlanOptions:
     devices: str | None = None
     """Devices to plan for, which need not be here: tpu:TYPE:TOPOLOGY, gpu:GPUS:TYPE or gpu:HOSTSxGPUS:TYPE, such as
     tpu:v6e:4x4 or gpu:8:h100. Their compilers come with `uv run --extra tpu` and `--extra cuda12`, on Linux. none takes
-    the devices of this machine."""
+    the devices of this machine. --hardware has no effect on a plan."""
 
     price_per_hour: float | None = None
     """Price of all devices for an hour, to show the price of the run."""
