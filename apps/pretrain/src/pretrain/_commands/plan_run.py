@@ -28,11 +28,11 @@ from pretrain._screen.facts import print_line, print_table
 from pretrain._training.device_memory import device_memory_bytes
 
 MFU_RANGE = (0.3, 0.5)
-"""Shares of the peak around those of good runs: 41 % of llm.c's GPT-2 124M on eight H100 (140 ms for 0.5 M tokens), 46 %
-of PaLM 540B (Chowdhery et al., 2022, arXiv:2204.02311, table 3)."""
+"""Shares of the peak around those of good runs: 41 % of llm.c's GPT-2 124M on eight H100 (140 ms for 0.5 M tokens),
+46 % of PaLM 540B (Chowdhery et al., 2022, arXiv:2204.02311, table 3)."""
 
 _PREALLOCATED = 0.75
-"""The share of a GPU's memory that jax takes at its start by default. XLA_PYTHON_CLIENT_MEM_FRACTION is not read."""
+"""The share of a GPU's memory that jax takes by default. XLA_PYTHON_CLIENT_MEM_FRACTION is not read."""
 _HOUR_S = 3600
 _GIB = 2**30
 # Units of an interval, and how many of them an hour has.
