@@ -131,13 +131,13 @@ def test_the_end_of_the_block_stops_the_preparation_and_the_next_start_resumes(
 def test_a_reader_that_waits_wishes_again_after_a_reader_of_earlier_windows(
     corpus, prepared_start, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
     out, order = tmp_path / "out", {"seq_len": SEQ_LEN, "order": ORDER, "seed": 0}
     last = np.array([prepared_start.train.num_windows(SEQ_LEN) - 1])
     with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
         ahead, behind = (pickle.loads(pickle.dumps(data.train)) for _ in range(2))
         ahead.windows(last // 2, **order)
-    with pytest.raises(DataError, match="got a preparation that has ended"):
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="got a preparation that has ended"):
+        patch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
         ahead.windows(last, **order)
     behind.windows(np.array([0]), **order)
     with ThreadPoolExecutor(1) as thread, prepare_in_background(str(corpus), out, START, num_processes=1):
@@ -285,9 +285,9 @@ def test_one_source_needs_the_split_start(corpus, tmp_path):
 
 
 def test_readers_end_when_the_preparation_has_ended(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
         window_digests(data.train, 0, 1)
+    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
     with pytest.raises(DataError, match="must be prepared while its tokens are read, got a preparation that has ended"):
         window_digests(data.train, 0, 1000)
 
