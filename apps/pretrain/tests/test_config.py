@@ -6,7 +6,8 @@ import pytest
 
 from pretrain import PRESETS, MeshConfig, TrainConfig
 from pretrain._cli import parse_command
-from pretrain._commands.train import check_batch, resolve_length, resolve_vocabulary
+from pretrain._commands.check_devices import check_batch
+from pretrain._commands.train import resolve_length, resolve_microbatches, resolve_vocabulary
 from pretrain._config import (
     MAX_COUNT,
     MAX_SAMPLE_TOKENS,
@@ -16,6 +17,7 @@ from pretrain._config import (
     PretrainConfig,
     profiled_steps,
     with_length,
+    with_microbatches,
     with_stream_order,
     with_vocab_size,
 )
@@ -88,7 +90,7 @@ def test_a_cache_path_with_credentials_is_rejected():
     [
         *((name, 1) for name in (
             "global_batch_size", "max_steps", "log_every", "eval_every", "eval_tokens", "checkpoint_every",
-            "checkpoints_to_keep", "grad_accum_steps", "max_tokens",
+            "checkpoints_to_keep", "grad_accum_steps", "micro_batch_size", "max_tokens",
         )),
         ("sample_tokens", 0),
         ("max_failures", -1),
@@ -221,6 +223,60 @@ def test_epochs_and_tokens_give_the_steps(fields, expected):
 def test_a_batch_that_the_devices_can_share_is_accepted(hardware, batch_size, num_microbatches, mesh):
     config = with_train(global_batch_size=batch_size, grad_accum_steps=num_microbatches)
     check_batch(dataclasses.replace(config, mesh=MeshConfig(**mesh)), parse_hardware(hardware))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "size", "num_devices", "expected"),
+    [
+        (480, 12, [8], 5),
+        (480, 12, [1], 40),
+        (480, 12, [32], 3),  # 15 windows on each device are no two equal microbatches
+        (480, 100, [8], 1),
+        (480, 7, [8], 10),  # 60 windows in microbatches of at most 7: 6
+        (12, 4, [1, 2], 3),
+        (36, 5, [2, 3], 6),  # two devices have 18 windows each, three have 12
+        (7, 2, [1], 7),
+    ],
+)
+def test_the_size_of_a_microbatch_gives_the_fewest_accumulation_steps(batch_size, size, num_devices, expected):
+    config = with_train(global_batch_size=batch_size, micro_batch_size=size)
+    found = with_microbatches(config, num_devices).train.grad_accum_steps
+    assert found == expected
+    assert all(batch_size % (found * number) == 0 for number in num_devices)
+    assert batch_size <= found * min(num_devices) * size
+
+
+def test_devices_without_equal_microbatches_are_rejected():
+    config = with_train(global_batch_size=12, micro_batch_size=3)
+    with pytest.raises(UsageError, match="windows for equal microbatches on 1 and 2 and 3 data-parallel devices, got"):
+        with_microbatches(config, [1, 2, 3])
+
+
+def test_the_number_of_microbatches_is_kept_without_their_size():
+    config = with_train(global_batch_size=12, grad_accum_steps=3)
+    assert with_microbatches(config, [4]) == config
+    assert resolve_microbatches(config, with_train(grad_accum_steps=2)) == config
+
+
+def test_a_continued_run_keeps_its_microbatches_if_their_size_is_given():
+    stored = with_microbatches(with_train(global_batch_size=12, micro_batch_size=3), [2])
+    assert stored.train.grad_accum_steps == 2
+    assert resolve_microbatches(with_train(global_batch_size=12, micro_batch_size=3), stored) == stored
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], (1, 12)),
+        (["--train.micro-batch-size", "4"], (1, 4)),
+        (["--train.grad-accum-steps", "5"], (5, None)),
+        (["--train.micro-batch-size", "none"], (1, None)),
+    ],
+)
+def test_given_microbatches_replace_those_of_a_preset(arguments, expected):
+    config = parse_command(["--preset", "gpt2", *arguments])
+    assert isinstance(config, PretrainConfig)
+    assert (config.train.grad_accum_steps, config.train.micro_batch_size) == expected
 
 
 @pytest.mark.parametrize("fields", [{"max_epochs": 1e38}, {"max_tokens": 10**15}])

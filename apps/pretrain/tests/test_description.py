@@ -54,6 +54,7 @@ CHANGED = {
     "train.checkpoint_every": 7,
     "train.checkpoints_to_keep": 7,
     "train.grad_accum_steps": 4,
+    "train.micro_batch_size": 2,
     "train.order": "random",
     "train.mask_documents": True,
     "optimizer.name": "muon",

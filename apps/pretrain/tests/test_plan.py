@@ -23,8 +23,12 @@ from nnx_gpt2 import (
     make_mesh,
     num_params,
 )
-from pretrain import main
+from owt_data import PrepareOptions, prepare
+from pretrain import PretrainConfig, main
+from pretrain._cli import parse_command
+from pretrain._commands import target_devices
 from pretrain._commands.plan_run import Plan, show_plan
+from pretrain._data import load_tokens
 
 TINY = (
     "--model.num-layers", "1", "--model.num-heads", "2", "--model.embed-dim", "32", "--model.seq-len", "32",
@@ -60,6 +64,78 @@ def test_the_numbers_are_those_of_the_run(plain):
     assert found["temporary_bytes"] == memory.temporary_bytes + memory.code_bytes
     state = create_train_state(config, create_optimizer(OptimizerConfig(), 50), jax.random.key(0))
     assert found["checkpoints_bytes"] == 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert (found["micro_batch_size"], found["grad_accum_steps"]) == (8 // mesh.size, 1)
+    assert found["measured_step_s"] is None
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """A text that its user cache does not have."""
+    (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)
+    return tmp_path / "book.txt"
+
+
+def test_text_that_is_not_prepared_is_not_read(book: Path):
+    _, found = planned("--data", str(book))
+    assert found["epochs"] is found["tokens_bytes"] is None
+
+
+@pytest.mark.parametrize("form", ["folder", "splits", "mixture"])
+def test_epochs_and_disk_are_those_of_the_prepared_tokens(form, book: Path):
+    out, other = book.with_name("tokens"), book.with_name("other")
+    for folder in (out, other):
+        prepare(str(book), folder, PrepareOptions(tokenizer="bytes"), num_processes=1)
+    names = {
+        "folder": str(out),
+        "splits": f"train={out}/train.bin,val={out}/val.bin",
+        "mixture": f"one=1:{out},two=2:{other}",
+    }
+    config = parse_command(["train", "--data", names[form]])
+    assert isinstance(config, PretrainConfig)
+    data = load_tokens(config, Console(quiet=True))
+    num_windows = data.train.num_windows(32)
+    _, found = planned("--data", names[form], "--train.max-epochs", "3")
+    assert found["num_steps"] == 3 * num_windows // 8
+    assert found["epochs"] == found["num_steps"] * 8 / num_windows
+    assert found["tokens_bytes"] == 2 * (len(data.train) + len(data.val))
+
+
+def test_openwebtext_is_known():
+    _, found = planned("--data", "openwebtext", "--prepare.tokenizer", "gpt2", "--train.max-tokens", "9035582198")
+    assert found["epochs"] == pytest.approx(1.0, abs=1e-4)
+    assert found["tokens_bytes"] == 2 * 9_040_017_095
+
+
+def test_the_largest_microbatch_is_the_largest_that_fits(monkeypatch):
+    mesh = make_mesh()
+    config = GPT2Config(vocab_size=257, seq_len=32, num_layers=1, num_heads=2, embed_dim=32)
+    batch = 12 * mesh.size
+    smaller, larger = (
+        estimate_memory(config, global_batch_size=batch, grad_accum_steps=steps, mesh=mesh).peak_bytes
+        for steps in (3, 2)
+    )
+    assert smaller < larger
+    options = ("--train.global-batch-size", str(batch), "--train.grad-accum-steps", "3", "--largest-micro-batch")
+    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: larger - 1)
+    code, found = planned(*options)
+    assert (code, found["micro_batch_size"], found["grad_accum_steps"]) == (0, 4, 3)
+    assert found["state_bytes"] + found["temporary_bytes"] == smaller
+    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: 1000)
+    code, found = planned(*options)
+    assert (code, found["micro_batch_size"]) == (1, 1)
+
+
+def test_steps_are_measured_here():
+    _, found = planned("--measure")
+    assert 0 < found["measured_step_s"] < 60
+
+
+def test_cpu_devices_are_made_for_a_plan():
+    options = [*TINY, "--train.global-batch-size", "12", "--hardware", "cpu:1-3x2"]
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    code = f"from pretrain import main; main({['plan', '--json', *options]})"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["num_devices"] == 2  # an elastic group at its smallest
 
 
 @pytest.mark.parametrize(
@@ -69,6 +145,8 @@ def test_the_numbers_are_those_of_the_run(plain):
         (("--train.max-steps", "100"), "flops", lambda flops, before: flops == 2 * before),
         (("--train.mask-documents",), "temporary_bytes", lambda size, before: size > before),
         (("--train.grad-accum-steps", "8"), "temporary_bytes", lambda size, before: size < before),
+        (("--train.micro-batch-size", "1"), "temporary_bytes", lambda size, before: size < before),
+        (("--train.log-every", "5"), "logs_bytes", lambda size, before: size == 5 * before),
         (("--optimizer.name", "muon"), "state_bytes", lambda size, before: size < before),
         (("--train.checkpoints-to-keep", "5"), "checkpoints_bytes", lambda size, before: size == 2 * before),
         (("--prepare.tokenizer", "gpt2"), "num_parameters", lambda number, before: number == before + 50_000 * 32),
@@ -98,52 +176,59 @@ def test_the_time_and_the_price_follow_from_the_peak(plain):
 )
 def test_times_are_shown_in_their_unit(hours, shown):
     plan = Plan(
-        device="H100", num_devices=8, mesh={"data": 8}, num_parameters=1, tokens_per_step=1, num_steps=1, num_tokens=1,
-        flops=1.0, checkpoints_bytes=1, state_bytes=1, temporary_bytes=1, usable_bytes=None, fits=True, reason="",
-        hours=hours, price=hours,
+        device="H100", num_devices=8, mesh={"data": 8}, num_parameters=1, tokens_per_step=1, num_steps=100,
+        num_tokens=1, epochs=1.0, micro_batch_size=1, grad_accum_steps=1, flops=1.0, tokens_bytes=20_000_000,
+        checkpoints_bytes=3_000_000_000, logs_bytes=4000, state_bytes=1, temporary_bytes=1, usable_bytes=None,
+        fits=True, reason="", hours=hours, price=hours, measured_step_s=1.5,
     )  # fmt: skip
     out = io.StringIO()
     show_plan(plan, console=Console(file=out, width=200))
     lines = dict(line.split(maxsplit=1) for line in out.getvalue().splitlines())
     assert lines["time"].startswith(shown)
+    assert lines["measured"] == "1,500.0 ms a step here: 2.50 minutes"
+    assert lines["disk"] == "tokens 20.00 MB, checkpoints 3.00 GB at most, logs 4 kB"
     assert lines["price"] == f"{hours[0]:.2f} to {hours[1]:.2f}, at 50% to 30% of the peak"
 
 
 def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
     assert main(["plan", *TINY, "--train.global-batch-size", "80000000"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("It does not fit. Raise --train.grad-accum-steps")
+    assert lines[-1].startswith("It does not fit. Lower --train.micro-batch-size, raise --mesh.fsdp")
     assert [line.split()[0] for line in lines[:-1]] == [
-        "devices", "parameters", "tokens", "FLOPs", "checkpoints", "memory", "time",
+        "devices", "parameters", "tokens", "epochs", "microbatch", "FLOPs", "disk", "memory", "time",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--preset", "wikitext"), "train.max_epochs must be none in a plan, which reads no data, got 5. Give"),
+        (
+            ("--preset", "wikitext"),
+            "train.max_epochs must be none in a plan for text that is not prepared, got 5. Give",
+        ),
         (("--price-per-hour", "-1"), "--price-per-hour must be a number of at least 0, got -1.0. Change it."),
         (("--price-per-hour", "nan"), "--price-per-hour must be a"),
-        (
-            ("--devices", "h100"),
-            "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:",
-        ),
+        (("--hardware", "h100"), "hardware must be auto, cpu:WORKERS"),
+        (("--hardware", "gpu:8"), "got gpu:8 with 0 such devices here. Add the type, such as gpu:8:h100."),
+        (("--hardware", "gpu:8:v100"), "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4"),
+        (("--hardware", "tpu:v6e:4x4:2"), "--hardware must be one slice of TPUs in a plan, got tpu:v6e:4x4:2. Plan"),
+        (("--hardware", "cpu:9999"), "Start a new process."),
         (("--mesh.fsdp", "3"), "mesh axis fsdp must divide model.embed_dim (128), got 3. Choose another size."),
         (("--mesh.fsdp", "64"), "mesh axes fsdp and tensor must be at least 1 and their product must divide the"),
-        (("--device", "gpu:8:h100"), "no option --device of plan; did you mean --devices?"),
+        (("--measured",), "no option --measured of plan; did you mean --measure?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_bad_input_is_one_sentence(capsys, options, message):
     assert main(["plan", *options]) == 2
-    shown = capsys.readouterr().err
+    *_, shown = capsys.readouterr().err.splitlines()
     assert message in shown
-    assert len(shown.splitlines()) == 1
+    assert shown.startswith("error: ")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="the compiler is installed")
 def test_a_missing_compiler_is_one_sentence(capsys):
-    assert main(["plan", "--devices", "gpu:8:h100"]) == 2
+    assert main(["plan", "--hardware", "gpu:8:h100"]) == 2
     assert "Install nnx-gpt2[tpu] or nnx-gpt2[cuda12] on Linux" in capsys.readouterr().err
 
 

@@ -3,7 +3,7 @@ import pytest
 from nnx_gpt2 import num_params
 from pretrain import PRESETS
 from pretrain._cli import parse_command
-from pretrain._config import PretrainConfig, with_vocab_size
+from pretrain._config import PretrainConfig, with_microbatches, with_vocab_size
 from pretrain._data_names import Splits, parse_data
 
 
@@ -121,5 +121,6 @@ def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(
     assert (config.data, config.prepare.tokenizer, train.order) == ("openwebtext", "gpt2", "shuffle")
     assert (train.max_steps, train.eval_every, train.checkpoint_every) == (600_000, 1000, 1000)
     assert config.train.global_batch_size * config.model.seq_len == 491_520
-    assert train.global_batch_size == 8 * train.grad_accum_steps * windows_at_once
+    assert train.micro_batch_size == windows_at_once
+    assert with_microbatches(config, [8]).train.grad_accum_steps == 60 // windows_at_once
     assert (train.log_every, train.eval_tokens) == (10, 1_966_080)

@@ -39,7 +39,7 @@ from ray_jax_launch import newest_metadata, parse_hardware, stop_requested
 OPTIONS = (
     "--tokenizer bytes --val-fraction 0.2 --hardware local --seed 7 --prompts a bc --trackers --model.seq-len 9 "
     "--model.num-layers 1 --model.num-heads 3 --model.embed-dim 12 --model.dropout-rate 0.1 --train.max-steps 11 "
-    "--train.global-batch-size 9 --train.grad-accum-steps 3 --train.order random --train.mask-documents "
+    "--train.global-batch-size 9 --train.micro-batch-size 3 --train.order random --train.mask-documents "
     "--train.log-every 3 --train.checkpoint-every 4 --train.eval-every 5 --train.eval-tokens 100 "
     "--train.sample-tokens 3 --optimizer.warmup-steps 3"
 )

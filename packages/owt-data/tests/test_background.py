@@ -136,9 +136,10 @@ def test_a_reader_that_waits_wishes_again_after_a_reader_of_earlier_windows(
     with prepare_in_background(str(corpus), out, START, num_processes=1) as data:
         ahead, behind = (pickle.loads(pickle.dumps(data.train)) for _ in range(2))
         ahead.windows(last // 2, **order)
-    with monkeypatch.context() as patch, pytest.raises(DataError, match="got a preparation that has ended"):
+    with monkeypatch.context() as patch:
         patch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
-        ahead.windows(last, **order)
+        with pytest.raises(DataError, match="got a preparation that has ended"):
+            ahead.windows(last, **order)
     behind.windows(np.array([0]), **order)
     with ThreadPoolExecutor(1) as thread, prepare_in_background(str(corpus), out, START, num_processes=1):
         windows = thread.submit(ahead.windows, last, **order).result(TIMEOUT_S)

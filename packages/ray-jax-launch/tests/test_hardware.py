@@ -41,6 +41,8 @@ from ray_jax_launch._train.backend import _initialize
         ("tpu:v6e:4x4:1-3", 12, 4),
         ("gpu:8", 8, 1),
         ("gpu:4x8", 4, 8),
+        ("gpu:8:h100", 8, 1),
+        ("gpu:1-2x8:a100-80g", 2, 8),
         ("tpu:v6e:4x4", 4, 4),
         ("tpu:v6e:2x4", 1, 8),
         ("tpu:v5e:2x2", 1, 4),
@@ -69,6 +71,19 @@ def test_a_tpu_type_may_be_written_as_ray_writes_it(text):
     assert parse_hardware(text) == tpu("v6e", "4x4")
 
 
+def test_a_gpu_type_may_be_written_as_ray_writes_it():
+    hardware = parse_hardware("gpu:2x8:H100")
+    assert hardware == gpu(2, 8, gpu_type="h100")
+    assert str(hardware) == "gpu:2x8:h100"
+    assert scaling_config(hardware).total_resources["accelerator_type:H100"] == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize("name", ["", "h 100", "100", 7, "h" * 33])
+def test_a_gpu_type_that_is_no_name_is_rejected(name):
+    with pytest.raises(LaunchError, match="the GPU type must be a name such as h100, got"):
+        gpu(8, gpu_type=name)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -77,6 +92,8 @@ def test_a_tpu_type_may_be_written_as_ray_writes_it(text):
         ("cpu", "hardware must be auto, cpu:WORKERS"),
         ("cpu:two", "hardware must be auto, cpu:WORKERS"),
         ("gpu:2x", "hardware must be auto, cpu:WORKERS"),
+        ("gpu:8:", "hardware must be auto, cpu:WORKERS"),
+        ("cpu:8:h100", "hardware must be auto, cpu:WORKERS"),
         ("cpu:0", "the number of CPU workers must be a whole number of at least 1, got 0. Change it"),
         ("gpu:1x0", "the number of GPUs per worker must be a whole number of at least 1, got 0"),
         ("cpu:4-1", "the number of CPU workers must be a whole number of at least 4, got 1"),
@@ -170,6 +187,32 @@ def test_a_cluster_must_have_the_resources_of_the_smallest_group(text, data_cpus
         return
     with pytest.raises(LaunchError, match=re.escape(shortage)):
         check_resources(parse_hardware(text), data_cpus=data_cpus)
+
+
+@pytest.mark.parametrize(
+    ("text", "shortage"),
+    [
+        ("gpu:8:a100", None),
+        ("gpu:1x8:a100", None),
+        ("gpu:12", None),
+        ("gpu:8:h100", "The Ray cluster must have 8 H100 GPUs for gpu:8:h100, got 4"),
+        ("gpu:2x4:h100", "The Ray cluster must have 8 H100 GPUs for gpu:2x4:h100, got 4"),
+        ("gpu:2x2:h100", "room for 2 workers of 2 H100 GPUs each for gpu:2x2:h100, got room for 1 on nodes of 3, 1, 0"),
+        ("gpu:1:l4", "The Ray cluster must have 1 L4 GPUs for gpu:1:l4, got 0"),
+    ],
+)
+def test_only_nodes_with_the_type_of_gpu_count(text, shortage, monkeypatch):
+    nodes = [("A100", 8.0), ("H100", 3.0), ("H100", 1.0)]
+    found = [
+        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": number, f"accelerator_type:{name}": 1.0}}
+        for name, number in nodes
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: found)
+    if shortage is None:
+        check_resources(parse_hardware(text))
+        return
+    with pytest.raises(LaunchError, match=re.escape(shortage)):
+        check_resources(parse_hardware(text))
 
 
 def test_the_users_own_glibc_tunables_are_kept(monkeypatch):

@@ -166,8 +166,10 @@ def _run(command: Command) -> int:
         case ShowConfig(config=config):
             sys.stdout.write(to_toml(config))
         case PlanCommand(config=config, options=options):
-            found = _imported("plan_run.plan")(config, devices=options.devices, price_per_hour=options.price_per_hour)
-            _imported("plan_run.show_plan")(found, console=console, as_json=options.json)
+            given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+            as_json = given.pop("json")
+            found = _imported("plan_run.plan")(config, **given, console=Console(stderr=True, emoji=False))
+            _imported("plan_run.show_plan")(found, console=console, as_json=as_json)
             return 0 if found.fits else _FAILED
         case SampleCommand():
             texts = _imported("sample.sample")(**dataclasses.asdict(command))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Literal
@@ -135,7 +136,11 @@ class TrainConfig:
     """Number of the newest checkpoints to keep."""
 
     grad_accum_steps: int = 1
-    """Microbatches per step, computed one after the other to save memory."""
+    """Microbatches per step, computed one after the other to save memory. `micro_batch_size` replaces this number."""
+
+    micro_batch_size: int | None = None
+    """Windows at most in the microbatch of one device. The run then takes the fewest `grad_accum_steps` that its first
+    devices need, and keeps them. `plan --largest-micro-batch` finds the size that fits."""
 
     order: OrderKind = "shuffle"
     """Order of the training windows: `shuffle` (each window once per epoch), `random` (with replacement), `sequential`,
@@ -161,6 +166,7 @@ class TrainConfig:
             ("checkpoint_every", 1, math.inf),
             ("checkpoints_to_keep", 1, math.inf),
             ("grad_accum_steps", 1, math.inf),
+            ("micro_batch_size", 1, math.inf),
             ("max_failures", -1, math.inf),
             ("max_tokens", 1, math.inf),
         ):
@@ -225,7 +231,8 @@ class PretrainConfig:
 
     hardware: str = "auto"
     """auto, local (in this process, without Ray), cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS,
-    tpu:TYPE:TOPOLOGY or tpu:TYPE:TOPOLOGY:SLICES; a range of WORKERS or SLICES, such as 1-4, is elastic."""
+    either with :TYPE such as gpu:8:h100, tpu:TYPE:TOPOLOGY or tpu:TYPE:TOPOLOGY:SLICES; a range of WORKERS or SLICES,
+    such as 1-4, is elastic."""
 
     storage_path: str = "runs"
     """Folder of all runs, shared by all nodes; or s3://... or gs://..."""
@@ -355,6 +362,29 @@ def with_length(config: PretrainConfig, *, num_windows: int) -> PretrainConfig:
 def with_max_steps(config: PretrainConfig, max_steps: int) -> PretrainConfig:
     """Return the configuration with this number of steps."""
     return dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=max_steps))
+
+
+def with_microbatches(config: PretrainConfig, num_devices: Sequence[int]) -> PretrainConfig:
+    """Return the configuration with the `grad_accum_steps` that `micro_batch_size` gives.
+
+    Args:
+        config: the configuration.
+        num_devices: the numbers of data-parallel devices that the run may have.
+
+    Raises:
+        UsageError: the devices cannot have equal microbatches of at most this size.
+    """
+    size, batch_size = config.train.micro_batch_size, config.train.global_batch_size
+    if size is None:
+        return config
+    fewest = min(num_devices)
+    for steps in range(-(-batch_size // (fewest * size)), batch_size // fewest + 1):
+        if all(batch_size % (steps * number) == 0 for number in num_devices):
+            return dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accum_steps=steps))
+    raise UsageError(
+        f"train.global_batch_size must be windows for equal microbatches on {' and '.join(map(str, num_devices))} "
+        f"data-parallel devices, got {batch_size}. Change it or --hardware."
+    )
 
 
 def with_stream_order(config: PretrainConfig) -> PretrainConfig:

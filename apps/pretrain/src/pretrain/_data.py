@@ -25,7 +25,7 @@ from owt_data import (
     read_manifest,
 )
 from pretrain._config import PrepareConfig, PretrainConfig
-from pretrain._data_names import Mixture, Plain, Splits, label_of, parse_data
+from pretrain._data_names import Mixture, Plain, Splits, label_of, parse_data, token_files
 from pretrain._errors import UsageError
 from pretrain._screen.facts import print_line
 from pretrain._surroundings.private_cache import private_cache
@@ -66,6 +66,22 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
             console, f"{config.data} has tokens of {tokens.tokenizer}; prepare.tokenizer, {tokenizer}, is not used"
         )
     return _check_windows(config, tokens)
+
+
+def open_prepared(config: PretrainConfig) -> TokenData | None:
+    """Open the tokens of a run if all its data is token files, else return None.
+
+    Raises:
+        DataError: the tokens cannot be read.
+    """
+    match data := parse_data(config.data):
+        case Plain(name):
+            names = [name]
+        case Splits(train, val):
+            names = [train, val]
+        case Mixture(_, weights):
+            names = list(weights)
+    return open_tokens(token_files(data), tokenizer=config.prepare.tokenizer) if all(map(is_prepared, names)) else None
 
 
 class TextStream(NamedTuple):

@@ -92,6 +92,18 @@ def gibibytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
+def decimal_bytes(num_bytes: float) -> str:
+    """Return bytes in powers of 1,000, as disks are sold.
+
+    >>> decimal_bytes(70_000), decimal_bytes(4_480_000_000)
+    ('70 kB', '4.48 GB')
+    """
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes / 1e3:.0f} kB"
+
+
 def show_utc(time: str) -> str:
     """Return a time in ISO 8601 in plain form.
 

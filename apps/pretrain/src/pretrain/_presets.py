@@ -122,10 +122,10 @@ def _fit_to_tokenizer(model: GPT2Config) -> ModelConfig:
     return ModelConfig(**fields)
 
 
-def _openwebtext(preset: PresetName, model: GPT2Config, learning_rate: float, grad_accum_steps: int) -> PretrainConfig:
+def _openwebtext(preset: PresetName, model: GPT2Config, learning_rate: float, micro_batch_size: int) -> PretrainConfig:
     """NanoGPT's long run: 480 windows * 1 024 tokens = 491 520 tokens a step, 600 000 steps.
 
-    Each of 8 devices has 60 windows a step, in `grad_accum_steps` microbatches.
+    On nanoGPT's 8 devices, each has 60 windows a step, in microbatches of `micro_batch_size`.
     """
     return PretrainConfig(
         preset=preset,
@@ -139,7 +139,7 @@ def _openwebtext(preset: PresetName, model: GPT2Config, learning_rate: float, gr
             eval_every=1000,
             eval_tokens=1_966_080,
             checkpoint_every=1000,
-            grad_accum_steps=grad_accum_steps,
+            micro_batch_size=micro_batch_size,
         ),
         optimizer=OptimizerConfig(
             learning_rate=learning_rate, min_learning_rate=learning_rate / 10, warmup_steps=2000, beta2=0.95
@@ -148,11 +148,8 @@ def _openwebtext(preset: PresetName, model: GPT2Config, learning_rate: float, gr
 
 
 def gpt2_small() -> PretrainConfig:
-    """GPT-2 124M on OpenWebText; nanoGPT reports a validation loss of about 2.85.
-
-    60 windows per device are 5 microbatches of 12.
-    """
-    return _openwebtext("gpt2", gpt2(**_MIXED), 6e-4, grad_accum_steps=5)
+    """GPT-2 124M on OpenWebText; nanoGPT reports a validation loss of about 2.85."""
+    return _openwebtext("gpt2", gpt2(**_MIXED), 6e-4, micro_batch_size=12)
 
 
 # The larger models take the learning rates of GPT-3's models of about their size:
@@ -160,18 +157,18 @@ def gpt2_small() -> PretrainConfig:
 
 
 def medium() -> PretrainConfig:
-    """GPT-2 355M on OpenWebText. 60 windows per device are 10 microbatches of 6."""
-    return _openwebtext("gpt2-medium", gpt2_medium(**_MIXED), 3e-4, grad_accum_steps=10)
+    """GPT-2 355M on OpenWebText."""
+    return _openwebtext("gpt2-medium", gpt2_medium(**_MIXED), 3e-4, micro_batch_size=6)
 
 
 def large() -> PretrainConfig:
-    """GPT-2 774M on OpenWebText. 60 windows per device are 15 microbatches of 4."""
-    return _openwebtext("gpt2-large", gpt2_large(**_MIXED), 2.5e-4, grad_accum_steps=15)
+    """GPT-2 774M on OpenWebText."""
+    return _openwebtext("gpt2-large", gpt2_large(**_MIXED), 2.5e-4, micro_batch_size=4)
 
 
 def xl() -> PretrainConfig:
-    """GPT-2 1.6B on OpenWebText. 60 windows per device are 30 microbatches of 2."""
-    return _openwebtext("gpt2-xl", gpt2_xl(**_MIXED), 2e-4, grad_accum_steps=30)
+    """GPT-2 1.6B on OpenWebText."""
+    return _openwebtext("gpt2-xl", gpt2_xl(**_MIXED), 2e-4, micro_batch_size=2)
 
 
 PRESETS: dict[str, Callable[[], PretrainConfig]] = {

@@ -40,6 +40,8 @@ _silent_jobs: set[str] = set()
 
 _NICENESS = "RAY_worker_niceness"
 _UNITS = 10_000  # Ray's of a resource
+# Ray gives a node one unit of a resource with the type of its accelerators, and each worker takes this share.
+_TYPE_RESOURCE, _TYPE_SHARE = "accelerator_type:", 0.001
 # Ray's limit for the start of a node is 30 s, and no setting changes it.
 _TOO_SLOW, _NUM_TRIES = "timed out during startup", 3
 # Of the cluster that this process started last.
@@ -230,7 +232,9 @@ def check_resources(
     check_resources_per_worker(resources_per_worker)
     if hardware.kind == "local":
         return
-    devices = {} if hardware.kind == "cpu" else {hardware.kind.upper(): hardware.devices_per_worker}
+    devices: dict[str, float] = {} if hardware.kind == "cpu" else {hardware.kind.upper(): hardware.devices_per_worker}
+    if hardware.kind == "gpu" and hardware.accelerator_type is not None:
+        devices[_TYPE_RESOURCE + hardware.accelerator_type] = _TYPE_SHARE
     per_worker = {"CPU": 1, **devices} if resources_per_worker is None else dict(resources_per_worker)
     shortage = _find_shortage(hardware, per_worker, data_cpus)
     if shortage is not None and wait_for_resources_s > 0:
@@ -270,18 +274,23 @@ def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpu
     # The devices first: a cluster without them is the likely mistake. CPUs last, with those of Ray Data.
     for resource in sorted(per_worker, key=lambda name: (name == "CPU", name != hardware.kind.upper())):
         needed, held = _units(per_worker[resource]), [_units(resources.get(resource, 0)) for resources in nodes]
+        what = resource
+        if resource == "GPU" and hardware.accelerator_type is not None:
+            what = f"{hardware.accelerator_type} GPU"
+            type_resource = _TYPE_RESOURCE + hardware.accelerator_type
+            held = [_units(resources.get(resource, 0)) if type_resource in resources else 0 for resources in nodes]
         if not needed or (resource == "CPU" and hardware.kind != "cpu"):
             continue
         if sum(held) < hardware.min_workers * needed:
             total = _shown(hardware.min_workers * needed)
-            return f"The Ray cluster must have {total} {resource}s for {hardware}, got {_shown(sum(held))}"
+            return f"The Ray cluster must have {total} {what}s for {hardware}, got {_shown(sum(held))}"
         # All devices of a worker are on one node.
         places = sum(count // needed for count in held)
         if places < hardware.min_workers:
             sizes = ", ".join(map(_shown, sorted(held, reverse=True)))
             return (
-                f"The Ray cluster must have room for {hardware.min_workers} workers of {_shown(needed)} {resource}s "
-                f"each for {hardware}, got room for {places} on nodes of {sizes} {resource}s"
+                f"The Ray cluster must have room for {hardware.min_workers} workers of {_shown(needed)} {what}s "
+                f"each for {hardware}, got room for {places} on nodes of {sizes} {what}s"
             )
     # Ray gives each worker a CPU, on GPU and TPU nodes too.
     cpus = sum(_units(resources.get("CPU", 0)) for resources in nodes)

@@ -25,9 +25,10 @@ _SINGLE_HOST_TYPES = ("TPU-V5LITEPOD", "TPU-V6E")
 _SINGLE_HOST_CHIPS = 8
 
 _COUNT = "([0-9]{1,6})"
+_GPU_TYPE = "[A-Za-z][A-Za-z0-9-]{0,31}"
 _FORMS = (
-    "auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, tpu:TYPE:TOPOLOGY, "
-    "tpu:TYPE:TOPOLOGY:SLICES or local, where WORKERS or SLICES may be a range such as 1-4 (elastic)"
+    "auto, cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS, gpu:WORKERSxGPUS:TYPE, "
+    "tpu:TYPE:TOPOLOGY, tpu:TYPE:TOPOLOGY:SLICES or local, where WORKERS or SLICES may be a range such as 1-4 (elastic)"
 )
 
 _KINDS = ("cpu", "gpu", "tpu", "local")
@@ -57,7 +58,7 @@ class Hardware:
     """Minimum number of workers; `num_workers` if the group is not elastic."""
 
     accelerator_type: str | None = None
-    """Ray's name of the TPU generation."""
+    """Ray's name of the TPU generation, or of the GPU; None for any GPU."""
 
     topology: str | None = None
     """Topology of a TPU slice, such as 4x4."""
@@ -112,7 +113,8 @@ class Hardware:
         if self.kind == "tpu" and self.topology is not None:
             name = next((name for name, type_ in _TPU_TYPES.items() if type_ == self.accelerator_type), "tpu")
             return f"tpu:{name}:{self.topology}" + (f":{groups}" if groups != "1" else "")
-        return f"{self.kind}:{groups}" + (f"x{self.devices_per_worker}" if self.devices_per_worker > 1 else "")
+        name = f":{self.accelerator_type.lower()}" if self.kind == "gpu" and self.accelerator_type is not None else ""
+        return f"{self.kind}:{groups}" + (f"x{self.devices_per_worker}" if self.devices_per_worker > 1 else "") + name
 
 
 def cpu(num_workers: int, devices_per_worker: int = 1, *, min_workers: int | None = None) -> Hardware:
@@ -131,20 +133,32 @@ def cpu(num_workers: int, devices_per_worker: int = 1, *, min_workers: int | Non
     return Hardware(kind="cpu", num_workers=num_workers, devices_per_worker=devices_per_worker, min_workers=min_workers)
 
 
-def gpu(num_workers: int, gpus_per_worker: int = 1, *, min_workers: int | None = None) -> Hardware:
+def gpu(
+    num_workers: int, gpus_per_worker: int = 1, *, min_workers: int | None = None, gpu_type: str | None = None
+) -> Hardware:
     """Return GPU workers.
 
     Args:
         num_workers: the number of processes.
         gpus_per_worker: the number of GPUs of each process, all on one node.
         min_workers: smaller than `num_workers` for an elastic group.
+        gpu_type: Ray's name of the GPU in any case, such as h100, a100 or l4, for a cluster of several types; None
+            takes any GPU. See `ray.util.accelerators`.
 
     Raises:
-        LaunchError: a number is less than one, or `num_workers` less than `min_workers`.
+        LaunchError: a number is less than one, `num_workers` less than `min_workers`, or the type is no name.
     """
+    if gpu_type is not None and not (isinstance(gpu_type, str) and re.fullmatch(_GPU_TYPE, gpu_type)):
+        raise LaunchError(f"the GPU type must be a name such as h100, got {shown(gpu_type)}. Correct it.")
     gpus_per_worker = _check_count("the number of GPUs per worker", gpus_per_worker)
     num_workers, min_workers = _check_range(num_workers, min_workers, "GPU workers")
-    return Hardware(kind="gpu", num_workers=num_workers, devices_per_worker=gpus_per_worker, min_workers=min_workers)
+    return Hardware(
+        kind="gpu",
+        num_workers=num_workers,
+        devices_per_worker=gpus_per_worker,
+        min_workers=min_workers,
+        accelerator_type=None if gpu_type is None else gpu_type.upper(),
+    )
 
 
 def tpu(accelerator_type: str, topology: str, num_slices: int = 1, *, min_slices: int | None = None) -> Hardware:
@@ -193,7 +207,10 @@ def local() -> Hardware:
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Read `cpu:2`, `cpu:1-4` (elastic), `gpu:4x8` (four workers of eight), `tpu:v6e:4x4`, `tpu:v6e:4x4:2` or `local`.
+    """Read the text of hardware.
+
+    `cpu:2`, `cpu:1-4` (elastic), `gpu:4x8` (four workers of eight), `gpu:8:h100`, `tpu:v6e:4x4`, `tpu:v6e:4x4:2` (two
+    slices) or `local`.
 
     Raises:
         LaunchError: the text has another form, or a number is invalid.
@@ -205,9 +222,13 @@ def parse_hardware(text: str) -> Hardware:
     if text == "local":
         return local()
     kind, _, rest = text.partition(":")
-    if kind in ("cpu", "gpu") and (match := re.fullmatch(rf"(?:{_COUNT}-)?{_COUNT}(?:x{_COUNT})?", rest)):
-        make = cpu if kind == "cpu" else gpu
-        return make(int(match[2]), int(match[3] or 1), min_workers=int(match[1]) if match[1] else None)
+    workers = rf"(?:{_COUNT}-)?{_COUNT}(?:x{_COUNT})?"
+    if kind in ("cpu", "gpu") and (match := re.fullmatch(rf"{workers}(?::({_GPU_TYPE}))?", rest)):
+        sizes, smallest = (int(match[2]), int(match[3] or 1)), int(match[1]) if match[1] else None
+        if kind == "gpu":
+            return gpu(*sizes, min_workers=smallest, gpu_type=match[4])
+        if match[4] is None:
+            return cpu(*sizes, min_workers=smallest)
     if kind == "tpu" and (match := re.fullmatch(rf"([^:]+):([^:]+)(?::(?:{_COUNT}-)?{_COUNT})?", rest)):
         return tpu(match[1], match[2], int(match[4] or 1), min_slices=int(match[3]) if match[3] else None)
     raise LaunchError(

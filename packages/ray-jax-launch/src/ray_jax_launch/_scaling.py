@@ -53,7 +53,7 @@ def scaling_config(
         logging.getLogger("ray.train.v2.api.config").setLevel(logging.WARNING)
     resources: dict[str, float] | None = {"CPU": 1}
     if hardware.kind == "gpu":
-        chosen["use_gpu"] = True
+        chosen |= {"use_gpu": True, "accelerator_type": hardware.accelerator_type}
         resources = {"CPU": 1, "GPU": hardware.devices_per_worker}
     if hardware.kind == "tpu":
         chosen |= {"use_tpu": True, "accelerator_type": hardware.accelerator_type, "topology": hardware.topology}
@@ -105,6 +105,7 @@ def hardware_of(scaling: ScalingConfig) -> Hardware:
     resources = resources_of(scaling)
     given: dict[str, Any] = {"num_workers": scaling.max_workers, "min_workers": max(1, scaling.min_workers)}
     if scaling.use_gpu:
+        given["accelerator_type"] = scaling.accelerator_type
         return Hardware(kind="gpu", devices_per_worker=max(1, int(resources.get("GPU", 1))), **given)
     if not scaling.use_tpu:
         return Hardware(kind="cpu", devices_per_worker=1, **given)

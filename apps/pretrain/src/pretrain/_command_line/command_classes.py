@@ -103,13 +103,14 @@ class ProfileCommand:
 class PlanOptions:
     """Say what a run needs, and start nothing. Takes every option of `train`."""
 
-    devices: str | None = None
-    """Devices to plan for, which need not be here: tpu:TYPE:TOPOLOGY, gpu:GPUS:TYPE or gpu:HOSTSxGPUS:TYPE, such as
-    tpu:v6e:4x4 or gpu:8:h100. Their compilers come with `uv run --extra tpu` and `--extra cuda12`, on Linux. none takes
-    the devices of this machine. --hardware has no effect on a plan."""
-
     price_per_hour: float | None = None
     """Price of all devices for an hour, to show the price of the run."""
+
+    largest_micro_batch: bool = False
+    """Find the largest microbatch that fits, by some compilations."""
+
+    measure: bool = False
+    """Run 20 steps on the devices of this machine, and show their time."""
 
     json: bool = False
     """Print one line of JSON."""

@@ -27,6 +27,7 @@ _SILENCE_S = 10.0
 # Python's parser of TOML takes time that grows with the square of a key's length. A description of a run may be long.
 _MOST_BYTES = {"TOML": 32_000, "JSON": 16_000_000}
 _LENGTHS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
+_MICROBATCHES = ("train.grad_accum_steps", "train.micro_batch_size")
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainCo
     Raises:
         UsageError: a value is out of its range.
     """
-    values = {**_with_length(file), **_with_length(line)}
+    values = {**_with_alternatives(file), **_with_alternatives(line)}
     preset = PRESETS[values.get("preset", "quickstart")]()
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
@@ -181,9 +182,12 @@ def to_toml(config: PretrainConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _with_length(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options whose length replaces that of the preset or of the file."""
-    unset = {"train.max_epochs": None, "train.max_tokens": None} if any(name in values for name in _LENGTHS) else {}
+def _with_alternatives(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options whose length and microbatches replace those of the preset or of the file."""
+    unset: dict[str, Any] = {}
+    for alternatives in (_LENGTHS, _MICROBATCHES):
+        if any(name in values for name in alternatives):
+            unset |= dict.fromkeys(alternatives[1:])
     return {**unset, **values}
 
 

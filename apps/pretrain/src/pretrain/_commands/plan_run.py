@@ -3,36 +3,52 @@
 import dataclasses
 import json
 import math
+import statistics
+import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from nnx_gpt2 import (
-    absent_devices,
+    MemoryEstimate,
     abstract_train_state,
     create_optimizer,
-    device_memory,
+    create_train_state,
     estimate_memory,
     flops_per_token,
     make_mesh,
+    make_train_step,
     num_params,
+    put_batch,
 )
 from nnx_gpt2 import peak_flops_per_s as known_peak
 from owt_data import vocab_size
-from pretrain._config import PretrainConfig, with_length, with_vocab_size
+from pretrain._commands.target_devices import Target, find_target
+from pretrain._config import PretrainConfig, with_length, with_microbatches, with_vocab_size
+from pretrain._data import open_prepared
 from pretrain._errors import UsageError, one_line
-from pretrain._formats import count
+from pretrain._formats import count, decimal_bytes
 from pretrain._screen.facts import print_line, print_table
-from pretrain._training.device_memory import device_memory_bytes
+from pretrain._screen.waiting import waiting
+from pretrain._training.host_memory import keep_freed_memory
 
 MFU_RANGE = (0.3, 0.5)
 """Shares of the peak around those of good runs: 41 % of llm.c's GPT-2 124M on eight H100 (140 ms for 0.5 M tokens),
 46 % of PaLM 540B (Chowdhery et al., 2022, arXiv:2204.02311, table 3)."""
 
-_PREALLOCATED = 0.75
-"""The share of a GPU's memory that jax takes by default. XLA_PYTHON_CLIENT_MEM_FRACTION is not read."""
+_OPENWEBTEXT = (9_035_582_198, 4_434_897)
+"""Training and validation tokens of OpenWebText by nanoGPT's preparation, from its data/openwebtext/readme.md."""
+
+_BYTES_PER_TOKEN = 2
+_BYTES_PER_RECORD = 700
+"""Of `metrics.jsonl` and of TensorBoard's file: 220 and 440 on a small run."""
+
+# Steps of --measure: the first compile, and fill the caches.
+_NUM_WARM_STEPS, _NUM_MEASURED_STEPS = 3, 20
 _HOUR_S = 3600
 _GIB = 2**30
 # Units of an interval, and how many of them an hour has.
@@ -50,9 +66,15 @@ class Plan:
     tokens_per_step: int
     num_steps: int
     num_tokens: int
+    epochs: float | None
+    """None if the number of training windows is not known."""
+    micro_batch_size: int
+    grad_accum_steps: int
     flops: float
+    tokens_bytes: int | None
     checkpoints_bytes: int
     """Checkpoints on disk, with the one that is being written."""
+    logs_bytes: int
     state_bytes: int | None
     temporary_bytes: int | None
     """None if the compiler rejected the step."""
@@ -63,48 +85,108 @@ class Plan:
     hours: tuple[float, float] | None
     """At 50 % and 30 % of the devices' peak; None if the peak is not known."""
     price: tuple[float, float] | None
+    measured_step_s: float | None
+    """Median time of a step on these devices, in seconds."""
 
 
-def plan(config: PretrainConfig, *, devices: str | None = None, price_per_hour: float | None = None) -> Plan:
-    """Say what a run needs, from the configuration and the compiler of the devices. Reads no data.
+def plan(
+    config: PretrainConfig,
+    *,
+    price_per_hour: float | None = None,
+    largest_micro_batch: bool = False,
+    measure: bool = False,
+    console: Console | None = None,
+) -> Plan:
+    """Say what a run needs, from the configuration and the compiler of its devices. Reads no text.
 
     Args:
-        config: the run.
-        devices: see `nnx_gpt2.absent_devices`. None is the devices of this machine.
+        config: the run. TPUs, and GPUs with a type, need not be here: see `nnx_gpt2.absent_devices`. Elastic hardware
+            is planned at its smallest.
         price_per_hour: the price of all devices.
+        largest_micro_batch: find the largest microbatch that fits, by some compilations.
+        measure: run some steps on the devices, which must be here.
+        console: shows that the compiler works; None shows nothing.
 
     Raises:
-        UsageError: the number of steps depends on the data, the price is negative, or the devices are unknown or do not
-            fit the mesh, the model or the batch.
+        UsageError: the number of steps depends on text that is not prepared, the price is negative, or the devices are
+            unknown or do not fit the mesh, the model or the batch.
+        DataError: the prepared tokens cannot be read.
     """
     if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
         raise UsageError(f"--price-per-hour must be a number of at least 0, got {price_per_hour}. Change it.")
-    if config.train.max_epochs is not None:
+    data = _find_data(config)
+    if data is None and config.train.max_epochs is not None:
         raise UsageError(
-            f"train.max_epochs must be none in a plan, which reads no data, got {config.train.max_epochs}. Give "
-            "--train.max-epochs none and --train.max-steps or --train.max-tokens."
+            f"train.max_epochs must be none in a plan for text that is not prepared, got {config.train.max_epochs}. "
+            "Give --train.max-epochs none and --train.max-steps or --train.max-tokens, or prepare the text."
         )
-    if devices is not None:
-        # An absent GPU's compiler looks for a driver, unless jax is told to use the CPU.
-        jax.config.update("jax_platforms", "cpu")
     try:
         if config.model.vocab_size is None:
-            config = with_vocab_size(config, vocab_size(config.prepare.tokenizer))
-        return _plan(with_length(config, num_windows=0), devices, price_per_hour)
+            config = with_vocab_size(config, vocab_size(config.prepare.tokenizer) if data is None else data.vocab_size)
+        config = with_length(config, num_windows=0 if data is None else data.num_windows)
+        target = find_target(config.hardware)
+        if measure and not target.is_here:
+            raise UsageError(
+                f"--hardware must be devices of this machine with --measure, got {config.hardware}. Leave out one of "
+                "the two."
+            )
+        mesh = make_mesh(devices=target.devices, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+        with waiting(console or Console(quiet=True), f"compiling for {target}"):
+            config, memory, reason = _find_memory(config, mesh, target, largest_micro_batch)
+        step_s = _measured_step_s(config, mesh) if measure else None
     except ValueError as error:
         raise UsageError(str(error)) from error
+    return _summary(config, target, mesh, data, memory, reason, price_per_hour, step_s)
 
 
-def _plan(config: PretrainConfig, devices: str | None, price_per_hour: float | None) -> Plan:
-    train, model = config.train, config.model
-    chosen = jax.devices() if devices is None else absent_devices(devices)
-    mesh = make_mesh(devices=chosen, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
-    state = abstract_train_state(model, create_optimizer(config.optimizer, train.max_steps))
-    saved_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    estimate, reason = None, ""
+class _Data(NamedTuple):
+    """What is known of the data without reading text."""
+
+    num_windows: int
+    num_tokens: int
+    vocab_size: int
+
+
+def _find_data(config: PretrainConfig) -> _Data | None:
+    tokens, seq_len = open_prepared(config), config.model.seq_len
+    if tokens is not None:
+        num_tokens = len(tokens.train) + len(tokens.val)
+        return _Data(tokens.train.num_windows(seq_len), num_tokens, tokens.vocab_size)
+    if config.data == "openwebtext" and config.prepare.tokenizer == "gpt2":
+        return _Data(_OPENWEBTEXT[0] // seq_len, sum(_OPENWEBTEXT), vocab_size("gpt2"))
+    return None
+
+
+def _find_memory(
+    config: PretrainConfig, mesh: jax.sharding.Mesh, target: Target, largest_micro_batch: bool
+) -> tuple[PretrainConfig, MemoryEstimate | None, str]:
+    """Return the configuration with its microbatches, their memory, and why the compiler rejects the step, if so."""
+    num_devices = mesh.size // config.mesh.tensor
+    if not largest_micro_batch:
+        config = with_microbatches(config, [num_devices])
+        return config, *_estimate(config, mesh)
+    share = max(1, config.train.global_batch_size // num_devices)
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    found = None
+    while sizes:  # those above the largest that fits, and below the smallest that does not
+        middle = len(sizes) // 2
+        train = dataclasses.replace(config.train, micro_batch_size=sizes[middle])
+        tried = with_microbatches(dataclasses.replace(config, train=train), [num_devices])
+        memory, reason = _estimate(tried, mesh)
+        fits = memory is not None and target.has(memory)
+        if fits or found is None or not found[0]:
+            found = (fits, tried, memory, reason)
+        sizes = sizes[middle + 1 :] if fits else sizes[:middle]
+    assert found is not None, "there is one size at least"
+    return found[1:]
+
+
+def _estimate(config: PretrainConfig, mesh: jax.sharding.Mesh) -> tuple[MemoryEstimate | None, str]:
+    """Return the memory of the step, or None and the reason of a compiler that rejects it."""
+    train = config.train
     try:
-        estimate = estimate_memory(
-            model,
+        found = estimate_memory(
+            config.model,
             global_batch_size=train.global_batch_size,
             optimizer=config.optimizer,
             grad_accum_steps=train.grad_accum_steps,
@@ -115,36 +197,75 @@ def _plan(config: PretrainConfig, devices: str | None, price_per_hour: float | N
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        reason = one_line(str(error).partition("RESOURCE_EXHAUSTED: ")[2])
-    usable = device_memory_bytes() if devices is None else device_memory(devices)
-    if usable is not None and chosen[0].platform == "gpu" and devices is not None:
-        usable = int(_PREALLOCATED * usable)
-    needed = None if estimate is None else estimate.peak_bytes
+        return None, one_line(str(error).partition("RESOURCE_EXHAUSTED: ")[2])
+    return found, ""
+
+
+def _measured_step_s(config: PretrainConfig, mesh: jax.sharding.Mesh) -> float:
+    """Return the median time of some steps on random tokens."""
+    keep_freed_memory()
+    train, model = config.train, config.model
+    optimizer, key = create_optimizer(config.optimizer, train.max_steps), jax.random.key(config.seed)
+    end_of_text = 0 if train.mask_documents else None
+    step = make_train_step(model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text)
+    state = create_train_state(model, optimizer, key, mesh)
+    shape = (train.global_batch_size, model.seq_len + 1)
+    windows = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.uint16)
+    times_s: list[float] = []
+    for _ in range(_NUM_WARM_STEPS + _NUM_MEASURED_STEPS):
+        began_s = time.perf_counter()
+        state, metrics = step(state, put_batch(windows, mesh), key)
+        metrics["loss"].block_until_ready()
+        times_s.append(time.perf_counter() - began_s)
+    return statistics.median(times_s[_NUM_WARM_STEPS:])
+
+
+def _summary(
+    config: PretrainConfig,
+    target: Target,
+    mesh: jax.sharding.Mesh,
+    data: _Data | None,
+    memory: MemoryEstimate | None,
+    reason: str,
+    price_per_hour: float | None,
+    step_s: float | None,
+) -> Plan:
+    train, model = config.train, config.model
+    state = abstract_train_state(model, create_optimizer(config.optimizer, train.max_steps))
+    saved_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     tokens = train.max_steps * train.global_batch_size * model.seq_len
     flops = float(tokens * flops_per_token(model))
-    peak = known_peak(chosen[0].device_kind) if config.peak_tflops is None else config.peak_tflops * 1e12
+    num_devices = len(target.devices)
+    kind = target.devices[0].device_kind
+    peak = known_peak(kind) if config.peak_tflops is None else config.peak_tflops * 1e12
     hours = price = None
     if peak is not None:
-        slow, fast = (flops / (share * peak * len(chosen)) / _HOUR_S for share in MFU_RANGE)
+        slow, fast = (flops / (share * peak * num_devices) / _HOUR_S for share in MFU_RANGE)
         hours = (fast, slow)
         price = None if price_per_hour is None else (fast * price_per_hour, slow * price_per_hour)
     return Plan(
-        device=chosen[0].device_kind,
-        num_devices=len(chosen),
+        device=kind,
+        num_devices=num_devices,
         mesh=dict(mesh.shape),
         num_parameters=num_params(model),
         tokens_per_step=train.global_batch_size * model.seq_len,
         num_steps=train.max_steps,
         num_tokens=tokens,
+        epochs=None if data is None else train.max_steps * train.global_batch_size / max(1, data.num_windows),
+        micro_batch_size=train.global_batch_size // train.grad_accum_steps // (mesh.size // config.mesh.tensor),
+        grad_accum_steps=train.grad_accum_steps,
         flops=flops,
+        tokens_bytes=None if data is None else data.num_tokens * _BYTES_PER_TOKEN,
         checkpoints_bytes=saved_bytes * (train.checkpoints_to_keep + 1),
-        state_bytes=None if estimate is None else estimate.state_bytes,
-        temporary_bytes=None if estimate is None else estimate.temporary_bytes + estimate.code_bytes,
-        usable_bytes=usable,
-        fits=needed is not None and (usable is None or needed <= usable),
+        logs_bytes=train.max_steps // train.log_every * _BYTES_PER_RECORD,
+        state_bytes=None if memory is None else memory.state_bytes,
+        temporary_bytes=None if memory is None else memory.temporary_bytes + memory.code_bytes,
+        usable_bytes=target.usable_bytes,
+        fits=memory is not None and target.has(memory),
         reason=reason,
         hours=hours,
         price=price,
+        measured_step_s=step_s,
     )
 
 
@@ -158,13 +279,19 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
         "devices": f"{found.num_devices} x {found.device}" + (f", {mesh}" if mesh else ""),
         "parameters": count(found.num_parameters),
         "tokens": f"{count(found.num_tokens)}: {found.num_steps:,} steps of {found.tokens_per_step:,}",
+        "epochs": "unknown before the text is prepared" if found.epochs is None else f"{found.epochs:,.2f}",
+        "microbatch": f"{found.micro_batch_size} windows of each device, {found.grad_accum_steps} in a step",
         "FLOPs": f"{found.flops:.2e}",
-        "checkpoints": f"{found.checkpoints_bytes / 1e9:,.2f} GB on disk, at most",
+        "disk": _disk(found),
         "memory": _memory(found),
         "time": "unknown: give --peak-tflops" if found.hours is None else _time(found.hours),
     }
     if found.price is not None:
         rows["price"] = _interval(found.price)
+    if found.measured_step_s is not None:
+        hours = found.measured_step_s * found.num_steps / _HOUR_S
+        size, unit = _in_unit(hours)
+        rows["measured"] = f"{1000 * found.measured_step_s:,.1f} ms a step here: {hours * size:,.2f} {unit}"
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -174,7 +301,7 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
     print_line(console, "It fits." if found.fits else f"It does not fit. {_REMEDY}")
 
 
-_REMEDY = "Raise --train.grad-accum-steps or --mesh.fsdp, set --model.remat, or lower --train.global-batch-size."
+_REMEDY = "Lower --train.micro-batch-size, raise --mesh.fsdp, set --model.remat, or lower --train.global-batch-size."
 
 
 def _memory(found: Plan) -> str:
@@ -186,8 +313,19 @@ def _memory(found: Plan) -> str:
     return f"{needed:,.2f}{limit} GiB on each device, by its compiler: {parts}"
 
 
+def _disk(found: Plan) -> str:
+    tokens = "unknown" if found.tokens_bytes is None else decimal_bytes(found.tokens_bytes)
+    checkpoints, logs = decimal_bytes(found.checkpoints_bytes), decimal_bytes(found.logs_bytes)
+    return f"tokens {tokens}, checkpoints {checkpoints} at most, logs {logs}"
+
+
+def _in_unit(hours: float) -> tuple[float, str]:
+    """Return how many units an hour has, and the unit: the largest in which a time is at least 1."""
+    return next(((size, unit) for unit, size in _UNITS.items() if hours * size >= 1), (_HOUR_S, "seconds"))
+
+
 def _time(hours: tuple[float, float]) -> str:
-    unit, size = next(((unit, size) for unit, size in _UNITS.items() if hours[1] * size >= 1), ("seconds", _HOUR_S))
+    size, unit = _in_unit(hours[1])
     return _interval((hours[0] * size, hours[1] * size), f" {unit}")
 
 

@@ -1,6 +1,7 @@
 """The command `train`: from a configuration to a finished run."""
 
 import contextlib
+import dataclasses
 import time
 import traceback
 from dataclasses import dataclass
@@ -9,11 +10,18 @@ import ray
 from rich.console import Console
 
 import ray_jax_launch
-from nnx_gpt2 import check_mesh
 from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._best_effort import best_effort
+from pretrain._commands.check_devices import check_batch, check_shares, data_devices
 from pretrain._commands.verify_data import verified_data
-from pretrain._config import PretrainConfig, with_length, with_max_steps, with_stream_order, with_vocab_size
+from pretrain._config import (
+    PretrainConfig,
+    with_length,
+    with_max_steps,
+    with_microbatches,
+    with_stream_order,
+    with_vocab_size,
+)
 from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._data_names import label_of, parse_data
 from pretrain._early_interrupt import keeping_handlers
@@ -41,7 +49,6 @@ from pretrain._screen.introduction import introduce
 from pretrain._screen.run_view import RunView
 from pretrain._screen.tokenizing import Tokenizing
 from pretrain._screen.waiting import waiting
-from pretrain._surroundings.environment import is_on, start_jax
 from pretrain._trackers.tracker import check_trackers
 from pretrain._training.entry import train_worker
 from ray_jax_launch import (
@@ -58,9 +65,6 @@ from ray_jax_launch import (
     latest_step,
     parse_hardware,
 )
-
-# A TPU chip of these generations is two devices of jax. Other chips are one device.
-_DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +121,8 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
             folder = stack.enter_context(lock_run(join_path(storage_path, name)))
         stored = read_description(folder)
         if stored is not None:
-            config = resolve_length(resolve_vocabulary(config, stored.config.model.vocab_size), stored.config)
+            config = resolve_vocabulary(config, stored.config.model.vocab_size)
+            config = resolve_microbatches(resolve_length(config, stored.config), stored.config)
             check_same_settings(stored, config, folder)
         result = None if stored is None else read_result(folder)
         tokenizing = None
@@ -145,6 +150,10 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         if tokenizing is None:
             hardware = _start_ray(config, hardware, console)
         assert hardware is not None, "auto is resolved"
+        num_devices = data_devices(config, hardware)
+        if stored is None:
+            config = with_microbatches(config, num_devices)
+        check_shares(config, num_devices)
         description = stored or describe(config, tokens, str(hardware))
         write_description(folder, description)
         folder.push()
@@ -193,55 +202,6 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
     return outcome
 
 
-def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
-    """Check that the devices can form the mesh and run the kernels, and can share the batch, before the launch.
-
-    Args:
-        config: the configuration.
-        hardware: the devices. Elastic hardware is checked for each number of workers.
-
-    Raises:
-        UsageError: the mesh, the attention kernel or the batch does not fit the devices.
-    """
-    batch_size, num_microbatches, mesh = config.train.global_batch_size, config.train.grad_accum_steps, config.mesh
-    platform = hardware.kind
-    if hardware.kind == "local":
-        # This process is the worker. Elsewhere, a driver that imports jax would lock the chips of a TPU host.
-        import jax
-
-        start_jax()
-        platform, per_worker = jax.default_backend(), jax.local_device_count()
-    else:
-        per_worker = hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
-    if config.model.attention == "cudnn" and platform != "gpu":
-        raise UsageError(f"model.attention must not be cudnn without a GPU, got {hardware} on {platform}. Choose auto.")
-    if "float64" in (config.model.dtype, config.model.param_dtype) and not is_on("JAX_ENABLE_X64"):
-        raise UsageError(
-            "model.dtype and model.param_dtype must be bfloat16 or float32, got float64. Choose another, or set "
-            "JAX_ENABLE_X64=1."
-        )
-    for num_workers in hardware.worker_counts:
-        num_devices = num_workers * per_worker
-        num_slices = num_workers // hardware.workers_per_slice if hardware.kind == "tpu" else 1
-        try:
-            check_mesh(
-                fsdp=mesh.fsdp,
-                tensor=mesh.tensor,
-                num_devices=num_devices,
-                devices_per_process=per_worker,
-                devices_per_slice=num_devices // num_slices if num_slices > 1 else None,
-            )
-        except ValueError as error:
-            raise UsageError(f"--hardware {hardware}: {error}") from None
-        num_data_devices = num_devices // mesh.tensor
-        if batch_size % (num_data_devices * num_microbatches):
-            raise UsageError(
-                f"train.global_batch_size must be divisible by {num_data_devices * num_microbatches} "
-                f"({num_data_devices} data-parallel devices x {num_microbatches} accumulation steps), got "
-                f"{batch_size}. Change it, train.grad_accum_steps or --hardware."
-            )
-
-
 def resolve_vocabulary(config: PretrainConfig, vocab_size: int | None) -> PretrainConfig:
     """Return the configuration with this vocabulary size, unless the user has set one."""
     return config if vocab_size is None or config.model.vocab_size is not None else with_vocab_size(config, vocab_size)
@@ -251,6 +211,14 @@ def resolve_length(config: PretrainConfig, stored: PretrainConfig) -> PretrainCo
     """Return the configuration with the steps of the continued run, if its epochs or its tokens give the steps."""
     given = (config.train.max_epochs, config.train.max_tokens)
     return config if given == (None, None) else with_max_steps(config, stored.train.max_steps)
+
+
+def resolve_microbatches(config: PretrainConfig, stored: PretrainConfig) -> PretrainConfig:
+    """Return the configuration with the microbatches of the continued run, if their size gives their number."""
+    if config.train.micro_batch_size is None:
+        return config
+    train = dataclasses.replace(config.train, grad_accum_steps=stored.train.grad_accum_steps)
+    return dataclasses.replace(config, train=train)
 
 
 def write_result_and_picture(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:

@@ -1,0 +1,80 @@
+"""Checks that devices can form the mesh of a run and share its batches, before anything starts."""
+
+from collections.abc import Sequence
+
+from nnx_gpt2 import check_mesh
+from pretrain._config import PretrainConfig, with_microbatches
+from pretrain._errors import UsageError
+from pretrain._surroundings.environment import is_on, start_jax
+from ray_jax_launch import Hardware
+
+# A TPU chip of these generations is two devices of jax. Other chips are one device.
+_DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X": 2}
+
+
+def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
+    """Check that the devices can form the mesh and run the kernels, and can share the batch, before the launch.
+
+    Args:
+        config: the configuration.
+        hardware: the devices. Elastic hardware is checked for each number of workers.
+
+    Raises:
+        UsageError: the mesh, the attention kernel or the batch does not fit the devices.
+    """
+    platform, per_worker = _devices_of_worker(hardware)
+    if config.model.attention == "cudnn" and platform != "gpu":
+        raise UsageError(f"model.attention must not be cudnn without a GPU, got {hardware} on {platform}. Choose auto.")
+    if "float64" in (config.model.dtype, config.model.param_dtype) and not is_on("JAX_ENABLE_X64"):
+        raise UsageError(
+            "model.dtype and model.param_dtype must be bfloat16 or float32, got float64. Choose another, or set "
+            "JAX_ENABLE_X64=1."
+        )
+    for num_workers in hardware.worker_counts:
+        num_devices = num_workers * per_worker
+        num_slices = num_workers // hardware.workers_per_slice if hardware.kind == "tpu" else 1
+        try:
+            check_mesh(
+                fsdp=config.mesh.fsdp,
+                tensor=config.mesh.tensor,
+                num_devices=num_devices,
+                devices_per_process=per_worker,
+                devices_per_slice=num_devices // num_slices if num_slices > 1 else None,
+            )
+        except ValueError as error:
+            raise UsageError(f"--hardware {hardware}: {error}") from None
+    num_data_devices = data_devices(config, hardware)
+    check_shares(with_microbatches(config, num_data_devices), num_data_devices)
+
+
+def _devices_of_worker(hardware: Hardware) -> tuple[str, int]:
+    """Return the platform of the devices, and the number of jax's devices of each worker."""
+    if hardware.kind != "local":
+        return hardware.kind, hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
+    # This process is the worker. Elsewhere, a driver that imports jax would lock the chips of a TPU host.
+    import jax
+
+    start_jax()
+    return jax.default_backend(), jax.local_device_count()
+
+
+def data_devices(config: PretrainConfig, hardware: Hardware) -> list[int]:
+    """Return the numbers of data-parallel devices that a run may have."""
+    _, per_worker = _devices_of_worker(hardware)
+    return [num_workers * per_worker // config.mesh.tensor for num_workers in hardware.worker_counts]
+
+
+def check_shares(config: PretrainConfig, num_data_devices: Sequence[int]) -> None:
+    """Check that the devices can share the batch.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    batch_size, num_microbatches = config.train.global_batch_size, config.train.grad_accum_steps
+    for number in num_data_devices:
+        if batch_size % (number * num_microbatches):
+            raise UsageError(
+                f"train.global_batch_size must be divisible by {number * num_microbatches} ({number} data-parallel "
+                f"devices x {num_microbatches} accumulation steps), got {batch_size}. Change it, "
+                "train.grad_accum_steps or --hardware."
+            )
