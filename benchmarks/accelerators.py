@@ -40,6 +40,7 @@ PRESETS: dict[str, tuple[GPT2Config, int]] = {
     "gpt2-medium": (gpt2_medium(**MIXED), 6),
     "gpt2-large": (gpt2_large(**MIXED), 4),
     "gpt2-xl": (gpt2_xl(**MIXED), 2),
+    "gpt2-xl, scanned layers": (gpt2_xl(scan_layers=True, **MIXED), 2),
 }
 # The preset, the devices and the mesh.
 CASES: dict[str, list[tuple[str, str, dict[str, int]]]] = {
@@ -58,10 +59,14 @@ CASES: dict[str, list[tuple[str, str, dict[str, int]]]] = {
         ("gpt2-large", "gpu:8:h100", {"fsdp": 8}),
         ("gpt2-xl", "gpu:8:h100", {"fsdp": 8}),
         ("gpt2-xl", "gpu:8x8:h100", {"fsdp": 8}),
+        ("gpt2-xl", "gpu:1:t4", {}),
     ],
     "tpu": [
+        ("gpt2-xl, scanned layers", "tpu:v6e:4x4", {"fsdp": 16}),
+        ("gpt2-xl, scanned layers", "tpu:v5e:2x4", {"fsdp": 8}),
         ("gpt2", "tpu:v6e:4x4", {}),
         ("gpt2", "tpu:v5e:2x4", {}),
+        ("tutorial", "tpu:v6e:2x4", {}),
         ("gpt2", "tpu:v5p:2x2x4", {}),
     ],
 }

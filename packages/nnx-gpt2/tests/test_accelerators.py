@@ -94,10 +94,11 @@ def test_a_train_step_has_the_kernel_and_writes_over_its_state(layout, target, d
     assert program.memory_analysis().alias_size_in_bytes >= sum(shards)
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize(("layout", "grad_dtype"), [("data", "float32"), ("fsdp=8", "float32"), ("fsdp=8", "bfloat16")])
-def test_devices_add_gradients_in_float32_unless_asked(layout, grad_dtype, target, devices):
-    config = dataclasses.replace(CONFIG, grad_dtype=grad_dtype)
-    program, _ = train_step(config, make_mesh(devices=devices, **LAYOUTS[layout]), grad_accum_steps=2)
+def test_devices_add_gradients_in_float32_unless_asked(layout, grad_dtype, num_microbatches, target, devices):
+    config, mesh = dataclasses.replace(CONFIG, grad_dtype=grad_dtype), make_mesh(devices=devices, **LAYOUTS[layout])
+    program, _ = train_step(config, mesh, grad_accum_steps=num_microbatches)
     sums = re.findall(r"= (.*?) (?:all-reduce|reduce-scatter)(?:-start)?\(", program.as_text())
     assert any("f32" in types for types in sums)
     assert any("bf16" in types for types in sums) == (grad_dtype == "bfloat16")

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_gpt2 import (
     GPT2,
@@ -62,6 +63,29 @@ def spread(model, request):
     """The model with its parameters on the eight devices of a mesh."""
     params = split_params(model)
     return merge(model.config, jax.device_put(params, tree_shardings(params, make_mesh(**MESHES[request.param]))))
+
+
+@pytest.fixture(params=["one axis", "tensor alone"])
+def foreign(model, request):
+    """The model on a mesh that `make_mesh` did not make."""
+    shape, names = {"one axis": ((8,), ("rows",)), "tensor alone": ((2, 4), ("model", "tensor"))}[request.param]
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+    return merge(model.config, jax.device_put(split_params(model), NamedSharding(mesh, PartitionSpec())))
+
+
+def test_a_model_on_a_mesh_of_other_axes_has_the_loss_that_it_has_on_one_device(model, foreign, monkeypatch):
+    meshes = []
+
+    def note_mesh(config, mesh, **options):
+        meshes.append(mesh)
+        return make_eval_step(config, mesh, **options)
+
+    tokens = np.random.default_rng(0).integers(0, 65, 97).astype(np.uint16)
+    expected = evaluate_tokens(model, tokens, stride=5)
+    monkeypatch.setattr("nnx_gpt2._evaluation.make_eval_step", note_mesh)
+    assert evaluate_tokens(foreign, tokens, stride=5).loss == pytest.approx(expected.loss, rel=1e-5)
+    assert [dict(mesh.shape) for mesh in meshes] == [{"data": 8, "fsdp": 1, "tensor": 1}]
+    assert [*meshes[0].devices.flat] == jax.devices()
 
 
 @pytest.mark.parametrize("num_tokens", [97, 9])

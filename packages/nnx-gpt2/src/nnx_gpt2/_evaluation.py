@@ -12,7 +12,7 @@ from jaxtyping import Integer
 
 from nnx_gpt2._errors import INT32_MAX, check_path, check_type, is_iterable, is_whole, kind, require, shown, value_error
 from nnx_gpt2._model import GPT2, split_params
-from nnx_gpt2._sharding import mesh_of, num_batch_shards
+from nnx_gpt2._sharding import num_batch_shards, on_mesh
 from nnx_gpt2._token_ids import check_ids
 from nnx_gpt2._train_step import make_eval_step
 
@@ -72,8 +72,7 @@ def evaluate_tokens(
     length = min(seq_len, num_predicted)
     # The first token of each window. The last window ends with the tokens.
     starts = [min(start, num_predicted - length) for start in range(0, num_predicted - length + stride, stride)]
-    params = split_params(model)
-    mesh = mesh_of(params)
+    params, mesh = on_mesh(split_params(model))
     num_shards = num_batch_shards(mesh)
     step = make_eval_step(model.config, mesh, end_of_text=end_of_text)
     batch_size = -(-min(batch_size, len(starts)) // num_shards) * num_shards
@@ -187,8 +186,7 @@ def evaluate_choices(
     check_type("encode", encode, Callable)
     check_type("progress", progress, Callable | None)
     seq_len = model.config.seq_len
-    params = split_params(model)
-    mesh = mesh_of(params)
+    params, mesh = on_mesh(split_params(model))
     num_shards = num_batch_shards(mesh)
     step = make_eval_step(model.config, mesh)
     num_questions = num_right = num_right_norm = 0

@@ -46,14 +46,22 @@ def _linear(config: GPT2Config, in_dim: int, out_dims: int | tuple[int, ...], st
     )
 
 
-def _norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        config.embed_dim,
-        epsilon=config.norm_epsilon,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
+class _Norm(nnx.LayerNorm):
+    """Layer normalization in float32, as under PyTorch's autocast. Its gradients are float32 sums over devices too."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs) -> None:
+        super().__init__(
+            config.embed_dim,
+            epsilon=config.norm_epsilon,
+            dtype=jnp.promote_types(config.dtype, jnp.float32),
+            param_dtype=jnp.dtype(config.param_dtype),
+            rngs=rngs,
+        )
+        self.output_dtype = jnp.dtype(config.dtype)
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+        """Normalize the last axis."""
+        return super().__call__(x).astype(self.output_dtype)
 
 
 def _residual_std(config: GPT2Config) -> float:
@@ -113,9 +121,9 @@ class Block(nnx.Module):
     """One pre-norm transformer block."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
-        self.ln_1 = _norm(config, rngs)
+        self.ln_1 = _Norm(config, rngs)
         self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = _norm(config, rngs)
+        self.ln_2 = _Norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
@@ -178,7 +186,7 @@ class GPT2(nnx.Module):
             self.h = nnx.vmap(lambda key: Block(config, rngs=nnx.Rngs(key)))(keys)
         else:
             self.h = nnx.List([Block(config, rngs=nnx.Rngs(key)) for key in keys])
-        self.ln_f = _norm(config, rngs)
+        self.ln_f = _Norm(config, rngs)
 
     @classmethod
     def from_pretrained(

@@ -86,7 +86,12 @@ def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None =
         # `jax.make_mesh` orders devices by a TPU's wiring, which mixes the rows of processes. It also rejects
         # several values of `slice_index`, which XLA assigns to the hosts of CPUs and GPUs.
         arranged = np.array(in_order, dtype=object).reshape(shape)
-    return Mesh(arranged, (*BATCH_AXES, TENSOR_AXIS), axis_types=(AxisType.Auto,) * 3)
+    return _mesh(arranged)
+
+
+def _mesh(devices: np.ndarray) -> Mesh:
+    """Return a mesh of devices in the shape of the axes `data`, `fsdp` and `tensor`."""
+    return Mesh(devices, (*BATCH_AXES, TENSOR_AXIS), axis_types=(AxisType.Auto,) * 3)
 
 
 def _devices_per_slice(devices: Sequence[Any]) -> int | None:
@@ -153,11 +158,19 @@ def check_axis_names(mesh: Any) -> None:
         raise value_error("mesh", "be a mesh with the axes data, fsdp and tensor", found, "Make it by make_mesh.")
 
 
-def mesh_of(params: PyTree) -> Mesh | None:
-    """Return the mesh of `make_mesh` that parameters are spread over, or None if there is no such mesh."""
+def on_mesh(params: PyTree) -> tuple[PyTree, Mesh | None]:
+    """Return parameters that lie on several devices and their mesh, or the same parameters and None.
+
+    Parameters of a mesh with other axes move to a mesh of the same devices with the axes of `make_mesh`, each device
+    with a copy.
+    """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params)]
     meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding) and isinstance(x.mesh, Mesh)]
-    return next((x for x in meshes if x.size > 1 and {*BATCH_AXES, TENSOR_AXIS} <= {*x.axis_names}), None)
+    found = next((x for x in meshes if x.size > 1), None)
+    if found is None or {*BATCH_AXES, TENSOR_AXIS} <= {*found.axis_names}:
+        return params, found
+    mesh = _mesh(found.devices.reshape(-1, 1, 1))
+    return jax.device_put(params, replicated(mesh)), mesh
 
 
 def num_batch_shards(mesh: Mesh | None) -> int:
