@@ -8,6 +8,7 @@ No GPU and no TPU is needed. Writes benchmarks/results/accelerators_gpu.md and .
 
 import argparse
 import json
+import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,7 +98,8 @@ def measure(preset: str, name: str, axes: dict[str, int]) -> Row:
         found = estimate_memory(config, global_batch_size=2 * windows * mesh.size, grad_accum_steps=2, mesh=mesh)
         state, temporary = found.state_bytes, found.temporary_bytes + found.code_bytes
     except jax.errors.JaxRuntimeError as failure:  # the compiler of TPUs rejects what does not fit
-        error = str(failure).splitlines()[0][:120]
+        needed = re.search(r"\(([\d.]+)G\).*\(([\d.]+)G\)", str(failure))
+        error = f"no: {needed[1]} of {needed[2]} GiB" if needed else str(failure).splitlines()[0][:120]
     return Row(
         preset=preset,
         devices=name,

@@ -6,8 +6,8 @@ import pytest
 
 from pretrain import PRESETS, MeshConfig, TrainConfig
 from pretrain._cli import parse_command
-from pretrain._commands.check_devices import check_batch
-from pretrain._commands.train import resolve_length, resolve_microbatches, resolve_vocabulary
+from pretrain._commands.check_devices import check_batch, resolve_microbatches, with_microbatches
+from pretrain._commands.train import resolve_length, resolve_vocabulary
 from pretrain._config import (
     MAX_COUNT,
     MAX_SAMPLE_TOKENS,
@@ -17,7 +17,6 @@ from pretrain._config import (
     PretrainConfig,
     profiled_steps,
     with_length,
-    with_microbatches,
     with_stream_order,
     with_vocab_size,
 )

@@ -26,9 +26,9 @@ from nnx_gpt2 import (
 from owt_data import PrepareOptions, prepare
 from pretrain import PretrainConfig, main
 from pretrain._cli import parse_command
-from pretrain._commands import target_devices
 from pretrain._commands.plan_run import Plan, show_plan
 from pretrain._data import load_tokens
+from pretrain._training import target_devices
 
 TINY = (
     "--model.num-layers", "1", "--model.num-heads", "2", "--model.embed-dim", "32", "--model.seq-len", "32",

@@ -3,7 +3,8 @@ import pytest
 from nnx_gpt2 import num_params
 from pretrain import PRESETS
 from pretrain._cli import parse_command
-from pretrain._config import PretrainConfig, with_microbatches, with_vocab_size
+from pretrain._commands.check_devices import with_microbatches
+from pretrain._config import PretrainConfig, with_vocab_size
 from pretrain._data_names import Splits, parse_data
 
 

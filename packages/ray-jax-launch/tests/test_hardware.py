@@ -215,6 +215,17 @@ def test_only_nodes_with_the_type_of_gpu_count(text, shortage, monkeypatch):
         check_resources(parse_hardware(text))
 
 
+def test_jax_takes_nine_tenths_of_a_gpu_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert worker_environment(gpu(2))["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9"
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
+    assert worker_environment(gpu(2))["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+    for wrong in ("half", "0", "1.5", "nan"):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", wrong)
+        with pytest.raises(LaunchError, match="XLA_PYTHON_CLIENT_MEM_FRACTION must be a number above 0 and at most 1"):
+            worker_environment(gpu(2))
+
+
 def test_the_users_own_glibc_tunables_are_kept(monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
     assert worker_environment(cpu(1))["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
@@ -337,7 +348,7 @@ def test_gpu_workers_keep_the_folders_of_the_driver_and_lose_those_of_cuda_toolk
     (tmp_path / "driver" / "libcuda.so.1").touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(str(tmp_path / folder) for folder in (*files, "missing")))
     kept = ":".join(str(tmp_path / folder) for folder in ("mounted", "other", "driver", "missing"))
-    assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "LD_LIBRARY_PATH": kept}
+    assert worker_environment(gpu(2))["LD_LIBRARY_PATH"] == kept
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the name of the interface")
@@ -354,7 +365,8 @@ def test_nccl_uses_the_loopback_interface_of_a_cluster_on_this_machine(monkeypat
 
 def test_a_library_path_without_cuda_toolkits_is_not_touched(monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/nvidia/lib64:")
-    assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda"}
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert worker_environment(gpu(2)) == {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
 
 
 @pytest.mark.parametrize(

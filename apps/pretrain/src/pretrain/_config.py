@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Literal
@@ -362,29 +361,6 @@ def with_length(config: PretrainConfig, *, num_windows: int) -> PretrainConfig:
 def with_max_steps(config: PretrainConfig, max_steps: int) -> PretrainConfig:
     """Return the configuration with this number of steps."""
     return dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=max_steps))
-
-
-def with_microbatches(config: PretrainConfig, num_devices: Sequence[int]) -> PretrainConfig:
-    """Return the configuration with the `grad_accum_steps` that `micro_batch_size` gives.
-
-    Args:
-        config: the configuration.
-        num_devices: the numbers of data-parallel devices that the run may have.
-
-    Raises:
-        UsageError: the devices cannot have equal microbatches of at most this size.
-    """
-    size, batch_size = config.train.micro_batch_size, config.train.global_batch_size
-    if size is None:
-        return config
-    fewest = min(num_devices)
-    for steps in range(-(-batch_size // (fewest * size)), batch_size // fewest + 1):
-        if all(batch_size % (steps * number) == 0 for number in num_devices):
-            return dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accum_steps=steps))
-    raise UsageError(
-        f"train.global_batch_size must be windows for equal microbatches on {' and '.join(map(str, num_devices))} "
-        f"data-parallel devices, got {batch_size}. Change it or --hardware."
-    )
 
 
 def with_stream_order(config: PretrainConfig) -> PretrainConfig:

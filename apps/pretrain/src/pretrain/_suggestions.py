@@ -22,6 +22,8 @@ def nearest_option(name: str, names: Sequence[str]) -> str | None:
     'optimizer.learning-rate'
     >>> nearest_option("lr", ["train.max-steps", "optimizer.learning-rate"])
     'optimizer.learning-rate'
+    >>> nearest_option("batch-size", ["train.global-batch-size", "train.micro-batch-size"])
+    'train.global-batch-size'
 
     Args:
         name: the name that does not exist.
@@ -37,6 +39,8 @@ def nearest_option(name: str, names: Sequence[str]) -> str | None:
     section = name.rpartition(".")[0]
     same_section = [known for known in names if section and known.rpartition(".")[0] == section]
     if known := lasts.get(last) or (initials.get(last) if len(last) > 1 else None):
+        return known
+    if known := next((known for known_last, known in lasts.items() if known_last.endswith(f"-{last}")), None):
         return known
     if known := nearest(name, same_section):
         return known

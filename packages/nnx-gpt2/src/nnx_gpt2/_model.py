@@ -59,9 +59,9 @@ class _Norm(nnx.LayerNorm):
         )
         self.output_dtype = jnp.dtype(config.dtype)
 
-    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+    def __call__(self, x: Float[Array, "... C"], *, mask: Array | None = None) -> Float[Array, "... C"]:
         """Normalize the last axis."""
-        return super().__call__(x).astype(self.output_dtype)
+        return super().__call__(x, mask=mask).astype(self.output_dtype)
 
 
 def _residual_std(config: GPT2Config) -> float:

@@ -22,6 +22,7 @@ from ._errors import UnsavedCheckpointError as UnsavedCheckpointError
 from ._hardware import Hardware as Hardware
 from ._hardware import cpu as cpu
 from ._hardware import gpu as gpu
+from ._hardware import gpu_memory_share as gpu_memory_share
 from ._hardware import local as local
 from ._hardware import parse_hardware as parse_hardware
 from ._hardware import tpu as tpu

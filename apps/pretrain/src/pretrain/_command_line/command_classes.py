@@ -178,7 +178,7 @@ EXAMPLES = {
         "pretrain --config run.toml --name second --optimizer.learning-rate 0.001",
     ),
     "plan": (
-        "pretrain plan --preset gpt2 --devices gpu:8:h100 --price-per-hour 24",
+        "pretrain plan --preset gpt2 --hardware gpu:8:h100 --price-per-hour 24",
         "pretrain plan --preset baby --train.global-batch-size 48",
     ),
     "sample": (

@@ -1,9 +1,10 @@
-"""Checks that devices can form the mesh of a run and share its batches, before anything starts."""
+"""The devices of a run before it starts: can they form the mesh, and share the batch in microbatches?"""
 
+import dataclasses
 from collections.abc import Sequence
 
 from nnx_gpt2 import check_mesh
-from pretrain._config import PretrainConfig, with_microbatches
+from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError
 from pretrain._surroundings.environment import is_on, start_jax
 from ray_jax_launch import Hardware
@@ -78,3 +79,34 @@ def check_shares(config: PretrainConfig, num_data_devices: Sequence[int]) -> Non
                 f"devices x {num_microbatches} accumulation steps), got {batch_size}. Change it, "
                 "train.grad_accum_steps or --hardware."
             )
+
+
+def with_microbatches(config: PretrainConfig, num_devices: Sequence[int]) -> PretrainConfig:
+    """Return the configuration with the `grad_accum_steps` that `micro_batch_size` gives.
+
+    Args:
+        config: the configuration.
+        num_devices: the numbers of data-parallel devices that the run may have.
+
+    Raises:
+        UsageError: the devices cannot have equal microbatches of at most this size.
+    """
+    size, batch_size = config.train.micro_batch_size, config.train.global_batch_size
+    if size is None:
+        return config
+    fewest = min(num_devices)
+    for steps in range(-(-batch_size // (fewest * size)), batch_size // fewest + 1):
+        if all(batch_size % (steps * number) == 0 for number in num_devices):
+            return dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accum_steps=steps))
+    raise UsageError(
+        f"train.global_batch_size must be windows for equal microbatches on {' and '.join(map(str, num_devices))} "
+        f"data-parallel devices, got {batch_size}. Change it or --hardware."
+    )
+
+
+def resolve_microbatches(config: PretrainConfig, stored: PretrainConfig) -> PretrainConfig:
+    """Return the configuration with the microbatches of the continued run, if their size gives their number."""
+    if config.train.micro_batch_size is None:
+        return config
+    train = dataclasses.replace(config.train, grad_accum_steps=stored.train.grad_accum_steps)
+    return dataclasses.replace(config, train=train)

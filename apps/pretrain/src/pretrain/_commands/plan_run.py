@@ -27,14 +27,15 @@ from nnx_gpt2 import (
 )
 from nnx_gpt2 import peak_flops_per_s as known_peak
 from owt_data import vocab_size
-from pretrain._commands.target_devices import Target, find_target
-from pretrain._config import PretrainConfig, with_length, with_microbatches, with_vocab_size
+from pretrain._commands.check_devices import with_microbatches
+from pretrain._config import PretrainConfig, with_length, with_vocab_size
 from pretrain._data import open_prepared
 from pretrain._errors import UsageError, one_line
 from pretrain._formats import count, decimal_bytes
 from pretrain._screen.facts import print_line, print_table
 from pretrain._screen.waiting import waiting
 from pretrain._training.host_memory import keep_freed_memory
+from pretrain._training.target_devices import Target, find_target
 
 MFU_RANGE = (0.3, 0.5)
 """Shares of the peak around those of good runs: 41 % of llm.c's GPT-2 124M on eight H100 (140 ms for 0.5 M tokens),
@@ -140,7 +141,7 @@ def plan(
 
 
 class _Data(NamedTuple):
-    """What is known of the data without reading text."""
+    """Sizes of the data that are known without reading text."""
 
     num_windows: int
     num_tokens: int

@@ -1,7 +1,6 @@
 """The command `train`: from a configuration to a finished run."""
 
 import contextlib
-import dataclasses
 import time
 import traceback
 from dataclasses import dataclass
@@ -12,13 +11,18 @@ from rich.console import Console
 import ray_jax_launch
 from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._best_effort import best_effort
-from pretrain._commands.check_devices import check_batch, check_shares, data_devices
+from pretrain._commands.check_devices import (
+    check_batch,
+    check_shares,
+    data_devices,
+    resolve_microbatches,
+    with_microbatches,
+)
 from pretrain._commands.verify_data import verified_data
 from pretrain._config import (
     PretrainConfig,
     with_length,
     with_max_steps,
-    with_microbatches,
     with_stream_order,
     with_vocab_size,
 )
@@ -211,14 +215,6 @@ def resolve_length(config: PretrainConfig, stored: PretrainConfig) -> PretrainCo
     """Return the configuration with the steps of the continued run, if its epochs or its tokens give the steps."""
     given = (config.train.max_epochs, config.train.max_tokens)
     return config if given == (None, None) else with_max_steps(config, stored.train.max_steps)
-
-
-def resolve_microbatches(config: PretrainConfig, stored: PretrainConfig) -> PretrainConfig:
-    """Return the configuration with the microbatches of the continued run, if their size gives their number."""
-    if config.train.micro_batch_size is None:
-        return config
-    train = dataclasses.replace(config.train, grad_accum_steps=stored.train.grad_accum_steps)
-    return dataclasses.replace(config, train=train)
 
 
 def write_result_and_picture(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:

@@ -8,10 +8,7 @@ import jax
 from nnx_gpt2 import MemoryEstimate, absent_devices, device_memory
 from pretrain._errors import UsageError
 from pretrain._training.device_memory import device_memory_bytes
-from ray_jax_launch import Hardware, parse_hardware
-
-_PREALLOCATED = 0.75
-"""The share of a GPU's memory that jax takes by default. XLA_PYTHON_CLIENT_MEM_FRACTION is not read."""
+from ray_jax_launch import Hardware, gpu_memory_share, parse_hardware
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +46,7 @@ def find_target(text: str) -> Target:
     jax.config.update("jax_platforms", "cpu")
     name = _name_of_absent(hardware)
     memory_bytes = device_memory(name)
-    usable_bytes = None if memory_bytes is None else int(_PREALLOCATED * memory_bytes)
+    usable_bytes = None if memory_bytes is None else int(gpu_memory_share() * memory_bytes)
     return Target(devices=absent_devices(name), usable_bytes=usable_bytes, is_here=False)
 
 
