@@ -11,7 +11,6 @@ from pretrain._command_line.command_classes import (
     FREQUENT,
     EvalCommand,
     ExportCommand,
-    ProfileCommand,
     ReportCommand,
     RunsCommand,
     SampleCommand,
@@ -37,7 +36,6 @@ from pretrain._errors import UsageError
         ("runs", RunsCommand(storage_path="runs")),
         ("runs s3://bucket/runs", RunsCommand(storage_path="s3://bucket/runs")),
         ("watch run", WatchCommand(run="run")),
-        ("profile run --num-ops 3", ProfileCommand(run="run", num_ops=3)),
     ],
 )
 def test_a_command_has_the_values_of_its_line(line, expected):
@@ -116,7 +114,6 @@ def test_a_wrong_name_gets_the_right_suggestion(line, flag, known):
         ("sample run --topk 3", "--topk", "--top-k"),
         ("eval run --batch 3", "--batch", "--batch-size"),
         ("report run --output 3", "--output", "--out"),
-        ("profile run --ops 3", "--ops", "--num-ops"),
     ],
 )
 def test_a_wrong_name_of_a_command_gets_an_option_of_this_command(line, flag, known):
@@ -180,7 +177,7 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--prepare.val-fraction 2", "val_fraction must be between 0 and 1, got 2.0. Choose another share."),
         (
             "report2",
-            "no command report2; there are train, plan, sample, eval, export, report, runs, watch, profile; did you "
+            "no command report2; there are train, plan, sample, eval, export, report, runs, watch; did you "
             "mean report?",
         ),
     ],

@@ -19,7 +19,6 @@ COMMANDS = (
     "watch run",
     "runs",
     "report run --out page.html",
-    "profile run",
     "eval run",
     "sample run",
     "export run out",
@@ -142,14 +141,6 @@ def test_a_record_with_an_impossible_number_of_tokens_is_damaged(run, capsys, to
     with run.metrics.open("a") as file:
         file.write(f'{{"step": 2, "tokens": {tokens}}}\n')
     assert " 1/1500 " in ends(capsys, "runs")
-
-
-@pytest.mark.parametrize("kind", ["a named pipe", "a device"])
-def test_a_trace_that_is_no_file_does_not_hang(run, capsys, kind):
-    path = run.profiles / "plugins/profile/2026_01_01_00_00_00/host.xplane.pb"
-    path.parent.mkdir(parents=True)
-    os.mkfifo(path) if kind == "a named pipe" else path.symlink_to("/dev/zero")
-    assert f"host.xplane.pb must be accessible, got {kind}." in ends(capsys, "profile run")
 
 
 @pytest.mark.parametrize(

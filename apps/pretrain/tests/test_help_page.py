@@ -98,7 +98,7 @@ def test_a_page_has_two_examples_which_are_valid(page, command):
         (("sample",), "The beginning of the text. (default: $'\\n')"),
         ((), "(default: 'def ' 'import ')"),
         ((), "tokens. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in corpus). --split-seed"),
-        ((), "the costliest operations."),
+        ((), "TensorBoard with the package xprof shows the trace."),
         (("--preset", "gpt2"), "Number of transformer blocks. (default: 12)"),
         (("--preset=wikitext",), "(default: $'\\n')"),
         (("--preset=gpt2-xl", "--preset", "gpt2"), "Number of transformer blocks. (default: 12)"),

@@ -11,7 +11,6 @@ from pyarrow.fs import FileSelector, copy_files
 from rich.console import Console
 
 from pretrain import PRESETS
-from pretrain._commands.profile import show_profile
 from pretrain._commands.report import report
 from pretrain._commands.runs import show_runs
 from pretrain._commands.watch import watch
@@ -20,7 +19,7 @@ from pretrain._run.description import DataDescription, describe, write_descripti
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.log_parts import METRICS, PHASES, LogWriter
-from pretrain._run.remote_copy import pull_changed, pull_profiles, reader_copy
+from pretrain._run.remote_copy import pull_changed, reader_copy
 from pretrain._trackers.tracker import _run_id as run_id
 from ray_jax_launch import LaunchError, open_uri
 
@@ -92,14 +91,9 @@ def test_a_reader_leaves_the_copy_of_the_training_command_alone(run):
     training = locate(run.uri)
     training.path.mkdir(parents=True)
     training.metrics.write_text("not uploaded yet")
-    trace = run.profiles / "plugins" / "profile" / "2026" / "host.xplane.pb"
-    trace.parent.mkdir(parents=True)
-    trace.write_text("a trace")
     run.push()
     folder, _ = find_run(run.uri)
-    pull_profiles(folder)
     assert folder.config.read_bytes() == run.config.read_bytes()
-    assert (folder.path / trace.relative_to(run.path)).read_text() == "a trace"
     assert training.metrics.read_text() == "not uploaded yet"
 
 
@@ -255,15 +249,6 @@ def test_the_page_of_a_run_in_object_storage_is_in_the_working_folder(run, log, 
     monkeypatch.chdir(tmp_path)
     assert report([run.uri], out=None, console=Console(quiet=True)) == Path("report.html")
     assert "<h1>run</h1>" in Path("report.html").read_text()
-
-
-def test_a_profile_in_object_storage_is_read(run):
-    trace = run.profiles / "plugins" / "profile" / "2026" / "host.xplane.pb"
-    trace.parent.mkdir(parents=True)
-    trace.write_text("no trace")
-    run.push()
-    with pytest.raises(UsageError, match=r"2026/host\.xplane\.pb must "):
-        show_profile(run.uri, console=Console(quiet=True))
 
 
 def test_another_machine_has_the_id_for_the_trackers_from_the_begin_of_a_run(run, tmp_path):

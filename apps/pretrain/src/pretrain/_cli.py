@@ -19,7 +19,6 @@ from pretrain._command_line.command_classes import (
     EvalCommand,
     ExportCommand,
     PlanCommand,
-    ProfileCommand,
     ReportCommand,
     RunsCommand,
     SampleCommand,
@@ -36,7 +35,7 @@ from pretrain._screen.facts import print_line
 from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
-_USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, ProfileCommand, PlanCommand)
+_USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, PlanCommand)
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
@@ -190,8 +189,6 @@ def _run(command: Command) -> int:
             _imported("runs.show_runs")(storage_path, console=console)
         case WatchCommand(run=run):
             _imported("watch.watch")(run, console=console)
-        case ProfileCommand(run=run, num_ops=num_ops):
-            _imported("profile.show_profile")(run, console=console, num_ops=num_ops)
     return 0
 
 

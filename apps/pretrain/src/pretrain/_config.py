@@ -253,8 +253,8 @@ class PretrainConfig:
     for no program. wandb and trackio need `uv run --extra NAME`."""
 
     profile: str | None = None
-    """Steps to profile on the first worker, as FIRST:END without END: 100:105 is the steps 100 to 104. `profile RUN`
-    prints the costliest operations."""
+    """Steps to profile on the first worker, as FIRST:END without END: 100:105 is the steps 100 to 104. TensorBoard
+    with the package xprof shows the trace."""
 
     peak_tflops: float | None = None
     """Peak of one device in TFLOP/s, for the MFU; none takes the known peak of the device, or no MFU."""

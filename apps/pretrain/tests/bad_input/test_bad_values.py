@@ -19,9 +19,8 @@ CREDENTIALS = [
     ("--storage-path s3://bucket/x?secret_key=topsecret", "got 's3://bucket/x?secret_key=***'."),
     *(
         (f"{command} {SECRET}", "a storage path must be without cred")
-        for command in ("sample", "eval", "watch", "runs")
+        for command in ("sample", "eval", "watch", "runs", "report")
     ),
-    *((f"{command} {SECRET}", "a storage path must be without cred") for command in ("report", "profile")),
     (f"export {SECRET} out", "a storage path must be without credentials, got 's3://***@bucket/x'."),
     (f"export run {SECRET}", "a storage path must be without credentials, got 's3://***@bucket/x'."),
     (f"report run --out {SECRET}", "a storage path must be without credentials, got 's3://***@bucket/x'."),
@@ -71,7 +70,7 @@ BAD_VALUES = ("x" * 5000, "x y " * 2000, "a\nb\x1b[31m\rc\u2028d", "9" * 5000, f
         "--VALUE 1", "VALUE", "--seed 1 VALUE", "--data book.txt --storage-path VALUE --data nowhere.txt",
         "sample VALUE", "sample run --top-k VALUE", "sample run --seed VALUE", "sample run --temperature VALUE",
         "eval run --batch-size VALUE", "eval run --data VALUE", "export VALUE out", "report VALUE",
-        "report run --out nowhere/VALUE", "runs VALUE", "watch VALUE", "profile VALUE", "profile run --num-ops VALUE",
+        "report run --out nowhere/VALUE", "runs VALUE", "watch VALUE",
     ],
 )  # fmt: skip
 def test_a_bad_value_gives_one_short_line(line, place, capsys):

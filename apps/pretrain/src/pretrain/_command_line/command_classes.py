@@ -89,17 +89,6 @@ class WatchCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileCommand:
-    """Print the costliest operations of a run with a profile."""
-
-    run: str = field(metadata=_RUN)
-    """The run's folder or URI, or its name in ./runs."""
-
-    num_ops: int = 10
-    """Number of operations."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
     """Say what a run needs, and start nothing. Takes every option of `train`."""
 
@@ -155,7 +144,6 @@ Command = (
     | ReportCommand
     | RunsCommand
     | WatchCommand
-    | ProfileCommand
     | PlanCommand
     | ShowConfig
 )
@@ -169,7 +157,6 @@ COMMANDS: dict[str, type] = {
     "report": ReportCommand,
     "runs": RunsCommand,
     "watch": WatchCommand,
-    "profile": ProfileCommand,
 }
 
 EXAMPLES = {
@@ -199,7 +186,6 @@ EXAMPLES = {
     ),
     "runs": ("pretrain runs", "pretrain runs s3://bucket/runs"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),
-    "profile": ("pretrain profile quickstart-builtin", "pretrain profile runs/first --num-ops 30"),
 }
 """Two command lines of each command, for its help."""
 

@@ -44,23 +44,6 @@ def pull_changed(folder: RunFolder) -> bool:
     return has_changed
 
 
-def pull_profiles(folder: RunFolder) -> None:
-    """Download the traces of a run that are new; without effect for a run in a folder.
-
-    Raises:
-        LaunchError: the storage cannot be reached.
-        OSError: a file cannot be read or written.
-    """
-    if folder.uri is None:
-        return
-    filesystem, root = open_uri(folder.uri)
-    root = root.rstrip("/")
-    place = f"{root}/{folder.profiles.relative_to(folder.path)}"
-    for info in filesystem.get_file_info(FileSelector(place, recursive=True, allow_not_found=True)):
-        if info.is_file:
-            _download(info, folder.path / info.path[len(root) + 1 :], filesystem)
-
-
 def watched_files(folder: RunFolder) -> list[Path]:
     """Return the paths of the files that tell how far a run is."""
     return [folder.config, folder.metrics, folder.starts, folder.phases, folder.samples, folder.result]
