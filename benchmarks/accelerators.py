@@ -120,13 +120,8 @@ def fits(row: Row) -> str:
     return "yes" if row.state_gib + row.temporary_gib < row.memory_gib else "no"
 
 
-def main() -> None:
-    """Measure, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", choices=CASES)
-    target = parser.parse_args().target
-    compiler = {"gpu": "jax-cuda12-plugin", "tpu": "libtpu"}[target]
-    found = environment("jax", "jaxlib", "flax", compiler)
+def table(target: str, found: dict[str, Any], rows: list[Row]) -> str:
+    """Return the table of a target's rows."""
     lines = [
         f"# Memory of a train step, from the compiler of {target.upper()}s",
         "",
@@ -136,18 +131,30 @@ def main() -> None:
         "| preset | devices | mesh | windows | state | temporary | sum | memory | fits | compiled in s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
+    for row in rows:
+        memory = "" if row.memory_gib is None else f"{row.memory_gib:.1f}"
+        sizes = (row.state_gib, row.temporary_gib, row.state_gib + row.temporary_gib)
+        shown = " | ".join("" if row.error else f"{size:.2f}" for size in sizes)
+        lines.append(
+            f"| {row.preset} | {row.devices} | {row.mesh} | {row.windows_per_device} | {shown} | {memory} | "
+            f"{fits(row)} | {row.compile_s:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=CASES)
+    target = parser.parse_args().target
+    compiler = {"gpu": "jax-cuda12-plugin", "tpu": "libtpu"}[target]
+    found = environment("jax", "jaxlib", "flax", compiler)
     rows: list[Row] = []
     for case in CASES[target]:
-        row = measure(*case)
-        rows.append(row)
-        memory = "" if row.memory_gib is None else f"{row.memory_gib:.1f}"
-        lines.append(
-            f"| {row.preset} | {row.devices} | {row.mesh} | {row.windows_per_device} | {row.state_gib:.2f} | "
-            f"{row.temporary_gib:.2f} | {row.state_gib + row.temporary_gib:.2f} | {memory} | {fits(row)} | "
-            f"{row.compile_s:.0f} |"
-        )
-        print(lines[-1], flush=True)
-        (RESULTS / f"accelerators_{target}.md").write_text("\n".join(lines) + "\n")
+        rows.append(measure(*case))
+        text = table(target, found, rows)
+        print(text.splitlines()[-1], flush=True)
+        (RESULTS / f"accelerators_{target}.md").write_text(text)
         (RESULTS / f"accelerators_{target}.json").write_text(
             json.dumps(found | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
         )

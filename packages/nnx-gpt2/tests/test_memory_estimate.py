@@ -1,4 +1,7 @@
 import dataclasses
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -58,6 +61,52 @@ def test_microbatches_share_the_memory_of_a_batch():
     )
     assert at_once > 32 * 64 * 256 * 4  # the logits alone
     assert in_microbatches < at_once / 2
+
+
+STEPS = """
+import re, sys
+from pathlib import Path
+import jax, numpy as np
+from nnx_gpt2 import *
+
+def memory(name):
+    return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+options, batch_size, num_microbatches = {arguments}
+config, optimizer, key = GPT2Config(**options), create_optimizer(OptimizerConfig(), 1000), jax.random.key(0)
+step = make_train_step(config, optimizer, grad_accum_steps=num_microbatches)
+windows = np.zeros((batch_size, config.seq_len + 1), np.uint16)
+compiled = step.lower(abstract_train_state(config, optimizer), windows, key).compile()
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+state = create_train_state(config, optimizer, key)
+for _ in range(3):
+    state, metrics = compiled(state, windows, key)
+    metrics["loss"].block_until_ready()
+estimate = estimate_memory(config, global_batch_size=batch_size, grad_accum_steps=num_microbatches)
+print((memory("VmHWM") - before) / estimate.peak_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize(
+    ("options", "batch_size", "num_microbatches"),
+    [
+        ({"vocab_size": 50257, "seq_len": 256, "num_layers": 6, "num_heads": 6, "embed_dim": 384}, 8, 1),
+        (
+            {"vocab_size": 257, "seq_len": 256, "num_layers": 6, "num_heads": 6, "embed_dim": 384, "dropout_rate": 0.1},
+            64, 1,
+        ),
+        ({"vocab_size": 50257, "seq_len": 1024, "num_layers": 12, "num_heads": 12, "embed_dim": 768}, 4, 2),
+    ],
+    ids=["6x384", "6x384 with dropout", "124M in two microbatches"],
+)  # fmt: skip
+def test_a_running_process_needs_what_was_estimated(options, batch_size, num_microbatches):
+    code = STEPS.replace("{arguments}", repr((options, batch_size, num_microbatches)))
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert 0.85 < float(done.stdout) < 1.15
 
 
 @pytest.mark.slow
