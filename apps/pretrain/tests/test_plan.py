@@ -125,9 +125,24 @@ def test_the_largest_microbatch_is_the_largest_that_fits(monkeypatch):
     assert (code, found["micro_batch_size"]) == (1, 1)
 
 
-def test_steps_are_measured_here():
+def test_the_whole_share_is_tried_first(monkeypatch):
+    """It may need less than two microbatches, which need a sum of gradients."""
+    options = ("--train.global-batch-size", str(2 * make_mesh().size), "--largest-micro-batch")
+    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: 10**12)
+    assert planned(*options)[1]["grad_accum_steps"] == 1
+
+
+def test_steps_are_measured_here_if_they_fit(monkeypatch):
     _, found = planned("--measure")
     assert 0 < found["measured_step_s"] < 60
+    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: 1000)
+    code, found = planned("--measure")
+    assert (code, found["measured_step_s"]) == (1, None)
+
+
+def test_a_schedule_need_not_fit_into_a_thousand_steps():
+    options = ("--optimizer.schedule", "wsd", "--optimizer.warmup-steps", "2000", "--train.max-steps", "600000")
+    assert planned(*options)[0] == 0
 
 
 def test_cpu_devices_are_made_for_a_plan():
@@ -193,7 +208,7 @@ def test_times_are_shown_in_their_unit(hours, shown):
 def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
     assert main(["plan", *TINY, "--train.global-batch-size", "80000000"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("It does not fit. Lower --train.micro-batch-size, raise --mesh.fsdp")
+    assert lines[-1].startswith("It does not fit. Take more devices with --mesh.fsdp,")
     assert [line.split()[0] for line in lines[:-1]] == [
         "devices", "parameters", "tokens", "epochs", "microbatch", "FLOPs", "disk", "memory", "time",
     ]  # fmt: skip
@@ -210,9 +225,22 @@ def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
         (("--price-per-hour", "nan"), "--price-per-hour must be a"),
         (("--hardware", "h100"), "hardware must be auto, cpu:WORKERS"),
         (("--hardware", "gpu:8"), "got gpu:8 with 0 such devices here. Add the type, such as gpu:8:h100."),
-        (("--hardware", "gpu:8:v100"), "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4"),
-        (("--hardware", "tpu:v6e:4x4:2"), "--hardware must be one slice of TPUs in a plan, got tpu:v6e:4x4:2. Plan"),
-        (("--hardware", "cpu:9999"), "Start a new process."),
+        (
+            ("--hardware", "gpu:8:v100"),
+            "--hardware gpu:8:v100: devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4",
+        ),
+        (("--hardware", "gpu:8:h100", "--measure"), "--hardware must be devices of this machine with --measure, got"),
+        (("--hardware", "cpu:4", "--mesh.tensor", "2"), "mesh axis tensor must divide the 1 devices of one process"),
+        (
+            ("--hardware", "cpu:1-4", "--train.global-batch-size", "8"),
+            "must be divisible by 3 (3 data-parallel devices",
+        ),
+        (("--hardware", "cpu:1", "--model.dtype", "float64"), "must be bfloat16 or float32, got float64. Choose"),
+        (
+            ("--hardware", "tpu:v6e:4x4:2", "--train.global-batch-size", "32"),
+            "--hardware must be one slice of TPUs in a plan, got tpu:v6e:4x4:2. Plan",
+        ),
+        (("--hardware", "cpu:64", "--train.global-batch-size", "64"), "Start a new process."),
         (("--mesh.fsdp", "3"), "mesh axis fsdp must divide model.embed_dim (128), got 3. Choose another size."),
         (("--mesh.fsdp", "64"), "mesh axes fsdp and tensor must be at least 1 and their product must divide the"),
         (("--measured",), "no option --measured of plan; did you mean --measure?"),

@@ -1,7 +1,6 @@
 """Each test has eight CPU devices. Implicit rank promotion raises."""
 
 import os
-import tempfile
 
 # Tests spend most of their time compiling. Fewer optimizations save two thirds of it, and no fusion emitters a quarter
 # of the rest. The application's tests, the READMEs and the benchmarks run the same code fully optimized.
@@ -16,13 +15,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 
 
+def pytest_configure(config):
+    # A process that reads a program while another one writes it compiles it too.
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compiled_once():
-    """Cache compiled programs for this session: many tests compile the same few steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-        yield
+def compiled_once(tmp_path_factory):
+    """Cache compiled programs for all test processes: many tests compile the same few steps."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 @pytest.fixture

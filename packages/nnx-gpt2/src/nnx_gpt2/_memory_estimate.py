@@ -16,6 +16,9 @@ from nnx_gpt2._target import default_device
 from nnx_gpt2._train_state import abstract_train_state
 from nnx_gpt2._train_step import make_train_step
 
+# The number of steps does not change the memory. Any warmup and decay must fit into it.
+_NUM_STEPS = 2**30
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
@@ -61,7 +64,7 @@ def estimate_memory(
     """
     is_size = is_whole(global_batch_size, 1, INT32_MAX)
     require(is_size, "global_batch_size", f"be 1 to {INT32_MAX}", shown(global_batch_size))
-    rule = create_optimizer(OptimizerConfig() if optimizer is None else optimizer, 1000)
+    rule = create_optimizer(OptimizerConfig() if optimizer is None else optimizer, _NUM_STEPS)
     step = make_train_step(config, rule, mesh, grad_accum_steps=grad_accum_steps, end_of_text=end_of_text)
     device = default_device() if mesh is None else mesh.devices.flat[0]
     one_device = SingleDeviceSharding(device)

@@ -90,7 +90,7 @@ class WatchCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """Say what a run needs, and start nothing. Takes every option of `train`."""
+    """Say what a run needs, before it starts. Takes every option of `train`."""
 
     price_per_hour: float | None = None
     """Price of all devices for an hour, to show the price of the run."""

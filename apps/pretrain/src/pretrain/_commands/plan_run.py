@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from nnx_gpt2 import (
     create_train_state,
     estimate_memory,
     flops_per_token,
+    has_bfloat16,
     make_mesh,
     make_train_step,
     num_params,
@@ -27,8 +29,8 @@ from nnx_gpt2 import (
 )
 from nnx_gpt2 import peak_flops_per_s as known_peak
 from owt_data import vocab_size
-from pretrain._commands.check_devices import with_microbatches
-from pretrain._config import PretrainConfig, with_length, with_vocab_size
+from pretrain._commands.check_devices import check_batch, data_devices, with_microbatches
+from pretrain._config import PretrainConfig, with_length, with_stream_order, with_vocab_size
 from pretrain._data import open_prepared
 from pretrain._errors import UsageError, one_line
 from pretrain._formats import count, decimal_bytes
@@ -36,6 +38,7 @@ from pretrain._screen.facts import print_line, print_table
 from pretrain._screen.waiting import waiting
 from pretrain._training.host_memory import keep_freed_memory
 from pretrain._training.target_devices import Target, find_target
+from ray_jax_launch import parse_hardware
 
 MFU_RANGE = (0.3, 0.5)
 """Shares of the peak around those of good runs: 41 % of llm.c's GPT-2 124M on eight H100 (140 ms for 0.5 M tokens),
@@ -119,22 +122,25 @@ def plan(
     if data is None and config.train.max_epochs is not None:
         raise UsageError(
             f"train.max_epochs must be none in a plan for text that is not prepared, got {config.train.max_epochs}. "
-            "Give --train.max-epochs none and --train.max-steps or --train.max-tokens, or prepare the text."
+            "Give --train.max-epochs none and --train.max-steps or --train.max-tokens, or the folder that owt-data "
+            "prepare makes of the text."
         )
+    hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
+    if hardware is not None:
+        check_batch(config, hardware)
+    if config.data_mode == "stream":
+        config = with_stream_order(config)
     try:
         if config.model.vocab_size is None:
             config = with_vocab_size(config, vocab_size(config.prepare.tokenizer) if data is None else data.vocab_size)
         config = with_length(config, num_windows=0 if data is None else data.num_windows)
-        target = find_target(config.hardware)
-        if measure and not target.is_here:
-            raise UsageError(
-                f"--hardware must be devices of this machine with --measure, got {config.hardware}. Leave out one of "
-                "the two."
-            )
+        target = find_target(hardware, only_here=measure)
         mesh = make_mesh(devices=target.devices, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
         with waiting(console or Console(quiet=True), f"compiling for {target}"):
-            config, memory, reason = _find_memory(config, mesh, target, largest_micro_batch)
-        step_s = _measured_step_s(config, mesh) if measure else None
+            num_devices = [mesh.size // config.mesh.tensor] if hardware is None else data_devices(config, hardware)
+            config, memory, reason = _find_memory(config, mesh, target, num_devices, largest_micro_batch)
+        fits = memory is not None and target.has(memory)
+        step_s = _measured_step_s(config, mesh) if measure and fits else None
     except ValueError as error:
         raise UsageError(str(error)) from error
     return _summary(config, target, mesh, data, memory, reason, price_per_hour, step_s)
@@ -159,27 +165,37 @@ def _find_data(config: PretrainConfig) -> _Data | None:
 
 
 def _find_memory(
-    config: PretrainConfig, mesh: jax.sharding.Mesh, target: Target, largest_micro_batch: bool
+    config: PretrainConfig,
+    mesh: jax.sharding.Mesh,
+    target: Target,
+    num_devices: Sequence[int],
+    largest_micro_batch: bool,
 ) -> tuple[PretrainConfig, MemoryEstimate | None, str]:
     """Return the configuration with its microbatches, their memory, and why the compiler rejects the step, if so."""
-    num_devices = mesh.size // config.mesh.tensor
     if not largest_micro_batch:
-        config = with_microbatches(config, [num_devices])
+        config = with_microbatches(config, num_devices)
         return config, *_estimate(config, mesh)
-    share = max(1, config.train.global_batch_size // num_devices)
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
-    found = None
+
+    def tried(size: int) -> tuple[PretrainConfig, MemoryEstimate | None, str]:
+        train = dataclasses.replace(config.train, micro_batch_size=size)
+        changed = with_microbatches(dataclasses.replace(config, train=train), num_devices)
+        return changed, *_estimate(changed, mesh)
+
+    share = max(1, config.train.global_batch_size // min(num_devices))
+    # The whole share first: it needs no sum of gradients beside the gradient.
+    least = tried(share)
+    if least[1] is not None and target.has(least[1]):
+        return least
+    sizes, largest = [size for size in range(1, share) if share % size == 0], None
     while sizes:  # those above the largest that fits, and below the smallest that does not
         middle = len(sizes) // 2
-        train = dataclasses.replace(config.train, micro_batch_size=sizes[middle])
-        tried = with_microbatches(dataclasses.replace(config, train=train), [num_devices])
-        memory, reason = _estimate(tried, mesh)
-        fits = memory is not None and target.has(memory)
-        if fits or found is None or not found[0]:
-            found = (fits, tried, memory, reason)
+        found = tried(sizes[middle])
+        fits = found[1] is not None and target.has(found[1])
+        largest = found if fits else largest
+        if found[1] is not None and (least[1] is None or found[1].peak_bytes < least[1].peak_bytes):
+            least = found
         sizes = sizes[middle + 1 :] if fits else sizes[:middle]
-    assert found is not None, "there is one size at least"
-    return found[1:]
+    return largest or least
 
 
 def _estimate(config: PretrainConfig, mesh: jax.sharding.Mesh) -> tuple[MemoryEstimate | None, str]:
@@ -211,7 +227,8 @@ def _measured_step_s(config: PretrainConfig, mesh: jax.sharding.Mesh) -> float:
     step = make_train_step(model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text)
     state = create_train_state(model, optimizer, key, mesh)
     shape = (train.global_batch_size, model.seq_len + 1)
-    windows = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.uint16)
+    assert model.vocab_size is not None, "it is resolved"
+    windows = np.random.default_rng(0).integers(0, min(model.vocab_size, 2**16), shape, np.uint16)
     times_s: list[float] = []
     for _ in range(_NUM_WARM_STEPS + _NUM_MEASURED_STEPS):
         began_s = time.perf_counter()
@@ -238,7 +255,10 @@ def _summary(
     flops = float(tokens * flops_per_token(model))
     num_devices = len(target.devices)
     kind = target.devices[0].device_kind
-    peak = known_peak(kind) if config.peak_tflops is None else config.peak_tflops * 1e12
+    # The known peaks of GPUs are those of 16 bits.
+    has_peak = target.devices[0].platform == "tpu" or (model.dtype == "bfloat16" and has_bfloat16(target.devices[0]))
+    peak = known_peak(kind) if has_peak else None
+    peak = peak if config.peak_tflops is None else config.peak_tflops * 1e12
     hours = price = None
     if peak is not None:
         slow, fast = (flops / (share * peak * num_devices) / _HOUR_S for share in MFU_RANGE)
@@ -281,7 +301,7 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
         "parameters": count(found.num_parameters),
         "tokens": f"{count(found.num_tokens)}: {found.num_steps:,} steps of {found.tokens_per_step:,}",
         "epochs": "unknown before the text is prepared" if found.epochs is None else f"{found.epochs:,.2f}",
-        "microbatch": f"{found.micro_batch_size} windows of each device, {found.grad_accum_steps} in a step",
+        "microbatch": f"{found.micro_batch_size:,} on each device; {found.grad_accum_steps:,} in a step",
         "FLOPs": f"{found.flops:.2e}",
         "disk": _disk(found),
         "memory": _memory(found),
@@ -302,7 +322,9 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
     print_line(console, "It fits." if found.fits else f"It does not fit. {_REMEDY}")
 
 
-_REMEDY = "Lower --train.micro-batch-size, raise --mesh.fsdp, set --model.remat, or lower --train.global-batch-size."
+_REMEDY = (
+    "Take more devices with --mesh.fsdp, --model.remat full, a smaller --train.micro-batch-size, or a smaller model."
+)
 
 
 def _memory(found: Plan) -> str:

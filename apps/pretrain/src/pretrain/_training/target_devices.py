@@ -8,7 +8,7 @@ import jax
 from nnx_gpt2 import MemoryEstimate, absent_devices, device_memory
 from pretrain._errors import UsageError
 from pretrain._training.device_memory import device_memory_bytes
-from ray_jax_launch import Hardware, gpu_memory_share, parse_hardware
+from ray_jax_launch import Hardware, gpu_memory_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +18,6 @@ class Target:
     devices: list[Any]
     usable_bytes: int | None
     """Memory of each device that jax can use; None if the compiler knows it alone."""
-    is_here: bool
 
     def has(self, memory: MemoryEstimate) -> bool:
         """Return whether a step fits the memory of each device."""
@@ -29,25 +28,39 @@ class Target:
         return f"{len(self.devices)} x {self.devices[0].device_kind}"
 
 
-def find_target(text: str) -> Target:
+def find_target(hardware: Hardware | None, *, only_here: bool) -> Target:
     """Return the devices of hardware, of an elastic group at its smallest.
 
+    Args:
+        hardware: the hardware; None is the devices of this machine.
+        only_here: True if they must be in this machine.
+
     Raises:
-        UsageError: the hardware has no type, and is not in this machine; or it is several slices of TPUs.
-        ValueError: no installed compiler knows the devices.
+        UsageError: the hardware is not in this machine, and must be, has no type, or no installed compiler knows it; or
+            it is several slices of TPUs.
     """
-    hardware = None if text == "auto" else parse_hardware(text)
     if hardware is None or hardware.kind == "local":
-        return Target(devices=jax.devices(), usable_bytes=device_memory_bytes(), is_here=True)
+        return Target(devices=jax.devices(), usable_bytes=device_memory_bytes())
     num_devices = hardware.min_workers * hardware.devices_per_worker
     if hardware.kind == "cpu" or (hardware.kind == "gpu" and hardware.accelerator_type is None):
-        return Target(devices=_present_devices(hardware, num_devices), usable_bytes=device_memory_bytes(), is_here=True)
+        return Target(devices=_present_devices(hardware, num_devices), usable_bytes=device_memory_bytes())
+    if only_here:
+        raise UsageError(
+            f"--hardware must be devices of this machine with --measure, got {hardware}. Leave out one of the two."
+        )
     # An absent GPU's compiler looks for a driver, unless jax is told to use the CPU.
     jax.config.update("jax_platforms", "cpu")
     name = _name_of_absent(hardware)
     memory_bytes = device_memory(name)
     usable_bytes = None if memory_bytes is None else int(gpu_memory_share() * memory_bytes)
-    return Target(devices=absent_devices(name), usable_bytes=usable_bytes, is_here=False)
+    try:
+        devices = absent_devices(name)
+    except ValueError as error:
+        extra = "tpu" if hardware.kind == "tpu" else "cuda12"
+        raise UsageError(
+            f"--hardware {hardware}: {error} In a clone: uv run --extra {extra} apps/pretrain plan"
+        ) from error
+    return Target(devices=devices, usable_bytes=usable_bytes)
 
 
 def _present_devices(hardware: Hardware, num_devices: int) -> list[Any]:
