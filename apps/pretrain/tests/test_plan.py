@@ -132,6 +132,7 @@ def test_the_whole_share_is_tried_first(monkeypatch):
     assert planned(*options)[1]["grad_accum_steps"] == 1
 
 
+@pytest.mark.slow
 def test_steps_are_measured_here_if_they_fit(monkeypatch):
     _, found = planned("--measure")
     assert 0 < found["measured_step_s"] < 60
