@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -24,9 +25,9 @@ from nnx_gpt2 import (
     num_params,
 )
 from owt_data import PrepareOptions, prepare
-from pretrain import PretrainConfig, main
+from pretrain import PRESETS, PretrainConfig, main
 from pretrain._cli import parse_command
-from pretrain._commands.plan_run import Plan, show_plan
+from pretrain._commands.plan_run import Plan, _peak, show_plan
 from pretrain._data import load_tokens
 from pretrain._training import target_devices
 
@@ -125,11 +126,33 @@ def test_the_largest_microbatch_is_the_largest_that_fits(monkeypatch):
     assert (code, found["micro_batch_size"]) == (1, 1)
 
 
-def test_the_whole_share_is_tried_first(monkeypatch):
-    """It may need less than two microbatches, which need a sum of gradients."""
-    options = ("--train.global-batch-size", str(2 * make_mesh().size), "--largest-micro-batch")
-    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: 10**12)
-    assert planned(*options)[1]["grad_accum_steps"] == 1
+def test_the_whole_share_may_need_less_than_microbatches(monkeypatch):
+    """They need a sum of gradients beside the gradient."""
+    mesh = make_mesh()
+    config = GPT2Config(vocab_size=257, seq_len=2, num_layers=1, num_heads=2, embed_dim=256)
+    at_once, in_two = (
+        estimate_memory(config, global_batch_size=2 * mesh.size, grad_accum_steps=steps, mesh=mesh).peak_bytes
+        for steps in (1, 2)
+    )
+    assert at_once < in_two
+    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: at_once)
+    options = ("--model.embed-dim", "256", "--model.seq-len", "2", "--train.global-batch-size", str(2 * mesh.size))
+    code, found = planned(*options, "--largest-micro-batch")
+    assert (code, found["grad_accum_steps"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind", "capability", "peak"),
+    [
+        ("gpt2", "NVIDIA H100 80GB HBM3", "9.0", 989e12),
+        ("wikitext", "NVIDIA H100 80GB HBM3", "9.0", None),  # float32
+        ("gpt2", "Tesla T4", "7.5", None),  # no bfloat16
+    ],
+)
+def test_a_peak_of_another_type_is_not_taken(preset, kind, capability, peak):
+    device = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+    found = _peak(PRESETS[preset](), device)
+    assert found == (None if peak is None else pytest.approx(peak, rel=0.01))
 
 
 @pytest.mark.slow

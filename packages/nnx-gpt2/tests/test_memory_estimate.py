@@ -77,13 +77,13 @@ config, optimizer, key = GPT2Config(**options), create_optimizer(OptimizerConfig
 step = make_train_step(config, optimizer, grad_accum_steps=num_microbatches)
 windows = np.zeros((batch_size, config.seq_len + 1), np.uint16)
 compiled = step.lower(abstract_train_state(config, optimizer), windows, key).compile()
+estimate = estimate_memory(config, global_batch_size=batch_size, grad_accum_steps=num_microbatches)
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
 state = create_train_state(config, optimizer, key)
 for _ in range(3):
     state, metrics = compiled(state, windows, key)
     metrics["loss"].block_until_ready()
-estimate = estimate_memory(config, global_batch_size=batch_size, grad_accum_steps=num_microbatches)
 print((memory("VmHWM") - before) / estimate.peak_bytes)
 """
 

@@ -1,6 +1,7 @@
 """The devices of a run before it starts: can they form the mesh, and share the batch in microbatches?"""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from nnx_gpt2 import check_mesh
@@ -94,14 +95,21 @@ def with_microbatches(config: PretrainConfig, num_devices: Sequence[int]) -> Pre
     size, batch_size = config.train.micro_batch_size, config.train.global_batch_size
     if size is None:
         return config
-    fewest = min(num_devices)
-    for steps in range(-(-batch_size // (fewest * size)), batch_size // fewest + 1):
-        if all(batch_size % (steps * number) == 0 for number in num_devices):
-            return dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accum_steps=steps))
-    raise UsageError(
-        f"train.global_batch_size must be windows for equal microbatches on {' and '.join(map(str, num_devices))} "
-        f"data-parallel devices, got {batch_size}. Change it or --hardware."
-    )
+    fewest, common = min(num_devices), math.lcm(*num_devices)
+    shown = f"{' or '.join(map(str, num_devices))} data-parallel devices"
+    if batch_size % common:
+        raise UsageError(
+            f"train.global_batch_size must be divisible by {common} for {shown}, got {batch_size}. Change it or "
+            "--hardware."
+        )
+    if size * fewest < common:
+        raise UsageError(
+            f"train.micro_batch_size must be at least {common // fewest} for equal microbatches on {shown}, got "
+            f"{size}. Raise it, or change --hardware."
+        )
+    at_least = -(-batch_size // (fewest * size))
+    steps = next(steps for steps in range(at_least, batch_size + 1) if batch_size % (steps * common) == 0)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accum_steps=steps))
 
 
 def resolve_microbatches(config: PretrainConfig, stored: PretrainConfig) -> PretrainConfig:

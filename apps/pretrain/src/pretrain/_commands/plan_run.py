@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -238,6 +238,14 @@ def _measured_step_s(config: PretrainConfig, mesh: jax.sharding.Mesh) -> float:
     return statistics.median(times_s[_NUM_WARM_STEPS:])
 
 
+def _peak(config: PretrainConfig, device: Any) -> float | None:
+    """Return the peak of a device in FLOP/s, or None if it is not known. That of GPUs is known for 16 bits."""
+    if config.peak_tflops is not None:
+        return config.peak_tflops * 1e12
+    is_of_type = device.platform == "tpu" or (config.model.dtype == "bfloat16" and has_bfloat16(device))
+    return known_peak(device.device_kind) if is_of_type else None
+
+
 def _summary(
     config: PretrainConfig,
     target: Target,
@@ -255,10 +263,7 @@ def _summary(
     flops = float(tokens * flops_per_token(model))
     num_devices = len(target.devices)
     kind = target.devices[0].device_kind
-    # The known peaks of GPUs are those of 16 bits.
-    has_peak = target.devices[0].platform == "tpu" or (model.dtype == "bfloat16" and has_bfloat16(target.devices[0]))
-    peak = known_peak(kind) if has_peak else None
-    peak = peak if config.peak_tflops is None else config.peak_tflops * 1e12
+    peak = _peak(config, target.devices[0])
     hours = price = None
     if peak is not None:
         slow, fast = (flops / (share * peak * num_devices) / _HOUR_S for share in MFU_RANGE)
