@@ -299,13 +299,28 @@ def test_a_continued_run_keeps_its_steps_if_its_length_is_given_in_epochs():
         (["--train.max-steps=7"], (7, None, None)),
         (["--train.max_steps", "1000"], (1000, None, None)),
         (["--train.max-tokens", "99"], (1000, None, 99)),
-        (["--train.max-steps", "7", "--train.max-epochs", "2"], (7, 2.0, None)),
+        (["--train.max-steps", "7", "--train.max-epochs", "none"], (7, None, None)),
+        (["--train.max-tokens", "99", "--train.max-epochs", "2"], (1000, 2.0, 99)),
     ],
 )
 def test_a_given_length_replaces_the_epochs_of_a_preset(arguments, expected):
     config = parse_command(["--preset", "wikitext", *arguments])
     assert isinstance(config, PretrainConfig)
     assert (config.train.max_steps, config.train.max_epochs, config.train.max_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("replaced", "other"),
+    [
+        ("--train.max-steps", "--train.max-epochs"),
+        ("--train.max-steps", "--train.max-tokens"),
+        ("--train.grad-accum-steps", "--train.micro-batch-size"),
+    ],
+)
+def test_two_options_of_which_one_replaces_the_other_are_rejected(replaced, other):
+    message = f"^{replaced} cannot be given with {other}, which replaces it. Leave one of them out.$"
+    with pytest.raises(UsageError, match=message):
+        parse_command([replaced, "4", other, "2"])
 
 
 @pytest.mark.parametrize(

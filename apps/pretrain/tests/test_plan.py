@@ -35,8 +35,9 @@ from pretrain._training import target_devices
 
 TINY = (
     "--model.num-layers", "1", "--model.num-heads", "2", "--model.embed-dim", "32", "--model.seq-len", "32",
-    "--train.global-batch-size", "8", "--train.max-steps", "50",
+    "--train.global-batch-size", "8",
 )  # fmt: skip
+STEPS = ("--train.max-steps", "50")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,8 +50,9 @@ def each_step_is_compiled_once():
 
 def planned(*options):
     """Return the exit code and the numbers of a plan."""
+    length = () if any(option.startswith("--train.max-") for option in options) else STEPS
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = main(["plan", "--json", *TINY, *options])
+        code = main(["plan", "--json", *TINY, *length, *options])
     return code, json.loads(out.getvalue())
 
 
@@ -180,7 +182,7 @@ def test_a_schedule_need_not_fit_into_a_thousand_steps():
 
 
 def test_cpu_devices_are_made_for_a_plan():
-    options = [*TINY, "--train.global-batch-size", "12", "--hardware", "cpu:1-3x2"]
+    options = [*TINY, *STEPS, "--train.global-batch-size", "12", "--hardware", "cpu:1-3x2"]
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     code = f"from pretrain import main; main({['plan', '--json', *options]})"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -240,7 +242,7 @@ def test_times_are_shown_in_their_unit(hours, shown):
 
 
 def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
-    assert main(["plan", *TINY, "--train.global-batch-size", "80000000"]) == 1
+    assert main(["plan", *TINY, *STEPS, "--train.global-batch-size", "80000000"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("It does not fit. Take more devices with --mesh.fsdp,")
     assert [line.split()[0] for line in lines[:-1]] == [
@@ -295,7 +297,7 @@ def test_a_missing_compiler_is_one_sentence(capsys):
 
 
 def test_a_plan_starts_nothing_and_writes_nothing(tmp_path: Path):
-    code = f"import sys; from pretrain import main; print(main({['plan', *TINY]}), 'ray' in sys.modules)"
+    code = f"import sys; from pretrain import main; print(main({['plan', *TINY, *STEPS]}), 'ray' in sys.modules)"
     env = os.environ | {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True

@@ -143,8 +143,13 @@ def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainCo
         line: values of a command line.
 
     Raises:
-        UsageError: a value is out of its range.
+        UsageError: a value is out of its range, or the command line has two options of which one replaces the other.
     """
+    for replaced, *others in (_LENGTHS, _MICROBATCHES):
+        given = [name for name in others if line.get(name) is not None]
+        if given and replaced in line:
+            one, other = (f"--{name.replace('_', '-')}" for name in (replaced, given[0]))
+            raise UsageError(f"{one} cannot be given with {other}, which replaces it. Leave one of them out.")
     values = {**_with_alternatives(file), **_with_alternatives(line)}
     preset = PRESETS[values.get("preset", "quickstart")]()
     sections: dict[str, dict[str, Any]] = {}
