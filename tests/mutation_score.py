@@ -30,6 +30,8 @@ from mutmut.utils.format_utils import orig_function_and_class_names_from_key
 LEAST_SCORE = 0.9
 ACCEPTED = "accepted_mutants.toml"
 _SURVIVED, _NO_TESTS, _ALSO_NO_TESTS = 0, 5, 33  # exit codes of pytest, and mutmut's own
+# pytest could not start in the process of the fork server. mutmut shows it as a timeout.
+_NOT_STARTED = 255
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -70,7 +72,11 @@ class ModuleScore:
 
 
 def read_scores(accepted: set[Mutant]) -> list[ModuleScore]:
-    """Read the results of `mutmut run` in the working folder."""
+    """Read the results of `mutmut run` in the working folder.
+
+    Raises:
+        ValueError: pytest could not start for a mutant.
+    """
     scores = []
     for path in sorted(Path("mutants").rglob("*.meta")):
         exit_codes = json.loads(path.read_text())["exit_code_by_key"]
@@ -79,6 +85,11 @@ def read_scores(accepted: set[Mutant]) -> list[ModuleScore]:
         for name, code in exit_codes.items():
             if code is None:
                 continue
+            if code == _NOT_STARTED:
+                raise ValueError(
+                    f"pytest must start for each mutant, got an error for {name}. Correct the configuration of pytest "
+                    "or of mutmut, and delete the folder mutants."
+                )
             if code not in (_SURVIVED, _NO_TESTS, _ALSO_NO_TESTS):
                 score.num_noticed += 1
             elif (mutant := _describe(score.module, name, source)) in accepted:

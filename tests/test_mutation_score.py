@@ -1,6 +1,7 @@
 """Mutation score, from a real run of mutmut on a small package."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -105,3 +106,16 @@ def test_a_wrong_list_of_accepted_mutants_is_rejected(package, capsys, change, c
 
 def test_every_package_lists_the_modules_whose_mutants_run():
     assert all("[tool.mutmut]" in path.read_text() for path in ROOT.glob("*/*/pyproject.toml"))
+
+
+def test_mutants_for_which_pytest_does_not_start_are_not_noticed(package, capsys):
+    """As by a warning that is an error: mutmut has imported a plugin of pytest before."""
+    for name in ("src", "tests"):
+        shutil.copytree(package / name, package / "broken" / name)
+    settings = 'process_isolation = "forkserver"\nforkserver_warmup = "import"\npreload_modules_file = "preload.txt"\n'
+    options = '[tool.pytest.ini_options]\nfilterwarnings = ["error"]\n'
+    (package / "broken" / "pyproject.toml").write_text(CONFIG + settings + options)
+    (package / "broken" / "preload.txt").write_text("jaxtyping\n")
+    run_mutants(package / "broken")
+    assert main([str(package / "broken")]) == 2
+    assert capsys.readouterr().err.startswith("pytest must start for each mutant, got an error for small.numbers.x_")
