@@ -12,7 +12,7 @@ import pytest
 SCRIPT = """
 import resource, statistics
 import jax, numpy as np
-from pretrain._training.host_memory import keep_freed_memory
+from pretrain._training.process import keep_freed_memory
 
 @jax.jit
 def step(x):

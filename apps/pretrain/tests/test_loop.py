@@ -18,9 +18,10 @@ from nnx_gpt2 import (
     make_train_step,
 )
 from owt_data import PrepareOptions, open_tokens, prepare
-from pretrain import PRESETS, main
-from pretrain._training import loop
-from pretrain._training.loop import is_due, restore, warn_of_bfloat16
+from pretrain import PRESETS, TrainConfig, main
+from pretrain._training import batches, setup
+from pretrain._training.loop import due, restore
+from pretrain._training.setup import warn_of_bfloat16
 from pretrain._training.step_meter import StepMeter
 from ray_jax_launch import Checkpoints
 
@@ -66,17 +67,21 @@ def test_batches_are_the_same_when_ray_data_takes_over(cluster, tmp_path, monkey
     data = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes")
     config = PRESETS["baby"]()
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=9))
-    monkeypatch.setattr(loop, "_STEPS_BEFORE_RAY_DATA", 3)
+    monkeypatch.setattr(batches, "_STEPS_BEFORE_RAY_DATA", 3)
     with_ray_data, alone = (
-        [*loop._train_batches(config, data, 2, reads_itself=reads_itself)] for reads_itself in (False, True)
+        [*batches.train_batches(config, data, 2, uses_ray_data=uses_ray_data)] for uses_ray_data in (True, False)
     )
-    assert [step for step, _ in with_ray_data] == [*range(2, 9)]
-    for (_, windows), (_, expected) in zip(with_ray_data, alone, strict=True):
+    assert len(with_ray_data) == 7
+    for windows, expected in zip(with_ray_data, alone, strict=True):
         np.testing.assert_array_equal(windows, expected)
 
 
 def test_what_is_done_every_so_many_steps_is_also_done_at_the_last_step():
-    assert [step for step in range(1, 11) if is_due(step, 4, 10)] == [4, 8, 10]
+    train = TrainConfig(max_steps=10, checkpoint_every=4, eval_every=5, log_every=3)
+    found = {step: due(train, step) for step in range(1, 11)}
+    assert [step for step in found if found[step].checkpoint] == [4, 8, 10]
+    assert [step for step in found if found[step].validation] == [5, 10]
+    assert [step for step in found if found[step].record] == [3, 6, 9, 10]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def test_the_time_of_a_step_does_not_include_the_first_one_of_a_start(tmp_path, 
         return start_clock(meter)
 
     start_clock = StepMeter.start
-    monkeypatch.setattr(loop, "make_train_step", SlowStep)
+    monkeypatch.setattr(setup, "make_train_step", SlowStep)
     monkeypatch.setattr(StepMeter, "start", start)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)

@@ -9,8 +9,7 @@ import ray_jax_launch
 from nnx_gpt2 import make_train_step
 from pretrain import PRESETS, main
 from pretrain._commands.train import _num_tokenizing_tasks as num_tokenizing_tasks
-from pretrain._training import compilation, loop, profiling
-from pretrain._training.entry import train_worker
+from pretrain._training import loop, process, profiling, setup, train_worker
 from ray_jax_launch import parse_hardware
 
 SMALL = (
@@ -34,7 +33,7 @@ def test_options_reach_the_step_the_launch_and_the_profiler(tmp_path, monkeypatc
         return call
 
     monkeypatch.setattr(ray_jax_launch, "launch", noting(ray_jax_launch.launch))
-    monkeypatch.setattr(loop, "make_train_step", noting(make_train_step))
+    monkeypatch.setattr(setup, "make_train_step", noting(make_train_step))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)
     assert main(f"{SMALL} {OPTIONS}".split()) == 0
@@ -59,4 +58,4 @@ def test_workers_send_the_warnings_of_the_loop_to_the_command(monkeypatch):
     monkeypatch.setattr(loop, "run", lambda **arguments: arguments["sample"])
     assert train_worker({"sample": "text"}) == "text"
     assert sent == ["pretrain"]
-    assert {module._logger.name for module in (loop, compilation, profiling)} == {*sent}
+    assert {module._logger.name for module in (setup, process, profiling)} == {*sent}

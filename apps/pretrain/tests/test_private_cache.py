@@ -17,8 +17,8 @@ from pretrain._errors import UsageError
 from pretrain._run.folder import locate
 from pretrain._run.remote_copy import reader_copy
 from pretrain._surroundings.private_cache import private_cache
-from pretrain._training import compilation
-from pretrain._training.compilation import keep_programs
+from pretrain._training import process
+from pretrain._training.process import keep_programs
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
 
@@ -58,8 +58,8 @@ def test_compiled_programs_are_closed_to_other_users(cache, programs):
 
 def test_compiled_programs_are_kept_up_to_a_limit(cache, programs, monkeypatch):
     """The least recently used ones are deleted."""
-    monkeypatch.setattr(compilation, "_MAX_BYTES", 20_000)
-    monkeypatch.setattr(compilation, "_MIN_COMPILE_S", 0.0)
+    monkeypatch.setattr(process, "_MAX_BYTES", 20_000)
+    monkeypatch.setattr(process, "_MIN_COMPILE_S", 0.0)
     keep_programs()
     reset_cache()  # jax has opened another folder
     sizes = []

@@ -36,7 +36,7 @@ from pretrain._errors import UsageError, one_line
 from pretrain._formats import count, decimal_bytes
 from pretrain._screen.facts import print_line, print_table
 from pretrain._screen.waiting import waiting
-from pretrain._training.host_memory import keep_freed_memory
+from pretrain._training.process import keep_freed_memory
 from pretrain._training.target_devices import Target, find_target
 from ray_jax_launch import parse_hardware
 

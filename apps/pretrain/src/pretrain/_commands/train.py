@@ -54,7 +54,7 @@ from pretrain._screen.run_view import RunView
 from pretrain._screen.tokenizing import Tokenizing
 from pretrain._screen.waiting import waiting
 from pretrain._trackers.tracker import check_trackers
-from pretrain._training.entry import train_worker
+from pretrain._training import train_worker
 from ray_jax_launch import (
     Hardware,
     PermanentError,
@@ -174,7 +174,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
                         "folder": folder,
                         "description": description,
                         # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
-                        "reads_itself": hardware.kind == "local" or config.data_mode == "stream",
+                        "uses_ray_data": hardware.kind != "local" and config.data_mode == "prepared",
                         "began_s": began_s,
                     },
                     hardware=hardware,

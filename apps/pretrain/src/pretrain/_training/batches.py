@@ -1,0 +1,94 @@
+"""The training batches of one process, in the order of steps."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from owt_data import DataError, TokenData, iter_steps, read_steps, step_windows
+from pretrain._config import PretrainConfig
+from ray_jax_launch import LaunchError
+
+# Steps of a start whose batches the process reads itself. Ray Data starts processes and needs seconds for its first
+# batch. It does this after the first step, which therefore comes sooner.
+_STEPS_BEFORE_RAY_DATA = 200
+
+
+def train_batches(
+    config: PretrainConfig, data: TokenData, start: int, *, uses_ray_data: bool
+) -> Iterator[NDArray[np.uint16]]:
+    """Yield this process's rows of the batch of each step after `start`, as `uint16[rows, seq_len + 1]`.
+
+    Args:
+        config: the configuration.
+        data: the tokens.
+        start: the steps before.
+        uses_ray_data: True if tasks of Ray Data read all but the first batches, False if a thread of this process does.
+
+    Raises:
+        LaunchError: the tokens cannot be read, or the text of a stream cannot be tokenized.
+        RuntimeError: the batch of a step is missing.
+    """
+    steps = iter(_read(config, data, start, uses_ray_data=uses_ray_data))
+    for expected in range(start, config.train.max_steps):
+        step, rows = next(steps, (None, None))
+        if step != expected or rows is None:
+            raise RuntimeError(f"the next batch must be that of step {expected}, got {step}. Report this error.")
+        yield rows
+
+
+def _read(
+    config: PretrainConfig, data: TokenData, start: int, *, uses_ray_data: bool
+) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    """Yield the number of each step, from 0, and its rows."""
+    stop = config.train.max_steps
+    middle = min(start + _STEPS_BEFORE_RAY_DATA, stop) if uses_ray_data else stop
+    arguments: dict[str, Any] = {
+        "seq_len": config.model.seq_len,
+        "global_batch_size": config.train.global_batch_size,
+        "rank": jax.process_index(),
+        "world_size": jax.process_count(),
+        "order": config.train.order,
+        "seed": config.seed,
+    }
+    try:
+        first_steps = read_steps(data.train, start_step=start, stop_step=middle, **arguments)
+        yield next(first_steps)
+        if middle == stop:
+            yield from first_steps
+            return
+        with ThreadPoolExecutor(1) as thread:
+            other_steps = iter_steps(step_windows(data.train, start_step=middle, stop_step=stop, **arguments))
+            first = thread.submit(next, other_steps)
+            yield from first_steps
+            yield first.result()
+            yield from other_steps
+    except DataError as error:
+        raise LaunchError(str(error)) from error
+
+
+def check_readable(data: TokenData, seq_len: int) -> None:
+    """Read one window of each split, to find missing files before anything is computed.
+
+    Args:
+        data: the tokens.
+        seq_len: inputs per window.
+
+    Raises:
+        LaunchError: this node does not see the token files, or the text of a stream cannot be tokenized.
+    """
+    try:
+        for tokens in (data.train, data.val):
+            tokens.windows(np.zeros(1, np.int64), seq_len=seq_len, order="sequential-first", seed=0)
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"data must be a folder that all nodes share, got {error.filename}, which node "
+            f"{ray.util.get_node_ip_address()} does not see. Give --data a folder on a network file system, s3:// or "
+            "gs://, or --prepare.cache-path one for prepared text."
+        ) from error
+    except DataError as error:
+        raise LaunchError(str(error)) from error
