@@ -199,6 +199,10 @@ def test_a_description_of_another_version_is_rejected_with_both_versions(change,
     assert "from pretrain 9.9. Use that version for this run, or choose another --name" in found
 
 
+def test_a_description_without_versions_is_rejected_too(stored):
+    assert "got 2, of an unknown version" in rejected(stored, lambda content: content.update(format=2, versions="x"))
+
+
 def test_a_description_may_hold_a_mixture_and_any_fingerprint(stored):
     data = dataclasses.replace(DATA, tokens={"a": 0.5, "b": 1.0}, fingerprint={"train": {"bytes": 3, "sha256": "ab"}})
     stored = dataclasses.replace(stored, data=data)

@@ -29,8 +29,9 @@ from owt_data import PrepareOptions, prepare
 from pretrain import PRESETS, PretrainConfig, main
 from pretrain._cli import parse_command
 from pretrain._commands import plan_run
-from pretrain._commands.plan_run import Plan, _peak, show_plan
+from pretrain._commands.plan_run import _peak
 from pretrain._data import load_tokens
+from pretrain._screen.plan_table import Plan, show_plan
 from pretrain._training import target_devices
 
 TINY = (

@@ -32,6 +32,7 @@ from pretrain._early_interrupt import raise_interrupts
 from pretrain._errors import RunFailedError, UsageError, rejection, shown
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
 from pretrain._screen.facts import print_line
+from pretrain._screen.plan_table import show_plan
 from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
@@ -168,7 +169,7 @@ def _run(command: Command) -> int:
             given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
             as_json = given.pop("json")
             found = _imported("plan_run.plan")(config, **given, console=Console(stderr=True, emoji=False))
-            _imported("plan_run.show_plan")(found, console=console, as_json=as_json)
+            show_plan(found, console=console, as_json=as_json)
             return 0 if found.fits else _FAILED
         case SampleCommand():
             texts = _imported("sample.sample")(**dataclasses.asdict(command))

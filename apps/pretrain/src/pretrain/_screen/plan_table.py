@@ -1,0 +1,119 @@
+"""The table of the command `plan`."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from pretrain._formats import count, decimal_bytes
+from pretrain._screen.facts import print_line, print_table
+
+MFU_RANGE = (0.3, 0.5)
+"""Shares of the peak around those of good runs: 41 % of llm.c's GPT-2 124M on eight H100 (140 ms for 0.5 M tokens),
+46 % of PaLM 540B (Chowdhery et al., 2022, arXiv:2204.02311, table 3)."""
+
+_GIB = 2**30
+# Units of an interval, and how many of them an hour has.
+_UNITS = {"hours": 1, "minutes": 60}
+_HOUR_S = 3600
+_REMEDY = (
+    "Take more devices with --mesh.fsdp, --model.remat full, a smaller --train.micro-batch-size, or a smaller model."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The needs of a run. Memory is that of each device, in bytes."""
+
+    device: str
+    num_devices: int
+    mesh: dict[str, int]
+    num_parameters: int
+    tokens_per_step: int
+    num_steps: int
+    num_tokens: int
+    epochs: float | None
+    """None if the number of training windows is not known."""
+    micro_batch_size: int
+    grad_accum_steps: int
+    flops: float
+    tokens_bytes: int | None
+    checkpoints_bytes: int
+    """Checkpoints on disk, with the one that is being written."""
+    logs_bytes: int
+    state_bytes: int | None
+    temporary_bytes: int | None
+    """None if the compiler rejected the step."""
+    usable_bytes: int | None
+    """Memory that jax can use; None if the compiler knows it alone."""
+    fits: bool
+    reason: str
+    hours: tuple[float, float] | None
+    """At 50 % and 30 % of the devices' peak; None if the peak is not known."""
+    price: tuple[float, float] | None
+    measured_step_s: float | None
+    """Median time of a step on these devices, in seconds."""
+
+
+def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
+    """Print a plan, as a table or as one line of JSON."""
+    if as_json:
+        console.file.write(json.dumps(dataclasses.asdict(found)) + "\n")
+        return
+    mesh = ", ".join(f"{axis} {size}" for axis, size in found.mesh.items() if size > 1)
+    rows = {
+        "devices": f"{found.num_devices} x {found.device}" + (f", {mesh}" if mesh else ""),
+        "parameters": count(found.num_parameters),
+        "tokens": f"{count(found.num_tokens)}: {found.num_steps:,} steps of {found.tokens_per_step:,}",
+        "epochs": "unknown before the text is prepared" if found.epochs is None else f"{found.epochs:,.2f}",
+        "microbatch": f"{found.micro_batch_size:,} on each device; {found.grad_accum_steps:,} in a step",
+        "FLOPs": f"{found.flops:.2e}",
+        "disk": _disk(found),
+        "memory": _memory(found),
+        "time": "unknown: give --peak-tflops" if found.hours is None else _time(found.hours),
+    }
+    if found.price is not None:
+        rows["price"] = _interval(found.price)
+    if found.measured_step_s is not None:
+        hours = found.measured_step_s * found.num_steps / _HOUR_S
+        size, unit = _in_unit(hours)
+        rows["measured"] = f"{1000 * found.measured_step_s:,.1f} ms a step here: {hours * size:,.2f} {unit}"
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    print_table(console, table)
+    print_line(console, "It fits." if found.fits else f"It does not fit. {_REMEDY}")
+
+
+def _memory(found: Plan) -> str:
+    if found.state_bytes is None or found.temporary_bytes is None:
+        return f"the compiler rejects the step: {found.reason}"
+    needed = (found.state_bytes + found.temporary_bytes) / _GIB
+    parts = f"state {found.state_bytes / _GIB:,.2f}, temporary {found.temporary_bytes / _GIB:,.2f}"
+    limit = "" if found.usable_bytes is None else f" of {found.usable_bytes / _GIB:,.1f}"
+    return f"{needed:,.2f}{limit} GiB on each device, by its compiler: {parts}"
+
+
+def _disk(found: Plan) -> str:
+    tokens = "unknown" if found.tokens_bytes is None else decimal_bytes(found.tokens_bytes)
+    checkpoints, logs = decimal_bytes(found.checkpoints_bytes), decimal_bytes(found.logs_bytes)
+    return f"tokens {tokens}, checkpoints {checkpoints} at most, logs {logs}"
+
+
+def _in_unit(hours: float) -> tuple[float, str]:
+    """Return how many units an hour has, and the unit: the largest in which a time is at least 1."""
+    return next(((size, unit) for unit, size in _UNITS.items() if hours * size >= 1), (_HOUR_S, "seconds"))
+
+
+def _time(hours: tuple[float, float]) -> str:
+    size, unit = _in_unit(hours[1])
+    return _interval((hours[0] * size, hours[1] * size), f" {unit}")
+
+
+def _interval(ends: tuple[float, float], unit: str = "") -> str:
+    high, low = (f"{share:.0%}" for share in reversed(MFU_RANGE))
+    return f"{ends[0]:,.2f} to {ends[1]:,.2f}{unit}, at {high} to {low} of the peak"
