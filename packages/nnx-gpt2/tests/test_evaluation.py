@@ -65,11 +65,19 @@ def spread(model, request):
     return merge(model.config, jax.device_put(params, tree_shardings(params, make_mesh(**MESHES[request.param]))))
 
 
-@pytest.fixture(params=["one axis", "tensor alone"])
+FOREIGN = {"one axis": {"rows": 8}, "two devices": {"rows": 2}, "tensor alone": {"model": 2, "tensor": 4}}
+
+
+@pytest.fixture(params=FOREIGN)
 def foreign(model, request):
     """The model on a mesh that `make_mesh` did not make."""
-    shape, names = {"one axis": ((8,), ("rows",)), "tensor alone": ((2, 4), ("model", "tensor"))}[request.param]
-    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+    shape = tuple(FOREIGN[request.param].values())
+    mesh = jax.make_mesh(
+        shape,
+        tuple(FOREIGN[request.param]),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
+        devices=jax.devices()[: math.prod(shape)],
+    )
     return merge(model.config, jax.device_put(split_params(model), NamedSharding(mesh, PartitionSpec())))
 
 
@@ -84,8 +92,9 @@ def test_a_model_on_a_mesh_of_other_axes_has_the_loss_that_it_has_on_one_device(
     expected = evaluate_tokens(model, tokens, stride=5)
     monkeypatch.setattr("nnx_gpt2._evaluation.make_eval_step", note_mesh)
     assert evaluate_tokens(foreign, tokens, stride=5).loss == pytest.approx(expected.loss, rel=1e-5)
-    assert [dict(mesh.shape) for mesh in meshes] == [{"data": 8, "fsdp": 1, "tensor": 1}]
-    assert [*meshes[0].devices.flat] == jax.devices()
+    devices = jax.tree.leaves(split_params(foreign))[0].sharding.mesh.devices
+    assert [dict(mesh.shape) for mesh in meshes] == [{"data": devices.size, "fsdp": 1, "tensor": 1}]
+    assert [*meshes[0].devices.flat] == [*devices.flat]
 
 
 @pytest.mark.parametrize("num_tokens", [97, 9])
