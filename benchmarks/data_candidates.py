@@ -172,11 +172,11 @@ def start_ray() -> None:
 
 def our_steps(path: str, num_tokens: int, num_steps: int, order: Any) -> Any:
     """Return the steps of one worker from a file."""
-    from owt_data import TokenSequence, TokenSpan, step_windows
+    from owt_data import Batches, TokenSequence, TokenSpan, step_windows
 
     tokens = TokenSequence((TokenSpan(path=path, start=0, stop=num_tokens),))
-    share: Any = {"rank": 0, "world_size": 1, "start_step": 0, "stop_step": num_steps}
-    return step_windows(tokens, seq_len=SEQ_LEN, global_batch_size=BATCH_SIZE, order=order, seed=SEED, **share)
+    batches = Batches(seq_len=SEQ_LEN, global_batch_size=BATCH_SIZE, order=order, seed=SEED)
+    return step_windows(tokens, batches, start_step=0, stop_step=num_steps)
 
 
 def rates(name: str, batches: Iterable[Any], began: float) -> Figures:

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import logging
 from types import SimpleNamespace
 
@@ -17,9 +18,9 @@ from nnx_gpt2 import (
     make_mesh,
     make_train_step,
 )
-from owt_data import PrepareOptions, open_tokens, prepare
+from owt_data import PrepareOptions, open_tokens, prepare, read_steps_by_tasks
 from pretrain import PRESETS, TrainConfig, main
-from pretrain._training import batches, setup
+from pretrain._training import setup, train_batches
 from pretrain._training.loop import due, restore
 from pretrain._training.setup import warn_of_bfloat16
 from pretrain._training.step_meter import StepMeter
@@ -67,9 +68,10 @@ def test_batches_are_the_same_when_ray_data_takes_over(cluster, tmp_path, monkey
     data = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes")
     config = PRESETS["baby"]()
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=9))
-    monkeypatch.setattr(batches, "_STEPS_BEFORE_RAY_DATA", 3)
+    few = functools.partial(read_steps_by_tasks, first_steps=3)
+    monkeypatch.setattr(train_batches, "read_steps_by_tasks", few)
     with_ray_data, alone = (
-        [*batches.train_batches(config, data, 2, uses_ray_data=uses_ray_data)] for uses_ray_data in (True, False)
+        [*train_batches.train_batches(config, data, 2, uses_ray_data=uses_ray_data)] for uses_ray_data in (True, False)
     )
     assert len(with_ray_data) == 7
     for windows, expected in zip(with_ray_data, alone, strict=True):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from owt_data import (
+    Batches,
     DataError,
     GrowingTokens,
     OrderKind,
@@ -38,10 +39,8 @@ ORDER: OrderKind = "sequential-first"
 
 def window_digests(tokens, first, last, *, order: OrderKind = ORDER):
     """The digest of each window of some steps."""
-    steps = read_steps(
-        tokens, seq_len=SEQ_LEN, global_batch_size=BATCH, rank=0, world_size=1, start_step=first, stop_step=last,
-        order=order,
-    )  # fmt: skip
+    batches = Batches(seq_len=SEQ_LEN, global_batch_size=BATCH, order=order)
+    steps = read_steps(tokens, batches, start_step=first, stop_step=last)
     return [hashlib.sha256(windows.tobytes()).hexdigest() for _, windows in steps]
 
 
@@ -175,29 +174,28 @@ def test_an_error_in_the_block_ends_the_preparation(corpus: Path, tmp_path: Path
 def test_readers_in_other_processes_see_the_tokens_grow(corpus, prepared_start, tmp_path):
     (tmp_path / "tokens").mkdir()
     program = (
-        "import pickle, sys; from owt_data import read_steps; tokens = pickle.load(sys.stdin.buffer); "
-        "steps = read_steps(tokens, seq_len=64, global_batch_size=128, rank=1, world_size=2, start_step=0, "
-        "stop_step=500, order='sequential-first'); print(sum(int(windows.sum()) for _, windows in steps))"
+        "import pickle, sys; from owt_data import Batches, read_steps; tokens = pickle.load(sys.stdin.buffer); "
+        "batches = Batches(seq_len=64, global_batch_size=128, rank=1, world_size=2, order='sequential-first'); "
+        "steps = read_steps(tokens, batches, start_step=0, stop_step=500); "
+        "print(sum(int(windows.sum()) for _, windows in steps))"
     )
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
         reader = subprocess.run(
             [sys.executable, "-c", program],
             input=pickle.dumps(data.train), stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S,
         )  # fmt: skip
-    steps = read_steps(
-        prepared_start.train, seq_len=SEQ_LEN, global_batch_size=BATCH, rank=1, world_size=2, start_step=0,
-        stop_step=500, order=ORDER,
-    )  # fmt: skip
+    batches = Batches(seq_len=SEQ_LEN, global_batch_size=BATCH, rank=1, world_size=2, order=ORDER)
+    steps = read_steps(prepared_start.train, batches, start_step=0, stop_step=500)
     assert int(reader.stdout) == sum(int(windows.sum()) for _, windows in steps)
 
 
 KILLED = """
 import hashlib, sys
-from owt_data import PrepareOptions, prepare_in_background, read_steps
+from owt_data import Batches, PrepareOptions, prepare_in_background, read_steps
 corpus, out, first = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with prepare_in_background(corpus, out, PrepareOptions(tokenizer="bytes", split="start"), num_processes=2) as data:
-    steps = read_steps(data.train, seq_len=64, global_batch_size=128, rank=0, world_size=1, start_step=first,
-                       stop_step=1000, order="sequential-first")
+    batches = Batches(seq_len=64, global_batch_size=128, order="sequential-first")
+    steps = read_steps(data.train, batches, start_step=first, stop_step=1000)
     for step, windows in steps:
         print(step, hashlib.sha256(windows.tobytes()).hexdigest(), flush=True)
 """

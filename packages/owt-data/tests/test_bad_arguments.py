@@ -45,9 +45,9 @@ def windows(indices, tokens=tr, seq_len=8, seed=1, order="shuffle"):
 def record(sha256="0" * 64, num_tokens=1):
     return FileRecord(num_tokens=num_tokens, num_documents=1, sha256=sha256)
 
-def steps(read=read_steps, tokens=tr, **changed):
-    range = {"rank": 0, "world_size": 1, "start_step": 0, "stop_step": 2}
-    return read(tokens, **{"seq_len": 8, "global_batch_size": 4, **range, **changed})
+def steps(read=read_steps, tokens=tr, start_step=0, stop_step=2, **changed):
+    batches = Batches(**{"seq_len": 8, "global_batch_size": 4, **changed})
+    return read(tokens, batches, start_step=start_step, stop_step=stop_step)
 
 def enter(context):
     with context:
@@ -222,6 +222,8 @@ CASES = {
     "steps(seed='1')": f"{SEED} '1'.",
     "steps(step_windows, tokens=None)": TOKENS,
     "steps(step_windows, seq_len=0)": "seq_len must be an integer of at least 1, got 0.",
+    "steps(read_steps_by_tasks, tokens=None)": TOKENS,
+    "read_steps(tr, None, start_step=0, stop_step=2)": "batches must be owt_data.Batches, got None. Make one first.",
     "steps(step_windows, order='x')": "order must be one of shuffle, random, sequential, sequential-first, got 'x'.",
     "token_windows(None, seq_len=8, num_rows=5)": TOKENS,
     "token_windows(tr, seq_len=8, num_rows='5')": "num_rows must be an integer of at least 1, got '5'.",

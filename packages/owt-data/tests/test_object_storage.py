@@ -8,6 +8,7 @@ import pytest
 from pyarrow.fs import FileSystem
 
 from owt_data import (
+    Batches,
     DataError,
     PrepareOptions,
     TokenData,
@@ -127,9 +128,8 @@ def test_the_time_limit_of_googles_client_does_not_change_the_path(options: str)
 @pytest.mark.usefixtures("cluster")
 def test_the_step_stream_reads_from_the_server(both):
     local, remote = (open_tokens(name, tokenizer="bytes").train for name in both)
-    steps_of = functools.partial(
-        step_windows, seq_len=16, global_batch_size=8, rank=1, world_size=2, start_step=3, stop_step=40
-    )
+    batches = Batches(seq_len=16, global_batch_size=8, rank=1, world_size=2)
+    steps_of = functools.partial(step_windows, batches=batches, start_step=3, stop_step=40)
     for (a, x), (b, y) in zip(iter_steps(steps_of(local)), iter_steps(steps_of(remote)), strict=True):
         assert a == b
         np.testing.assert_array_equal(x, y)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 
-from owt_data import PrepareOptions, open_tokens, prepare, prepare_in_background, read_steps, verify
+from owt_data import Batches, PrepareOptions, open_tokens, prepare, prepare_in_background, read_steps, verify
 from owt_data._prepare.ray_encoder import ray_encoder
 
 
@@ -32,17 +32,14 @@ def test_tasks_write_the_same_files(tokenizer, articles, tmp_path, cluster, requ
 
 def test_tasks_encode_tokens_while_they_are_read(articles, tmp_path, cluster, monkeypatch):
     options = PrepareOptions(tokenizer="bytes", split="start")
+    batches = Batches(seq_len=64, global_batch_size=8, order="sequential-first")
     prepare(str(articles), tmp_path / "expected", options, num_processes=1)
     expected = open_tokens(str(tmp_path / "expected"), tokenizer="bytes")
     monkeypatch.delattr("owt_data._prepare.prepare.local_encoder")
     with prepare_in_background(str(articles), tmp_path / "out", options, num_processes=1, use_ray=True) as data:
         growing, finished = (
-            read_steps(
-                tokens, seq_len=64, global_batch_size=8, rank=0, world_size=1, start_step=0, stop_step=80,
-                order="sequential-first",
-            )
-            for tokens in (data.train, expected.train)
-        )  # fmt: skip
+            read_steps(tokens, batches, start_step=0, stop_step=80) for tokens in (data.train, expected.train)
+        )
         for (_, windows), (_, same) in zip(growing, finished, strict=True):
             np.testing.assert_array_equal(windows, same)
 

@@ -16,11 +16,13 @@ from ._sources.names import Source as Source
 from ._sources.names import find_source as find_source
 from ._sources.rows import every_row as every_row
 from ._sources.rows import is_wikitext_title as is_wikitext_title
-from ._stream.direct import read_steps as read_steps
+from ._stream.batches import Batches as Batches
+from ._stream.ray_reader import iter_steps as iter_steps
+from ._stream.ray_reader import read_steps_by_tasks as read_steps_by_tasks
+from ._stream.ray_reader import step_windows as step_windows
+from ._stream.ray_reader import token_windows as token_windows
 from ._stream.text import stream_text as stream_text
-from ._stream.windows import iter_steps as iter_steps
-from ._stream.windows import step_windows as step_windows
-from ._stream.windows import token_windows as token_windows
+from ._stream.thread_reader import read_steps as read_steps
 from ._tokenizers import load_tokenizer as load_tokenizer
 from ._tokenizers import vocab_size as vocab_size
 from ._tokens.inspect import Inspection as Inspection

@@ -18,11 +18,11 @@ from pretrain._config import PretrainConfig, TrainConfig
 from pretrain._run.description import RUN, RunDescription
 from pretrain._run.folder import RunFolder
 from pretrain._run.metrics import Record, rounded
-from pretrain._training.batches import train_batches
 from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
 from pretrain._training.setup import Setup, set_up
 from pretrain._training.step_meter import Metrics, StepMeter
+from pretrain._training.train_batches import train_batches
 from pretrain._training.validation import Validation
 from ray_jax_launch import Checkpoints, log_metrics, mark_finished, stop_requested
 

@@ -22,10 +22,10 @@ from nnx_gpt2 import (
 )
 from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._config import PretrainConfig
-from pretrain._training.batches import check_readable
 from pretrain._training.device_memory import check_memory
 from pretrain._training.process import keep_freed_memory, keep_programs
 from pretrain._training.sampling import Sampler
+from pretrain._training.train_batches import check_readable
 from pretrain._training.validation import Validation
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from owt_data._paths import Names
 from owt_data._sources.documents import Documents
 from owt_data._sources.names import Source, find_source
 from owt_data._sources.rows import StartsDocument, every_row, is_wikitext_title
-from owt_data._stream.windows import untyped
+from owt_data._stream.ray_reader import untyped
 from owt_data._tokenizers import load_fast_tokenizer, load_tokenizer
 
 TokenDtype = Literal["uint16", "int32", "int64"]

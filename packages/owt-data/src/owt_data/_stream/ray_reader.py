@@ -1,18 +1,21 @@
-"""Token windows as Ray Datasets: rows of an order, or the batches of each step for one worker."""
+"""Token windows as Ray Datasets: rows of an order, or the batches of one worker."""
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, get_args
 
 import numpy as np
 import ray.data
 import ray.exceptions
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError, check_integer, check_type
+from owt_data._errors import DataError, check_choice, check_integer, check_type
 from owt_data._options import OrderKind
-from owt_data._stream.direct import check_order, check_steps, local_rows
+from owt_data._stream.batches import Batches, check_reading, check_tokens
+from owt_data._stream.thread_reader import read_steps
 from owt_data._tokens.sequence import Tokens
+from owt_data._tokens.window_order import check_seed
 
 # One Ray task reads one block into one object. The size is small enough for a first block soon, and large enough to
 # hide the overhead of a task, a few milliseconds.
@@ -54,7 +57,9 @@ def token_windows(
     Raises:
         DataError: there are fewer tokens than one window needs, or a number is out of its range.
     """
-    seq_len, seed = check_order(tokens, seq_len, order, seed)
+    check_tokens(tokens)
+    seq_len, seed = check_integer("seq_len", seq_len, least=1), check_seed(seed)
+    check_choice("order", order, get_args(OrderKind))
     if batch_size is not None:
         batch_size = check_integer("batch_size", batch_size, least=1)
     if concurrency is not None:
@@ -95,77 +100,74 @@ def _read_rows(batch: Batch, *, tokens: Tokens, seq_len: int, order: OrderKind, 
     return {"x": windows[:, :-1], "y": windows[:, 1:]}
 
 
-def step_windows(
-    tokens: Tokens,
-    *,
-    seq_len: int,
-    global_batch_size: int,
-    rank: int,
-    world_size: int,
-    start_step: int,
-    stop_step: int,
-    order: OrderKind = "shuffle",
-    seed: int = 2357,
-) -> ray.data.Dataset:
+def step_windows(tokens: Tokens, batches: Batches, *, start_step: int, stop_step: int) -> ray.data.Dataset:
     """Stream one worker's share of each step's batch, in the order of steps. Any start step takes equal time.
 
-    With `G = global_batch_size`, the global batch of step `s` is the windows `[s * G, (s + 1) * G)` of the order.
-    Rank `r` of `n` gets the rows `[r * G/n, (r + 1) * G/n)` of the batch. Hence the batches do not depend on the world
-    size. Read the stream with `iter_steps`.
+    Read the stream with `iter_steps`.
 
     Args:
         tokens: `train` or `val` of `open_tokens`.
-        seq_len: inputs per window.
-        global_batch_size: windows per step, over all workers.
-        rank: index of this worker.
-        world_size: number of workers; must divide `global_batch_size`.
+        batches: the batches of this worker.
         start_step: first step.
         stop_step: last step, exclusive.
-        order: see `window_starts`.
-        seed: see `window_starts`.
 
     Returns:
         One row per step: `step: int64` and `tokens: uint16[G/n, seq_len + 1]`.
 
     Raises:
-        DataError: `world_size` does not divide `global_batch_size`, or an argument is out of its range.
+        DataError: an argument is out of its range.
     """
-    rows = local_rows(global_batch_size, rank, world_size)
-    global_batch_size = int(global_batch_size)
-    steps = check_steps(start_step, stop_step, global_batch_size)
-    seq_len, seed = check_order(tokens, seq_len, order, seed)
-    local_batch_size = len(rows)
-    read = functools.partial(
-        _read_steps,
-        tokens=tokens,
-        seq_len=seq_len,
-        global_batch_size=global_batch_size,
-        first_row=rows.start,
-        local_batch_size=local_batch_size,
-        start_step=steps.start,
-        order=order,
-        seed=seed,
-    )
-    num_blocks = _num_blocks(len(steps), 2 * local_batch_size * (seq_len + 1))
+    steps = check_reading(tokens, batches, start_step, stop_step)
+    read = functools.partial(_read_steps, tokens=tokens, batches=batches, start_step=steps.start)
+    num_blocks = _num_blocks(len(steps), 2 * batches.rows_per_step * (batches.seq_len + 1))
     return _dataset(read, len(steps), num_blocks)
 
 
-def _read_steps(
-    batch: Batch,
-    *,
-    tokens: Tokens,
-    seq_len: int,
-    global_batch_size: int,
-    first_row: int,
-    local_batch_size: int,
-    start_step: int,
-    order: OrderKind,
-    seed: int,
-) -> Batch:
+def _read_steps(batch: Batch, *, tokens: Tokens, batches: Batches, start_step: int) -> Batch:
     steps = batch["id"] + start_step
-    indices = steps[:, None] * global_batch_size + first_row + np.arange(local_batch_size)
-    windows = tokens.windows(indices.ravel(), seq_len=seq_len, order=order, seed=seed)
-    return {"step": steps, "tokens": windows.reshape(len(steps), local_batch_size, seq_len + 1)}
+    return {"step": steps, "tokens": batches.read(tokens, steps)}
+
+
+def read_steps_by_tasks(
+    tokens: Tokens, batches: Batches, *, start_step: int, stop_step: int, first_steps: int = 200
+) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    """Iterate over one worker's share of each step's batch, as `read_steps` does, mostly by tasks of Ray Data.
+
+    Ray Data starts processes and needs seconds for its first batch. So a thread reads the first steps. The tasks start
+    once the first step was taken.
+
+    Args:
+        tokens: `train` or `val` of `open_tokens`.
+        batches: the batches of this worker.
+        start_step: first step.
+        stop_step: last step, exclusive.
+        first_steps: number of steps that a thread reads.
+
+    Returns:
+        An iterator over `(step, uint16[G/n, seq_len + 1])`.
+
+    Raises:
+        DataError: an argument is out of its range, or the tokens cannot be read.
+    """
+    check_reading(tokens, batches, start_step, stop_step)
+    middle = min(start_step + check_integer("first_steps", first_steps, least=1), stop_step)
+    by_thread = read_steps(tokens, batches, start_step=start_step, stop_step=middle)
+    if middle == stop_step:
+        return by_thread
+    by_tasks = functools.partial(step_windows, tokens, batches, start_step=middle, stop_step=stop_step)
+    return _hand_over(by_thread, by_tasks)
+
+
+def _hand_over(
+    by_thread: Iterator[tuple[int, NDArray[np.uint16]]], make_dataset: Callable[[], ray.data.Dataset]
+) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    yield next(by_thread)
+    with ThreadPoolExecutor(1) as thread:
+        by_tasks = iter_steps(make_dataset())
+        first = thread.submit(next, by_tasks)
+        yield from by_thread
+        yield first.result()
+        yield from by_tasks
 
 
 def iter_steps(

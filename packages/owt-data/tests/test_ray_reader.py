@@ -1,6 +1,5 @@
 """Windows through a real Ray cluster."""
 
-import functools
 import itertools
 import time
 from typing import Any
@@ -8,10 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from owt_data import DataError, TokenSequence, TokenSpan, iter_steps, step_windows, token_windows
+from owt_data import (
+    Batches,
+    DataError,
+    TokenSequence,
+    TokenSpan,
+    iter_steps,
+    read_steps_by_tasks,
+    step_windows,
+    token_windows,
+)
 
 SEQ_LEN, BATCH, STEPS = 16, 8, 700
-steps_of = functools.partial(step_windows, seq_len=SEQ_LEN, global_batch_size=BATCH, seed=3)
+
+
+def steps_of(tokens: Any, *, start_step: int, stop_step: int, **changed: Any) -> Any:
+    batches = Batches(**{"seq_len": SEQ_LEN, "global_batch_size": BATCH, "seed": 3, **changed})
+    return step_windows(tokens, batches, start_step=start_step, stop_step=stop_step)
 
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -52,15 +64,24 @@ def test_streams_have_one_seed_unless_they_are_given_another(tokens: TokenSequen
     rows = token_windows(tokens, seq_len=7, num_rows=9).take_all()
     drawn = tokens.windows(np.arange(9), seq_len=7, order="random", seed=2357)
     np.testing.assert_array_equal(np.stack([row["x"] for row in rows]), drawn[:, :-1])
-    given: dict[str, Any] = {"seq_len": 7, "global_batch_size": 9, "rank": 1, "world_size": 3}
-    steps, batches = collect(step_windows(tokens, **given, start_step=3, stop_step=7))
+    given = Batches(seq_len=7, global_batch_size=9, rank=1, world_size=3)
+    steps, batches = collect(step_windows(tokens, given, start_step=3, stop_step=7))
     assert steps == [3, 4, 5, 6]
     shuffled = tokens.windows(np.arange(27, 63), seq_len=7, order="shuffle", seed=2357).reshape(4, 9, 8)
     np.testing.assert_array_equal(batches, shuffled[:, 3:6])
 
 
+@pytest.mark.parametrize(("start", "first_steps"), [(2, 3), (0, 1), (5, 200)])
+def test_tasks_take_over_from_the_thread_at_any_step(tokens, start, first_steps):
+    batches = Batches(seq_len=SEQ_LEN, global_batch_size=BATCH, rank=1, world_size=2, seed=3)
+    found = [*read_steps_by_tasks(tokens, batches, start_step=start, stop_step=9, first_steps=first_steps)]
+    assert [step for step, _ in found] == [*range(start, 9)]
+    windows = np.stack([windows for _, windows in found])
+    np.testing.assert_array_equal(windows, expected(tokens, "shuffle", start, 9)[:, BATCH // 2 :])
+
+
 def test_order_holds_over_many_blocks(tokens, monkeypatch):
-    monkeypatch.setattr("owt_data._stream.windows._BLOCK_BYTES", 4096)
+    monkeypatch.setattr("owt_data._stream.ray_reader._BLOCK_BYTES", 4096)
     dataset = steps_of(tokens, rank=1, world_size=2, start_step=0, stop_step=STEPS)
     steps, batches = collect(dataset)
     assert steps == list(range(STEPS))

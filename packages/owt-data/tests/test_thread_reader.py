@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from owt_data import DataError, TokenSequence, read_steps
-from owt_data._stream.windows import _read_steps
+from owt_data import Batches, DataError, TokenSequence, read_steps
+from owt_data._stream.ray_reader import _read_steps
 
-ARGUMENTS: dict[str, Any] = {
-    "seq_len": 16, "global_batch_size": 8, "rank": 0, "world_size": 1, "start_step": 0, "stop_step": 3,
-}  # fmt: skip
+
+def steps_of(tokens: Any, *, start_step: Any = 0, stop_step: Any = 3, prefetch_steps: int = 4, **changed: Any) -> Any:
+    batches = Batches(**{"seq_len": 16, "global_batch_size": 8, **changed})
+    return read_steps(tokens, batches, start_step=start_step, stop_step=stop_step, prefetch_steps=prefetch_steps)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ ARGUMENTS: dict[str, Any] = {
 )
 def test_read_steps_checks_its_arguments_at_the_call(changed, message, tokens):
     with pytest.raises(DataError) as caught:
-        read_steps(tokens, **{**ARGUMENTS, **changed})
+        steps_of(tokens, **changed)
     assert str(caught.value).startswith(message)
     assert len(str(caught.value)) < 300
 
@@ -39,10 +40,8 @@ def test_read_steps_checks_its_arguments_at_the_call(changed, message, tokens):
 @pytest.mark.parametrize("order", ["shuffle", "random", "sequential"])
 def test_a_task_of_a_stream_reads_the_rows_of_its_rank(order, tokens):
     """In this process: Ray runs it in others."""
-    found = _read_steps(
-        {"id": np.array([0, 1, 5])}, tokens=tokens, seq_len=7, global_batch_size=9, first_row=3, local_batch_size=3,
-        start_step=4, order=order, seed=11,
-    )  # fmt: skip
+    batches = Batches(seq_len=7, global_batch_size=9, rank=1, world_size=3, order=order, seed=11)
+    found = _read_steps({"id": np.array([0, 1, 5])}, tokens=tokens, batches=batches, start_step=4)
     assert found["step"].tolist() == [4, 5, 9]
     rows = tokens.windows(np.arange(10 * 9), seq_len=7, order=order, seed=11).reshape(10, 9, 8)
     np.testing.assert_array_equal(found["tokens"], rows[[4, 5, 9], 3:6])
@@ -50,10 +49,10 @@ def test_a_task_of_a_stream_reads_the_rows_of_its_rank(order, tokens):
 
 @pytest.mark.parametrize("order", ["shuffle", "random", "sequential"])
 def test_ranks_make_up_the_same_global_batches_from_any_step(order, tokens):
-    given = {**ARGUMENTS, "start_step": 90, "stop_step": 120, "order": order, "seed": 3}
+    given = {"start_step": 90, "stop_step": 120, "order": order, "seed": 3, "world_size": 4}
     shares = []
     for rank in range(4):
-        steps, windows = zip(*read_steps(tokens, **{**given, "rank": rank, "world_size": 4}), strict=True)
+        steps, windows = zip(*steps_of(tokens, **given, rank=rank), strict=True)
         assert steps == tuple(range(90, 120))
         shares.append(np.stack(windows))
     expected = tokens.windows(np.arange(90 * 8, 120 * 8), seq_len=16, order=order, seed=3)
@@ -62,7 +61,7 @@ def test_ranks_make_up_the_same_global_batches_from_any_step(order, tokens):
 
 def test_steps_are_shuffled_by_one_seed_unless_they_are_given_another(tokens: TokenSequence) -> None:
     """A change of the defaults would change the batches of runs that rely on them."""
-    windows = [windows for _, windows in read_steps(tokens, **ARGUMENTS)]
+    windows = [windows for _, windows in steps_of(tokens)]
     expected = tokens.windows(np.arange(24), seq_len=16, order="shuffle", seed=2357)
     np.testing.assert_array_equal(np.concatenate(windows), expected)
 
@@ -87,7 +86,7 @@ class CountedTokens:
 @pytest.mark.parametrize("prefetch_steps", [1, 7])
 def test_the_thread_reads_as_far_ahead_as_asked(prefetch_steps, tokens, wait_until):
     counted = CountedTokens(tokens)
-    steps = read_steps(counted, **{**ARGUMENTS, "stop_step": 1000, "prefetch_steps": prefetch_steps})
+    steps = steps_of(counted, stop_step=1000, prefetch_steps=prefetch_steps)
     time.sleep(0.05)
     assert counted.num_reads == 0
     for step in range(3):
@@ -101,7 +100,7 @@ def test_the_thread_reads_as_far_ahead_as_asked(prefetch_steps, tokens, wait_unt
 @pytest.mark.parametrize("prefetch_steps", [1, 1 << 40])
 def test_the_thread_ends_with_its_iterator(prefetch_steps, tokens, wait_until):
     before, counted = set(threading.enumerate()), CountedTokens(tokens)
-    steps = read_steps(counted, **{**ARGUMENTS, "stop_step": 1 << 40, "prefetch_steps": prefetch_steps})
+    steps = steps_of(counted, stop_step=1 << 40, prefetch_steps=prefetch_steps)
     next(steps)
     wait_until(lambda: counted.num_reads >= 3)
     (reader,) = set(threading.enumerate()) - before

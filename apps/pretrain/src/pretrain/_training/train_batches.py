@@ -1,0 +1,73 @@
+"""The training batches of one process, in the order of steps."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from owt_data import Batches, DataError, TokenData, read_steps, read_steps_by_tasks
+from pretrain._config import PretrainConfig
+from ray_jax_launch import LaunchError
+
+
+def train_batches(
+    config: PretrainConfig, data: TokenData, start: int, *, uses_ray_data: bool
+) -> Iterator[NDArray[np.uint16]]:
+    """Yield this process's rows of the batch of each step after `start`, as `uint16[rows, seq_len + 1]`.
+
+    Args:
+        config: the configuration.
+        data: the tokens.
+        start: the steps before.
+        uses_ray_data: True if tasks of Ray Data read all but the first ones, False if a thread of this process reads all.
+
+    Raises:
+        LaunchError: the tokens cannot be read, or the text of a stream cannot be tokenized.
+        RuntimeError: the batch of a step is missing.
+    """
+    stop = config.train.max_steps
+    if start == stop:
+        return
+    batches = Batches(
+        seq_len=config.model.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        rank=jax.process_index(),
+        world_size=jax.process_count(),
+        order=config.train.order,
+        seed=config.seed,
+    )
+    read = read_steps_by_tasks if uses_ray_data else read_steps
+    try:
+        steps = read(data.train, batches, start_step=start, stop_step=stop)
+        for expected in range(start, stop):
+            step, rows = next(steps, (None, None))
+            if step != expected or rows is None:
+                raise RuntimeError(f"the next batch must be that of step {expected}, got {step}. Report this error.")
+            yield rows
+    except DataError as error:
+        raise LaunchError(str(error)) from error
+
+
+def check_readable(data: TokenData, seq_len: int) -> None:
+    """Read one window of each split, to find missing files before anything is computed.
+
+    Args:
+        data: the tokens.
+        seq_len: inputs per window.
+
+    Raises:
+        LaunchError: this node does not see the token files, or the text of a stream cannot be tokenized.
+    """
+    try:
+        for tokens in (data.train, data.val):
+            tokens.windows(np.zeros(1, np.int64), seq_len=seq_len, order="sequential-first", seed=0)
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"data must be a folder that all nodes share, got {error.filename}, which node "
+            f"{ray.util.get_node_ip_address()} does not see. Give --data a folder on a network file system, s3:// or "
+            "gs://, or --prepare.cache-path one for prepared text."
+        ) from error
+    except DataError as error:
+        raise LaunchError(str(error)) from error
