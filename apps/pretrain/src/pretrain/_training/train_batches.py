@@ -21,7 +21,7 @@ def train_batches(
         config: the configuration.
         data: the tokens.
         start: the steps before.
-        uses_ray_data: True if tasks of Ray Data read all but the first ones, False if a thread of this process reads all.
+        uses_ray_data: True if tasks of Ray Data read all but the first ones, False if a thread does.
 
     Raises:
         LaunchError: the tokens cannot be read, or the text of a stream cannot be tokenized.
