@@ -4,6 +4,7 @@ import contextlib
 import time
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from rich.console import Console
@@ -33,6 +34,7 @@ from pretrain._errors import UsageError, rejecting, shown
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
 from pretrain._run.description import (
+    RunDescription,
     check_same_data,
     check_same_settings,
     describe,
@@ -119,91 +121,122 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         config = with_stream_order(config)
     name = config.name or f"{config.preset}-{label_of(parse_data(config.data))}"
     check_run_name(name)
-    storage_path = as_storage_path(config.storage_path)
     with contextlib.ExitStack() as stack:
         with rejecting():
-            folder = stack.enter_context(lock_run(join_path(storage_path, name)))
+            folder = stack.enter_context(lock_run(join_path(as_storage_path(config.storage_path), name)))
         stored = read_description(folder)
         if stored is not None:
-            config = resolve_vocabulary(config, stored.config.model.vocab_size)
-            config = resolve_microbatches(resolve_length(config, stored.config), stored.config)
+            config = _resolve_as_before(config, stored.config)
             check_same_settings(stored, config, folder)
-        result = None if stored is None else read_result(folder)
+            if (result := read_result(folder)) is not None:
+                return _finished(config, stored, folder, name, result, console)
         tokenizing = None
         if config.data_mode == "prepared":
             data = load_tokens(config, console)
-        elif result is not None:  # to compare its tokens, all text would be read again
-            return _finished(folder, name, result, console)
+            config = _resolve_data(config, data, stored, folder, console)
+            hardware = _start_ray(config, hardware, console)
         else:
             stream, tokenizing = find_stream(config), Tokenizing()
             hardware = _start_ray(config, hardware, console)
             num_tasks = _num_tokenizing_tasks(config, hardware)
             data = stack.enter_context(stream_tokens(stream, config, console, num_tasks=num_tasks, report=tokenizing))
-        _check_tokenizer(config, data, console)
-        config = resolve_vocabulary(config, data.vocab_size)
-        _check_vocabulary(config, data)
-        tokens = describe_data(data, config.data_mode)
-        if stored is not None:
-            check_same_data(stored, tokens, folder)
-        else:
-            config = with_length(config, num_windows=data.train.num_windows(config.model.seq_len))
-            _check_schedule(config)
-        if result is not None and stored is not None:
-            write_description(folder, stored)
-            return _finished(folder, name, result, console)
-        if tokenizing is None:
-            hardware = _start_ray(config, hardware, console)
-        assert hardware is not None, "auto is resolved"
+            config = _resolve_data(config, data, stored, folder, console)
         num_devices = data_devices(config, hardware)
         if stored is None:
             config = with_microbatches(config, num_devices)
         check_shares(config, num_devices)
-        description = stored or describe(config, tokens, str(hardware))
+        description = stored or describe(config, describe_data(data, config.data_mode), str(hardware))
         write_description(folder, description)
         folder.push()
         introduce(config, data, hardware, folder, console)
         stack.enter_context(verified_data(data, config.verify_data, console, stop=ray_jax_launch.request_stop))
+        arguments = {
+            "config": config,
+            "data": data,
+            "folder": folder,
+            "description": description,
+            # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
+            "uses_ray_data": hardware.kind != "local" and config.data_mode == "prepared",
+            "began_s": began_s,
+        }
         view = _view(read_history(folder), hardware, tokenizing, began_s)
         try:
-            with Display(view, console) as display, log_lines(display.print):
-                result = ray_jax_launch.launch(
-                    train_worker,
-                    {
-                        "config": config,
-                        "data": data,
-                        "folder": folder,
-                        "description": description,
-                        # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
-                        "uses_ray_data": hardware.kind != "local" and config.data_mode == "prepared",
-                        "began_s": began_s,
-                    },
-                    hardware=hardware,
-                    storage_path=storage_path,
-                    name=name,
-                    on_metrics=lambda rank, metrics: display.add(metrics),
-                    data_cpus=0 if hardware.kind == "local" else hardware.data_cpus,
-                    max_failures=config.train.max_failures,
-                    wait_for_resources_s=config.wait_for_resources_s,
-                )
+            sample = _run_workers(arguments, hardware, name, view, console)
         except KeyboardInterrupt:
             show_stopped(folder.checkpoints, console)
             raise
         except TrainingFailed as error:
             write_end(folder, "failed", time.time())
             return _result(folder, error)
-        except (StopRequestedError, UnsavedCheckpointError):
-            raise  # `lock_run` makes it a failure of the run
-        except PermanentError as error:  # of a loop in this process
-            write_end(folder, "failed", time.time())
-            return _result(folder, TrainingFailed(str(error), 0, traceback.format_exc(), ""))
         folder.check_place()
         folder.pull()
         finished = write_result_and_picture(folder, name, wall_s=time.monotonic() - began)
-        sample = str(result.return_value)
         folder.push(with_logs=True)
         history, outcome = read_history(folder), _result(folder)
     show_result(history, finished, console, sample=sample)
     return outcome
+
+
+def _resolve_as_before(config: PretrainConfig, stored: PretrainConfig) -> PretrainConfig:
+    """Return the configuration with the values that followed from the data and the devices of the first start."""
+    config = resolve_vocabulary(config, stored.model.vocab_size)
+    return resolve_microbatches(resolve_length(config, stored), stored)
+
+
+def _resolve_data(
+    config: PretrainConfig, data: TokenData, stored: RunDescription | None, folder: RunFolder, console: Console
+) -> PretrainConfig:
+    """Return the configuration with the values that follow from the data, or check the data of a continued run.
+
+    Raises:
+        DataError: training needs the tokenizer, and it cannot be loaded.
+        UsageError: the data differs from that of the run, or does not fit the vocabulary or the schedule.
+    """
+    _check_tokenizer(config, data, console)
+    config = resolve_vocabulary(config, data.vocab_size)
+    _check_vocabulary(config, data)
+    if stored is not None:
+        check_same_data(stored, describe_data(data, config.data_mode), folder)
+        return config
+    config = with_length(config, num_windows=data.train.num_windows(config.model.seq_len))
+    _check_schedule(config)
+    return config
+
+
+def _run_workers(arguments: dict[str, Any], hardware: Hardware, name: str, view: RunView, console: Console) -> str:
+    """Run the training loop on the workers, and show it. Return the sample.
+
+    Args:
+        arguments: those of the loop.
+        hardware: the checked hardware.
+        name: the name of the run.
+        view: the state of the run.
+        console: shows the run.
+
+    Raises:
+        TrainingFailed: the loop has failed too often, or with an error that a restart cannot mend.
+        StopRequestedError: the run stopped by itself, and is saved.
+        UnsavedCheckpointError: a checkpoint could not be saved.
+    """
+    config: PretrainConfig = arguments["config"]
+    try:
+        with Display(view, console) as display, log_lines(display.print):
+            result = ray_jax_launch.launch(
+                train_worker,
+                arguments,
+                hardware=hardware,
+                storage_path=as_storage_path(config.storage_path),
+                name=name,
+                on_metrics=lambda rank, metrics: display.add(metrics),
+                data_cpus=0 if hardware.kind == "local" else hardware.data_cpus,
+                max_failures=config.train.max_failures,
+                wait_for_resources_s=config.wait_for_resources_s,
+            )
+    except (StopRequestedError, UnsavedCheckpointError):
+        raise  # `lock_run` makes it a failure of the run
+    except PermanentError as error:  # of a loop in this process
+        raise TrainingFailed(str(error), 0, traceback.format_exc(), "") from error
+    return str(result.return_value)
 
 
 def resolve_vocabulary(config: PretrainConfig, vocab_size: int | None) -> PretrainConfig:
@@ -252,8 +285,22 @@ def _start_ray(config: PretrainConfig, hardware: Hardware | None, console: Conso
     return hardware
 
 
-def _finished(folder: RunFolder, name: str, result: RunResult, console: Console) -> TrainResult:
-    """Return the result of a run that is finished already. A picture that a kill has prevented is drawn."""
+def _finished(
+    config: PretrainConfig,
+    stored: RunDescription,
+    folder: RunFolder,
+    name: str,
+    result: RunResult,
+    console: Console,
+) -> TrainResult:
+    """Return the result of a run that is finished already. A picture that a kill has prevented is drawn.
+
+    Raises:
+        UsageError: the data differs from that of the run. All text of a stream would be read to find out.
+    """
+    if config.data_mode == "prepared":
+        check_same_data(stored, describe_data(load_tokens(config, console), config.data_mode), folder)
+    write_description(folder, stored)
     history = read_history(folder)
     if not folder.loss_picture.exists():
         _draw(history, name)
