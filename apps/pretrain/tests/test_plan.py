@@ -231,15 +231,26 @@ def test_times_are_shown_in_their_unit(hours, shown):
         device="H100", num_devices=8, mesh={"data": 8}, num_parameters=1, tokens_per_step=1, num_steps=100,
         num_tokens=1, epochs=1.0, micro_batch_size=1, grad_accum_steps=1, flops=1.0, tokens_bytes=20_000_000,
         checkpoints_bytes=3_000_000_000, logs_bytes=4000, state_bytes=1, temporary_bytes=1, usable_bytes=None,
-        fits=True, reason="", hours=hours, price=hours, measured_step_s=1.5,
+        fits=True, reason="", hours=hours, price_per_hour=1.0, price=hours, measured_step_s=1.5,
     )  # fmt: skip
     out = io.StringIO()
     show_plan(plan, console=Console(file=out, width=200))
     lines = dict(line.split(maxsplit=1) for line in out.getvalue().splitlines())
     assert lines["time"].startswith(shown)
-    assert lines["measured"] == "1,500.0 ms a step here: 2.50 minutes"
+    assert lines["measured"] == "1,500.0 ms a step here: 2.50 minutes, price 0.04"
+    assert lines["memory"] == "0.00 MiB on each device, by its compiler: state 0.00, temporary 0.00"
     assert lines["disk"] == "tokens 20.00 MB, checkpoints 3.00 GB at most, logs 4 kB"
     assert lines["price"] == f"{hours[0]:.2f} to {hours[1]:.2f}, at 50% to 30% of the peak"
+
+
+def test_a_price_without_a_known_peak_is_unknown(capsys):
+    """The memory of a tiny model is not shown as 0.00 GiB."""
+    assert main(["plan", *TINY, *STEPS, "--price-per-hour", "3"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["price"] == lines["time"] == "unknown: give --peak-tflops"
+    needed, *_ = lines["memory"].split()
+    assert " MiB on each device" in lines["memory"]
+    assert float(needed) > 0
 
 
 def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
@@ -257,6 +268,10 @@ def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
         (
             ("--preset", "wikitext"),
             "train.max_epochs must be none in a plan for text that is not prepared, got 5. Give",
+        ),
+        (
+            ("--model.vocab-size", "100"),
+            "--model.vocab-size must be at least 257, the vocabulary of the tokenizer bytes",
         ),
         (("--price-per-hour", "-1"), "--price-per-hour must be a number of at least 0, got -1.0. Change it."),
         (("--price-per-hour", "nan"), "--price-per-hour must be a"),

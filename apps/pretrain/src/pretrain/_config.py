@@ -330,6 +330,15 @@ def with_vocab_size(config: PretrainConfig, vocab_size: int) -> PretrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
+def check_vocabulary(config: PretrainConfig, tokenizer: str, num_ids: int) -> None:
+    """Check that the model has an embedding for each id of the tokenizer, or raise `UsageError`."""
+    if (vocab_size := config.model.vocab_size) is not None and vocab_size < num_ids:
+        raise UsageError(
+            f"--model.vocab-size must be at least {num_ids}, the vocabulary of the tokenizer {tokenizer}, got "
+            f"{vocab_size}. Leave it out to take the tokenizer's."
+        )
+
+
 def with_length(config: PretrainConfig, *, num_windows: int) -> PretrainConfig:
     """Return the configuration with the `max_steps` that `max_epochs` and `max_tokens` give.
 

@@ -27,7 +27,7 @@ from nnx_gpt2 import (
 from nnx_gpt2 import peak_flops_per_s as known_peak
 from owt_data import vocab_size
 from pretrain._commands.check_devices import check_batch, data_devices, with_microbatches
-from pretrain._config import PretrainConfig, with_length, with_stream_order, with_vocab_size
+from pretrain._config import PretrainConfig, check_vocabulary, with_length, with_stream_order, with_vocab_size
 from pretrain._data import open_prepared
 from pretrain._errors import UsageError, one_line
 from pretrain._screen.plan_table import MFU_RANGE, Plan
@@ -86,8 +86,11 @@ def plan(
     if config.data_mode == "stream":
         config = with_stream_order(config)
     try:
+        tokenizer = config.prepare.tokenizer if data is None else data.tokenizer
+        num_ids = vocab_size(tokenizer) if data is None else data.vocab_size
+        check_vocabulary(config, tokenizer, num_ids)
         if config.model.vocab_size is None:
-            config = with_vocab_size(config, vocab_size(config.prepare.tokenizer) if data is None else data.vocab_size)
+            config = with_vocab_size(config, num_ids)
         config = with_length(config, num_windows=0 if data is None else data.num_windows)
         target = find_target(hardware, only_here=measure)
         mesh = make_mesh(devices=target.devices, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
@@ -106,6 +109,7 @@ class _Data(NamedTuple):
 
     num_windows: int
     num_tokens: int
+    tokenizer: str
     vocab_size: int
 
 
@@ -113,9 +117,9 @@ def _find_data(config: PretrainConfig) -> _Data | None:
     tokens, seq_len = open_prepared(config), config.model.seq_len
     if tokens is not None:
         num_tokens = len(tokens.train) + len(tokens.val)
-        return _Data(tokens.train.num_windows(seq_len), num_tokens, tokens.vocab_size)
+        return _Data(tokens.train.num_windows(seq_len), num_tokens, tokens.tokenizer, tokens.vocab_size)
     if config.data == "openwebtext" and config.prepare.tokenizer == "gpt2":
-        return _Data(_OPENWEBTEXT[0] // seq_len, sum(_OPENWEBTEXT), vocab_size("gpt2"))
+        return _Data(_OPENWEBTEXT[0] // seq_len, sum(_OPENWEBTEXT), "gpt2", vocab_size("gpt2"))
     return None
 
 
@@ -245,6 +249,7 @@ def _summary(
         fits=memory is not None and target.has(memory),
         reason=reason,
         hours=hours,
+        price_per_hour=price_per_hour,
         price=price,
         measured_step_s=step_s,
     )

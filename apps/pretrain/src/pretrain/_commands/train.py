@@ -22,6 +22,7 @@ from pretrain._commands.check_devices import (
 from pretrain._commands.verify_data import verified_data
 from pretrain._config import (
     PretrainConfig,
+    check_vocabulary,
     with_length,
     with_max_steps,
     with_stream_order,
@@ -194,7 +195,7 @@ def _resolve_data(
     """
     _check_tokenizer(config, data, console)
     config = resolve_vocabulary(config, data.vocab_size)
-    _check_vocabulary(config, data)
+    check_vocabulary(config, data.tokenizer, data.vocab_size)
     if stored is not None:
         check_same_data(stored, describe_data(data, config.data_mode), folder)
         return config
@@ -352,15 +353,6 @@ def _check_schedule(config: PretrainConfig) -> None:
             config.optimizer.wsd_decay_steps(config.train.max_steps)
         except ValueError as error:
             raise UsageError(str(error)) from None
-
-
-def _check_vocabulary(config: PretrainConfig, data: TokenData) -> None:
-    vocab_size = config.model.vocab_size
-    if vocab_size is not None and vocab_size < data.vocab_size:
-        raise UsageError(
-            f"--model.vocab-size must be at least {data.vocab_size}, the vocabulary of the tokenizer {data.tokenizer}, "
-            f"got {vocab_size}. Leave it out to take the tokenizer's."
-        )
 
 
 def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResult:

@@ -14,10 +14,11 @@ MFU_RANGE = (0.3, 0.5)
 """Shares of the peak around those of good runs: 41 % of llm.c's GPT-2 124M on eight H100 (140 ms for 0.5 M tokens),
 46 % of PaLM 540B (Chowdhery et al., 2022, arXiv:2204.02311, table 3)."""
 
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
 # Units of an interval, and how many of them an hour has.
 _UNITS = {"hours": 1, "minutes": 60}
 _HOUR_S = 3600
+_UNKNOWN = "unknown: give --peak-tflops"
 _REMEDY = (
     "Take more devices with --mesh.fsdp, --model.remat full, a smaller --train.micro-batch-size, or a smaller model."
 )
@@ -52,7 +53,10 @@ class Plan:
     reason: str
     hours: tuple[float, float] | None
     """At 50 % and 30 % of the devices' peak; None if the peak is not known."""
+    price_per_hour: float | None
+    """The price of all devices."""
     price: tuple[float, float] | None
+    """None without `hours` or `price_per_hour`."""
     measured_step_s: float | None
     """Median time of a step on these devices, in seconds."""
 
@@ -72,14 +76,16 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
         "FLOPs": f"{found.flops:.2e}",
         "disk": _disk(found),
         "memory": _memory(found),
-        "time": "unknown: give --peak-tflops" if found.hours is None else _time(found.hours),
+        "time": _UNKNOWN if found.hours is None else _time(found.hours),
     }
-    if found.price is not None:
-        rows["price"] = _interval(found.price)
+    if found.price_per_hour is not None:
+        rows["price"] = _UNKNOWN if found.price is None else _interval(found.price)
     if found.measured_step_s is not None:
         hours = found.measured_step_s * found.num_steps / _HOUR_S
         size, unit = _in_unit(hours)
         rows["measured"] = f"{1000 * found.measured_step_s:,.1f} ms a step here: {hours * size:,.2f} {unit}"
+        if found.price_per_hour is not None:
+            rows["measured"] += f", price {hours * found.price_per_hour:,.2f}"
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -92,10 +98,11 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
 def _memory(found: Plan) -> str:
     if found.state_bytes is None or found.temporary_bytes is None:
         return f"the compiler rejects the step: {found.reason}"
-    needed = (found.state_bytes + found.temporary_bytes) / _GIB
-    parts = f"state {found.state_bytes / _GIB:,.2f}, temporary {found.temporary_bytes / _GIB:,.2f}"
-    limit = "" if found.usable_bytes is None else f" of {found.usable_bytes / _GIB:,.1f}"
-    return f"{needed:,.2f}{limit} GiB on each device, by its compiler: {parts}"
+    needed_bytes = found.state_bytes + found.temporary_bytes
+    size, unit = (_GIB, "GiB") if needed_bytes > _GIB / 10 else (_MIB, "MiB")
+    parts = f"state {found.state_bytes / size:,.2f}, temporary {found.temporary_bytes / size:,.2f}"
+    limit = "" if found.usable_bytes is None else f" of {found.usable_bytes / size:,.1f}"
+    return f"{needed_bytes / size:,.2f}{limit} {unit} on each device, by its compiler: {parts}"
 
 
 def _disk(found: Plan) -> str:
