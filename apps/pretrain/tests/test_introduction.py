@@ -16,17 +16,19 @@ from ray_jax_launch import Checkpoints, parse_hardware
 
 
 @pytest.mark.parametrize(("hardware", "per_worker"), [("cpu:1", "16"), ("cpu:4", "4"), ("cpu:2-4", "4-8")])
-def test_the_introduction_has_the_sizes_of_the_run(hardware, per_worker, tmp_path):
+@pytest.mark.parametrize(("num_microbatches", "shown"), [(1, ""), (2, ", in 2 microbatches")])
+def test_the_introduction_has_the_sizes_of_the_run(hardware, per_worker, num_microbatches, shown, tmp_path):
     (tmp_path / "text.txt").write_text("x" * 100_000)
     prepare(str(tmp_path / "text.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
     data, config = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes"), PRESETS["quickstart"]()
-    config = with_vocab_size(dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=2000)), 257)
+    train = dataclasses.replace(config.train, max_steps=2000, grad_accum_steps=num_microbatches)
+    config = with_vocab_size(dataclasses.replace(config, train=train), 257)
     out = io.StringIO()
     introduce(config, data, parse_hardware(hardware), RunFolder(tmp_path / "run"), Console(file=out, width=80))
     assert out.getvalue().splitlines() == [
         "model     834,432 parameters: 4 layers of width 128",
         "data      90,001 tokens to train on, 10,000 to validate on (bytes)",
-        f"step      1,024 tokens: 16 windows of 64, {per_worker} per worker",
+        f"step      1,024 tokens: 16 windows of 64, {per_worker} per worker{shown}",
         "length    2,000 steps: 2,048,000 tokens, 22.76 epochs",
         f"hardware  {parse_hardware(hardware)}",
         f"run folder: {tmp_path / 'run'}",

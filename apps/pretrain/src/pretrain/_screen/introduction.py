@@ -24,6 +24,8 @@ def introduce(config: PretrainConfig, data: TokenData, hardware: Hardware, folde
     step_tokens = num_windows * model.seq_len
     worker_counts = sorted({hardware.min_workers, hardware.num_workers}, reverse=True)
     per_worker = "-".join(str(num_windows // count) for count in worker_counts)
+    num_microbatches = config.train.grad_accum_steps
+    microbatches = f", in {num_microbatches} microbatches" if num_microbatches > 1 else ""
     if isinstance(data.train, GrowingTokens):
         tokens, epochs = "a growing number of", ""
     else:
@@ -34,7 +36,11 @@ def introduce(config: PretrainConfig, data: TokenData, hardware: Hardware, folde
         [
             ("model", f"{num_params(model):,} parameters: {model.num_layers} layers of width {model.embed_dim}"),
             ("data", f"{tokens} tokens to train on, {len(data.val):,} to validate on ({data.tokenizer})"),
-            ("step", f"{step_tokens:,} tokens: {num_windows} windows of {model.seq_len}, {per_worker} per worker"),
+            (
+                "step",
+                f"{step_tokens:,} tokens: {num_windows} windows of {model.seq_len}, {per_worker} per worker"
+                f"{microbatches}",
+            ),
             ("length", f"{max_steps:,} steps: {max_steps * step_tokens:,} tokens{epochs}"),
             ("hardware", str(hardware)),
         ],
