@@ -12,7 +12,7 @@ from rich.live import Live
 from pretrain import main
 from pretrain._cli import standard_output
 from pretrain._output import log_lines
-from pretrain._screen.facts import print_facts, print_line
+from pretrain._screen.printing import print_facts, print_line
 
 
 def test_information_of_the_launcher_is_shown(caplog):

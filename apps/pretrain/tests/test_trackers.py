@@ -16,8 +16,8 @@ from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample
-from pretrain._trackers.content import settings, tagged
 from pretrain._trackers.row_tracker import RowTracker
+from pretrain._trackers.shown_values import settings, tagged
 from pretrain._trackers.tracker import Trackers, check_trackers, open_trackers
 from pretrain._trackers.tracker import _run_id as run_id
 

@@ -13,7 +13,7 @@ import pytest
 from owt_data import DataError, every_row, find_source, load_tokenizer
 from owt_data._errors import UnreadableError
 from owt_data._sources.documents import START, Cursor, Documents
-from owt_data._sources.names import find_splits
+from owt_data._sources.source import find_splits
 
 ROWS = [f"row {number} é" for number in range(3000)]
 

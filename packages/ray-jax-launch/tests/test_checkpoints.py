@@ -13,7 +13,7 @@ from pyarrow.fs import FileSelector
 
 from ray_jax_launch import Checkpoints, LaunchError, MismatchedCheckpointError, intact_step, latest_step
 from ray_jax_launch._checkpoint.catalog import list_steps, unsaved
-from ray_jax_launch._checkpoint.notices import notify_of_saves
+from ray_jax_launch._checkpoint.save_events import notify_of_saves
 from ray_jax_launch._storage import open_uri
 
 

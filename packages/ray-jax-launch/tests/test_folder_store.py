@@ -25,7 +25,7 @@ from ray_jax_launch import (
 from ray_jax_launch._checkpoint.catalog import list_steps
 from ray_jax_launch._checkpoint.checksums import to_json
 from ray_jax_launch._checkpoint.folder_store import FolderStore
-from ray_jax_launch._checkpoint.notices import notify_of_saves
+from ray_jax_launch._checkpoint.save_events import notify_of_saves
 from ray_jax_launch._checkpoint.writers import FolderWriter, make_writer
 
 TREE = {"w": jnp.arange(1000.0)}

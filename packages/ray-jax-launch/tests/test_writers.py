@@ -18,7 +18,7 @@ from ray_jax_launch import Checkpoints, UnsavedCheckpointError, intact_step
 from ray_jax_launch._checkpoint import writers
 from ray_jax_launch._checkpoint.catalog import list_steps
 from ray_jax_launch._checkpoint.folder_store import FolderStore
-from ray_jax_launch._checkpoint.notices import notify_of_saves
+from ray_jax_launch._checkpoint.save_events import notify_of_saves
 
 TREE = {"w": jnp.arange(7.0)}
 

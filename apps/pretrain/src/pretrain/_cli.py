@@ -31,8 +31,8 @@ from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import raise_interrupts
 from pretrain._errors import RunFailedError, UsageError, rejection, shown
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
-from pretrain._screen.facts import print_line
 from pretrain._screen.plan_table import show_plan
+from pretrain._screen.printing import print_line
 from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141

@@ -27,7 +27,7 @@ from owt_data import (
 from pretrain._config import PrepareConfig, PretrainConfig
 from pretrain._data_names import Mixture, Plain, Splits, label_of, parse_data, token_files
 from pretrain._errors import UsageError
-from pretrain._screen.facts import print_line
+from pretrain._screen.printing import print_line
 from pretrain._surroundings.private_cache import private_cache
 from ray_jax_launch import as_storage_path
 

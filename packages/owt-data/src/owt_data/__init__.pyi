@@ -12,10 +12,10 @@ from ._prepare.prepare import Progress as Progress
 from ._prepare.prepare import prepare as prepare
 from ._prepare.progress_bar import progress_bar as progress_bar
 from ._prepare.progress_bar import share_bar as share_bar
-from ._sources.names import Source as Source
-from ._sources.names import find_source as find_source
 from ._sources.rows import every_row as every_row
 from ._sources.rows import is_wikitext_title as is_wikitext_title
+from ._sources.source import Source as Source
+from ._sources.source import find_source as find_source
 from ._stream.batches import Batches as Batches
 from ._stream.ray_reader import iter_steps as iter_steps
 from ._stream.ray_reader import read_steps_by_tasks as read_steps_by_tasks

@@ -11,7 +11,7 @@ from pretrain._errors import UsageError, one_line, short
 from pretrain._report.page import render_page
 from pretrain._run.find import find_run
 from pretrain._run.history import read_history
-from pretrain._screen.facts import print_line
+from pretrain._screen.printing import print_line
 from pretrain._surroundings.output_file import check_output, is_open_file, write_output
 from ray_jax_launch import as_storage_path
 

@@ -19,7 +19,7 @@ from pretrain._run.history import read_history, seconds_by_phase
 from pretrain._run.metrics import last_values
 from pretrain._run.remote_copy import pull_changed
 from pretrain._run.state import last_seen_s, run_state
-from pretrain._screen.facts import print_line, print_table
+from pretrain._screen.printing import print_line, print_table
 from ray_jax_launch import LaunchError, as_storage_path, join_path, latest_step, open_uri
 
 PART = "*"

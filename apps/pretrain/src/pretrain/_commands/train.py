@@ -51,8 +51,8 @@ from pretrain._run.metrics import last_values
 from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_finished, show_result, show_stopped
-from pretrain._screen.facts import print_line
 from pretrain._screen.introduction import introduce
+from pretrain._screen.printing import print_line
 from pretrain._screen.run_view import RunView
 from pretrain._screen.tokenizing import Tokenizing
 from pretrain._screen.waiting import waiting

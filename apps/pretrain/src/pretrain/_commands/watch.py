@@ -15,7 +15,7 @@ from pretrain._run.remote_copy import pull_changed, watched_files
 from pretrain._run.state import last_seen_s, run_state
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_result
-from pretrain._screen.facts import print_line
+from pretrain._screen.printing import print_line
 from pretrain._screen.run_view import RunView
 from ray_jax_launch import LaunchError
 

@@ -14,7 +14,7 @@ from pretrain._run.find import DEFAULT_STORAGE
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, Sample
 from pretrain._run.result import RunResult
-from pretrain._screen.facts import print_facts, print_line
+from pretrain._screen.printing import print_facts, print_line
 from ray_jax_launch import LaunchError, StoragePath, latest_step
 
 _SMALLEST_SHARE = 0.01

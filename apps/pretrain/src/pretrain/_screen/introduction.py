@@ -6,7 +6,7 @@ from nnx_gpt2 import num_params
 from owt_data import GrowingTokens, TokenData
 from pretrain._config import PretrainConfig
 from pretrain._run.folder import RunFolder
-from pretrain._screen.facts import print_facts, print_line
+from pretrain._screen.printing import print_facts, print_line
 from ray_jax_launch import Hardware, latest_step
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain._formats import count, decimal_bytes
-from pretrain._screen.facts import print_line, print_table
+from pretrain._screen.printing import print_line, print_table
 
 MFU_RANGE = (0.3, 0.5)
 """Shares of the peak around those of good runs: 41 % of llm.c's GPT-2 124M on eight H100 (140 ms for 0.5 M tokens),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from pretrain._run.history import Sample
 from pretrain._run.metrics import Record
-from pretrain._trackers.content import tagged
+from pretrain._trackers.shown_values import tagged
 
 
 class RowTracker(ABC):

@@ -21,7 +21,7 @@ from tensorboardX.summary import scalar, text
 from pretrain._run.files import flatten, read_text, sync_file, sync_folder, write_durably
 from pretrain._run.history import Sample
 from pretrain._run.metrics import Record
-from pretrain._trackers.content import tagged
+from pretrain._trackers.shown_values import tagged
 
 _proto: Any = event_pb2  # its import makes the classes; type checkers do not see them
 # A run in object storage uploads whole files at each save. A file of this size is not changed any more.

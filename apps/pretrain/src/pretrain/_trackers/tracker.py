@@ -14,7 +14,7 @@ from pretrain._run.files import read_lines, read_text, write_durably
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, read_samples
 from pretrain._run.metrics import Record
-from pretrain._trackers.content import settings
+from pretrain._trackers.shown_values import settings
 from pretrain._trackers.trackio_tracker import TrackioTracker
 from pretrain._trackers.wandb_tracker import WandbTracker
 

@@ -14,7 +14,7 @@ from owt_data._paths import Names
 from owt_data._prepare.growing_tokens import GrowingTokens, note_end, note_life, note_start, read_num_wanted
 from owt_data._prepare.prepare import Progress, Report, local_folder, prepare_for
 from owt_data._prepare.shards import staging_path
-from owt_data._sources.names import find_splits
+from owt_data._sources.source import find_splits
 from owt_data._tokens.open import TokenData, open_tokens
 
 _log = logging.getLogger("owt_data")

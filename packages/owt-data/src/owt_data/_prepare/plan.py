@@ -19,8 +19,8 @@ from owt_data._paths import open_regular
 from owt_data._prepare.durable import write_durably
 from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES, staging_path
 from owt_data._sources.documents import Documents
-from owt_data._sources.names import HubLayout, Source
 from owt_data._sources.rows import is_wikitext_title
+from owt_data._sources.source import HubLayout, Source
 from owt_data._tokens.manifest import Manifest
 
 _log = logging.getLogger("owt_data")

@@ -35,7 +35,7 @@ from owt_data._prepare.shards import (
 )
 from owt_data._prepare.write_splits import Ranges, copy_ranges, document_ends, split_at, split_documents
 from owt_data._sources.documents import Documents
-from owt_data._sources.names import BUILTIN, Source, SourceStates, find_splits
+from owt_data._sources.source import BUILTIN, Source, SourceStates, find_splits
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens.manifest import (
     DTYPE,

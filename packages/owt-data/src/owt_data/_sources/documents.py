@@ -25,8 +25,8 @@ from owt_data._errors import (
     show,
 )
 from owt_data._sources.json_lines import read_json_texts
-from owt_data._sources.names import BUILTIN, HUB, HubLayout, Source, find_source
 from owt_data._sources.rows import StartsDocument, every_row, read_lines
+from owt_data._sources.source import BUILTIN, HUB, HubLayout, Source, find_source
 
 _ROWS_PER_READ = 1024
 _TEXT_BLOCK_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from huggingface_hub.utils import httpx
 
 from owt_data._errors import DataError, one_line, show, show_name
 from owt_data._paths import suggest_name
-from owt_data._sources.names import HubLayout, Source
+from owt_data._sources.source import HubLayout, Source
 
 _TIMEOUT_S = 10
 _ROWS_PER_READ = 1024

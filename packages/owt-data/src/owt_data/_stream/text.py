@@ -18,8 +18,8 @@ from owt_data._errors import MOST_PROCESSES, check_choice, check_flag, check_fun
 from owt_data._options import DocumentsKind, TokenizerName
 from owt_data._paths import Names
 from owt_data._sources.documents import Documents
-from owt_data._sources.names import Source, find_source
 from owt_data._sources.rows import StartsDocument, every_row, is_wikitext_title
+from owt_data._sources.source import Source, find_source
 from owt_data._stream.ray_reader import untyped
 from owt_data._tokenizers import load_fast_tokenizer, load_tokenizer
 

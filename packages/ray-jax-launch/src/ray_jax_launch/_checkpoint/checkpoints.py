@@ -15,8 +15,8 @@ import jax
 from ray_jax_launch._checkpoint.broadcast import from_leader
 from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, open_store, unsaved
 from ray_jax_launch._checkpoint.checksums import STEP_NAME
-from ray_jax_launch._checkpoint.notices import notify, notify_of_failure
 from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_finite, to_metadata, to_save
+from ray_jax_launch._checkpoint.save_events import notify, notify_of_failure
 from ray_jax_launch._checkpoint.writers import complete, make_writer
 from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError, shown
 from ray_jax_launch._numbers import check_flag, check_number

@@ -20,7 +20,7 @@ import ray.train.collective
 from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from ray.util.metrics import Gauge
 
-from ray_jax_launch._checkpoint.notices import notify_of_saves
+from ray_jax_launch._checkpoint.save_events import notify_of_saves
 from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._numbers import check_number, check_type
 from ray_jax_launch._storage import StoragePath

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ray_jax_launch._checkpoint.notices import notify, notify_of_failure, notify_of_saves
+from ray_jax_launch._checkpoint.save_events import notify, notify_of_failure, notify_of_saves
 
 
 def test_a_notice_reaches_the_functions_of_all_open_blocks_and_no_others() -> None:

@@ -1,4 +1,4 @@
-"""Notices of complete and of failed checkpoints, for the code that runs the loop. Imports nothing."""
+"""Events of complete and of failed checkpoints, for the code that runs the loop. Imports nothing."""
 
 import contextlib
 from collections.abc import Callable, Iterator
