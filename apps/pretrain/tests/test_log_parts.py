@@ -9,7 +9,7 @@ import pytest
 from pyarrow.fs import FileSelector
 
 from pretrain._run import log_parts
-from pretrain._run.files import read_lines
+from pretrain._run.files import read_lines, replacing
 from pretrain._run.folder import RunFolder
 from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, STARTS, TEXTS, LogWriter, pull_log
 from pretrain._run.remote_copy import pull_changed, reader_copy
@@ -283,3 +283,14 @@ def test_uploads_go_on_after_a_storage_that_fails_for_a_while(
     assert "log-upload" not in {thread.name for thread in threading.enumerate()}
     assert [message[-1] for message in caplog.messages] == ["a", "d"]
     assert len(parts(uri)) == 1
+
+
+def test_a_copy_that_fails_leaves_the_file_as_it_was(tmp_path):
+    (tmp_path / "copy").write_text("old")
+    with pytest.raises(OSError, match="gone"), replacing(tmp_path / "copy") as partial:
+        partial.write_text("new")
+        raise OSError("gone")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+    with replacing(tmp_path / "copy") as partial:
+        partial.write_text("new")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]

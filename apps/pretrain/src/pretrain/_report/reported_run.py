@@ -12,6 +12,7 @@ import numpy as np
 from pretrain._formats import duration, gibibytes, loss, show_utc
 from pretrain._report.curves import Array, points
 from pretrain._report.timeline import WorkTime
+from pretrain._run.files import flatten
 from pretrain._run.history import RunHistory, Sample, last_sign_of_life, summarize
 from pretrain._run.result import RunResult
 from pretrain._run.state import run_state
@@ -123,14 +124,14 @@ class ReportedRun:
             "commit": description.commit or "",
             "tokens": tokens,
             "tokenizer": data.tokenizer,
-            **{f"fingerprint: {name}": value for name, value in flatten(data.fingerprint).items()},
+            **{f"fingerprint: {name}": value for name, value in _as_texts(data.fingerprint).items()},
             "window order": f"version {data.window_order_version}",
             **description.versions,
         }
 
     def config(self) -> dict[str, str]:
         """Return every option by its name."""
-        return flatten(dataclasses.asdict(self.history.description.config))
+        return _as_texts(dataclasses.asdict(self.history.description.config))
 
     def _state(self, now_s: float) -> str:
         state = run_state(self.history, now_s)
@@ -160,23 +161,12 @@ def reported_runs(histories: Sequence[RunHistory]) -> list[ReportedRun]:
     return runs
 
 
-def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested fields as texts by their full names.
-
-    >>> flatten({"seed": 1, "train": {"order": "shuffle", "max_epochs": None}})
-    {'seed': '1', 'train.order': 'shuffle', 'train.max_epochs': 'None'}
-
-    Args:
-        fields: values and dictionaries of them.
-        prefix: beginning of each name.
-    """
-    flat: dict[str, str] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value if isinstance(value, str) and value.isprintable() and value else repr(value)
-    return flat
+def _as_texts(fields: dict[str, Any]) -> dict[str, str]:
+    """Return nested fields as texts by their full names."""
+    return {
+        name: value if isinstance(value, str) and value.isprintable() and value else repr(value)
+        for name, value in flatten(fields).items()
+    }
 
 
 def _result_so_far(history: RunHistory) -> RunResult:

@@ -4,6 +4,7 @@ Any file of a run may have been replaced or damaged. A pipe or a device in place
 is too deep, or that has numbers beyond those that a run writes, is damaged JSON.
 """
 
+import contextlib
 import errno
 import functools
 import json
@@ -11,7 +12,7 @@ import logging
 import math
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -110,6 +111,20 @@ def write_durably(path: Path, text: str) -> None:
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the path of a new file, which replaces another at the end of the block. For copies: it is not durable.
+
+    Several processes may do this at the same time. If the block fails, nothing is left.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -13,7 +13,6 @@ checkpoint drops the metrics and samples of that step and of later ones, and wri
 import contextlib
 import json
 import logging
-import os
 import re
 import secrets
 import threading
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, LocalFileSystem, copy_files
 
-from pretrain._run.files import append_line, is_line, load_json, read_text, sync_file, sync_folder
+from pretrain._run.files import append_line, is_line, load_json, read_text, replacing, sync_file, sync_folder
 from pretrain._run.metrics import cut_lines
 from ray_jax_launch import open_uri
 
@@ -206,7 +205,8 @@ def _write_logs(parts: Sequence[Path], folder: Path, *, has_changed: bool) -> bo
             (folder / name).unlink(missing_ok=True)
     elif has_changed or not all((folder / name).exists() for name in TEXTS):
         for name, lines in _replay(parts).items():
-            _replace(folder / name, "".join(json.dumps(line) + "\n" for line in lines))
+            with replacing(folder / name) as partial:
+                partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         has_changed = True
     return has_changed
 
@@ -268,12 +268,5 @@ def _write(filesystem: FileSystem, place: str, part: _Part, text: str) -> None:
 
 
 def _download(filesystem: FileSystem, place: str, part: _Part, copies: Path) -> None:
-    partial = copies / f".{part.name}.{os.getpid()}.partial"
-    copy_files(f"{place}/{part.name}", str(partial), filesystem, LocalFileSystem())
-    os.replace(partial, copies / part.name)
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(copies / part.name) as partial:
+        copy_files(f"{place}/{part.name}", str(partial), filesystem, LocalFileSystem())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, LocalFileSystem, copy_files
 
+from pretrain._run.files import replacing
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.log_parts import pull_log
 from pretrain._surroundings.private_cache import private_cache
@@ -57,8 +58,7 @@ def _download(info: FileInfo, path: Path, filesystem: FileSystem) -> bool:
     if path.exists() and (path.stat().st_mtime_ns, path.stat().st_size) == (info.mtime_ns, info.size):
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    copy_files(info.path, str(partial), filesystem, LocalFileSystem())
-    os.utime(partial, ns=(info.mtime_ns, info.mtime_ns))
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        copy_files(info.path, str(partial), filesystem, LocalFileSystem())
+        os.utime(partial, ns=(info.mtime_ns, info.mtime_ns))
     return True
