@@ -286,10 +286,13 @@ def test_uploads_go_on_after_a_storage_that_fails_for_a_while(
 
 
 def test_a_copy_that_fails_leaves_the_file_as_it_was(tmp_path):
-    (tmp_path / "copy").write_text("old")
-    with pytest.raises(OSError, match="gone"), replacing(tmp_path / "copy") as partial:
+    def fail(partial):
         partial.write_text("new")
         raise OSError("gone")
+
+    (tmp_path / "copy").write_text("old")
+    with pytest.raises(OSError, match="gone"), replacing(tmp_path / "copy") as partial:
+        fail(partial)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
     with replacing(tmp_path / "copy") as partial:
         partial.write_text("new")
