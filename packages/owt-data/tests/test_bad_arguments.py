@@ -223,6 +223,7 @@ CASES = {
     "steps(step_windows, tokens=None)": TOKENS,
     "steps(step_windows, seq_len=0)": "seq_len must be an integer of at least 1, got 0.",
     "steps(read_steps_by_tasks, tokens=None)": TOKENS,
+    "steps(step_windows, seq_len=10**6)": "tokens must hold one window of 1000000 inputs and a target, got",
     "read_steps(tr, None, start_step=0, stop_step=2)": "batches must be owt_data.Batches, got None. Make one first.",
     "steps(step_windows, order='x')": "order must be one of shuffle, random, sequential, sequential-first, got 'x'.",
     "token_windows(None, seq_len=8, num_rows=5)": TOKENS,

@@ -80,6 +80,11 @@ def test_tasks_take_over_from_the_thread_at_any_step(tokens, start, first_steps)
     np.testing.assert_array_equal(windows, expected(tokens, "shuffle", start, 9)[:, BATCH // 2 :])
 
 
+def test_a_dataset_of_rows_has_no_steps(tokens):
+    with pytest.raises(DataError, match="dataset must be that of step_windows, got one with x and y"):
+        next(iter_steps(token_windows(tokens, seq_len=SEQ_LEN, num_rows=4)))
+
+
 def test_order_holds_over_many_blocks(tokens, monkeypatch):
     monkeypatch.setattr("owt_data._stream.ray_reader._BLOCK_BYTES", 4096)
     dataset = steps_of(tokens, rank=1, world_size=2, start_step=0, stop_step=STEPS)

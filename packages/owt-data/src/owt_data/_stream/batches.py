@@ -64,20 +64,22 @@ class Batches:
         """The number of windows that this worker gets at each step."""
         return self.global_batch_size // self.world_size
 
-    def read(self, tokens: Tokens, steps: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """Read the windows of this worker.
 
-        Args:
-            tokens: `train` or `val` of `open_tokens`.
-            steps: numbers of steps, `int64[N]`.
+def read_batches(tokens: Tokens, batches: Batches, steps: NDArray[np.int64]) -> NDArray[np.uint16]:
+    """Read the windows of one worker at some steps.
 
-        Returns:
-            `uint16[N, G/n, seq_len + 1]`.
-        """
-        rows = self.rank * self.rows_per_step + np.arange(self.rows_per_step)
-        indices = steps[:, None] * self.global_batch_size + rows
-        windows = tokens.windows(indices.ravel(), seq_len=self.seq_len, order=self.order, seed=self.seed)
-        return windows.reshape(*indices.shape, self.seq_len + 1)
+    Args:
+        tokens: `train` or `val` of `open_tokens`.
+        batches: the batches of the worker.
+        steps: numbers of steps, `int64[N]`.
+
+    Returns:
+        `uint16[N, G/n, seq_len + 1]`.
+    """
+    rows = batches.rank * batches.rows_per_step + np.arange(batches.rows_per_step)
+    indices = steps[:, None] * batches.global_batch_size + rows
+    windows = tokens.windows(indices.ravel(), seq_len=batches.seq_len, order=batches.order, seed=batches.seed)
+    return windows.reshape(*indices.shape, batches.seq_len + 1)
 
 
 def check_reading(tokens: Tokens, batches: Batches, start_step: int, stop_step: int) -> range:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from owt_data._errors import DataError, check_choice, check_integer, check_type
 from owt_data._options import OrderKind
-from owt_data._stream.batches import Batches, check_reading, check_tokens
+from owt_data._stream.batches import Batches, check_reading, check_tokens, read_batches
 from owt_data._stream.thread_reader import read_steps
 from owt_data._tokens.sequence import Tokens
 from owt_data._tokens.window_order import check_seed
@@ -119,13 +119,18 @@ def step_windows(tokens: Tokens, batches: Batches, *, start_step: int, stop_step
     """
     steps = check_reading(tokens, batches, start_step, stop_step)
     read = functools.partial(_read_steps, tokens=tokens, batches=batches, start_step=steps.start)
+    if not tokens.num_windows(batches.seq_len):
+        raise DataError(
+            f"tokens must hold one window of {batches.seq_len} inputs and a target, got {len(tokens)} tokens. Give "
+            "more text or a shorter seq_len."
+        )
     num_blocks = _num_blocks(len(steps), 2 * batches.rows_per_step * (batches.seq_len + 1))
     return _dataset(read, len(steps), num_blocks)
 
 
 def _read_steps(batch: Batch, *, tokens: Tokens, batches: Batches, start_step: int) -> Batch:
     steps = batch["id"] + start_step
-    return {"step": steps, "tokens": batches.read(tokens, steps)}
+    return {"step": steps, "tokens": read_batches(tokens, batches, steps)}
 
 
 def read_steps_by_tasks(
@@ -195,6 +200,9 @@ def _iter_steps(
     batches = dataset.iter_batches(batch_size=_STEPS_PER_FETCH, prefetch_batches=prefetch_batches, batch_format="numpy")
     try:
         for batch in batches:
+            if not {"step", "tokens"} <= set(batch):
+                columns = " and ".join(batch)
+                raise DataError(f"dataset must be that of step_windows, got one with {columns}. Call step_windows.")
             yield from zip(batch["step"].tolist(), batch["tokens"], strict=True)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, DataError):

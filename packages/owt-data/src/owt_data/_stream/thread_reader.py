@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from owt_data._errors import check_integer
-from owt_data._stream.batches import Batches, check_reading
+from owt_data._stream.batches import Batches, check_reading, read_batches
 from owt_data._tokens.sequence import Tokens
 
 _PUT_TIMEOUT_S = 0.5
@@ -37,7 +37,7 @@ def read_steps(
     """
     steps = check_reading(tokens, batches, start_step, stop_step)
     prefetch_steps = check_integer("prefetch_steps", prefetch_steps, least=1)
-    return _read_ahead(lambda step: batches.read(tokens, np.array([step]))[0], steps, prefetch_steps)
+    return _read_ahead(lambda step: read_batches(tokens, batches, np.array([step]))[0], steps, prefetch_steps)
 
 
 def _read_ahead(
