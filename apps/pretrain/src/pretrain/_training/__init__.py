@@ -1,4 +1,4 @@
-"""The training of every worker. The driver imports this module too: on a TPU host, its jax would lock the chips."""
+"""The training of every worker. The driver imports this module, and must not import jax: it would lock a TPU."""
 
 from typing import Any
 
