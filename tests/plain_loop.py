@@ -43,10 +43,10 @@ def run_plain_loop(arguments: list[str]) -> PlainRun:
     state = create_train_state(model, optimizer, jax.random.fold_in(key, max_steps), mesh)
     end_of_text = data.vocab_size - 1 if config.train.mask_documents else None
     train_step = make_train_step(model, optimizer, mesh, end_of_text=end_of_text)
-    records = []
+    order, records = config.train.order or "shuffle", []
     for step in range(max_steps):
         ids = np.arange(batch_size) + step * batch_size
-        windows = data.train.windows(ids, seq_len=model.seq_len, order=config.train.order, seed=config.seed)
+        windows = data.train.windows(ids, seq_len=model.seq_len, order=order, seed=config.seed)
         state, metrics = train_step(state, put_batch(windows, mesh), key)
         found = {"step": step + 1, "loss": float(metrics["loss"]), "grad_norm_max": float(metrics["grad_norm"])}
         records.append(rounded(found))

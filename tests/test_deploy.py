@@ -23,7 +23,7 @@ from support import ROOT, started, wait_until
 
 from pretrain import PretrainConfig
 from pretrain._cli import parse_command
-from pretrain._commands.check_devices import check_batch
+from pretrain._resolve.devices import check_batch
 from ray_jax_launch import parse_hardware
 
 VERSION = tomllib.loads((ROOT / "apps/pretrain/pyproject.toml").read_text())["project"]["version"]

@@ -16,7 +16,7 @@ from support import COMMAND, ROOT
 
 from pretrain import PretrainConfig
 from pretrain._cli import main, parse_command
-from pretrain._commands.check_devices import check_batch
+from pretrain._resolve.devices import check_batch
 from ray_jax_launch import parse_hardware
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]

@@ -6,8 +6,6 @@ import pytest
 
 from pretrain import PRESETS, MeshConfig, TrainConfig
 from pretrain._cli import parse_command
-from pretrain._commands.check_devices import check_batch, resolve_microbatches, with_microbatches
-from pretrain._commands.train import resolve_length, resolve_vocabulary
 from pretrain._config import (
     MAX_COUNT,
     MAX_SAMPLE_TOKENS,
@@ -16,12 +14,14 @@ from pretrain._config import (
     PrepareConfig,
     PretrainConfig,
     profiled_steps,
-    with_length,
-    with_stream_order,
     with_vocab_size,
 )
 from pretrain._errors import UsageError
+from pretrain._resolve.devices import check_batch, with_microbatches
+from pretrain._resolve.settings import DataFacts, resolve_as_before, resolve_from_data, resolve_order
 from ray_jax_launch import parse_hardware
+
+FACTS = DataFacts(tokenizer="bytes", vocab_size=257, num_windows=1000)
 
 
 @pytest.mark.parametrize(
@@ -156,17 +156,26 @@ def test_a_profile_without_steps_is_rejected(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "expected"),
+    ("order", "data_mode", "expected"),
     [
-        ("shuffle", "sequential-first"),
-        ("random", "sequential-first"),
-        ("sequential", "sequential"),
-        ("sequential-first", "sequential-first"),
+        (None, "prepared", "shuffle"),
+        ("random", "prepared", "random"),
+        ("sequential", "prepared", "sequential"),
+        (None, "stream", "sequential-first"),
+        ("sequential", "stream", "sequential"),
+        ("sequential-first", "stream", "sequential-first"),
     ],
 )
-def test_a_stream_is_read_in_the_order_of_the_text(order: str, expected: str) -> None:
-    given = with_train(order=order, max_tokens=7)
-    assert with_stream_order(given) == with_train(order=expected, max_tokens=7)
+def test_the_order_follows_from_the_data_mode_unless_it_is_given(order: Any, data_mode: Any, expected: str) -> None:
+    given = dataclasses.replace(with_train(order=order, max_tokens=7), data_mode=data_mode)
+    assert resolve_order(given) == dataclasses.replace(with_train(order=expected, max_tokens=7), data_mode=data_mode)
+
+
+@pytest.mark.parametrize("order", ["shuffle", "random"])
+def test_a_stream_in_an_order_that_needs_all_tokens_is_rejected(order: str) -> None:
+    given = dataclasses.replace(with_train(order=order), data_mode="stream")
+    with pytest.raises(UsageError, match=f"train.order must be sequential or sequential-first.* got {order}"):
+        resolve_order(given)
 
 
 def test_the_tokenizer_is_a_preset_of_its_own():
@@ -176,11 +185,17 @@ def test_the_tokenizer_is_a_preset_of_its_own():
 @pytest.mark.parametrize(("given", "of_the_run", "expected"), [(None, None, 257), (None, 300, 300), (400, 300, 400)])
 def test_a_continued_run_keeps_its_vocabulary_unless_another_is_given(given, of_the_run, expected):
     config = PRESETS["quickstart"]()
+    stored = config if of_the_run is None else with_vocab_size(config, of_the_run)
     if given:
         config = with_vocab_size(config, given)
-    for size in (of_the_run, 257):  # that of the continued run, then that of the tokenizer
-        config = resolve_vocabulary(config, size)
-    assert config.model.vocab_size == expected
+    found = resolve_from_data(resolve_as_before(config, stored), FACTS)
+    assert found == with_vocab_size(config, expected)
+
+
+def test_a_vocabulary_without_an_embedding_for_each_id_is_rejected():
+    assert resolve_from_data(with_vocab_size(PRESETS["quickstart"](), 257), FACTS).model.vocab_size == 257
+    with pytest.raises(UsageError, match="vocab-size must be at least 257, the vocabulary of the tokenizer bytes, got"):
+        resolve_from_data(with_vocab_size(PRESETS["quickstart"](), 256), FACTS)
 
 
 def with_train(**fields):
@@ -204,7 +219,7 @@ def with_train(**fields):
 )
 def test_epochs_and_tokens_give_the_steps(fields, expected):
     """16 windows of 64 tokens a step, 1000 windows an epoch."""
-    found = with_length(with_train(**fields), num_windows=1000).train
+    found = resolve_from_data(with_train(**fields), FACTS).train
     assert found == dataclasses.replace(with_train(**fields).train, max_steps=expected)
 
 
@@ -256,13 +271,13 @@ def test_devices_without_equal_microbatches_are_rejected():
 def test_the_number_of_microbatches_is_kept_without_their_size():
     config = with_train(global_batch_size=12, grad_accum_steps=3)
     assert with_microbatches(config, [4]) == config
-    assert resolve_microbatches(config, with_train(grad_accum_steps=2)) == config
+    assert resolve_as_before(config, with_train(grad_accum_steps=2)) == config
 
 
 def test_a_continued_run_keeps_its_microbatches_if_their_size_is_given():
     stored = with_microbatches(with_train(global_batch_size=12, micro_batch_size=3), [2])
     assert stored.train.grad_accum_steps == 2
-    assert resolve_microbatches(with_train(global_batch_size=12, micro_batch_size=3), stored) == stored
+    assert resolve_as_before(with_train(global_batch_size=12, micro_batch_size=3), stored) == stored
 
 
 @pytest.mark.parametrize(
@@ -283,13 +298,13 @@ def test_given_microbatches_replace_those_of_a_preset(arguments, expected):
 @pytest.mark.parametrize("fields", [{"max_epochs": 1e38}, {"max_tokens": 10**15}])
 def test_a_run_that_is_too_long_is_rejected(fields):
     with pytest.raises(UsageError, match=f"train.max_epochs and train.max_tokens must give at most {MAX_STEPS} steps"):
-        with_length(with_train(**fields), num_windows=10**12)
+        resolve_from_data(with_train(**fields), FACTS._replace(num_windows=10**12))
 
 
 def test_a_continued_run_keeps_its_steps_if_its_length_is_given_in_epochs():
     stored = with_train(max_steps=125, max_epochs=2.0)
-    assert resolve_length(with_train(max_epochs=2.0), stored) == stored
-    assert resolve_length(with_train(max_steps=7), stored).train.max_steps == 7
+    assert resolve_as_before(with_train(max_epochs=2.0), stored) == stored
+    assert resolve_as_before(with_train(max_steps=7), stored).train.max_steps == 7
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 CODE = """
 from pretrain import PRESETS
-from pretrain._commands.check_devices import check_batch
+from pretrain._resolve.devices import check_batch
 from ray_jax_launch import parse_hardware
 
 check_batch(PRESETS["quickstart"](), parse_hardware("local"))

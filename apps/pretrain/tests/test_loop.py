@@ -67,7 +67,7 @@ def test_batches_are_the_same_when_ray_data_takes_over(cluster, tmp_path, monkey
     prepare(str(tmp_path / "text.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
     data = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes")
     config = PRESETS["baby"]()
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=9))
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=9, order="shuffle"))
     few = functools.partial(read_steps_by_tasks, first_steps=3)
     monkeypatch.setattr(train_batches, "read_steps_by_tasks", few)
     with_ray_data, alone = (

@@ -8,7 +8,7 @@ import ray
 import ray_jax_launch
 from nnx_gpt2 import make_train_step
 from pretrain import PRESETS, main
-from pretrain._commands.train import _num_tokenizing_tasks as num_tokenizing_tasks
+from pretrain._resolve.resolve import _num_tokenizing_tasks as num_tokenizing_tasks
 from pretrain._training import loop, process, profiling, setup, train_worker
 from ray_jax_launch import parse_hardware
 

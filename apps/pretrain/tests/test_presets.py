@@ -3,9 +3,9 @@ import pytest
 from nnx_gpt2 import num_params
 from pretrain import PRESETS
 from pretrain._cli import parse_command
-from pretrain._commands.check_devices import with_microbatches
 from pretrain._config import PretrainConfig, with_vocab_size
 from pretrain._data_names import Splits, parse_data
+from pretrain._resolve.devices import with_microbatches
 
 
 def test_every_preset_knows_its_name():
@@ -46,7 +46,7 @@ def test_quickstart_is_a_run_of_minutes():
     assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.0, "float32", "float32")
     assert (train.global_batch_size, train.max_steps, train.grad_accum_steps) == (16, 1500, 1)
     assert (train.log_every, train.eval_every, train.checkpoint_every) == (25, 250, 250)
-    assert (train.eval_tokens, train.order) == (20_480, "shuffle")
+    assert (train.eval_tokens, train.order) == (20_480, None)
     assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps) == (2e-3, 2e-4, 50)
     assert (optimizer.schedule, optimizer.beta1, optimizer.beta2) == ("cosine", 0.9, 0.99)
 
@@ -92,7 +92,7 @@ def test_wikitext_is_the_job_of_the_pytorch_tutorial():
     assert num_params(model) == 123_849_984  # the tutorial prints 123.8M
     assert (model.dropout_rate, model.norm_epsilon, model.dtype) == (0.1, 1e-5, "float32")
     assert train.global_batch_size * model.seq_len == 4 * 16 * 256
-    assert (train.max_epochs, train.order, train.checkpoints_to_keep, train.max_failures) == (5, "shuffle", 2, 3)
+    assert (train.max_epochs, train.order, train.checkpoints_to_keep, train.max_failures) == (5, None, 2, 3)
     assert (optimizer.name, optimizer.schedule, optimizer.learning_rate) == ("adamw", "constant", 3e-4)
     assert (optimizer.weight_decay, optimizer.clip_norm, optimizer.beta1, optimizer.beta2) == (0.1, 1.0, 0.9, 0.999)
     assert optimizer.warmup_steps == 0
@@ -119,7 +119,7 @@ def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(
     assert (optimizer.schedule, optimizer.warmup_steps, optimizer.weight_decay) == ("cosine", 2000, 0.1)
     assert (optimizer.beta1, optimizer.beta2, optimizer.clip_norm) == (0.9, 0.95, 1.0)
     assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.0, "bfloat16", "float32")
-    assert (config.data, config.prepare.tokenizer, train.order) == ("openwebtext", "gpt2", "shuffle")
+    assert (config.data, config.prepare.tokenizer, train.order) == ("openwebtext", "gpt2", None)
     assert (train.max_steps, train.eval_every, train.checkpoint_every) == (600_000, 1000, 1000)
     assert config.train.global_batch_size * config.model.seq_len == 491_520
     assert train.micro_batch_size == windows_at_once

@@ -138,7 +138,7 @@ def found(tmp_path_factory):
         ("PrepareConfig.tokenizer", "prepare.tokenizer must be bytes or gpt2, got 'gpt3'. Did you mean gpt2?"),
         ("TrainConfig", "train.max_steps must be an integer, got 1.5."),
         ("TrainConfig.bool", "train.log_every must be an integer, got True."),
-        ("TrainConfig.order", "train.order must be shuffle, random, sequential or sequential-first, got 'x'."),
+        ("TrainConfig.order", "train.order must be shuffle, random, sequential or sequential-first or none, got 'x'."),
         ("TrainConfig.max_epochs", "train.max_epochs must be a number of at most 9007199254740991 or none, got 1000"),
         ("optimizer", "warmup_steps must be"),
         ("hardware", "hardware must be a text, got 5."),

@@ -3,13 +3,12 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field, fields
-from fractions import Fraction
 from typing import Literal
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig
-from owt_data import STREAM_ORDERS, OrderKind, PrepareOptions
+from owt_data import OrderKind, PrepareOptions
 from pretrain._command_line.field_types import check_fields
-from pretrain._errors import UsageError, short, shown
+from pretrain._errors import short, shown
 from pretrain._run.files import MAX_FLOAT, MAX_INTEGER
 from ray_jax_launch import check_no_credentials, check_run_name, parse_hardware
 
@@ -141,9 +140,10 @@ class TrainConfig:
     """Windows at most in the microbatch of one device. The run then takes the fewest `grad_accum_steps` that its first
     devices need, and keeps them. `plan --largest-micro-batch` finds the size that fits."""
 
-    order: OrderKind = "shuffle"
+    order: OrderKind | None = None
     """Order of the training windows: `shuffle` (each window once per epoch), `random` (with replacement), `sequential`,
-    or `sequential-first` (`sequential` in the first epoch, then `shuffle`)."""
+    or `sequential-first` (`sequential` in the first epoch, then `shuffle`). None is `shuffle`, or `sequential-first`
+    with `--data-mode stream`, which can read no other than the last two."""
 
     mask_documents: bool = False
     """Restrict attention to a token's own document. Otherwise a token sees the documents before it in its window, as in
@@ -328,65 +328,6 @@ def profiled_steps(text: str) -> range:
 def with_vocab_size(config: PretrainConfig, vocab_size: int) -> PretrainConfig:
     """Return the configuration with a vocabulary of this size."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
-
-
-def check_vocabulary(config: PretrainConfig, tokenizer: str, num_ids: int) -> None:
-    """Check that the model has an embedding for each id of the tokenizer, or raise `UsageError`."""
-    if (vocab_size := config.model.vocab_size) is not None and vocab_size < num_ids:
-        raise UsageError(
-            f"--model.vocab-size must be at least {num_ids}, the vocabulary of the tokenizer {tokenizer}, got "
-            f"{vocab_size}. Leave it out to take the tokenizer's."
-        )
-
-
-def with_length(config: PretrainConfig, *, num_windows: int) -> PretrainConfig:
-    """Return the configuration with the `max_steps` that `max_epochs` and `max_tokens` give.
-
-    Args:
-        config: the configuration.
-        num_windows: windows of an epoch.
-
-    Raises:
-        UsageError: the number of steps is too large.
-    """
-    train = config.train
-    steps: list[int] = []
-    if train.max_epochs is not None:
-        # 2.01 epochs of 1,000 windows are 2,010 windows; in floating point, they are fewer.
-        exact = Fraction(str(train.max_epochs)) * num_windows / train.global_batch_size
-        steps.append(min(max(1, math.floor(exact)), MAX_STEPS + 1))
-    if train.max_tokens is not None:
-        steps.append(-(-train.max_tokens // (train.global_batch_size * config.model.seq_len)))
-    if not steps:
-        return config
-    if min(steps) > MAX_STEPS:
-        raise UsageError(
-            f"train.max_epochs and train.max_tokens must give at most {MAX_STEPS} steps, got {train.max_epochs} epochs "
-            f"and {train.max_tokens} tokens. Lower one of the two."
-        )
-    return with_max_steps(config, min(steps))
-
-
-def with_max_steps(config: PretrainConfig, max_steps: int) -> PretrainConfig:
-    """Return the configuration with this number of steps."""
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=max_steps))
-
-
-def with_stream_order(config: PretrainConfig) -> PretrainConfig:
-    """Return the configuration with a window order that can be read while the text is tokenized.
-
-    Raises:
-        UsageError: the length of the run depends on the number of all tokens.
-    """
-    if config.train.max_epochs is not None:
-        raise UsageError(
-            "train.max_epochs must be absent with data_mode stream, which does not know the number of tokens before "
-            f"its end, got {config.train.max_epochs}. Give --train.max-epochs none and --train.max-steps or "
-            "--train.max-tokens."
-        )
-    if config.train.order in STREAM_ORDERS:
-        return config
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, order="sequential-first"))
 
 
 def _check_range(name: str, value: float, least: float, end: float = math.inf) -> None:

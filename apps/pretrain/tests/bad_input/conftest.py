@@ -13,7 +13,9 @@ from rich.console import Console
 from nnx_gpt2 import OptimizerConfig, create_optimizer, create_train_state
 from pretrain import PretrainConfig, main
 from pretrain._cli import parse_command
+from pretrain._config import with_vocab_size
 from pretrain._data import load_tokens
+from pretrain._resolve.settings import resolve_order
 from pretrain._run.description import RUN, describe, describe_data
 from pretrain._run.files import write_json
 from pretrain._run.folder import RunFolder
@@ -35,7 +37,7 @@ def finished(tmp_path_factory):
     (place / "loop").symlink_to("loop")
     config = parse_command(shlex.split(TRAIN))
     assert isinstance(config, PretrainConfig)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=257))
+    config = resolve_order(with_vocab_size(config, 257))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setenv("XDG_CACHE_HOME", str(place / "cache"))

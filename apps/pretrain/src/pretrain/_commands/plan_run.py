@@ -26,15 +26,15 @@ from nnx_gpt2 import (
 )
 from nnx_gpt2 import peak_flops_per_s as known_peak
 from owt_data import vocab_size
-from pretrain._commands.check_devices import check_batch, data_devices, with_microbatches
-from pretrain._config import PretrainConfig, check_vocabulary, with_length, with_stream_order, with_vocab_size
+from pretrain._config import PretrainConfig
 from pretrain._data import open_prepared
 from pretrain._errors import UsageError, one_line
+from pretrain._resolve.devices import data_devices, given_hardware, with_microbatches
+from pretrain._resolve.settings import DataFacts, resolve_from_data, resolve_order
 from pretrain._screen.plan_table import MFU_RANGE, Plan
 from pretrain._screen.waiting import waiting
 from pretrain._training.process import keep_freed_memory
 from pretrain._training.target_devices import Target, find_target
-from ray_jax_launch import parse_hardware
 
 _OPENWEBTEXT = (9_035_582_198, 4_434_897)
 """Training and validation tokens of OpenWebText by nanoGPT's preparation, from its data/openwebtext/readme.md."""
@@ -74,24 +74,15 @@ def plan(
     if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
         raise UsageError(f"--price-per-hour must be a number of at least 0, got {price_per_hour}. Change it.")
     data = _find_data(config)
-    if data is None and config.train.max_epochs is not None:
+    if data.num_tokens is None and config.train.max_epochs is not None:
         raise UsageError(
             f"train.max_epochs must be none in a plan for text that is not prepared, got {config.train.max_epochs}. "
             "Give --train.max-epochs none and --train.max-steps or --train.max-tokens, or the folder that owt-data "
             "prepare makes of the text."
         )
-    hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
-    if hardware is not None:
-        check_batch(config, hardware)
-    if config.data_mode == "stream":
-        config = with_stream_order(config)
+    hardware = given_hardware(config)
     try:
-        tokenizer = config.prepare.tokenizer if data is None else data.tokenizer
-        num_ids = vocab_size(tokenizer) if data is None else data.vocab_size
-        check_vocabulary(config, tokenizer, num_ids)
-        if config.model.vocab_size is None:
-            config = with_vocab_size(config, num_ids)
-        config = with_length(config, num_windows=0 if data is None else data.num_windows)
+        config = resolve_from_data(resolve_order(config), data.facts)
         target = find_target(hardware, only_here=measure)
         mesh = make_mesh(devices=target.devices, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
         with waiting(console or Console(quiet=True), f"compiling for {target}"):
@@ -105,22 +96,21 @@ def plan(
 
 
 class _Data(NamedTuple):
-    """Sizes of the data that are known without reading text."""
+    """Facts about the data that are known without reading text."""
 
-    num_windows: int
-    num_tokens: int
-    tokenizer: str
-    vocab_size: int
+    facts: DataFacts
+    num_tokens: int | None
+    """None if the text is not prepared."""
 
 
-def _find_data(config: PretrainConfig) -> _Data | None:
-    tokens, seq_len = open_prepared(config), config.model.seq_len
+def _find_data(config: PretrainConfig) -> _Data:
+    tokens, seq_len, tokenizer = open_prepared(config), config.model.seq_len, config.prepare.tokenizer
     if tokens is not None:
-        num_tokens = len(tokens.train) + len(tokens.val)
-        return _Data(tokens.train.num_windows(seq_len), num_tokens, tokens.tokenizer, tokens.vocab_size)
-    if config.data == "openwebtext" and config.prepare.tokenizer == "gpt2":
-        return _Data(_OPENWEBTEXT[0] // seq_len, sum(_OPENWEBTEXT), "gpt2", vocab_size("gpt2"))
-    return None
+        facts = DataFacts(tokens.tokenizer, tokens.vocab_size, tokens.train.num_windows(seq_len))
+        return _Data(facts, len(tokens.train) + len(tokens.val))
+    if config.data == "openwebtext" and tokenizer == "gpt2":
+        return _Data(DataFacts(tokenizer, vocab_size(tokenizer), _OPENWEBTEXT[0] // seq_len), sum(_OPENWEBTEXT))
+    return _Data(DataFacts(tokenizer, vocab_size(tokenizer), 0), None)
 
 
 def _find_memory(
@@ -209,7 +199,7 @@ def _summary(
     config: PretrainConfig,
     target: Target,
     mesh: jax.sharding.Mesh,
-    data: _Data | None,
+    data: _Data,
     memory: MemoryEstimate | None,
     reason: str,
     price_per_hour: float | None,
@@ -218,7 +208,8 @@ def _summary(
     train, model = config.train, config.model
     state = abstract_train_state(model, create_optimizer(config.optimizer, train.max_steps))
     saved_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    tokens = train.max_steps * train.global_batch_size * model.seq_len
+    num_windows = train.max_steps * train.global_batch_size
+    tokens = num_windows * model.seq_len
     flops = float(tokens * flops_per_token(model))
     num_devices = len(target.devices)
     kind = target.devices[0].device_kind
@@ -236,11 +227,11 @@ def _summary(
         tokens_per_step=train.global_batch_size * model.seq_len,
         num_steps=train.max_steps,
         num_tokens=tokens,
-        epochs=None if data is None else train.max_steps * train.global_batch_size / max(1, data.num_windows),
+        epochs=None if data.num_tokens is None else num_windows / max(1, data.facts.num_windows),
         micro_batch_size=train.global_batch_size // train.grad_accum_steps // (mesh.size // config.mesh.tensor),
         grad_accum_steps=train.grad_accum_steps,
         flops=flops,
-        tokens_bytes=None if data is None else data.num_tokens * _BYTES_PER_TOKEN,
+        tokens_bytes=None if data.num_tokens is None else data.num_tokens * _BYTES_PER_TOKEN,
         checkpoints_bytes=saved_bytes * (train.checkpoints_to_keep + 1),
         logs_bytes=train.max_steps // train.log_every * _BYTES_PER_RECORD,
         state_bytes=None if memory is None else memory.state_bytes,

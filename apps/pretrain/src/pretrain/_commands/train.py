@@ -4,41 +4,26 @@ import contextlib
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Any
 
-import ray
 from rich.console import Console
 
 import ray_jax_launch
-from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._best_effort import best_effort
-from pretrain._commands.check_devices import (
-    check_batch,
-    check_shares,
-    data_devices,
-    resolve_microbatches,
-    with_microbatches,
-)
 from pretrain._commands.verify_data import verified_data
-from pretrain._config import (
-    PretrainConfig,
-    check_vocabulary,
-    with_length,
-    with_max_steps,
-    with_stream_order,
-    with_vocab_size,
-)
-from pretrain._data import find_stream, load_tokens, stream_tokens
+from pretrain._config import PretrainConfig
+from pretrain._data import load_tokens
 from pretrain._data_names import label_of, parse_data
-from pretrain._early_interrupt import keeping_handlers
 from pretrain._errors import UsageError, rejecting, shown
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
+from pretrain._resolve.devices import given_hardware
+from pretrain._resolve.resolve import resolving
+from pretrain._resolve.resolved_run import ResolvedRun
+from pretrain._resolve.settings import resolve_as_before, resolve_order
 from pretrain._run.description import (
     RunDescription,
     check_same_data,
     check_same_settings,
-    describe,
     describe_data,
     read_description,
     write_description,
@@ -52,10 +37,8 @@ from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_finished, show_result, show_stopped
 from pretrain._screen.introduction import introduce
-from pretrain._screen.printing import print_line
 from pretrain._screen.run_view import RunView
 from pretrain._screen.tokenizing import Tokenizing
-from pretrain._screen.waiting import waiting
 from pretrain._trackers.tracker import check_trackers
 from pretrain._training import train_worker
 from ray_jax_launch import (
@@ -70,7 +53,6 @@ from ray_jax_launch import (
     check_run_name,
     join_path,
     latest_step,
-    parse_hardware,
 )
 
 
@@ -113,13 +95,11 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         raise UsageError(f"config must be a PretrainConfig, got {shown(config)}. Start from PRESETS['quickstart']().")
     if not isinstance(console, Console | None):
         raise UsageError(f"console must be a rich.console.Console or None, got {shown(console)}. Leave it out.")
-    began, began_s, console = time.monotonic(), time.time(), console or Console(quiet=True)
-    hardware = None if config.hardware == "auto" else parse_hardware(config.hardware)
-    if hardware is not None:
-        check_batch(config, hardware)
+    began, began_s = time.monotonic(), time.time()
+    console = console or Console(quiet=True)
+    hardware = given_hardware(config)
     check_trackers(config)
-    if config.data_mode == "stream":
-        config = with_stream_order(config)
+    config = resolve_order(config)
     name = config.name or f"{config.preset}-{label_of(parse_data(config.data))}"
     check_run_name(name)
     with contextlib.ExitStack() as stack:
@@ -127,42 +107,19 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
             folder = stack.enter_context(lock_run(join_path(as_storage_path(config.storage_path), name)))
         stored = read_description(folder)
         if stored is not None:
-            config = _resolve_as_before(config, stored.config)
+            config = resolve_as_before(config, stored.config)
             check_same_settings(stored, config, folder)
             if (result := read_result(folder)) is not None:
                 return _finished(config, stored, folder, name, result, console)
-        tokenizing = None
-        if config.data_mode == "prepared":
-            data = load_tokens(config, console)
-            config = _resolve_data(config, data, stored, folder, console)
-            hardware = _start_ray(config, hardware, console)
-        else:
-            stream, tokenizing = find_stream(config), Tokenizing()
-            hardware = _start_ray(config, hardware, console)
-            num_tasks = _num_tokenizing_tasks(config, hardware)
-            data = stack.enter_context(stream_tokens(stream, config, console, num_tasks=num_tasks, report=tokenizing))
-            config = _resolve_data(config, data, stored, folder, console)
-        num_devices = data_devices(config, hardware)
-        if stored is None:
-            config = with_microbatches(config, num_devices)
-        check_shares(config, num_devices)
-        description = stored or describe(config, describe_data(data, config.data_mode), str(hardware))
-        write_description(folder, description)
+        tokenizing = Tokenizing() if config.data_mode == "stream" else None
+        run = stack.enter_context(resolving(config, hardware, folder, stored, console, report=tokenizing))
+        write_description(folder, run.description)
         folder.push()
-        introduce(config, data, hardware, folder, console)
-        stack.enter_context(verified_data(data, config.verify_data, console, stop=ray_jax_launch.request_stop))
-        arguments = {
-            "config": config,
-            "data": data,
-            "folder": folder,
-            "description": description,
-            # Tasks of Ray Data read ahead by megabytes, which a stream does not have yet.
-            "uses_ray_data": hardware.kind != "local" and config.data_mode == "prepared",
-            "began_s": began_s,
-        }
-        view = _view(read_history(folder), hardware, tokenizing, began_s)
+        introduce(run.config, run.data, run.hardware, folder, console)
+        stack.enter_context(verified_data(run.data, config.verify_data, console, stop=ray_jax_launch.request_stop))
+        view = _view(read_history(folder), run.hardware, tokenizing, began_s)
         try:
-            sample = _run_workers(arguments, hardware, name, view, console)
+            sample = _run_workers(run, name, view, console, began_s)
         except KeyboardInterrupt:
             show_stopped(folder.checkpoints, console)
             raise
@@ -178,53 +135,27 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
     return outcome
 
 
-def _resolve_as_before(config: PretrainConfig, stored: PretrainConfig) -> PretrainConfig:
-    """Return the configuration with the values that followed from the data and the devices of the first start."""
-    config = resolve_vocabulary(config, stored.model.vocab_size)
-    return resolve_microbatches(resolve_length(config, stored), stored)
-
-
-def _resolve_data(
-    config: PretrainConfig, data: TokenData, stored: RunDescription | None, folder: RunFolder, console: Console
-) -> PretrainConfig:
-    """Return the configuration with the values that follow from the data, or check the data of a continued run.
-
-    Raises:
-        DataError: training needs the tokenizer, and it cannot be loaded.
-        UsageError: the data differs from that of the run, or does not fit the vocabulary or the schedule.
-    """
-    _check_tokenizer(config, data, console)
-    config = resolve_vocabulary(config, data.vocab_size)
-    check_vocabulary(config, data.tokenizer, data.vocab_size)
-    if stored is not None:
-        check_same_data(stored, describe_data(data, config.data_mode), folder)
-        return config
-    config = with_length(config, num_windows=data.train.num_windows(config.model.seq_len))
-    _check_schedule(config)
-    return config
-
-
-def _run_workers(arguments: dict[str, Any], hardware: Hardware, name: str, view: RunView, console: Console) -> str:
+def _run_workers(run: ResolvedRun, name: str, view: RunView, console: Console, began_s: float) -> str:
     """Run the training loop on the workers, and show it. Return the sample.
 
     Args:
-        arguments: those of the loop.
-        hardware: the checked hardware.
-        name: the name of the run.
-        view: the state of the run.
-        console: shows the run.
+        run: the run.
+        name: its name.
+        view: its state.
+        console: shows it.
+        began_s: Unix time at which the command began.
 
     Raises:
         TrainingFailed: the loop has failed too often, or with an error that a restart cannot mend.
         StopRequestedError: the run stopped by itself, and is saved.
         UnsavedCheckpointError: a checkpoint could not be saved.
     """
-    config: PretrainConfig = arguments["config"]
+    config, hardware = run.config, run.hardware
     try:
         with Display(view, console) as display, log_lines(display.print):
             result = ray_jax_launch.launch(
                 train_worker,
-                arguments,
+                {"resolved": run, "began_s": began_s},
                 hardware=hardware,
                 storage_path=as_storage_path(config.storage_path),
                 name=name,
@@ -240,17 +171,6 @@ def _run_workers(arguments: dict[str, Any], hardware: Hardware, name: str, view:
     return str(result.return_value)
 
 
-def resolve_vocabulary(config: PretrainConfig, vocab_size: int | None) -> PretrainConfig:
-    """Return the configuration with this vocabulary size, unless the user has set one."""
-    return config if vocab_size is None or config.model.vocab_size is not None else with_vocab_size(config, vocab_size)
-
-
-def resolve_length(config: PretrainConfig, stored: PretrainConfig) -> PretrainConfig:
-    """Return the configuration with the steps of the continued run, if its epochs or its tokens give the steps."""
-    given = (config.train.max_epochs, config.train.max_tokens)
-    return config if given == (None, None) else with_max_steps(config, stored.train.max_steps)
-
-
 def write_result_and_picture(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
     """Write `result.json`, which marks the run as finished, then `loss.png`, which the next start can draw too.
 
@@ -264,26 +184,6 @@ def write_result_and_picture(folder: RunFolder, name: str, *, wall_s: float) -> 
     write_result(folder, result)
     _draw(history, name)
     return result
-
-
-def _start_ray(config: PretrainConfig, hardware: Hardware | None, console: Console) -> Hardware:
-    """Connect to the cluster or start one, unless this process trains. Return the checked hardware."""
-    if hardware is not None and hardware.kind == "local":
-        return hardware
-    with waiting(console, "starting Ray"), keeping_handlers():
-        ray_jax_launch.connect(hardware, dashboard=config.dashboard)
-    if config.dashboard:
-        print_line(console, f"dashboard: {ray_jax_launch.dashboard_url()}")
-    if hardware is None:
-        hardware = ray_jax_launch.auto()
-        check_batch(config, hardware)
-    ray_jax_launch.check_resources(
-        hardware,
-        # Tasks of Ray Data read the training windows, or tasks tokenize text.
-        data_cpus=hardware.data_cpus,
-        wait_for_resources_s=config.wait_for_resources_s,
-    )
-    return hardware
 
 
 def _finished(
@@ -323,36 +223,6 @@ def _view(history: RunHistory, hardware: Hardware, tokenizing: Tokenizing | None
     view.num_restarts = len(history.starts)
     view.enter("starting", began_s)
     return view
-
-
-def _num_tokenizing_tasks(config: PretrainConfig, hardware: Hardware) -> int | None:
-    """Return the number of tasks that tokenize while the workers train, one for each other CPU; None without Ray."""
-    if hardware.kind == "local":
-        return None
-    spare = max(1, int(ray.cluster_resources().get("CPU", 0)) - hardware.num_workers)
-    return min(spare, config.prepare.num_processes or spare)
-
-
-def _check_tokenizer(config: PretrainConfig, data: TokenData, console: Console) -> None:
-    """Check that the tokenizer can be loaded. Training needs it only to mask documents; the sample at the end needs it.
-
-    Raises:
-        DataError: training needs the tokenizer, and it cannot be loaded.
-    """
-    try:
-        load_tokenizer(data.tokenizer)
-    except DataError as error:
-        if config.train.mask_documents:
-            raise
-        print_line(console, f"the run will end without a sample: {error}")
-
-
-def _check_schedule(config: PretrainConfig) -> None:
-    if config.optimizer.schedule == "wsd":
-        try:
-            config.optimizer.wsd_decay_steps(config.train.max_steps)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
 
 
 def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResult:

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import ray.train
 
 from nnx_gpt2 import TrainState, put_batch
-from owt_data import TokenData
-from pretrain._config import PretrainConfig, TrainConfig
+from pretrain._config import TrainConfig
+from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._run.description import RUN, RunDescription
-from pretrain._run.folder import RunFolder
 from pretrain._run.metrics import Record, rounded
 from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
@@ -30,29 +29,18 @@ from ray_jax_launch import Checkpoints, log_metrics, mark_finished, stop_request
 _COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 
 
-def run(
-    config: PretrainConfig,
-    data: TokenData,
-    folder: RunFolder,
-    description: RunDescription,
-    *,
-    uses_ray_data: bool,
-    began_s: float,
-) -> str:
+def run(resolved: ResolvedRun, *, began_s: float) -> str:
     """Train from the newest checkpoint, or from the start, to the last step.
 
     Args:
-        config: the resolved configuration.
-        data: the tokens.
-        folder: the run's folder.
-        description: the run's description. Each checkpoint gets a copy.
-        uses_ray_data: see `train_batches`.
+        resolved: the run.
         began_s: Unix time at which the command began.
 
     Returns:
         On rank 0, a sample from the trained model; an empty text on other ranks, and after a stop request.
     """
-    setup = set_up(config, data)
+    config, folder, description = resolved.config, resolved.folder, resolved.description
+    setup = set_up(config, resolved.data)
     with (
         RunLog(folder, config, description, send=log_metrics) as log,
         Checkpoints(folder.checkpoints, num_to_keep=config.train.checkpoints_to_keep) as checkpoints,
@@ -62,7 +50,7 @@ def run(
         start = checkpoints.latest_step() or 0  # verified, and the same on every process
         log.begin(start, began_s)
         loop = Loop(setup, log, checkpoints, profiling, description)
-        batches = train_batches(config, data, start, uses_ray_data=uses_ray_data)
+        batches = train_batches(config, resolved.data, start, uses_ray_data=resolved.uses_ray_data)
         first_windows = thread.submit(setup.first_windows, batches)
         loop.load(start)
         for step in range(start + 1, config.train.max_steps + 1):

@@ -30,6 +30,7 @@ def train_batches(
     stop = config.train.max_steps
     if start == stop:
         return
+    assert config.train.order is not None, "it is resolved"
     batches = Batches(
         seq_len=config.model.seq_len,
         global_batch_size=config.train.global_batch_size,

@@ -1,17 +1,66 @@
-"""The devices of a run before it starts: can they form the mesh, and share the batch in microbatches?"""
+"""The devices of a run: are they in the cluster, and can they form the mesh and share the batch in microbatches?"""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 
+from rich.console import Console
+
+import ray_jax_launch
 from nnx_gpt2 import check_mesh
 from pretrain._config import PretrainConfig
+from pretrain._early_interrupt import keeping_handlers
 from pretrain._errors import UsageError
+from pretrain._screen.printing import print_line
+from pretrain._screen.waiting import waiting
 from pretrain._surroundings.environment import is_on, start_jax
-from ray_jax_launch import Hardware
+from ray_jax_launch import Hardware, parse_hardware
 
 # A TPU chip of these generations is two devices of jax. Other chips are one device.
 _DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X": 2}
+
+
+def given_hardware(config: PretrainConfig) -> Hardware | None:
+    """Return the hardware that the configuration names, checked, or None for `auto`.
+
+    Raises:
+        UsageError: the mesh, the attention kernel or the batch does not fit the devices.
+    """
+    if config.hardware == "auto":
+        return None
+    hardware = parse_hardware(config.hardware)
+    check_batch(config, hardware)
+    return hardware
+
+
+def connect(config: PretrainConfig, hardware: Hardware | None, console: Console) -> Hardware:
+    """Connect to the cluster or start one, unless this process trains. Return the hardware, which the cluster has.
+
+    Args:
+        config: the configuration.
+        hardware: the checked hardware; None takes the best of the cluster, and checks it.
+        console: shows the start of Ray.
+
+    Raises:
+        LaunchError: the devices are not in the cluster, or Ray cannot start.
+        UsageError: the mesh, the attention kernel or the batch does not fit the devices.
+    """
+    if hardware is not None and hardware.kind == "local":
+        return hardware
+    with waiting(console, "starting Ray"), keeping_handlers():
+        ray_jax_launch.connect(hardware, dashboard=config.dashboard)
+    if config.dashboard:
+        print_line(console, f"dashboard: {ray_jax_launch.dashboard_url()}")
+    if hardware is None:
+        hardware = ray_jax_launch.auto()
+        check_batch(config, hardware)
+    ray_jax_launch.check_resources(
+        hardware,
+        # Tasks of Ray Data read the training windows, or tasks tokenize text.
+        data_cpus=hardware.data_cpus,
+        wait_for_resources_s=config.wait_for_resources_s,
+    )
+    return hardware
 
 
 def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
@@ -110,11 +159,3 @@ def with_microbatches(config: PretrainConfig, num_devices: Sequence[int]) -> Pre
     at_least = -(-batch_size // (fewest * size))
     steps = next(steps for steps in range(at_least, batch_size + 1) if batch_size % (steps * common) == 0)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, grad_accum_steps=steps))
-
-
-def resolve_microbatches(config: PretrainConfig, stored: PretrainConfig) -> PretrainConfig:
-    """Return the configuration with the microbatches of the continued run, if their size gives their number."""
-    if config.train.micro_batch_size is None:
-        return config
-    train = dataclasses.replace(config.train, grad_accum_steps=stored.train.grad_accum_steps)
-    return dataclasses.replace(config, train=train)

@@ -1,0 +1,1 @@
+"""From the configuration that a user gives to a run that can start."""

@@ -1,0 +1,97 @@
+"""From a configuration to a run that can start: the data is opened, Ray has the devices, and all fit each other."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import ray
+from rich.console import Console
+
+from owt_data import DataError, Progress, TokenData, load_tokenizer
+from pretrain._config import PretrainConfig
+from pretrain._data import find_stream, load_tokens, stream_tokens
+from pretrain._resolve.devices import check_shares, connect, data_devices, with_microbatches
+from pretrain._resolve.resolved_run import ResolvedRun
+from pretrain._resolve.settings import DataFacts, resolve_from_data
+from pretrain._run.description import RunDescription, check_same_data, describe, describe_data
+from pretrain._run.folder import RunFolder
+from pretrain._screen.printing import print_line
+from ray_jax_launch import Hardware
+
+
+@contextlib.contextmanager
+def resolving(
+    config: PretrainConfig,
+    hardware: Hardware | None,
+    folder: RunFolder,
+    stored: RunDescription | None,
+    console: Console,
+    *,
+    report: Callable[[Progress], None] | None,
+) -> Iterator[ResolvedRun]:
+    """Open the data, connect to Ray, and resolve a run. The text of a stream is tokenized during the block.
+
+    Args:
+        config: the configuration. The order is known, and the other settings of a run that continues.
+        hardware: the checked hardware; None takes the best of the cluster.
+        folder: the run's folder.
+        stored: the description of a run that continues; None for a new run.
+        console: shows the progress.
+        report: gets the progress of a stream; None if the data is prepared.
+
+    Raises:
+        DataError: the data cannot be read, or training needs the tokenizer, and it cannot be loaded.
+        UsageError: the data is not that of the run, or data, devices and settings do not fit each other.
+        LaunchError: the devices are not in the cluster, or Ray cannot start.
+    """
+    with contextlib.ExitStack() as stack:
+        if config.data_mode == "prepared":
+            data = load_tokens(config, console)
+            config = _resolve_data(config, data, stored, folder, console)  # before Ray starts, which takes seconds
+            hardware = connect(config, hardware, console)
+        else:
+            assert report is not None, "a stream has one"
+            stream = find_stream(config)
+            hardware = connect(config, hardware, console)
+            num_tasks = _num_tokenizing_tasks(config, hardware)
+            data = stack.enter_context(stream_tokens(stream, config, console, num_tasks=num_tasks, report=report))
+            config = _resolve_data(config, data, stored, folder, console)
+        num_devices = data_devices(config, hardware)
+        if stored is None:
+            config = with_microbatches(config, num_devices)
+        check_shares(config, num_devices)
+        description = stored or describe(config, describe_data(data, config.data_mode), str(hardware))
+        yield ResolvedRun(config=config, folder=folder, data=data, hardware=hardware, description=description)
+
+
+def _resolve_data(
+    config: PretrainConfig, data: TokenData, stored: RunDescription | None, folder: RunFolder, console: Console
+) -> PretrainConfig:
+    """Return the configuration with the values that follow from the data, or check the data of a continued run."""
+    _check_tokenizer(config, data, console)
+    if stored is not None:
+        check_same_data(stored, describe_data(data, config.data_mode), folder)
+        return config
+    num_windows = 0 if config.data_mode == "stream" else data.train.num_windows(config.model.seq_len)
+    return resolve_from_data(config, DataFacts(data.tokenizer, data.vocab_size, num_windows))
+
+
+def _check_tokenizer(config: PretrainConfig, data: TokenData, console: Console) -> None:
+    """Check that the tokenizer can be loaded. Training needs it only to mask documents; the sample at the end needs it.
+
+    Raises:
+        DataError: training needs the tokenizer, and it cannot be loaded.
+    """
+    try:
+        load_tokenizer(data.tokenizer)
+    except DataError as error:
+        if config.train.mask_documents:
+            raise
+        print_line(console, f"the run will end without a sample: {error}")
+
+
+def _num_tokenizing_tasks(config: PretrainConfig, hardware: Hardware) -> int | None:
+    """Return the number of tasks that tokenize while the workers train, one for each other CPU; None without Ray."""
+    if hardware.kind == "local":
+        return None
+    spare = max(1, int(ray.cluster_resources().get("CPU", 0)) - hardware.num_workers)
+    return min(spare, config.prepare.num_processes or spare)
