@@ -20,9 +20,8 @@ from owt_data import Progress
 from pretrain._output import log_lines
 from pretrain._run.history import Phase
 from pretrain._screen.display import Display
-from pretrain._screen.run_view import RunView
-from pretrain._screen.tokenizing import Tokenizing
-from pretrain._screen.waiting import waiting
+from pretrain._screen.printing import waiting
+from pretrain._screen.run_view import RunView, Tokenizing
 
 BEGAN_S = 1_700_000_000.0
 WITHIN_S = 30.0

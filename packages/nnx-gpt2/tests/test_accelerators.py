@@ -32,7 +32,7 @@ from nnx_gpt2 import (
     peak_flops_per_s,
 )
 from nnx_gpt2._absent_devices import compiler_options
-from nnx_gpt2._generate import _continue, _Draw
+from nnx_gpt2._generate import _continue, _Draw, _Drawn, _Settings
 
 pytestmark = [
     pytest.mark.accelerators,
@@ -236,9 +236,12 @@ def test_a_model_on_several_devices_computes_logits_and_samples(layout, devices)
     tokens = jax.ShapeDtypeStruct((4, CONFIG.seq_len), jnp.int32)
     compiled(jax.jit(lambda params, tokens: merge(CONFIG, params)(tokens)).lower(params, tokens), mesh)
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: GPT2(CONFIG, rngs=nnx.Rngs(0))))
-    prompts, lengths, number = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3, 128), (3,), ()))
-    real, is_done = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((3,), bool)
-    key, draw = jax.eval_shape(lambda: jax.random.key(0)), _Draw(False, 50, True, 500)
-    arguments = (graphdef, params, prompts, lengths, is_done, number, number, key, real, real, number)
+    prompts, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3, 128), (3,)))
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    real: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    before = _Drawn(lengths, jax.ShapeDtypeStruct((3,), bool), number)
+    settings = _Settings(key=key, max_drawn=number, temperature=real, top_p=real, end_of_text=number)
     for use_cache in (True, False):
-        compiled(_continue.lower(*arguments, draw=draw, use_cache=use_cache), mesh)
+        drawing = {"draw": _Draw(False, 50, True, 500), "use_cache": use_cache}
+        compiled(_continue.lower(graphdef, params, prompts, before, settings, **drawing), mesh)

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from pretrain._commands.report import report
 from pretrain._errors import UsageError
-from pretrain._report.svg_chart import Axis, Line, line_chart
-from pretrain._report.thinning import thin
+from pretrain._report.svg_chart import Axis, Line, line_chart, thin
 from pretrain._report.timeline import WorkTime, draw_timeline
 from pretrain._run.history import Phase
 from pretrain._run.result import RunResult, write_result

@@ -1,7 +1,6 @@
 from ._absent_devices import absent_devices as absent_devices
 from ._absent_devices import device_memory as device_memory
 from ._attention import causal_attention as causal_attention
-from ._bfloat16 import has_bfloat16 as has_bfloat16
 from ._evaluation import ChoiceEvaluation as ChoiceEvaluation
 from ._evaluation import Question as Question
 from ._evaluation import TokenEvaluation as TokenEvaluation
@@ -41,6 +40,7 @@ from ._sharding import param_spec as param_spec
 from ._sharding import put_batch as put_batch
 from ._sharding import replicated as replicated
 from ._sharding import tree_shardings as tree_shardings
+from ._target import has_bfloat16 as has_bfloat16
 from ._train_state import TrainState as TrainState
 from ._train_state import abstract_train_state as abstract_train_state
 from ._train_state import create_train_state as create_train_state

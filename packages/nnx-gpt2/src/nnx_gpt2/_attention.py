@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from nnx_gpt2._bfloat16 import compute_capability, has_bfloat16
 from nnx_gpt2._dropout import check_key, drop, split_key
 from nnx_gpt2._errors import is_number, is_one_of, kind, plain, require, shown
 from nnx_gpt2._model_config import SPLASH_MULTIPLE, AttentionBackend
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain, under_mesh
-from nnx_gpt2._target import Target, target_for
+from nnx_gpt2._target import Target, compute_capability, has_bfloat16, target_for
 from nnx_gpt2._token_ids import has_type
 
 # The plain formula works on blocks of queries, each with the keys that it can see. The number of blocks has an upper

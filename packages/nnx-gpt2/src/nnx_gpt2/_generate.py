@@ -51,6 +51,24 @@ class _Draw(NamedTuple):
     vocab_size: int
 
 
+class _Settings(NamedTuple):
+    """Arguments of the draw that change without a new compilation."""
+
+    key: PRNGKeyArray
+    max_drawn: Int[Any, ""]
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""]
+    end_of_text: Int[Array, ""]
+
+
+class _Drawn(NamedTuple):
+    """State of the texts between two calls of the loop."""
+
+    lengths_B: Int[Any, " B"]
+    is_done_B: Bool[Any, " B"]
+    num_drawn: Int[Any, ""]
+
+
 class _Progress(NamedTuple):
     """State of the loop that draws tokens."""
 
@@ -105,41 +123,41 @@ def generate(
     require(is_iterable(prompts), "prompts", "be of type Iterable", kind(prompts))
     rows = [_row(prompt) for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
+    _check_prompts(model.config, rows)
     _check_sampling(
-        model.config, rows, key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        model.config, key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         vocab_size=vocab_size, end_of_text=end_of_text,
     )  # fmt: skip
-    context, max_drawn = model.config.seq_len, np.int32(max_new_tokens)
+    context = model.config.seq_len
     draw = _Draw(
         greedy=temperature < _SMALLEST_TEMPERATURE,
         top_k=top_k and min(top_k, vocab_size),
         nucleus=top_p is not None,
         vocab_size=vocab_size,
     )
-    settings = (
-        jax.random.key(0) if key is None else key,
-        jnp.float32(temperature),
-        jnp.float32(1.0 if top_p is None else top_p),
-        jnp.int32(-1 if end_of_text is None else end_of_text),
+    settings = _Settings(
+        key=jax.random.key(0) if key is None else key,
+        max_drawn=np.int32(max_new_tokens),
+        temperature=jnp.float32(temperature),
+        top_p=jnp.float32(1.0 if top_p is None else top_p),
+        end_of_text=jnp.int32(-1 if end_of_text is None else end_of_text),
     )
     graphdef, state = nnx.split(model)
-    texts, is_done, num_drawn = [row.tolist() for row in rows], np.zeros(len(rows), bool), 0
-    starts = [0] * len(rows)
-    while num_drawn < max_drawn and not is_done.all():
+    texts, starts = [row.tolist() for row in rows], [0] * len(rows)
+    is_done_B, num_drawn = np.zeros(len(rows), bool), 0
+    while num_drawn < max_new_tokens and not is_done_B.all():
         for i, text in enumerate(texts):
             if len(text) - starts[i] > context:
                 starts[i] = len(text) - max(context // 2, 1)
         seen = [text[start:] for text, start in zip(texts, starts, strict=True)]
-        lengths = np.array([len(text) for text in seen], np.int32)
-        prompt_BQ = np.zeros((len(seen), _padded_size(int(lengths.max()), context)), np.int32)
+        lengths_B = np.array([len(text) for text in seen], np.int32)
+        prompt_BQ = np.zeros((len(seen), _padded_size(int(lengths_B.max()), context)), np.int32)
         for row, text in zip(prompt_BQ, seen, strict=True):
             row[: len(text)] = text
-        end = _continue(
-            graphdef, state, prompt_BQ, lengths, is_done, np.int32(num_drawn), max_drawn, *settings,
-            draw=draw, use_cache=use_cache,
-        )  # fmt: skip
-        tokens_BW, ends_B, is_done, num_drawn = jax.device_get(end)
-        for text, row, first, last in zip(texts, tokens_BW, lengths, ends_B, strict=True):
+        before = _Drawn(lengths_B, is_done_B, np.int32(num_drawn))
+        end = _continue(graphdef, state, prompt_BQ, before, settings, draw=draw, use_cache=use_cache)
+        tokens_BW, (ends_B, is_done_B, num_drawn) = jax.device_get(end)
+        for text, row, first, last in zip(texts, tokens_BW, lengths_B, ends_B, strict=True):
             text += row[first:last].tolist()
     return texts
 
@@ -151,9 +169,16 @@ def _row(prompt: Any) -> np.ndarray:
         raise value_error("each prompt", "be a list of token ids", kind(prompt)) from error
 
 
+def _check_prompts(config: GPT2Config, rows: list[np.ndarray]) -> None:
+    require(len(rows) > 0, "prompts", "be at least 1", 0)
+    for row in rows:
+        constraint = f"have 1 to {config.seq_len} tokens, the model's context"
+        require(1 <= row.size <= config.seq_len, "each prompt", constraint, row.size)
+        check_ids(row[None], config.vocab_size, "each prompt's token ids")
+
+
 def _check_sampling(
     config: GPT2Config,
-    rows: list[np.ndarray],
     key: PRNGKeyArray | None,
     *,
     max_new_tokens: int,
@@ -163,26 +188,17 @@ def _check_sampling(
     vocab_size: int,
     end_of_text: int | None,
 ) -> None:
-    context = config.seq_len
-    require(len(rows) > 0, "prompts", "be at least 1", 0)
-    for row in rows:
-        require(1 <= row.size <= context, "each prompt", f"have 1 to {context} tokens, the model's context", row.size)
-        check_ids(row[None], config.vocab_size, "each prompt's token ids")
+    size = config.vocab_size
     is_share = top_p is None or (is_number(top_p) and 0 < top_p <= 1)
     for name, value, constraint, holds in (
         ("max_new_tokens", max_new_tokens, f"be 0 to {INT32_MAX}", is_whole(max_new_tokens, 0, INT32_MAX)),
         ("temperature", temperature, f"be between 0 and {FLOAT32_MAX}", is_number(temperature) and temperature >= 0),
         ("top_k", top_k, "be at least 1, or None", top_k is None or is_whole(top_k, 1)),
         ("top_p", top_p, "be above 0 and at most 1, or None", is_share),
-        (
-            "vocab_size",
-            vocab_size,
-            f"be 1 to {(size := config.vocab_size)}, the model's",
-            is_whole(vocab_size, 1, size),
-        ),
+        ("vocab_size", vocab_size, f"be 1 to {size}, the model's", is_whole(vocab_size, 1, size)),
     ):
         require(holds, name, constraint, shown(value))
-    check_end_of_text(end_of_text, config.vocab_size)
+    check_end_of_text(end_of_text, size)
     if key is not None:
         check_key(key)
     needs_key = temperature > 0 and key is None
@@ -198,18 +214,12 @@ def _continue(
     graphdef: Any,
     state: PyTree[Array],
     prompt_BQ: Int[Array, "B Q"],
-    lengths_B: Int[Array, " B"],
-    is_done_B: Bool[Array, " B"],
-    num_drawn: Int[Array, ""],
-    max_drawn: Int[Array, ""],
-    key: PRNGKeyArray,
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
-    end_of_text: Int[Array, ""],
+    before: _Drawn,
+    settings: _Settings,
     *,
     draw: _Draw,
     use_cache: bool,
-) -> tuple[Int[Array, "B W"], Int[Array, " B"], Bool[Array, " B"], Int[Array, ""]]:
+) -> tuple[Int[Array, "B W"], _Drawn]:
     """Draw tokens until the limit is reached, all texts have ended, or a text exceeds the context."""
     model = nnx.merge(graphdef, state)
     context, rows_B = model.config.seq_len, jnp.arange(len(prompt_BQ))
@@ -221,12 +231,12 @@ def _continue(
 
     def continues(now: _Progress) -> Array:
         fits = now.is_done_B | (now.lengths_B <= context)
-        return (now.num_drawn < max_drawn) & ~now.is_done_B.all() & fits.all()
+        return (now.num_drawn < settings.max_drawn) & ~now.is_done_B.all() & fits.all()
 
     def add_token(now: _Progress) -> _Progress:
-        keys_B = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), now.num_drawn))(rows_B)
+        keys_B = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(settings.key, row), now.num_drawn))(rows_B)
         logits_BV = now.logits_BP[:, : draw.vocab_size].astype(jnp.float32)
-        token_B = _draw_tokens(logits_BV, keys_B, temperature, top_p, draw)
+        token_B = _draw_tokens(logits_BV, keys_B, settings.temperature, settings.top_p, draw)
         # The token of a finished text is written beyond the end, which drops it.
         index_B = jnp.where(now.is_done_B, context + 1, now.lengths_B)
         tokens_BW = now.tokens_BW.at[rows_B, index_B].set(token_B, mode="drop")
@@ -235,17 +245,17 @@ def _continue(
             logits_BP, cache = _decode(model, blocks, token_B, now.lengths_B, now.cache)
         else:
             logits_BP, cache = full_logits(tokens_BW[:, :context], lengths_B), None
-        is_done_B = now.is_done_B | (token_B == end_of_text)
+        is_done_B = now.is_done_B | (token_B == settings.end_of_text)
         return _Progress(tokens_BW, lengths_B, is_done_B, now.num_drawn + 1, logits_BP, cache)
 
     tokens_BW = jnp.pad(prompt_BQ, ((0, 0), (0, context + 1 - prompt_BQ.shape[1])))
     if use_cache:
-        logits_BP, cache = _prefill(model, blocks, prompt_BQ, lengths_B)
+        logits_BP, cache = _prefill(model, blocks, prompt_BQ, before.lengths_B)
     else:
-        logits_BP, cache = full_logits(tokens_BW[:, :context], lengths_B), None
-    start = _Progress(tokens_BW, lengths_B, is_done_B, num_drawn, logits_BP, cache)
+        logits_BP, cache = full_logits(tokens_BW[:, :context], before.lengths_B), None
+    start = _Progress(tokens_BW, *before, logits_BP, cache)
     end = jax.lax.while_loop(continues, add_token, start)
-    return end.tokens_BW, end.lengths_B, end.is_done_B, end.num_drawn
+    return end.tokens_BW, _Drawn(end.lengths_B, end.is_done_B, end.num_drawn)
 
 
 def _prefill(model: GPT2, blocks: list[Block], prompt_BQ: Array, lengths_B: Array) -> tuple[Array, Any]:

@@ -32,7 +32,7 @@ from pretrain._errors import UsageError, one_line
 from pretrain._resolve.devices import data_devices, given_hardware, with_microbatches
 from pretrain._resolve.settings import DataFacts, resolve_from_data, resolve_order
 from pretrain._screen.plan_table import MFU_RANGE, Plan
-from pretrain._screen.waiting import waiting
+from pretrain._screen.printing import waiting
 from pretrain._training.process import keep_freed_memory
 from pretrain._training.target_devices import Target, find_target
 

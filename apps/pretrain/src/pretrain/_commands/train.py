@@ -37,8 +37,7 @@ from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_finished, show_result, show_stopped
 from pretrain._screen.introduction import introduce
-from pretrain._screen.run_view import RunView
-from pretrain._screen.tokenizing import Tokenizing
+from pretrain._screen.run_view import RunView, Tokenizing
 from pretrain._trackers.tracker import check_trackers
 from pretrain._training import train_worker
 from ray_jax_launch import (

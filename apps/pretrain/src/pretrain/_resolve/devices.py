@@ -11,8 +11,7 @@ from nnx_gpt2 import check_mesh
 from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import keeping_handlers
 from pretrain._errors import UsageError
-from pretrain._screen.printing import print_line
-from pretrain._screen.waiting import waiting
+from pretrain._screen.printing import print_line, waiting
 from pretrain._surroundings.environment import is_on, start_jax
 from ray_jax_launch import Hardware, parse_hardware
 

@@ -1,12 +1,16 @@
 """Tables of labels and texts, and tables without styles where the output is no terminal."""
 
+import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn, Task, TextColumn
 from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
+
+from pretrain._formats import duration
 
 # Wider than any table.
 _UNLIMITED = 10_000
@@ -47,3 +51,21 @@ def print_line(console: Console, text: str) -> None:
         console.print(text.translate(_VISIBLE), markup=False, highlight=False, soft_wrap=True)
     else:  # rich would leave some control characters out of a text
         console.print(Segments([Segment(f"{text}\n")]), soft_wrap=True)
+
+
+class _Elapsed(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """Return the time of the wait."""
+        return Text(duration(task.elapsed or 0.0), style="dim")
+
+
+@contextlib.contextmanager
+def waiting(console: Console, what: str) -> Iterator[None]:
+    """Show a text while the block runs: with its time on a terminal, as a plain line elsewhere."""
+    if not console.is_interactive:
+        console.print(what, markup=False, highlight=False, soft_wrap=True)
+        yield
+        return
+    with Progress(TextColumn("{task.description}", markup=False), _Elapsed(), console=console, transient=True) as bar:
+        bar.add_task(what, total=None)
+        yield

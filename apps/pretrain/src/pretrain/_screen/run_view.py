@@ -4,15 +4,34 @@ import bisect
 import time
 from collections.abc import Callable
 
+from owt_data import Progress
 from pretrain._run.history import Phase, PhaseName, RunHistory, seconds_by_phase
 from pretrain._run.metrics import Record
-from pretrain._screen.tokenizing import Tokenizing
 
 Clock = Callable[[], float]
 """Function that returns the Unix time in seconds."""
 
 _LABELS: dict[PhaseName, str] = {"loading": "loading the model"}
 _AT_WORK: tuple[PhaseName, ...] = ("loading", "compiling", "training", "evaluating", "saving", "sampling")
+
+
+class Tokenizing:
+    """The last progress of a preparation in another thread."""
+
+    def __init__(self) -> None:
+        self.last: Progress | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        """Note the progress."""
+        self.last = progress
+
+    def summary(self) -> str:
+        """Return the share of the text that is tokenized; an empty text after the end."""
+        if self.last is None or self.last.stage not in ("checking", "tokenizing") or self.last.fraction == 1:
+            return ""
+        if self.last.fraction is None:
+            return f"{self.last.num_tokens:,} tokens tokenized"
+        return f"{self.last.fraction:.0%} tokenized"
 
 
 class RunView:
