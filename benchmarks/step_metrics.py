@@ -61,11 +61,11 @@ def make_loops() -> dict[str, Callable[[], tuple[float, list[float]]]]:
 
         def after_step(number: int, metrics: dict[str, jax.Array]) -> None:
             if number > 1 and (number - 1) % RECORD_EVERY == 0:  # as in the training loop, after the next step's start
-                losses.append(meter.record(number - 1)["loss"])
+                losses.append(meter.wait_for_record(number - 1)["loss"])
             meter.add(metrics)
 
         seconds = run(after_step)
-        return seconds, [*losses, meter.record(STEPS)["loss"]]
+        return seconds, [*losses, meter.wait_for_record(STEPS)["loss"]]
 
     def fetched() -> tuple[float, list[float]]:
         losses: list[float] = []

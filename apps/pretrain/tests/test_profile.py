@@ -25,7 +25,7 @@ def train():
     def run(profile, folder, *, start=0, max_steps=10, stop=10):
         nonlocal state
         with Profiling(profile, folder) as profiling:
-            profiling.begin(start, max_steps)
+            profiling.limit_steps(start, max_steps)
             for step in range(start + 1, stop + 1):
                 profiling.before_step(step)
                 state, metrics = train_step(state, windows, key)

@@ -52,18 +52,18 @@ def test_a_record_has_the_mean_loss_and_the_largest_gradient_of_the_steps_since_
     meter = make_meter()
     for loss, grad_norm in ((2.0, 0.5), (1.0, 3.25), (1.5, 0.25)):
         meter.add(metrics(loss, grad_norm=grad_norm))
-    record = meter.record(13)
+    record = meter.wait_for_record(13)
     assert (record["step"], record["loss"], record["grad_norm_max"]) == (13, 1.5, 3.25)
     assert record["learning_rate"] == pytest.approx(2e-3 * 13 / 51, rel=1e-5)
     meter.add(metrics(9.0, grad_norm=0.125))
-    record = meter.record(14)
+    record = meter.wait_for_record(14)
     assert (record["loss"], record["grad_norm_max"]) == (9.0, 0.125)
 
 
 def test_a_record_has_six_significant_digits():
     meter = make_meter()
     meter.add(metrics(1.23456789, grad_norm=123456.789))
-    record = meter.record(1)
+    record = meter.wait_for_record(1)
     assert (record["loss"], record["grad_norm_max"], record["time_s"]) == (1.23457, 123457.0, 1234.568)
 
 
@@ -82,29 +82,37 @@ def test_the_time_of_a_step_is_that_of_the_steps_alone():
     meter.start()
     step(0.5, 0.25)
     step(0.5, 0.75)
-    first = meter.record(3)
+    first = meter.wait_for_record(3)
     assert (first["step_s"], first["data_wait_s"], first["tokens_per_s"]) == (1.0, 0.5, 1024.0)
     step(2.0, 0.0)
-    second = meter.record(4)
+    second = meter.wait_for_record(4)
     assert (second["step_s"], second["data_wait_s"]) == (2.0, 0.0)
     meter.stop()
     clock.now += 60.0  # an evaluation
     meter.start()
     step(4.0, 0.0)
-    assert meter.record(5)["step_s"] == 4.0
+    assert meter.wait_for_record(5)["step_s"] == 4.0
 
 
 def test_a_record_of_untimed_steps_has_no_times():
     meter = make_meter()
     meter.add(metrics(1.5))
-    assert set(meter.record(1)) == {"step", "epoch", "tokens", "time_s", "loss", "grad_norm_max", "learning_rate"}
+    assert set(meter.wait_for_record(1)) == {
+        "step",
+        "epoch",
+        "tokens",
+        "time_s",
+        "loss",
+        "grad_norm_max",
+        "learning_rate",
+    }
 
 
 def test_a_record_has_the_epochs_and_the_tokens_up_to_its_step():
     meter = make_meter()
     assert meter.progress(0) == {"step": 0, "epoch": 0.0, "tokens": 0, "time_s": 1234.568}
     meter.add(metrics(1.5))
-    record = meter.record(250)
+    record = meter.wait_for_record(250)
     assert (record["epoch"], record["tokens"]) == (1.3333, 250 * 16 * 64)  # 250 * 16 of 3000 windows
 
 
@@ -134,7 +142,7 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices(device_kind, peak_tflops, p
     meter.add(metrics(1.5))
     clock.now += 1e-3
     flops_per_s = flops_per_token(CONFIG.model) * 16 * 64 / 1e-3
-    assert meter.record(1)["mfu"] == pytest.approx(flops_per_s / (peak * num_devices), rel=1e-5)
+    assert meter.wait_for_record(1)["mfu"] == pytest.approx(flops_per_s / (peak * num_devices), rel=1e-5)
 
 
 def test_an_unknown_peak_and_an_unknown_memory_are_absent():
@@ -143,10 +151,10 @@ def test_an_unknown_peak_and_an_unknown_memory_are_absent():
     meter.start()
     meter.add(metrics(1.5))
     clock.now += 1
-    assert {"mfu", "memory_bytes"}.isdisjoint(meter.record(1))
+    assert {"mfu", "memory_bytes"}.isdisjoint(meter.wait_for_record(1))
     meter = make_meter(stats={"peak_bytes_in_use": 123456789})
     meter.add(metrics(1.5))
-    assert meter.record(1)["memory_bytes"] == 123456789
+    assert meter.wait_for_record(1)["memory_bytes"] == 123456789
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf"])
@@ -155,20 +163,20 @@ def test_a_step_that_was_skipped_is_counted_and_is_not_in_the_mean(loss):
     meter.add(metrics(2.0))
     meter.add(metrics(loss, grad_norm=50.0, num_skipped=1, in_a_row=1))
     meter.add(metrics(4.0, num_skipped=1))
-    record = meter.record(20)
+    record = meter.wait_for_record(20)
     assert (record["num_skipped"], record["loss"], record["grad_norm_max"]) == (1, 3.0, 1.0)
     assert record["learning_rate"] == pytest.approx(2e-3 * 20 / 51, rel=1e-5)  # of step 20 of a warmup of 50
     meter.add(metrics(loss, num_skipped=2, in_a_row=1))
-    assert {"loss", "grad_norm_max"}.isdisjoint(meter.record(21))
+    assert {"loss", "grad_norm_max"}.isdisjoint(meter.wait_for_record(21))
 
 
 def test_a_run_that_only_skips_ends():
     meter = make_meter()
     meter.add(metrics("nan", num_skipped=49, in_a_row=49))
-    meter.record(40)
+    meter.wait_for_record(40)
     meter.add(metrics("nan", num_skipped=50, in_a_row=50))
     with pytest.raises(FloatingPointError, match=r"got 50 steps without, up to step 60\. Lower --optim"):
-        meter.record(60)
+        meter.wait_for_record(60)
 
 
 def test_a_stop_between_two_records_does_not_change_the_next_one():
@@ -178,9 +186,9 @@ def test_a_stop_between_two_records_does_not_change_the_next_one():
         for meter in (whole, before if number < 3 else after):
             meter.add(metrics(loss, grad_norm=1 / (1 + number)))
         if number == 2:
-            after.restore(json.loads(json.dumps(before.unrecorded())))
-    assert after.record(5) == whole.record(5)
-    assert after.unrecorded() == NOTHING_UNRECORDED
+            after.restore(json.loads(json.dumps(before.wait_for_unrecorded())))
+    assert after.wait_for_record(5) == whole.wait_for_record(5)
+    assert after.wait_for_unrecorded() == NOTHING_UNRECORDED
 
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)
@@ -198,7 +206,7 @@ def last_step(optimizer, train_step, kill_after=None):
         meter.add(found)
         if step % RECORD_EVERY == 0:
             try:
-                meter.record(step)
+                meter.wait_for_record(step)
             except FloatingPointError:
                 return step
         if step % SAVE_EVERY == 0:

@@ -47,11 +47,6 @@ class PrepareConfig(PrepareOptions):
         ValueError: a field is out of its range.
     """
 
-    split: Literal["auto", "documents", "position", "start"] = "auto"
-    """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
-    first 128th of the text, at least 256 KiB and at most 16 MiB. `auto` is `position` for a single document, else
-    `documents`; with `--data-mode stream` it is `start`."""
-
     num_processes: int | None = None
     """Tokenizing processes; none is one for each usable CPU."""
 
@@ -222,7 +217,8 @@ class PretrainConfig:
 
     data_mode: Literal["prepared", "stream"] = "prepared"
     """`prepared` tokenizes all text before the training. `stream` trains while the text is tokenized, by tasks of the
-    Ray cluster or by processes of this machine; the first epoch then has the order of the text."""
+    Ray cluster or by processes of this machine; the first epoch then has the order of the text, and `--split auto` is
+    `start`."""
 
     verify_data: VerifyMode = "background"
     """Comparison of the token files with the SHA-256 in their manifest, once per file: `background` while the run

@@ -109,7 +109,7 @@ class Loop:
         else:
             self._state, record = self._setup.new_state(), {}
         self._log.open(self._setup.device.device_kind, self._setup.mesh.size)
-        self._profiling.begin(start, self._train.max_steps)
+        self._profiling.limit_steps(start, self._train.max_steps)
         if any(due(self._train, start)):
             self._write(self.meter.progress(start) | record, is_evaluated=due(self._train, start).validation)
         if start < self._train.max_steps:
@@ -127,7 +127,7 @@ class Loop:
         self._profiling.after_step(step, metrics)
         # The metrics of a step are read after the next step has started: the device never waits.
         if self._has_unwritten_record:
-            self._log.write(self.meter.record(step - 1))
+            self._log.write(self.meter.wait_for_record(step - 1))
         self.meter.add(metrics)
         self._has_unwritten_record = due(self._train, step).record
         return metrics
@@ -137,7 +137,7 @@ class Loop:
         is_saved, is_evaluated, _ = due(self._train, step)
         if not is_saved and not is_evaluated:
             return
-        record = self.meter.record(step)
+        record = self.meter.wait_for_record(step)
         self._has_unwritten_record = False
         self.meter.stop()
         if is_saved:
@@ -148,7 +148,7 @@ class Loop:
 
     def stop(self, step: int) -> None:
         """Save after a stop request. The continued run does everything else that is due at this step."""
-        record = self.meter.record(step) if any(due(self._train, step)) else self.meter.progress(step)
+        record = self.meter.wait_for_record(step) if any(due(self._train, step)) else self.meter.progress(step)
         self._save(record)
 
     def finish(self) -> str:
@@ -169,7 +169,7 @@ class Loop:
 
     def _save(self, record: Record) -> None:
         """Start a save, which continues in the background."""
-        unrecorded = self.meter.unrecorded()
+        unrecorded = self.meter.wait_for_unrecorded()
         self._log.phase(record["step"], "saving")
         self._log.push()  # a continued run expects the records before its checkpoint in the log
         self._checkpoints.save(
@@ -213,7 +213,7 @@ class Loop:
 
 
 def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, Record, dict[str, Any]]:
-    """Read the state of a checkpoint, the record of its step, and what `StepMeter.unrecorded` returned.
+    """Read the state of a checkpoint, the record of its step, and what `StepMeter.wait_for_unrecorded` returned.
 
     Args:
         checkpoints: the checkpoints of the run.

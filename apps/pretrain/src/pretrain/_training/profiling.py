@@ -38,8 +38,8 @@ class Profiling:
     ) -> None:
         self._stop()
 
-    def begin(self, start: int, max_steps: int) -> None:
-        """Log a warning if none of the steps will run, unless an earlier start has profiled them.
+    def limit_steps(self, start: int, max_steps: int) -> None:
+        """Leave out the steps that will not run. Log a warning if all are left out, unless an earlier start ran them.
 
         Args:
             start: the steps of the run before this start.

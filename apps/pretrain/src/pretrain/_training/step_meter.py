@@ -18,7 +18,7 @@ from pretrain._run.metrics import Record, rounded
 MAX_STEPS_SKIPPED = 50
 
 NOTHING_UNRECORDED: dict[str, Any] = {"loss_sum": 0.0, "num_losses": 0, "grad_norm_max": None}
-"""The result of `StepMeter.unrecorded` right after a record."""
+"""The result of `StepMeter.wait_for_unrecorded` right after a record."""
 
 Metrics = dict[str, jax.Array]
 
@@ -26,8 +26,8 @@ Metrics = dict[str, jax.Array]
 class StepMeter:
     """A meter that collects the metrics of each step on the device, and turns them into a record when one is due.
 
-    Collecting does not wait for the device. Only the time between `start` and `record` counts, and only steps that
-    were added in it: not compilation, evaluations and saves.
+    Collecting does not wait for the device. Only the time between `start` and `wait_for_record` counts, and only steps
+    that were added in it: not compilation, evaluations and saves.
 
     Args:
         config: the run's configuration.
@@ -95,7 +95,7 @@ class StepMeter:
             record["epoch"] = round(num_seen / num_windows, 4)
         return record | {"time_s": round(self._wall_clock(), 3)}
 
-    def record(self, step: int) -> Record:
+    def wait_for_record(self, step: int) -> Record:
         """Wait for the added steps, return the record of the last of them, and begin the next record.
 
         A step whose loss or gradient is not finite made no update, and does not count in either. The record lacks the
@@ -137,7 +137,7 @@ class StepMeter:
             self._since, self._num_timed, self._wait_s = now, 0, 0.0
         return rounded(record)
 
-    def unrecorded(self) -> dict[str, Any]:
+    def wait_for_unrecorded(self) -> dict[str, Any]:
         """Wait for the added steps, and return what a continued run needs to complete their record."""
         self._collect()
         return {
@@ -150,7 +150,7 @@ class StepMeter:
         """Continue an unfinished record.
 
         Args:
-            unrecorded: the result of `unrecorded`.
+            unrecorded: the result of `wait_for_unrecorded`.
         """
         self._loss_sum, self._num_losses = unrecorded["loss_sum"], unrecorded["num_losses"]
         if self._num_losses:
