@@ -27,9 +27,9 @@ FACTS = DataFacts(tokenizer="bytes", vocab_size=257, num_windows=1000)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_steps": 0}, "train.max_steps must be at least 1 and at most 2147483647, got 0. Change it."),
+        ({"max_steps": 0}, "train.max_steps must be at least 1 and at most 2147483647, got 0."),
         ({"eval_every": -5}, "train.eval_every must be at least 1, got -5."),
-        ({"max_epochs": 0.0}, "train.max_epochs must be above 0 and at most 1e+39, got 0.0. Change it."),
+        ({"max_epochs": 0.0}, "train.max_epochs must be above 0 and at most 1e+39, got 0.0."),
         ({"max_epochs": float("nan")}, "train.max_epochs must be above 0 and at most 1e+39, got nan."),
         ({"max_tokens": 0}, "train.max_tokens must be at least 1, got 0."),
         ({"max_failures": -2}, "train.max_failures must be at least -1, got -2."),
@@ -69,8 +69,8 @@ def test_bad_train_fields_are_named(fields, message):
         ({"name": ""}, "name must be a printable text"),
         ({"name": "a\nb"}, "name must be a printable text"),
         ({"name": "\udcff"}, "name must be a text in UTF-8 or none, got"),
-        ({"prompts": ("a", "\ud800")}, "prompts must be a tuple of texts in UTF-8, got ('a', '\\ud800'). Change it."),
-        ({"data": "\udcff"}, "data must be a text in UTF-8, got '\\udcff'. Change it."),
+        ({"prompts": ("a", "\ud800")}, "prompts must be a tuple of texts in UTF-8, got ('a', '\\ud800')."),
+        ({"data": "\udcff"}, "data must be a text in UTF-8, got '\\udcff'."),
         ({"prompts": ("a", "")}, "prompts must be texts of at least one character"),
     ],
 )

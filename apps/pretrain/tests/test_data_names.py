@@ -48,7 +48,7 @@ def test_forms(text, expected):
     ],
 )
 def test_the_error_in_another_form_is_named(text, problem):
-    message = f"web=0.7:NAME,code=0.3:NAME, got {text!r}: {problem}. Correct it."
+    message = f"web=0.7:NAME,code=0.3:NAME, got {text!r}: {problem}."
     with pytest.raises(UsageError, match=re.escape(message)):
         parse_data(text)
 

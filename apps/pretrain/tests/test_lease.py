@@ -98,9 +98,7 @@ Command = Callable[[str], lease.Owner]
 def test_a_second_command_on_another_machine_is_rejected_until_the_first_has_ended(run, command):
     with leasing(run, command("b"), ignored):
         with (
-            pytest.raises(
-                UsageError, match=r"must be locked by one command at a time, .* host-b \(process .*\) since 20"
-            ),
+            pytest.raises(UsageError, match=r"Another command uses .* host-b \(process .*\) since 20"),
             leasing(run, command("a"), ignored),
         ):
             pass
@@ -115,10 +113,10 @@ def test_a_second_command_with_a_local_copy_of_its_own_is_rejected_on_the_same_m
     first, second = command("b"), replace(command("a"), machine="other-b")
     assert (first.machine, first.lock) != (second.machine, second.lock)
     with leasing(run, first, ignored):
-        with pytest.raises(UsageError, match="the first runs on host-b"), leasing(run, second, ignored):
+        with pytest.raises(UsageError, match="Another command uses .*, on host-b"), leasing(run, second, ignored):
             pass
         elsewhere = replace(command("c"), lock=first.lock)  # a number of a file, on another machine
-        with pytest.raises(UsageError, match="the first runs on host-b"), leasing(run, elsewhere, ignored):
+        with pytest.raises(UsageError, match="Another command uses .*, on host-b"), leasing(run, elsewhere, ignored):
             pass
         assert objects(run) == ["b.json"]
         with leasing(run, replace(second, lock=first.lock), lambda _: None):
@@ -194,7 +192,7 @@ def test_a_command_that_has_lost_its_lease_is_told_once(generation, run, command
         assert lost.wait(LIMIT_S)
         time.sleep(1)
     (sentence,) = told
-    assert "got a second one on host-b (process" in sentence
+    assert "another command uses the run now, on host-b (process" in sentence
     assert objects(run) == ["b.json"]
 
 
@@ -211,7 +209,7 @@ def test_a_command_that_loses_its_lease_ends_in_one_sentence(run, command, monke
                         filesystem.delete_file(f"{root}/.lease/{name}")
                 time.sleep(0.5)
 
-    with pytest.raises(RunFailedError, match="which has ended"):
+    with pytest.raises(RunFailedError, match="another command has used the run since"):
         lose()
 
 
@@ -222,7 +220,10 @@ def test_a_killed_command_on_this_machine_frees_the_run_at_once(run):
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "holds\n"
-            with pytest.raises(UsageError, match=f"the first runs on .* \\(process {process.pid} of"), lock_run(run):
+            with (
+                pytest.raises(UsageError, match=f"Another command uses .*, on .* \\(process {process.pid} of"),
+                lock_run(run),
+            ):
                 pass
         finally:
             process.kill()
@@ -252,7 +253,7 @@ def test_a_command_that_asks_forever_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(lease, "_PATIENCE_S", 0.0)
     put(run, command("b"))
-    with pytest.raises(UsageError, match="the first runs on host-b"), leasing(run, command("a"), ignored):
+    with pytest.raises(UsageError, match="Another command uses .*, on host-b"), leasing(run, command("a"), ignored):
         pass
     assert looks == [1]
     assert objects(run) == ["b.json"]
@@ -275,7 +276,7 @@ def test_a_damaged_object_keeps_the_run_until_it_lapses(
     run: str, command: Command, looks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(run, command("b"), b"{")
-    with pytest.raises(UsageError, match="the first runs on unknown"), leasing(run, command("a"), ignored):
+    with pytest.raises(UsageError, match="Another command uses .*, on unknown"), leasing(run, command("a"), ignored):
         pass
     assert looks == [1]
     assert objects(run) == ["b.json"]
@@ -296,7 +297,7 @@ def test_a_command_that_finds_another_holder_gives_up(
         write(self)
 
     monkeypatch.setattr(lease._Lease, "_write", write_second)
-    with pytest.raises(UsageError, match="the first runs on host-b"), leasing(run, command("a"), ignored):
+    with pytest.raises(UsageError, match="Another command uses .*, on host-b"), leasing(run, command("a"), ignored):
         pass
     assert objects(run) == ["b.json"]
 

@@ -80,7 +80,7 @@ def test_a_folder_that_is_renamed_during_its_run_gets_no_double(tmp_path, record
         (tmp_path / "runs/run").rename(tmp_path / "runs/renamed")
         sentence = failure(process, log)
         assert [path.name for path in (tmp_path / "runs").iterdir()] == ["renamed"]
-        assert "must stay in its place while its command runs" in sentence
+        assert "was moved, deleted or replaced while its command ran" in sentence
         assert "Traceback" not in log.read_text()
 
 
@@ -97,7 +97,7 @@ def test_a_command_writes_nothing_into_another_run_in_the_place_of_its_own(tmp_p
         (tmp_path / "other").rename(tmp_path / "runs/run")
         sentence = failure(process, log)
         assert [path.name for path in (tmp_path / "runs/run").iterdir()] == [".lock"]
-        assert "must stay in its place while its command runs" in sentence
+        assert "was moved, deleted or replaced while its command ran" in sentence
         assert "Traceback" not in log.read_text()
 
 

@@ -273,7 +273,7 @@ def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
             ("--model.vocab-size", "100"),
             "--model.vocab-size must be at least 257, the vocabulary of the tokenizer bytes",
         ),
-        (("--price-per-hour", "-1"), "--price-per-hour must be a number of at least 0, got -1.0. Change it."),
+        (("--price-per-hour", "-1"), "--price-per-hour must be a number of at least 0, got -1.0."),
         (("--price-per-hour", "nan"), "--price-per-hour must be a"),
         (("--hardware", "h100"), "hardware must be auto, cpu:WORKERS"),
         (("--hardware", "gpu:8"), "got gpu:8 with 0 such devices here. Add the type, such as gpu:8:h100."),

@@ -154,7 +154,7 @@ def test_a_trained_model_has_its_tokenizer_and_its_configuration(found):
 def test_a_failure_is_part_of_the_result(found):
     is_failure, details = found["diverged"]
     assert is_failure
-    assert "the loss and the gradient must be finite, got" in details
+    assert "the loss or the gradient of" in details
     step, sample = found["left"]
     assert (step % 5, sample) == (0, "")
 

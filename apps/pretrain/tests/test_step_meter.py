@@ -175,7 +175,7 @@ def test_a_run_that_only_skips_ends():
     meter.add(metrics("nan", num_skipped=49, in_a_row=49))
     meter.wait_for_record(40)
     meter.add(metrics("nan", num_skipped=50, in_a_row=50))
-    with pytest.raises(FloatingPointError, match=r"got 50 steps without, up to step 60\. Lower --optim"):
+    with pytest.raises(FloatingPointError, match=r"of 50 steps in a row, up to step 60, is not finite\. Lower --optim"):
         meter.wait_for_record(60)
 
 

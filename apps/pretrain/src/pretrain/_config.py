@@ -167,9 +167,7 @@ class TrainConfig:
             if (value := getattr(self, name)) is not None:
                 _check_range(f"train.{name}", value, least, end)
         if self.max_epochs is not None and not 0 < self.max_epochs <= MAX_FLOAT:
-            raise ValueError(
-                f"train.max_epochs must be above 0 and at most {MAX_FLOAT}, got {self.max_epochs}. Change it."
-            )
+            raise ValueError(f"train.max_epochs must be above 0 and at most {MAX_FLOAT}, got {self.max_epochs}.")
         if self.global_batch_size % self.grad_accum_steps:
             raise ValueError(
                 f"train.global_batch_size must be divisible by train.grad_accum_steps, {self.grad_accum_steps}, got "
@@ -315,9 +313,7 @@ def profiled_steps(text: str) -> range:
     if colon and all(number.isdecimal() and len(number) <= _STEP_DIGITS for number in (first, end)):
         steps = range(int(first), int(end))
     if not steps or steps.start < 1:
-        raise ValueError(
-            f"profile must be FIRST:END with 1 <= FIRST < END, such as 100:105, got {short(text)}. Change it."
-        )
+        raise ValueError(f"profile must be FIRST:END with 1 <= FIRST < END, such as 100:105, got {short(text)}.")
     return steps
 
 
@@ -330,4 +326,4 @@ def _check_range(name: str, value: float, least: float, end: float = math.inf) -
     if not least <= value < end:
         below = f" and below {end}" if isinstance(end, float) else f" and at most {end - 1}"
         below = "" if end == math.inf else below
-        raise ValueError(f"{name} must be at least {least}{below}, got {value}. Change it.")
+        raise ValueError(f"{name} must be at least {least}{below}, got {value}.")

@@ -65,7 +65,7 @@ def parse_data(text: str) -> Plain | Splits | Mixture:
     if problem := _problem(parts, names):
         raise UsageError(
             "data must be one name, train=NAME,val=NAME, or names with labels and positive weights, such as "
-            f"web=0.7:NAME,code=0.3:NAME, got {shown(text)}: {problem}. Correct it."
+            f"web=0.7:NAME,code=0.3:NAME, got {shown(text)}: {problem}."
         )
     weighted = [value.partition(":") for value in names.values()]
     return Mixture(tuple(names), {name: float(weight) for weight, _, name in weighted})

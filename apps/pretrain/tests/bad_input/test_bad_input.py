@@ -310,7 +310,7 @@ def test_what_is_damaged_has_a_copy(place, capsys):
 
 def test_a_folder_has_one_export_at_a_time(place, rejected):
     with new_folder(place / "out"):
-        assert "out must be written by one command at a time, got out, to which" in rejected(shlex.split(EXPORT))
+        assert "Another command exports to out. Wait" in rejected(shlex.split(EXPORT))
     assert main(shlex.split(EXPORT)) == 0
 
 

@@ -49,7 +49,7 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
         ValueError: an argument or the run cannot be used; see `rejection` for the subclasses.
     """
     if not 1 <= batch_size <= MAX_COUNT:
-        raise UsageError(f"--batch-size must be from 1 to {MAX_COUNT}, got {batch_size}. Change it.")
+        raise UsageError(f"--batch-size must be from 1 to {MAX_COUNT}, got {batch_size}.")
     trained = load_trained(run)
     stored = trained.description.data
     path = stored.tokens if data is None else token_files(parse_data(data))

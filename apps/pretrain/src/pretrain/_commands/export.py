@@ -60,8 +60,7 @@ def _new_folder(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
-                f"out must be written by one command at a time, got {folder}, to which another command exports. Give "
-                "another folder."
+                f"Another command exports to {folder}. Wait for its end, or give another folder."
             ) from None
         _check_empty(folder)  # another command may have filled it since
         try:

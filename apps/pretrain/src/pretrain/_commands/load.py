@@ -71,6 +71,6 @@ def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         restored = checkpoints.restore_latest({"params": like})
     if restored is None:
-        raise UsageError(f"{folder} must have a checkpoint, got none. Continue its training.")
+        raise UsageError(f"{folder} has no checkpoint yet. Continue its training.")
     model = merge(config, restored.items["params"])
     return TrainedModel(folder=folder, description=description, step=restored.step, model=model)

@@ -72,7 +72,7 @@ def plan(
         DataError: the prepared tokens cannot be read.
     """
     if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
-        raise UsageError(f"--price-per-hour must be a number of at least 0, got {price_per_hour}. Change it.")
+        raise UsageError(f"--price-per-hour must be a number of at least 0, got {price_per_hour}.")
     data = _find_data(config)
     if data.num_tokens is None and config.train.max_epochs is not None:
         raise UsageError(

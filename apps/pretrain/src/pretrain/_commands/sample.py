@@ -50,7 +50,7 @@ def sample(
         ("seed", seed, 0 <= seed < NUM_SEEDS, f"at least 0 and at most {NUM_SEEDS - 1}"),
     ):
         if not holds:
-            raise UsageError(f"--{name} must be {constraint}, got {shown(value)}. Change it.")
+            raise UsageError(f"--{name} must be {constraint}, got {shown(value)}.")
     trained = load_trained(run)
     tokenizer, key = trained.tokenizer, jax.random.key(seed)
     for first in range(0, num_samples, _SAMPLES_AT_ONCE):

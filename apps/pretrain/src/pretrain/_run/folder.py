@@ -150,8 +150,8 @@ class RunFolder:
             is_here = True
         if not is_here or (isinstance(content, dict) and content.get("owner") != self.owner):
             raise MovedFolderError(
-                f"{self.path} must stay in its place while its command runs, got a folder that was moved, deleted or "
-                "replaced. Move it back, or give its new --storage-path and --name"
+                f"{self.path} was moved, deleted or replaced while its command ran. Move it back, or give its new "
+                "--storage-path and --name"
             )
 
     def pull(self) -> None:

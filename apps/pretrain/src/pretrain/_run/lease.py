@@ -168,8 +168,8 @@ class _Lease:
         for other in others:
             if other.state == "holds" or other.owner < self._own.owner or is_late:
                 raise UsageError(
-                    f"{self._uri} must be locked by one command at a time, got a second one: the first runs on "
-                    f"{other}. Wait for its end (after a crash, {LAPSES_AFTER_S:.0f} s), or choose another --name."
+                    f"Another command uses {self._uri}, on {other}. Wait for its end (after a crash, "
+                    f"{LAPSES_AFTER_S:.0f} s), or choose another --name."
                 )
 
     def _renew_until_stop(self) -> None:
@@ -184,10 +184,10 @@ class _Lease:
                 _logger.warning("the lease of %s cannot be renewed, the next attempt follows: %s", self._uri, error)
                 continue
             if is_lost:
-                where = f"on {newer[0]}" if newer else "which has ended"
+                other = f"uses the run now, on {newer[0]}" if newer else "has used the run since"
                 self._on_lost(
-                    f"{self._uri} must be locked by one command at a time, got a second one {where}. This command "
-                    f"could not renew its lease for {LAPSES_AFTER_S:.0f} s"
+                    f"This command could not renew its lease of {self._uri} for {LAPSES_AFTER_S:.0f} s, and another "
+                    f"command {other}"
                 )
                 return
 

@@ -109,8 +109,7 @@ def _locked(run: RunFolder) -> Iterator[Owner]:
             except BlockingIOError as error:
                 if time.monotonic() > until:
                     raise UsageError(
-                        f"{run} must be locked by one command at a time, got a second one: the first runs"
-                        f"{_holder(run)}. Wait for the first to end, or choose another --name."
+                        f"Another command uses {run}{_holder(run)}. Wait for its end, or choose another --name."
                     ) from error
                 time.sleep(_LOCK_AGAIN_S)
                 continue
@@ -131,7 +130,7 @@ def _locked(run: RunFolder) -> Iterator[Owner]:
 
 def _holder(run: RunFolder) -> str:
     with contextlib.suppress(OSError, UsageError):
-        return f" on {parse_json(Owner, read_text(run.lock), run.lock, '')}"
+        return f", on {parse_json(Owner, read_text(run.lock), run.lock, '')}"
     return ""
 
 

@@ -44,13 +44,13 @@ def check_folders() -> None:
     try:
         os.getcwd().encode()  # noqa: PTH109 - Path.cwd() does the same
     except FileNotFoundError:
-        raise UsageError("the working folder must exist, got one that was deleted. Change to another folder.") from None
+        raise UsageError("The working folder was deleted. Change to another folder.") from None
     except UnicodeEncodeError:
-        raise UsageError("the working folder must have a name in UTF-8, got other bytes. Rename it.") from None
+        raise UsageError("The name of the working folder is not UTF-8. Rename it.") from None
     try:
         Path.home()
     except RuntimeError:
-        raise UsageError(f"HOME must be a folder, got {shown(os.environ.get('HOME'))}. Correct it.") from None
+        raise UsageError(f"HOME must be a folder, got {shown(os.environ.get('HOME'))}. Set it to one.") from None
 
 
 def check_variables() -> None:

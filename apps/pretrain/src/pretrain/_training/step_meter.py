@@ -113,9 +113,9 @@ class StepMeter:
         num_skipped, num_in_a_row = int(last["num_skipped"]), int(last["num_skipped_in_a_row"])
         if num_in_a_row >= MAX_STEPS_SKIPPED:
             raise TrainingDivergedError(
-                f"the loss and the gradient must be finite, got {num_in_a_row} steps without, up to step {step}. Lower "
-                "--optimizer.learning-rate, raise --optimizer.warmup-steps, or set --optimizer.clip-norm 1, with "
-                "another --name."
+                f"the training has diverged: the loss or the gradient of {num_in_a_row} steps in a row, up to step "
+                f"{step}, is not finite. Lower --optimizer.learning-rate, raise --optimizer.warmup-steps, or set "
+                "--optimizer.clip-norm 1, with another --name."
             )
         record = self.progress(step) | ({"num_skipped": num_skipped} if num_skipped else {})
         if self._num_losses:
