@@ -1,11 +1,11 @@
 """Command lines, read into the command that they give.
 
-No library for command lines reads them. argparse, and tyro 1.0.17, reject `--prompt -x`; tyro draws its errors in a
-frame, answers `--lr` and `trian` with no name, does not read `none`, and has its hook for errors in a private module.
-cyclopts 5.5.2 reads `--prompt -x` only if the option then takes a following `--seed` as its value too, drops the
-section `[train]` of a file because there is a command of this name, answers `--lr` and `trian` with no name, rejects
-an option that is given twice, and shows no preset's defaults in its help. With both, the presets, the file of
-`--config`, the check of the types, the similar names and the short help would be code of this package still.
+No library for command lines reads them. argparse, and tyro 1.0.17, reject `--prompt -x`. tyro also draws its errors in
+a frame, with its hook for errors in a private module, and does not read `none`. cyclopts 5.5.2 reads `--prompt -x` only
+if the option then takes a following `--seed` as its value too; it drops the section `[train]` of a file because there
+is a command of this name, rejects an option that is given twice, and shows no preset's defaults in its help. Both
+answer `--lr` and a misspelled command with no similar name. With both, the presets, the file of `--config`, the checks
+of types, the similar names and the short help would still be code of this package.
 """
 
 import re
