@@ -33,6 +33,7 @@ from pretrain._errors import UsageError
         ("export run out", ExportCommand(run="run", out="out")),
         ("report a b --out x.html", ReportCommand(runs=("a", "b"), out="x.html")),
         ("report --out x.html a", ReportCommand(runs=("a",), out="x.html")),
+        ("report a --out x.html b", ReportCommand(runs=("a", "b"), out="x.html")),
         ("runs", RunsCommand(storage_path="runs")),
         ("runs s3://bucket/runs", RunsCommand(storage_path="s3://bucket/runs")),
         ("watch run", WatchCommand(run="run")),
@@ -135,6 +136,7 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
     [
         ("--xyzzyq 3", "options must be those of pretrain train --help-all, got --xyzzyq. Correct the name."),
         ("-x", "options must be those of pretrain train --help-all, got -x. Correct the name."),
+        ("sample run --xyzzyq 3", "options must be those of pretrain sample --help, got --xyzzyq. Correct the name."),
         ("--train.max-steps abc", "--train.max-steps must be an integer, got abc."),
         ("--train.max-epochs abc", "--train.max-epochs must be a number or none, got abc."),
         (
@@ -157,6 +159,10 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         (
             "--name a b",
             "arguments must be --NAME VALUE, got b without --NAME. Put quotes around a value with spaces.",
+        ),
+        (
+            "sample run other",
+            "arguments must be --NAME VALUE, got other without --NAME. Put quotes around a value with spaces.",
         ),
         ("sample", "RUN must be given, got nothing. Write: pretrain sample RUN"),
         ("export run", "OUT must be given, got nothing. Write: pretrain export RUN OUT"),

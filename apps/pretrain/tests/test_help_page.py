@@ -145,6 +145,19 @@ def test_the_help_of_a_process_ends_with_success():
     assert done.stdout.startswith("usage: pretrain [COMMAND] [OPTIONS]\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("train", "pretrain train [OPTIONS]"),
+        ("export", "pretrain export RUN OUT"),
+        ("report", "pretrain report RUN... [OPTIONS]"),
+        ("runs", "pretrain runs [STORAGE_PATH]"),
+    ],
+)
+def test_a_page_begins_with_the_usage(page, command, usage):
+    assert page(command, "--help").startswith(f"usage: {usage}\n\n")
+
+
 def test_an_option_is_shown_with_the_kind_of_its_value(page):
     lines = page("--help-all", width=200).splitlines()
     assert {

@@ -113,10 +113,10 @@ def test_a_second_command_with_a_local_copy_of_its_own_is_rejected_on_the_same_m
     first, second = command("b"), replace(command("a"), machine="other-b")
     assert (first.machine, first.lock) != (second.machine, second.lock)
     with leasing(run, first, ignored):
-        with pytest.raises(UsageError, match="Another command uses .*, on host-b"), leasing(run, second, ignored):
+        with pytest.raises(UsageError, match=", on host-b"), leasing(run, second, ignored):
             pass
         elsewhere = replace(command("c"), lock=first.lock)  # a number of a file, on another machine
-        with pytest.raises(UsageError, match="Another command uses .*, on host-b"), leasing(run, elsewhere, ignored):
+        with pytest.raises(UsageError, match=", on host-b"), leasing(run, elsewhere, ignored):
             pass
         assert objects(run) == ["b.json"]
         with leasing(run, replace(second, lock=first.lock), lambda _: None):
@@ -221,7 +221,7 @@ def test_a_killed_command_on_this_machine_frees_the_run_at_once(run):
             assert process.stdout is not None
             assert process.stdout.readline() == "holds\n"
             with (
-                pytest.raises(UsageError, match=f"Another command uses .*, on .* \\(process {process.pid} of"),
+                pytest.raises(UsageError, match=f"Another command uses .* \\(process {process.pid} of"),
                 lock_run(run),
             ):
                 pass
@@ -253,7 +253,7 @@ def test_a_command_that_asks_forever_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(lease, "_PATIENCE_S", 0.0)
     put(run, command("b"))
-    with pytest.raises(UsageError, match="Another command uses .*, on host-b"), leasing(run, command("a"), ignored):
+    with pytest.raises(UsageError, match=", on host-b"), leasing(run, command("a"), ignored):
         pass
     assert looks == [1]
     assert objects(run) == ["b.json"]
@@ -276,7 +276,7 @@ def test_a_damaged_object_keeps_the_run_until_it_lapses(
     run: str, command: Command, looks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(run, command("b"), b"{")
-    with pytest.raises(UsageError, match="Another command uses .*, on unknown"), leasing(run, command("a"), ignored):
+    with pytest.raises(UsageError, match=", on unknown"), leasing(run, command("a"), ignored):
         pass
     assert looks == [1]
     assert objects(run) == ["b.json"]
@@ -297,7 +297,7 @@ def test_a_command_that_finds_another_holder_gives_up(
         write(self)
 
     monkeypatch.setattr(lease._Lease, "_write", write_second)
-    with pytest.raises(UsageError, match="Another command uses .*, on host-b"), leasing(run, command("a"), ignored):
+    with pytest.raises(UsageError, match=", on host-b"), leasing(run, command("a"), ignored):
         pass
     assert objects(run) == ["b.json"]
 

@@ -217,7 +217,7 @@ def test_the_lock_tells_whether_a_command_runs_and_who_it_is(tmp_path):
     with lock_run(folder.path):
         assert command_runs(folder) is True
         with pytest.raises(
-            UsageError, match=rf"Another command uses .*, on .* \(process {os.getpid()} of .*\) since 20"
+            UsageError, match=rf"Another command uses .* \(process {os.getpid()} of .*\) since 20"
         ):
             fail(folder.path, AssertionError())
     assert command_runs(folder) is False

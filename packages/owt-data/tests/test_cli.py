@@ -150,26 +150,49 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
     ("args", "message"),
     [
         (["prepare", "nowhere.txt", "out"], "error: nowhere.txt must be a file or a folder of files, got a name that"),
+        (["prepare"], "error: SOURCE must be given, got nothing. Write: owt-data prepare SOURCE... OUT\n"),
+        (["prepare", "only-one"], "error: OUT must be given, got nothing. Write: owt-data prepare SOURCE... OUT\n"),
+        (["verify"], "error: FOLDER must be given, got nothing. Write: owt-data verify FOLDER\n"),
         (
-            ["prepare", "only-one"],
-            "error: The names must be SOURCE... OUT, got only-one. Write: owt-data prepare SOURCE",
+            ["verify", "a", "b"],
+            "error: arguments must be --NAME VALUE, got b without --NAME. Put quotes around a value with spaces.\n",
         ),
-        (["prepare"], "error: The names must be SOURCE... OUT, got none. Write: "),
-        (["verify"], "error: The names must be FOLDER, got none. Write: owt-data verify FOLDER"),
-        (["verify", "a", "b"], "error: The names must be FOLDER, got a b. Write: owt-data verify FOLDER"),
-        ([], "error: The command must be one of prepare, verify, inspect, got none. See owt-data --help."),
-        ([LONG], "error: The command must be one of prepare, verify, inspect, got 'wwww"),
+        ([], "error: COMMAND must be given, got nothing; there are prepare, verify, inspect.\n"),
+        (["preprae"], "error: no command preprae; there are prepare, verify, inspect; did you mean prepare?\n"),
+        ([LONG], "error: no command wwww"),
+        ([""], "error: no command ''; there are prepare, verify, inspect.\n"),
         (
             ["prepare", "a", "b", "--tokeniser", "bytes"],
-            "error: The option must be one of owt-data prepare --help, got '--tokeniser'. Did you mean --tokenizer?",
+            "error: no option --tokeniser of prepare; did you mean --tokenizer?\n",
         ),
-        (["prepare", "a", "b", f"--{LONG}"], "error: The option must be one of owt-data prepare --help, got '--www"),
-        (["prepare", "a", "b", "-x"], "error: The option must be one of owt-data prepare --help, got '-x'. Correct"),
-        (["prepare", "a", "b", "--tokenizer", LONG], "error: --tokenizer must be one of bytes, gpt2, got 'www"),
-        (["prepare", "a", "b", "--limit-rows", "9" * 5000], "error: --limit-rows must be an integer, got '999"),
-        (["prepare", "a", "b", "--limit_rows=1.5"], "error: --limit-rows must be an integer, got '1.5'. Change it."),
-        (["prepare", "a", "b", "--val-fraction", "-x"], "error: --val-fraction must be a number, got '-x'. Change it."),
-        (["prepare", "a", "b", "--ray=no"], "error: --ray must be without a value, got 'no'. Write --ray."),
+        (["prepare", "a", "b", f"--{LONG}"], "error: options must be those of owt-data prepare --help, got --www"),
+        (
+            ["prepare", "a", "b", "-x"],
+            "error: options must be those of owt-data prepare --help, got -x. Correct the name.\n",
+        ),
+        (["prepare", "a", "b", "--tokenizer", LONG], "error: --tokenizer must be bytes or gpt2, got www"),
+        (
+            ["prepare", "a", "b", "--split", "star"],
+            "error: --split must be auto, documents, position or start, got star. Did you mean start?\n",
+        ),
+        (["prepare", "a", "b", "--split-seed", "abc"], "error: --split-seed must be an integer, got abc. Change it.\n"),
+        (["prepare", "a", "b", "--split-seed="], "error: --split-seed must be an integer, got ''. Change it.\n"),
+        (
+            ["prepare", "a", "b", "--limit-rows", "9" * 5000],
+            "error: --limit-rows must be an integer or none, got 999",
+        ),
+        (
+            ["prepare", "a", "b", "--limit_rows=1.5"],
+            "error: --limit-rows must be an integer or none, got 1.5. Change it.\n",
+        ),
+        (
+            ["prepare", "a", "b", "--val-fraction", "-x"],
+            "error: --val-fraction must be a number or none, got -x. Change it.\n",
+        ),
+        (
+            ["prepare", "a", "b", "--ray=no"],
+            "error: --ray must have no value, got no. Write --on-cluster or --no-on-cluster.\n",
+        ),
         (["prepare", "a", "b", "--row-end"], "error: --row-end must have a value, got none. Write --row-end VALUE"),
         (["prepare", "a", "b", "--split", "--ray"], "error: --split must have a value, got none. Write --split VALUE"),
         (["prepare", "no\udcffdir", "out"], "error: The name no\\udcffdir must be UTF-8 text, got other bytes."),
@@ -224,6 +247,7 @@ def test_errors_are_one_sentence_and_exit_2(args, message, tmp_path, monkeypatch
 def test_options_may_stand_anywhere_and_values_may_begin_with_a_minus_sign(articles, tmp_path):
     out = tmp_path / "out"
     options = ["--split_seed=7", "--row-end=--x \n", "--limit-rows", "40", "--val-fraction", "none"]
+    options += ["--on-cluster", "--no-on-cluster"]
     assert main(["prepare", "--tokenizer=bytes", str(articles), "--row-end", "-x", *options, str(out)]) == 0
     manifest = read_manifest(out)
     assert manifest is not None
@@ -271,8 +295,27 @@ def test_help_shows_each_option_with_its_default(monkeypatch, capsys):
         assert f"  --{field.name.replace('_', '-')} " in out
     assert "  --split auto|documents|position|start\n" in out
     assert "Seed of the random choice of documents. (default: 2357)" in out
-    assert "  --on-cluster, --ray\n" in out
+    assert "  --on-cluster, --ray, --no-on-cluster\n" in out
+    assert "  SOURCE\n      builtin, a .txt, " in out
     assert "  owt-data prepare train=a.parquet val=b.parquet data/ab\n" in out
+
+
+def test_the_help_lists_the_commands_and_each_command_has_its_own(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["--help"])
+    overview = capsys.readouterr().out
+    for command, names in (("prepare", "SOURCE... OUT"), ("verify", "FOLDER"), ("inspect", "NAME")):
+        assert f"\n  {command:9}" in overview
+        main([command, "-h"])
+        page = capsys.readouterr().out
+        assert page.startswith(f"usage: owt-data {command} {names}")
+        assert ("\noptions\n" in page) == ("[OPTIONS]" in page) == (command != "verify")
+        assert page.count(f"\n  owt-data {command} ") >= 2
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"owt-data {version('owt-data')}\n"
 
 
 def test_help_imports_neither_datasets_nor_ray():

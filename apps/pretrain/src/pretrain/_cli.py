@@ -25,7 +25,7 @@ from pretrain._command_line.command_classes import (
     ShowConfig,
     WatchCommand,
 )
-from pretrain._command_line.config_file import build_config, to_toml
+from pretrain._command_line.config_file import to_toml
 from pretrain._command_line.help_page import help_page
 from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import raise_interrupts
@@ -144,8 +144,9 @@ def _defaults(arguments: Sequence[str]) -> PretrainConfig:
     given = [
         word.removeprefix("--preset=") for before, word in words if before == "--preset" or word.startswith("--preset=")
     ]
-    build_command("train", [f"--preset={preset}" for preset in given])  # rejects an unknown one
-    return build_config({}, {"preset": given[-1]} if given else {})
+    config = build_command("train", [f"--preset={preset}" for preset in given])
+    assert isinstance(config, PretrainConfig)
+    return config
 
 
 def standard_output() -> Output:

@@ -29,23 +29,21 @@ def nearest_option(name: str, names: Sequence[str]) -> str | None:
         name: the name that does not exist.
         names: the names of all options, frequent ones first.
     """
-    last = name.rpartition(".")[2]
-    lasts: dict[str, str] = {}
-    for known in names:
-        lasts.setdefault(known.rpartition(".")[2], known)
-    initials: dict[str, str] = {}
-    for known_last, known in lasts.items():
-        initials.setdefault("".join(word[0] for word in known_last.split("-")), known)
-    section = name.rpartition(".")[0]
-    same_section = [known for known in names if section and known.rpartition(".")[0] == section]
-    if known := lasts.get(last) or (initials.get(last) if len(last) > 1 else None):
+    section, _, last = name.rpartition(".")
+    lasts = {known: known.rpartition(".")[2] for known in names}
+    for known, known_last in lasts.items():
+        if known_last == last:
+            return known
+    for known, known_last in lasts.items():
+        if len(last) > 1 and last == "".join(word[0] for word in known_last.split("-")):
+            return known
+    for known, known_last in lasts.items():
+        if known_last.endswith(f"-{last}"):
+            return known
+    if section and (known := nearest(name, [known for known in names if known.startswith(f"{section}.")])):
         return known
-    if known := next((known for known_last, known in lasts.items() if known_last.endswith(f"-{last}")), None):
-        return known
-    if known := nearest(name, same_section):
-        return known
-    known_last = nearest(last, lasts)
-    return lasts[known_last] if known_last else nearest(name, names)
+    similar = nearest(last, lasts.values())
+    return next((known for known in names if lasts[known] == similar), None) or nearest(name, names)
 
 
 def did_you_mean(name: object, names: Iterable[str], otherwise: str) -> str:

@@ -57,18 +57,7 @@ class _Inspection:
 
 
 def _prepare(names: Sequence[str], processes: _Processes, options: PrepareOptions) -> int:
-    """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json. Resumes after a kill.
-
-    A SOURCE is builtin, a .txt, .jsonl, .jsonl.gz or .parquet file, a folder or a glob of such files, or a Hugging
-    Face dataset, NAME[:CONFIGURATION[:SPLIT]]. Names that begin with train= and val= give the split. OUT is the folder
-    to write into.
-
-    For example:
-      owt-data prepare openwebtext data/openwebtext
-      owt-data prepare articles/*.jsonl data/articles --text-column body
-      owt-data prepare train=a.parquet val=b.parquet data/ab
-      owt-data prepare wiki.txt data/wiki --documents wikitext-titles
-    """
+    """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json. Resumes after a kill."""
     # The imports take seconds, which --help must not wait for.
     from owt_data._paths import join
     from owt_data._prepare.prepare import local_folder, prepare
@@ -95,10 +84,7 @@ def _prepare(names: Sequence[str], processes: _Processes, options: PrepareOption
 
 
 def _verify(names: Sequence[str]) -> int:
-    """Recompute every count and checksum of a prepared folder, and print the differences from its manifest.
-
-    FOLDER is on disk, s3://... or gs://...
-    """
+    """Recompute every count and checksum of a prepared folder, and print the differences from its manifest."""
     from owt_data._prepare.progress_bar import share_bar
     from owt_data._tokens.verify import verify
 
@@ -114,11 +100,7 @@ def _verify(names: Sequence[str]) -> int:
 
 
 def _inspect(names: Sequence[str], options: _Inspection) -> int:
-    """Show counts, sizes, the tokenizer, and samples of token files from their start, middle and end.
-
-    NAME is a folder of token files or a .bin file, on disk, s3://... or gs://... With --rows, it is a source of
-    prepare, and its first rows are shown instead.
-    """
+    """Show counts, sizes, the tokenizer, and samples of token files from their start, middle and end."""
     (name,) = names
     console = _console(stderr=False)
     if options.rows is not None:
@@ -153,9 +135,35 @@ def _inspect(names: Sequence[str], options: _Inspection) -> int:
 
 _DESCRIPTION = "Text to token files that nanoGPT, the Ray tutorial and nnx-gpt2 read."
 _COMMANDS = {
-    "prepare": Command(run=_prepare, names="SOURCE... OUT", kinds=(_Processes, PrepareOptions)),
-    "verify": Command(run=_verify, names="FOLDER"),
-    "inspect": Command(run=_inspect, names="NAME", kinds=(_Inspection,)),
+    "prepare": Command(
+        run=_prepare,
+        names={
+            "SOURCE...": "builtin, a .txt, .jsonl, .jsonl.gz or .parquet file, a folder or a glob of such files, or a "
+            "Hugging Face dataset, NAME[:CONFIGURATION[:SPLIT]]. Names that begin with train= and val= give the split.",
+            "OUT": "The folder to write into.",
+        },
+        kinds=(_Processes, PrepareOptions),
+        examples=(
+            "owt-data prepare openwebtext data/openwebtext",
+            "owt-data prepare articles/*.jsonl data/articles --text-column body",
+            "owt-data prepare train=a.parquet val=b.parquet data/ab",
+            "owt-data prepare wiki.txt data/wiki --documents wikitext-titles",
+        ),
+    ),
+    "verify": Command(
+        run=_verify,
+        names={"FOLDER": "The folder, on disk, s3://... or gs://..."},
+        examples=("owt-data verify data/openwebtext", "owt-data verify s3://bucket/articles"),
+    ),
+    "inspect": Command(
+        run=_inspect,
+        names={
+            "NAME": "A folder of token files or a .bin file, on disk, s3://... or gs://... With --rows, it is a source "
+            "of prepare, and its first rows are shown instead."
+        },
+        kinds=(_Inspection,),
+        examples=("owt-data inspect data/openwebtext", "owt-data inspect openwebtext --rows 5"),
+    ),
 }
 
 

@@ -1,14 +1,18 @@
 """Command lines, read into the command that they give.
 
-argparse is not used: it rejects a value that begins with a minus sign, such as `-x` or `-1e-3`, with a message of its
-own.
+No library for command lines reads them. argparse, and tyro 1.0.17, reject `--prompt -x`. tyro also draws its errors in
+a frame, with its hook for errors in a private module, and does not read `none`. cyclopts 5.5.2 reads `--prompt -x` only
+if the option then takes a following `--seed` as its value too; it drops the section `[train]` of a file because there
+is a command of this name, rejects an option that is given twice, and shows no preset's defaults in its help. Both
+answer `--lr` and a misspelled command with no similar name. With both, the presets, the file of `--config`, the checks
+of types, the similar names and the short help would still be code of this package.
 """
 
 import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import MISSING
-from typing import Any, NoReturn
+from typing import Any
 
 from pretrain._command_line.command_classes import (
     COMMANDS,
@@ -63,73 +67,74 @@ def build_command(command: str, arguments: Sequence[str]) -> Command:
         UsageError: an option does not exist, or its value has the wrong type or is out of its range.
         OSError: the file of a configuration cannot be read.
     """
-    options = command_options(command)
-    values = _read_values(command, arguments, options)
-    if command in ("train", "plan"):
-        planned = {name: values.pop(name) for name in [one.name for one in options_of(PlanOptions)] if name in values}
-        file, shows = values.pop("config", None), values.pop("print_config", False)
-        config = build_config(read_config(file) if file is not None else {}, values)
-        if shows:
-            return ShowConfig(config=config)
-        return config if command == "train" else PlanCommand(config=config, options=PlanOptions(**planned))
-    for option in options:
-        if option.default is MISSING and option.name not in values:
-            raise UsageError(
-                f"{option.placeholder} must be given, got nothing. Write: pretrain {command} {usage_names(options)}"
-            )
-    return COMMANDS[command](**values)
+    values = _read_values(command, arguments)
+    if command not in ("train", "plan"):
+        return COMMANDS[command](**values)
+    planned = {one.name: values.pop(one.name) for one in options_of(PlanOptions) if one.name in values}
+    file, shows = values.pop("config", None), values.pop("print_config", False)
+    config = build_config(read_config(file) if file is not None else {}, values)
+    if shows:
+        return ShowConfig(config=config)
+    return config if command == "train" else PlanCommand(config=config, options=PlanOptions(**planned))
 
 
-def usage_names(options: Sequence[Option]) -> str:
-    """Return the values without a flag, as in a usage line."""
-    words: list[str] = []
-    for option in options:
-        if option.placeholder is not None:
-            word = option.placeholder + ("..." if option.is_tuple else "")
-            words.append(word if option.default is MISSING else f"[{word}]")
-    return " ".join(words)
+def usage(command: str) -> str:
+    """Return the usage of a command, without the word for its options."""
+    words = [
+        f"{one.placeholder}{'...' if one.is_tuple else ''}" if one.default is MISSING else f"[{one.placeholder}]"
+        for one in command_options(command)
+        if one.placeholder is not None
+    ]
+    return " ".join(["pretrain", command, *words])
 
 
-def _read_values(command: str, arguments: Sequence[str], options: Sequence[Option]) -> dict[str, Any]:
-    by_flag = {flag: option for option in options for flag in option.flags}
-    off_flags = {option.off_flag: option for option in options if option.off_flag is not None}
-    unnamed = deque(option for option in options if option.placeholder is not None)
+def _read_values(command: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the options that are given, by their names. The last value of an option counts."""
+    flagged = [option for option in command_options(command) if option.placeholder is None]
+    by_flag = {flag: option for option in flagged for flag in (*option.flags, *option.off_flags)}
     values: dict[str, Any] = {}
+    unnamed: list[str] = []
     words = deque(arguments)
     while words:
         word = words.popleft()
         flag, equals, attached = word.partition("=")
         flag = flag.replace("_", "-")
         if not word.startswith("-"):
-            if not unnamed:
-                raise UsageError(
-                    f"arguments must be --NAME VALUE, got {short(word)} without --NAME. Put quotes around a value with "
-                    "spaces."
-                )
-            option = unnamed.popleft()
-            texts = [word, *_take_values(words)] if option.is_tuple else [word]
-            values[option.name] = _convert(option, option.placeholder or "", texts)
-        elif not (option := off_flags.get(flag) or by_flag.get(flag)) or option.placeholder is not None:
-            _reject_flag(command, flag, options)
-        elif option.type is bool:
+            unnamed.append(word)
+            continue
+        if flag not in by_flag:
+            raise _unknown_flag(command, flag)
+        option = by_flag[flag]
+        if option.type is bool:
             if equals:
-                remedy = f"Write {option.flags[-1]} or {option.off_flag}."
+                remedy = f"Write {' or '.join((option.flags[-1], *option.off_flags))}."
                 raise UsageError(f"{flag} must have no value, got {short(attached)}. {remedy}")
-            values[option.name] = flag not in off_flags
-        elif option.is_tuple:
-            values[option.name] = _convert(option, flag, [attached] if equals else _take_values(words))
-        elif equals or (words and not _FLAG.match(words[0])):
-            values[option.name] = _convert(option, flag, [attached if equals else words.popleft()])
-        else:
+            values[option.name] = flag not in option.off_flags
+            continue
+        texts = [attached] if equals else []
+        while not equals and words and not _FLAG.match(words[0]) and (option.is_tuple or not texts):
+            texts.append(words.popleft())
+        if not texts and not option.is_tuple:
             raise UsageError(f"{flag} must have a value, got none. Write {flag} VALUE, or {flag}=VALUE.")
+        values[option.name] = _convert(option, flag, texts)
+    return values | _place(command, unnamed)
+
+
+def _place(command: str, texts: list[str]) -> dict[str, Any]:
+    """Return the values of the options without a flag."""
+    values: dict[str, Any] = {}
+    for option in command_options(command):
+        if option.placeholder is None:
+            continue
+        taken, texts = (texts, []) if option.is_tuple else (texts[:1], texts[1:])
+        if taken:
+            values[option.name] = _convert(option, option.placeholder, taken)
+        elif option.default is MISSING:
+            raise UsageError(f"{option.placeholder} must be given, got nothing. Write: {usage(command)}")
+    if texts:
+        found = f"{short(texts[0])} without --NAME"
+        raise UsageError(f"arguments must be --NAME VALUE, got {found}. Put quotes around a value with spaces.")
     return values
-
-
-def _take_values(words: deque[str]) -> list[str]:
-    taken: list[str] = []
-    while words and not _FLAG.match(words[0]):
-        taken.append(words.popleft())
-    return taken
 
 
 def _convert(option: Option, flag: str, texts: list[str]) -> Any:
@@ -141,13 +146,11 @@ def _convert(option: Option, flag: str, texts: list[str]) -> Any:
         raise UsageError(f"{flag} must be {error}, got {short(given)}. {remedy}") from None
 
 
-def _reject_flag(command: str, flag: str, options: Sequence[Option]) -> NoReturn:
-    frequent_first = sorted(options, key=lambda option: option.name not in FREQUENT)
-    flags = [option.flags[-1][2:] for option in frequent_first if option.placeholder is None]
-    known = nearest_option(flag.lstrip("-"), flags)
+def _unknown_flag(command: str, flag: str) -> UsageError:
+    frequent_first = sorted(command_options(command), key=lambda option: option.name not in FREQUENT)
+    known = nearest_option(flag.lstrip("-"), [one.flags[-1][2:] for one in frequent_first if one.placeholder is None])
     if known is None:
-        raise UsageError(
-            f"options must be those of pretrain {command} --help-all, got {short(flag)}. Correct the name."
-        )
+        page = f"pretrain {command} {'--help-all' if command == 'train' else '--help'}"
+        return UsageError(f"options must be those of {page}, got {short(flag)}. Correct the name.")
     place = "" if command == "train" else f" of {command}"
-    raise UsageError(f"no option {short(flag)}{place}; did you mean --{known}?")
+    return UsageError(f"no option {short(flag)}{place}; did you mean --{known}?")

@@ -4,7 +4,7 @@ import dataclasses
 import types
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pretrain._errors import UsageError, shown
 from pretrain._run.files import MAX_INTEGER
@@ -18,26 +18,27 @@ class FieldType:
     """The type of a field."""
 
     type: Any
-    """Type of the value, without None: int, float, str, bool, a Literal, or a tuple of strings or literals."""
+    """Type of the value, or of each item of a tuple, without None: int, float, bool, str, or a Literal of texts."""
+
+    is_tuple: bool
+    """True if the field has any number of values."""
 
     allows_none: bool
     """True if None is a value."""
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The possible values of a Literal, or of the items of a tuple."""
-        kind = get_args(self.type)[0] if self.is_tuple else self.type
-        return get_args(kind) if get_origin(kind) is Literal else ()
+        """The possible values of a Literal."""
+        return get_args(self.type)
 
-    @property
-    def is_tuple(self) -> bool:
-        """True if the field has any number of values."""
-        return get_origin(self.type) is tuple
-
-    @property
-    def constraint(self) -> str:
-        """The kind of value, for errors: `<name> must be <constraint>`."""
-        return self._constraint()
+    def constraint(self, limit: str = "") -> str:
+        """Return the kind of value, for errors: `<name> must be <constraint>`."""
+        if self.choices:
+            kind = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
+            kind = f"any of {kind}" if self.is_tuple else kind
+        else:
+            kind = ("texts" if self.is_tuple else _KINDS[self.type]) + limit
+        return f"{kind} or none" if self.allows_none else kind
 
     def check(self, value: Any) -> None:
         """Check the type of a value, and whether it is one of the choices.
@@ -47,44 +48,28 @@ class FieldType:
         """
         if value is None and self.allows_none:
             return
-        if self.choices or self.is_tuple:
-            items: Any = value if self.is_tuple else (value,)
-            if not isinstance(items, tuple) or not all(isinstance(item, str) for item in items):
-                raise ValueError(self.constraint)
-            if self.choices and not set(items) <= set(self.choices):
-                raise ValueError(self.constraint)
-            self._check_text(*items)
-            return
-        accepted = (int, float) if self.type is float else self.type
-        if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
-            raise ValueError(self.constraint)
-        if isinstance(value, int) and abs(value) > MAX_INTEGER:
-            raise ValueError(self._constraint(f" of at most {MAX_INTEGER}"))
-        self._check_text(value)
-
-    def _check_text(self, *values: Any) -> None:
-        """Check that a run can write texts to its files. Half of a surrogate pair has no UTF-8.
-
-        Raises:
-            ValueError: it cannot. The message is the constraint.
-        """
-        if any("\ud800" <= one <= "\udfff" for value in values if isinstance(value, str) for one in value):
-            raise ValueError(self._constraint(" in UTF-8"))
-
-    def _constraint(self, limit: str = "") -> str:
-        if self.choices:
-            kind = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
-            kind = f"any of {kind}" if self.is_tuple else kind
-        else:
-            kind = ("texts" if self.is_tuple else _KINDS[self.type]) + limit
-        return f"{kind} or none" if self.allows_none else kind
+        items: Any = value if self.is_tuple else (value,)
+        accepted = str if self.choices else (int, float) if self.type is float else self.type
+        if not isinstance(items, tuple):
+            raise ValueError(self.constraint())
+        for item in items:
+            if not isinstance(item, accepted) or (isinstance(item, bool) and self.type is not bool):
+                raise ValueError(self.constraint())
+            if self.choices and item not in self.choices:
+                raise ValueError(self.constraint())
+            if isinstance(item, int) and abs(item) > MAX_INTEGER:
+                raise ValueError(self.constraint(f" of at most {MAX_INTEGER}"))
+            # Half of a surrogate pair has no UTF-8: a run could not write it to its files.
+            if isinstance(item, str) and any("\ud800" <= one <= "\udfff" for one in item):
+                raise ValueError(self.constraint(" in UTF-8"))
 
 
 def field_type(kind: Any) -> FieldType:
     """Return the type of a field from its annotation, such as `int | None`."""
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     (one,) = (member for member in members if member is not types.NoneType)
-    return FieldType(type=one, allows_none=len(members) > 1)
+    is_tuple = get_origin(one) is tuple
+    return FieldType(type=get_args(one)[0] if is_tuple else one, is_tuple=is_tuple, allows_none=len(members) > 1)
 
 
 def check_fields(config: Any, section: str = "") -> None:

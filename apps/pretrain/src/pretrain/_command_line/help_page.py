@@ -2,19 +2,19 @@
 
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING
 from typing import Any
 
-from pretrain._command_line.arguments import command_options, usage_names
-from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, PlanOptions
+from pretrain._command_line.arguments import usage
+from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, ConfigOptions
 from pretrain._command_line.option_table import Option, options_of, with_defaults
 from pretrain._config import PretrainConfig
 
 _NARROWEST, _WIDEST = 20, 100
 _UNBROKEN = "\N{NO-BREAK SPACE}"
 _CHOICES_WIDTH = 30
-_USAGE_INDENT = " " * 11
+_VALUES = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 _INTRODUCTION = (
     "Pretrain GPT-2. Without arguments: the quickstart, minutes on any machine. The same command again continues an "
     "interrupted run. A preset fills in every option."
@@ -35,12 +35,9 @@ def help_page(command: str, config: PretrainConfig, *, width: int, is_overview: 
         is_overview: whether the page begins with the list of all commands.
         shows_all: whether to show all options of `train`, or the frequent ones.
     """
-    width = min(width, _WIDEST)
-    options = options_of(PlanOptions) if command == "plan" else command_options(command)
-    if command == "train":
-        own = tuple(option for option in options if option.name in ("config", "print_config"))
-        options = (*own, *with_defaults(options[len(own) :], config))
-    return "\n".join(_page(command, options, width=width, is_overview=is_overview, shows_all=shows_all)) + "\n"
+    blocks = _page(command, config, is_overview=is_overview, shows_all=shows_all)
+    lines = [[line for text, indent in block for line in _wrap(text, min(width, _WIDEST), indent)] for block in blocks]
+    return "\n\n".join("\n".join(block) for block in lines) + "\n"
 
 
 def shown_default(option: Option) -> str | None:
@@ -53,76 +50,64 @@ def shown_default(option: Option) -> str | None:
     return " ".join(_typed(item) for item in value) if option.is_tuple else _typed(value)
 
 
-def _page(command: str, options: Sequence[Option], *, width: int, is_overview: bool, shows_all: bool) -> Iterator[str]:
+def _page(
+    command: str, config: PretrainConfig, *, is_overview: bool, shows_all: bool
+) -> Iterator[list[tuple[str, int]]]:
+    """Yield blocks of paragraphs, each paragraph with the indentation of its lines below the first one."""
+    groups = _groups(command, config, shows_all=shows_all)
+    more: list[str] = []
     if is_overview:
-        yield from _wrap("usage: pretrain [COMMAND] [OPTIONS]", width, _USAGE_INDENT)
-        yield ""
-        yield from _wrap(_INTRODUCTION, width)
-        yield "\ncommands"
-        for name, kind in COMMANDS.items():
-            summary = _summary(kind) + (" The default." if name == "train" else "")
-            yield from _wrap(f"  {name:9}{summary}", width, hang=" " * 11)
+        default = {"train": " The default."}
+        yield [("usage: pretrain [COMMAND] [OPTIONS]", 11)]
+        yield [(_INTRODUCTION, 0)]
+        yield [
+            ("commands", 0),
+            *((f"  {name:9}{_summary(kind)}{default.get(name, '')}", 11) for name, kind in COMMANDS.items()),
+        ]
     else:
-        words = f"usage: pretrain {command} {usage_names(options)}".rstrip()
-        yield from _wrap(f"{words} [OPTIONS]", width, _USAGE_INDENT)
-        yield ""
-        yield from _wrap(_summary(COMMANDS[command]), width)
-    names = [option for option in options if option.placeholder is not None]
-    flags = [option for option in options if option.placeholder is None]
-    if names:
-        yield "\narguments"
-        for option in names:
-            yield from _entry(option, option.placeholder or "", width)
+        yield [(f"usage: {usage(command)}{' [OPTIONS]' if {*groups} - {'arguments'} else ''}", 11)]
+        yield [(_summary(COMMANDS[command]), 0)]
+        more.append("pretrain --help lists the commands.")
+    for title, options in groups.items():
+        yield [(title, 0), *(paragraph for option in options for paragraph in _entry(option))]
     if command == "train" and not shows_all:
-        flags = sorted((one for one in flags if one.name in FREQUENT), key=lambda one: FREQUENT.index(one.name))
-        yield "\noptions of train"
-        yield from _flags(flags, width, shows_all=False)
-    else:
-        sections = dict.fromkeys(option.name.rpartition(".")[0] for option in flags)
-        for section in sections:
-            yield f"\n{_SECTION_TITLES[section] if command == 'train' else 'options'}"
-            yield from _flags([option for option in flags if option.name.rpartition(".")[0] == section], width)
-    yield "\nmore"
-    if not is_overview:
-        yield from _wrap("  pretrain --help lists the commands.", width, "  ")
-    if command == "train" and not shows_all:
-        yield from _wrap(
-            "  --help-all shows all options, and --preset NAME --help the defaults of a preset.", width, "  "
-        )
+        more.append("--help-all shows all options, and --preset NAME --help the defaults of a preset.")
     if command == "plan":
-        yield from _wrap("  pretrain train --help-all shows the other options.", width, "  ")
+        more.append("pretrain train --help-all shows the other options.")
     if is_overview:
-        yield from _wrap("  COMMAND --help shows the options of a command, and --version the versions.", width, "  ")
-    yield "\nexamples"
-    for line in EXAMPLES[command]:
-        yield from _wrap(f"  {line}", width, hang="      ")
+        more.append("COMMAND --help shows the options of a command, and --version the versions.")
+    yield [("more", 0), *((f"  {line}", 2) for line in more)]
+    yield [("examples", 0), *((f"  {line}", 6) for line in EXAMPLES[command])]
 
 
-def _flags(options: Sequence[Option], width: int, *, shows_all: bool = True) -> Iterator[str]:
-    for option in options:
-        values = ""
-        if option.type is bool:
-            values = f", {option.off_flag}" if shows_all else ""
-        elif option.choices and len("|".join(option.choices)) <= _CHOICES_WIDTH:
-            values = f" {'|'.join(option.choices)}"
-        else:
-            values = f" {'INTEGER' if option.type is int else 'NUMBER' if option.type is float else 'TEXT'}"
-        yield from _entry(option, ", ".join(option.flags) + values + (" ..." if option.is_tuple else ""), width)
+def _groups(command: str, config: PretrainConfig, *, shows_all: bool) -> dict[str, list[Option]]:
+    """Return the options to show, by the titles above them."""
+    if command != "train":
+        options = options_of(COMMANDS[command])
+        arguments = [option for option in options if option.placeholder is not None]
+        groups = {"arguments": arguments, "options": [option for option in options if option not in arguments]}
+        return {title: group for title, group in groups.items() if group}
+    options = (*options_of(ConfigOptions), *with_defaults(options_of(PretrainConfig), config))
+    if not shows_all:
+        by_name = {option.name: option for option in options}
+        return {"options of train": [by_name[name] for name in FREQUENT]}
+    return {
+        title: [option for option in options if option.name.rpartition(".")[0] == section]
+        for section, title in _SECTION_TITLES.items()
+    }
 
 
-def _entry(option: Option, title: str, width: int) -> Iterator[str]:
-    doc, default = option.doc, shown_default(option)
-    if option.choices and len("|".join(option.choices)) > _CHOICES_WIDTH and not option.is_tuple:
-        doc += f" One of {', '.join(option.choices)}."
+def _entry(option: Option) -> list[tuple[str, int]]:
+    """Return the names of an option with the kind of its value, and its description with its default."""
+    values, doc, default = "|".join(option.choices), option.doc, shown_default(option)
+    if len(values) > _CHOICES_WIDTH:
+        values, doc = "TEXT", f"{doc} One of {', '.join(option.choices)}."
     if default is not None:
         doc += " " + f"(default: {default})".replace(" ", _UNBROKEN)
-    yield from _wrap(f"  {title}", width, hang="    ")
-    yield from _wrap(f"      {doc}", width, hang="      ")
-
-
-def _wrap(text: str, width: int, hang: str = "") -> list[str]:
-    lines = textwrap.wrap(text, max(width, _NARROWEST), subsequent_indent=hang, break_on_hyphens=False)
-    return [line.replace(_UNBROKEN, " ") for line in lines]
+    head = option.placeholder or ", ".join((*option.flags, *option.off_flags))
+    if option.placeholder is None and option.type is not bool:
+        head += f" {values or _VALUES[option.type]}{' ...' if option.is_tuple else ''}"
+    return [(f"  {head}", 4), (f"      {doc}", 6)]
 
 
 def _summary(command: type) -> str:
@@ -135,3 +120,8 @@ def _typed(value: Any) -> str:
     if text.isprintable():
         return shlex.quote(text)
     return f"$'{text.encode('unicode_escape').decode()}'"
+
+
+def _wrap(text: str, width: int, indent: int) -> list[str]:
+    lines = textwrap.wrap(text, max(width, _NARROWEST), subsequent_indent=" " * indent, break_on_hyphens=False)
+    return [line.replace(_UNBROKEN, " ") for line in lines]

@@ -40,10 +40,10 @@ class Option(FieldType):
         return ("--" + last.replace("_", "-"), flag) if section == "prepare" and last in _SHORT_NAMES else (flag,)
 
     @property
-    def off_flag(self) -> str | None:
+    def off_flags(self) -> tuple[str, ...]:
         """The name that switches a boolean option off."""
         section, dot, last = self.name.replace("_", "-").rpartition(".")
-        return f"--{section}{dot}no-{last}" if self.type is bool else None
+        return (f"--{section}{dot}no-{last}",) if self.type is bool else ()
 
     def from_text(self, texts: list[str]) -> Any:
         """Return the value that texts of the command line give.
@@ -51,16 +51,13 @@ class Option(FieldType):
         Raises:
             ValueError: the texts give no value of the option's type. The message is the constraint.
         """
-        value: Any = tuple(texts)
-        if not self.is_tuple:
-            (value,) = texts
-            if self.allows_none and value in _NONE:
-                return None
-            if not self.choices:
-                try:
-                    value = self.type(value)
-                except ValueError:
-                    raise ValueError(self.constraint) from None
+        if self.allows_none and len(texts) == 1 and texts[0] in _NONE:
+            return None
+        try:
+            values = tuple(text if self.choices else self.type(text) for text in texts)
+        except ValueError:
+            raise ValueError(self.constraint()) from None
+        value = values if self.is_tuple else values[0]
         self.check(value)
         return value
 
@@ -70,7 +67,7 @@ class Option(FieldType):
         Raises:
             ValueError: the value does not have the option's type. The message is the constraint.
         """
-        if self.allows_none and isinstance(value, str) and value in _NONE:
+        if self.allows_none and value in _NONE:
             return None
         if self.is_tuple and isinstance(value, list):
             value = tuple(value)
@@ -80,7 +77,7 @@ class Option(FieldType):
 
 @cache
 def options_of(command: type, prefix: str = "") -> tuple[Option, ...]:
-    """Return the options of a dataclass, those of its sections last. A section is a field that is a dataclass.
+    """Return the options of a dataclass, in the order of its fields. A field that is a dataclass is a section.
 
     Args:
         command: the dataclass. A field with `metadata={"placeholder": ...}` is given without a flag.
@@ -88,25 +85,24 @@ def options_of(command: type, prefix: str = "") -> tuple[Option, ...]:
     """
     docs, kinds = dict(_field_docs(command)), get_type_hints(command)
     options: list[Option] = []
-    sections: list[Option] = []
     for field in dataclasses.fields(command):
         kind = kinds[field.name]
-        if dataclasses.is_dataclass(kind):
-            assert isinstance(kind, type)
-            sections += options_of(kind, f"{prefix}{field.name}.")
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            options += options_of(kind, f"{prefix}{field.name}.")
             continue
         found = field_type(kind)
         options.append(
             Option(
                 name=prefix + field.name,
                 type=found.type,
+                is_tuple=found.is_tuple,
                 allows_none=found.allows_none,
                 default=field.default,
                 doc=docs[field.name].replace("None", "none"),  # as one types it
                 placeholder=field.metadata.get("placeholder"),
             )
         )
-    return (*options, *sections)
+    return tuple(options)
 
 
 def value_of(config: object, option: Option) -> Any:
