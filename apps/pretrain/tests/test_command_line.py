@@ -134,9 +134,9 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--xyzzyq 3", "options must be those of pretrain train --help-all, got --xyzzyq. Correct the name."),
-        ("-x", "options must be those of pretrain train --help-all, got -x. Correct the name."),
-        ("sample run --xyzzyq 3", "options must be those of pretrain sample --help, got --xyzzyq. Correct the name."),
+        ("--xyzzyq 3", "options must be those of pretrain train --help-all, got --xyzzyq."),
+        ("-x", "options must be those of pretrain train --help-all, got -x."),
+        ("sample run --xyzzyq 3", "options must be those of pretrain sample --help, got --xyzzyq."),
         ("--train.max-steps abc", "--train.max-steps must be an integer, got abc."),
         ("--train.max-epochs abc", "--train.max-epochs must be a number or none, got abc."),
         (

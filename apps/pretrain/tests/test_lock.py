@@ -216,9 +216,7 @@ def test_the_lock_tells_whether_a_command_runs_and_who_it_is(tmp_path):
     assert command_runs(folder) is None
     with lock_run(folder.path):
         assert command_runs(folder) is True
-        with pytest.raises(
-            UsageError, match=rf"Another command uses .* \(process {os.getpid()} of .*\) since 20"
-        ):
+        with pytest.raises(UsageError, match=rf"Another command uses .* \(process {os.getpid()} of .*\) since 20"):
             fail(folder.path, AssertionError())
     assert command_runs(folder) is False
     folder.lock.write_text(folder.lock.read_text().replace('"machine": "', '"machine": "another '))

@@ -46,7 +46,7 @@ def nearest_option(name: str, names: Sequence[str]) -> str | None:
     return next((known for known in names if lasts[known] == similar), None) or nearest(name, names)
 
 
-def did_you_mean(name: object, names: Iterable[str], otherwise: str) -> str:
-    """Return the remedy for a wrong name, or another wrong value: the most similar name, or another sentence."""
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """Return the remedy for a wrong name, or another wrong value, after a space; an empty text if no name is similar."""
     known = nearest(name if isinstance(name, str) else shown(name), names)
-    return f"Did you mean {known}?" if known else otherwise
+    return f" Did you mean {known}?" if known else ""

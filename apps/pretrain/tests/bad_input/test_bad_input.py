@@ -196,7 +196,7 @@ LINES = [
     ("report run --out runs/run/metrics.jsonl", "--out must be a new file or a page that it can replace, got runs/run"),
     ("report run --out ''", "--out must be the name of a file, got ''. Write a name such as report.html."),
     ("report run --out page.html/", "--out must be the name of a file, got page.html/. Write a name such as"),
-    ("runs nowhere", "the storage path must be a folder of runs, got nowhere, which does not exist. Correct"),
+    ("runs nowhere", "the storage path must be a folder of runs, got nowhere, which does not exist. Train a run"),
     ("runs book.txt", "the storage path must be a folder of runs, got book.txt, a file. Give a folder."),
     ("runs runs/run", "the storage path must be a folder of runs, got runs/run, a run itself. Give the folder that"),
     ("sample ''", "run must be the folder or URI of a run, or its name in runs, got ''. runs has run."),

@@ -142,8 +142,8 @@ def _convert(option: Option, flag: str, texts: list[str]) -> Any:
         return option.from_text(texts)
     except ValueError as error:
         given = next((text for text in texts if option.choices and text not in option.choices), " ".join(texts))
-        remedy = did_you_mean(given, option.choices, "Change it.")
-        raise UsageError(f"{flag} must be {error}, got {short(given)}. {remedy}") from None
+        remedy = did_you_mean(given, option.choices)
+        raise UsageError(f"{flag} must be {error}, got {short(given)}.{remedy}") from None
 
 
 def _unknown_flag(command: str, flag: str) -> UsageError:
@@ -151,6 +151,6 @@ def _unknown_flag(command: str, flag: str) -> UsageError:
     known = nearest_option(flag.lstrip("-"), [one.flags[-1][2:] for one in frequent_first if one.placeholder is None])
     if known is None:
         page = f"pretrain {command} {'--help-all' if command == 'train' else '--help'}"
-        return UsageError(f"options must be those of {page}, got {short(flag)}. Correct the name.")
+        return UsageError(f"options must be those of {page}, got {short(flag)}.")
     place = "" if command == "train" else f" of {command}"
     return UsageError(f"no option {short(flag)}{place}; did you mean --{known}?")

@@ -46,24 +46,24 @@ def read_config(path: str) -> dict[str, Any]:
     try:
         return _read_options(path)
     except RecursionError:
-        raise UsageError(f"{path} must be options in sections, got too many levels of them. Correct it.") from None
+        raise UsageError(f"{path} must be options in sections, got too many levels of them.") from None
 
 
 def _read_options(path: str) -> dict[str, Any]:
     if "\0" in path:
-        raise UsageError("--config must be the name of a file, got one with a null character. Correct it.")
+        raise UsageError("--config must be the name of a file, got one with a null character.")
     kind = "JSON" if path.lower().endswith(".json") else "TOML"
     text = _read(path, _MOST_BYTES[kind]).removeprefix(codecs.BOM_UTF8)
     try:
         content = json.loads(text, object_pairs_hook=_object) if kind == "JSON" else tomllib.loads(text.decode())
     except ValueError as error:  # of both formats, and of text that is not UTF-8
-        raise UsageError(f"{path} must be {kind}, got an error in it ({error}). Correct it.") from None
+        raise UsageError(f"{path} must be {kind}, got an error in it ({error}).") from None
     if isinstance(content, dict) and "data" in content and isinstance(content.get("config"), dict):
         from pretrain._run.description import parse_description  # imports of a second, which `--help` does without
 
         content = dataclasses.asdict(parse_description(text, path, "Give another --config.").config)
     if not isinstance(content, dict):
-        raise UsageError(f"{path} must hold options by their names, got {type(content).__name__}. Correct it.")
+        raise UsageError(f"{path} must hold options by their names, got {type(content).__name__}.")
     if len(content) > 1 and not {name.replace("-", "_") for name in content} & (_OPTIONS.keys() | _SECTIONS):
         raise UsageError(
             f"{path} must hold options by their names, got {short(', '.join(content))}. Give a file of --print-config, "
@@ -74,7 +74,7 @@ def _read_options(path: str) -> dict[str, Any]:
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"{path} must give each option once, got {short(twice)} twice. Correct it.")
+        raise UsageError(f"{path} must give each option once, got {short(twice)} twice.")
     return {name: _read_value(name, value, path) for name, value in values.items()}
 
 
@@ -203,12 +203,10 @@ def _read_value(name: str, value: Any, path: str) -> Any:
     if option is None:
         known = nearest_option(name.replace("_", "-"), [known.replace("_", "-") for known in _OPTIONS])
         if known is None:
-            raise UsageError(
-                f"options in {path} must be those of pretrain --help-all, got {short(name)}. Correct the name."
-            )
+            raise UsageError(f"options in {path} must be those of pretrain --help-all, got {short(name)}.")
         raise UsageError(f"no option {short(name)}, in {path}; did you mean {known.replace('-', '_')}?")
     try:
         return option.from_file(value)
     except ValueError as error:
-        remedy = did_you_mean(value, option.choices, "Change it.")
-        raise UsageError(f"{name} in {path} must be {error}, got {shown(value)}. {remedy}") from None
+        remedy = did_you_mean(value, option.choices)
+        raise UsageError(f"{name} in {path} must be {error}, got {shown(value)}.{remedy}") from None

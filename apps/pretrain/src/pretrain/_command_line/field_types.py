@@ -86,15 +86,15 @@ def check_fields(config: Any, section: str = "") -> None:
         value = getattr(config, name)
         if not isinstance(kind, FieldType):
             if not isinstance(value, kind):
-                raise UsageError(f"{section}{name} must be a {kind.__name__}, got {shown(value)}. Change it.")
+                raise UsageError(f"{section}{name} must be a {kind.__name__}, got {shown(value)}.")
             check_fields(value, f"{section}{name}.")
             continue
         try:
             kind.check(value)
         except ValueError as error:
-            known = did_you_mean(value, kind.choices, "Change it.")
+            known = did_you_mean(value, kind.choices)
             tuple_of = "a tuple of " if kind.is_tuple else ""
-            raise UsageError(f"{section}{name} must be {tuple_of}{error}, got {shown(value)}. {known}") from None
+            raise UsageError(f"{section}{name} must be {tuple_of}{error}, got {shown(value)}.{known}") from None
 
 
 @cache

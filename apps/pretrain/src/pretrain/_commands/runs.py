@@ -101,7 +101,7 @@ def show_runs(storage_path: str, *, console: Console, clock: Callable[[], float]
 
 def _check_folder(place: Path) -> None:
     if not place.exists():
-        found, remedy = "which does not exist", "Correct the name, or train a run"
+        found, remedy = "which does not exist", "Train a run first, or name another"
     elif not place.is_dir():
         found, remedy = "a file", "Give a folder"
     elif _is_run(place):
