@@ -35,7 +35,10 @@ from pretrain._screen.plan_table import show_plan
 from pretrain._screen.printing import print_line
 from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
-_FAILED, _BAD_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
+_FAILED = 1
+_BAD_INPUT = 2
+_INTERRUPTED = 130
+_NO_READER = 141
 _USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, PlanCommand)
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 

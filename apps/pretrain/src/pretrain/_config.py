@@ -7,9 +7,8 @@ from typing import Literal
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig
 from owt_data import OrderKind, PrepareOptions
-from pretrain._command_line.field_types import check_fields
 from pretrain._errors import short, shown
-from pretrain._run.files import MAX_FLOAT, MAX_INTEGER
+from pretrain._field_types import MAX_FLOAT, MAX_INTEGER, check_fields
 from ray_jax_launch import check_no_credentials, check_run_name, parse_hardware
 
 MAX_STEPS = 2**31 - 1

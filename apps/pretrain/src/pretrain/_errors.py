@@ -11,7 +11,9 @@ from ray_jax_launch import PermanentError, without_credentials
 
 # Errors of a write to an open file. They name no file.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-_MOST_SHOWN, _LONGEST_WORD, _LONGEST_SENTENCE = 80, 250, 1200
+_MOST_SHOWN = 80
+_LONGEST_WORD = 250
+_LONGEST_SENTENCE = 1200
 # It bears deep values, and those whose `repr` fails. `short` cuts the texts, after it has hidden credentials.
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxlong = _repr.maxother = sys.maxsize

@@ -47,6 +47,6 @@ def nearest_option(name: str, names: Sequence[str]) -> str | None:
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """Return the remedy for a wrong name, or another wrong value, after a space; an empty text if no name is similar."""
+    """Return the remedy for a wrong name or value, after a space; an empty text if no name is similar."""
     known = nearest(name if isinstance(name, str) else shown(name), names)
     return f" Did you mean {known}?" if known else ""

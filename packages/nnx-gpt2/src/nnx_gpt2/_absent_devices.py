@@ -112,7 +112,9 @@ def absent_devices(name: str) -> list[Any]:
             with _defaults(_TPU_VARIABLES):
                 return topologies.get_topology_desc(":".join(tpu.groups()), "tpu").devices
         assert gpu is not None
-        hosts, gpus, kind = gpu[1] or 1, gpu[2], gpu[3]
+        hosts = gpu[1] or 1
+        gpus = gpu[2]
+        kind = gpu[3]
         options = {"topology": f"1x{hosts}x{gpus}", "target_config": _GPUS[kind].text()}
         return topologies.get_topology_desc(kind, "cuda", **options).devices
     except (RuntimeError, NotImplementedError, ValueError) as error:

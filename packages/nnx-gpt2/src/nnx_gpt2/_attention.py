@@ -163,7 +163,9 @@ def _xla(
         if segment_ids_BT is not None:
             same_BTS = segment_ids_BT[:, start:end, None] == segment_ids_BT[:, None, :end]
             visible_BNTS = visible_BNTS & same_BTS[:, None]
-        q_block, k_seen, v_seen = q_BNTH[:, :, start:end], k_BNSH[:, :, :end], v_BNSH[:, :, :end]
+        q_block = q_BNTH[:, :, start:end]
+        k_seen = k_BNSH[:, :, :end]
+        v_seen = v_BNSH[:, :, :end]
         if key is None or dropout_rate == 0:
             outputs.append(_mix(q_block, k_seen, v_seen, visible_BNTS))
         else:

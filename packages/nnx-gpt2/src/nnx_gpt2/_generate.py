@@ -80,7 +80,7 @@ class _Progress(NamedTuple):
     cache: Any
 
 
-def generate(
+def generate(  # noqa: PLR0913 - the arguments of a draw are independent
     model: GPT2,
     prompts: Sequence[Sequence[int]] | np.ndarray | Array,
     max_new_tokens: int,

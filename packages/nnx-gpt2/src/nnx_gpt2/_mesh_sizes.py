@@ -21,7 +21,9 @@ def check_mesh(
         ValueError: a number is no whole number or below 1, the axes do not divide the devices, `tensor` spans
             processes, or `fsdp` or `tensor` spans slices.
     """
-    fsdp, tensor, num_devices = plain(fsdp), plain(tensor), plain(num_devices)
+    fsdp = plain(fsdp)
+    tensor = plain(tensor)
+    num_devices = plain(num_devices)
     devices_per_process, devices_per_slice = plain(devices_per_process), plain(devices_per_slice)
     for name, number in (
         ("num_devices", num_devices),

@@ -91,7 +91,10 @@ class GPT2Config:
             require(holds, f"model.{name}", f"be a whole number from 1 to {most}", shown(size))
         for name in ("norm_epsilon", "dropout_rate"):
             object.__setattr__(self, name, plain(getattr(self, name)))
-        dim, num_heads, epsilon, rate = self.embed_dim, self.num_heads, self.norm_epsilon, self.dropout_rate
+        dim = self.embed_dim
+        num_heads = self.num_heads
+        epsilon = self.norm_epsilon
+        rate = self.dropout_rate
         found, below = f"{dim} and {num_heads}", dim - dim % num_heads
         remedy = f"Choose {f'{below} or ' if below else ''}{below + num_heads}, or another number of heads."
         require(dim % num_heads == 0, "model.embed_dim", "be a multiple of model.num_heads", found, remedy)
@@ -141,7 +144,9 @@ class GPT2Config:
             shown(self.param_dtype),
             "Set model.dtype to bfloat16 to compute in bfloat16.",
         )
-        length, dropout, dtype = self.seq_len, self.dropout_rate, self.dtype
+        length = self.seq_len
+        dropout = self.dropout_rate
+        dtype = self.dtype
         for backend, holds, needs, found in (
             ("splash", length % SPLASH_MULTIPLE == 0, f"a multiple of {SPLASH_MULTIPLE} positions", length),
             ("cudnn", dtype == "bfloat16", "the type bfloat16", dtype),
@@ -174,7 +179,9 @@ class GPT2Config:
 
 def _can_hold_layers(config: GPT2Config) -> bool:
     """Return whether the type of the residual stream is at least as precise as that of the layers."""
-    types, dtype, stream = get_args(DType), config.dtype, config.residual_dtype
+    types = get_args(DType)
+    dtype = config.dtype
+    stream = config.residual_dtype
     if stream is None or not is_one_of(dtype, types):
         return stream is None or is_one_of(stream, types)
     return is_one_of(stream, types) and types.index(stream) >= types.index(dtype)

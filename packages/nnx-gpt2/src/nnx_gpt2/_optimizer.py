@@ -36,7 +36,9 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
     max_steps = plain(max_steps)
     is_length = is_whole(max_steps, 1, INT32_MAX)
     require(is_length, "max_steps", f"be at least 1 and at most {INT32_MAX}", shown(max_steps))
-    peak, end, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
+    peak = config.learning_rate
+    end = config.min_learning_rate
+    warmup = config.warmup_steps
     parts = [optax.linear_schedule(peak / (warmup + 1), peak, warmup)]
     starts = [warmup]
     match config.schedule:

@@ -51,7 +51,9 @@ class OptimizerConfig:
         """Check every field."""
         for field in fields(self):
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
-        peak, end, decay = self.learning_rate, self.min_learning_rate, self.decay_steps
+        peak = self.learning_rate
+        end = self.min_learning_rate
+        decay = self.decay_steps
         between = f"lie between 0 and optimizer.learning_rate ({shown(peak)})"
         in_float32 = f"be between 0 and {FLOAT32_MAX}"
         for name, constraint, holds in (

@@ -27,7 +27,9 @@ from nnx_gpt2._params import Params
 from nnx_gpt2._token_ids import check_end_of_text
 
 _PREFIX = "transformer."
-_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 # Sizes of a model: the fields of `GPT2Config`, and their names in `config.json`.
 _SIZES = {

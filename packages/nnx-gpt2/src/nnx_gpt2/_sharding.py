@@ -25,7 +25,9 @@ from nnx_gpt2._mesh_sizes import check_mesh
 from nnx_gpt2._params import dotted_name
 from nnx_gpt2._token_ids import check_batch, for_device
 
-DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
+DATA_AXIS = "data"
+FSDP_AXIS = "fsdp"
+TENSOR_AXIS = "tensor"
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
 
 # Dimensions that an array of numpy can have.

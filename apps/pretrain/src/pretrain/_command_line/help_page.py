@@ -99,7 +99,9 @@ def _groups(command: str, config: PretrainConfig, *, shows_all: bool) -> dict[st
 
 def _entry(option: Option) -> list[tuple[str, int]]:
     """Return the names of an option with the kind of its value, and its description with its default."""
-    values, doc, default = "|".join(option.choices), option.doc, shown_default(option)
+    values = "|".join(option.choices)
+    doc = option.doc
+    default = shown_default(option)
     if len(values) > _CHOICES_WIDTH:
         values, doc = "TEXT", f"{doc} One of {', '.join(option.choices)}."
     if default is not None:

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, get_type_hints
 
-from pretrain._command_line.field_types import FieldType, field_type
+from pretrain._field_types import FieldType, field_type
 
 # Options of the section `prepare` that have a short name too, as in the command `owt-data prepare`.
 _SHORT_NAMES = ("tokenizer", "split", "val_fraction", "split_seed", "text_column")

@@ -104,7 +104,9 @@ class _Data(NamedTuple):
 
 
 def _find_data(config: PretrainConfig) -> _Data:
-    tokens, seq_len, tokenizer = open_prepared(config), config.model.seq_len, config.prepare.tokenizer
+    tokens = open_prepared(config)
+    seq_len = config.model.seq_len
+    tokenizer = config.prepare.tokenizer
     if tokens is not None:
         facts = DataFacts(tokens.tokenizer, tokens.vocab_size, tokens.train.num_windows(seq_len))
         return _Data(facts, len(tokens.train) + len(tokens.val))

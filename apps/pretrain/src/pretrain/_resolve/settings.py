@@ -29,7 +29,9 @@ def resolve_order(config: PretrainConfig) -> PretrainConfig:
     Raises:
         UsageError: the order or the length of a run needs the number of all tokens, which a stream does not know.
     """
-    is_stream, order, epochs = config.data_mode == "stream", config.train.order, config.train.max_epochs
+    is_stream = config.data_mode == "stream"
+    order = config.train.order
+    epochs = config.train.max_epochs
     if is_stream and epochs is not None:
         raise UsageError(
             "train.max_epochs must be absent with data_mode stream, which does not know the number of tokens before "

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from pretrain._errors import UsageError
+from pretrain._field_types import MAX_FLOAT, MAX_INTEGER
 
 # Errors of file systems that cannot sync a folder, such as those over object storage.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
@@ -28,12 +29,6 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
-
-MAX_INTEGER = 2**53 - 1
-"""The largest integer in files: integers up to here are exact in JSON."""
-
-MAX_FLOAT = 1e39
-"""The largest number in files. Metrics come from float32 arrays."""
 
 # The end of the year 9999, the last one of `datetime`.
 _MAX_TIME_S = 253_402_300_799.0

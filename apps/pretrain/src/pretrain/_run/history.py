@@ -190,7 +190,9 @@ def summarize(history: RunHistory, *, wall_s: float) -> RunResult:
         history: the run's history.
         wall_s: seconds from the start of the last command.
     """
-    records, starts, phases = history.records, history.starts, history.phases
+    records = history.records
+    starts = history.starts
+    phases = history.phases
     final = last_values(records)
     validations = [(record["val_loss"], record["step"]) for record in map(finite, records) if "val_loss" in record]
     best, last = min(validations, default=(None, None)), (validations or [(None, None)])[-1]
@@ -227,7 +229,9 @@ def _tokens_per_s(history: RunHistory) -> float | None:
     """Return the training tokens per second of all timed steps, or None if there are none."""
     train = history.description.config.train
     tokens_per_step = train.global_batch_size * history.description.config.model.seq_len
-    num_steps, seconds, last_step = 0, 0.0, 0
+    num_steps = 0
+    seconds = 0.0
+    last_step = 0
     for record in history.records:
         if "step_s" in record:
             num_steps += record["step"] - last_step

@@ -38,7 +38,9 @@ LAPSES_AFTER_S = 90.0
 """Seconds from the last renewal of a lease to its lapse. A killed command on the same machine has none at once."""
 
 _FOLDER = ".lease"
-_ASK_AGAIN_S, _PATIENCE_S, _ATTEMPTS = 0.2, 30.0, 5
+_ASK_AGAIN_S = 0.2
+_PATIENCE_S = 30.0
+_ATTEMPTS = 5
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _logger = logging.getLogger("pretrain")
@@ -135,7 +137,9 @@ def leasing(uri: str, command: Owner, on_lost: Callable[[str], None]) -> Iterato
 
 class _Lease:
     def __init__(self, uri: str, command: Owner, on_lost: Callable[[str], None]) -> None:
-        self._uri, self._own, self._on_lost = uri, command, on_lost
+        self._uri = uri
+        self._own = command
+        self._on_lost = on_lost
         self._filesystem, root = open_uri(uri)
         self._place = f"{root.rstrip('/')}/{_FOLDER}"
         self._is_missing = False

@@ -69,7 +69,9 @@ def lock_run(place: StoragePath, *, on_lost: Callable[[str], None] = _end) -> It
     with contextlib.ExitStack() as stack:
         command = stack.enter_context(_locked(run))
         run = dataclasses.replace(run, owner=command.owner)
-        is_own, is_new, num_starts = False, False, None
+        is_own = False
+        is_new = False
+        num_starts = None
         try:
             if run.uri is not None:
                 stack.enter_context(leasing(run.uri, command, note_loss))

@@ -30,7 +30,10 @@ from ray_jax_launch import open_uri
 LOG = "log"
 """The folder of the parts, in object storage and in local copies."""
 
-METRICS, SAMPLES, STARTS, PHASES = "metrics.jsonl", "samples.jsonl", "starts.jsonl", "phases.jsonl"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+STARTS = "starts.jsonl"
+PHASES = "phases.jsonl"
 TEXTS: dict[str, tuple[str, ...]] = {METRICS: (), SAMPLES: ("prompt", "text"), STARTS: ("device",), PHASES: ("phase",)}
 """The names of the values of each log that are texts. All others are numbers."""
 
@@ -238,7 +241,9 @@ def _replay(parts: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
                 continue
             if not isinstance(value, dict):
                 continue
-            name, line, step = value.get("file"), value.get("line"), value.get("cut")
+            name = value.get("file")
+            line = value.get("line")
+            step = value.get("cut")
             if type(step) is int:
                 for name in _CUT:
                     logs[name] = [line for line in logs[name] if line["step"] < step]

@@ -6,7 +6,9 @@ from typing import Literal
 from pretrain._run.history import RunHistory, last_sign_of_life
 from pretrain._run.lock import command_runs
 
-_SILENT_S, _SILENT_STEPS_S, _NUM_INTERVALS = 300.0, 60.0, 20
+_SILENT_S = 300.0
+_SILENT_STEPS_S = 60.0
+_NUM_INTERVALS = 20
 
 RunState = Literal["training", "no sign of life", "stopped", "failed", "finished"]
 

@@ -20,7 +20,9 @@ def introduce(config: PretrainConfig, data: TokenData, hardware: Hardware, folde
         folder: the run's folder.
         console: the output.
     """
-    model, num_windows, max_steps = config.model, config.train.global_batch_size, config.train.max_steps
+    model = config.model
+    num_windows = config.train.global_batch_size
+    max_steps = config.train.max_steps
     step_tokens = num_windows * model.seq_len
     worker_counts = sorted({hardware.min_workers, hardware.num_workers}, reverse=True)
     per_worker = "-".join(str(num_windows // count) for count in worker_counts)

@@ -47,7 +47,9 @@ class RunView:
     def __init__(
         self, max_steps: int, *, is_local: bool = False, tokenizing: Tokenizing | None = None, clock: Clock = time.time
     ) -> None:
-        self.max_steps, self.clock, self.tokenizing = max_steps, clock, tokenizing
+        self.max_steps = max_steps
+        self.clock = clock
+        self.tokenizing = tokenizing
         self.last: Record = {}
         """The newest record."""
         self.losses: list[tuple[int, float]] = []

@@ -19,7 +19,9 @@ class RowTracker(ABC):
     """First step that the service lacks. A subclass sets it."""
 
     def __init__(self) -> None:
-        self._step, self._values, self._samples = -1, dict[str, float](), list[Sample]()
+        self._step = -1
+        self._values = dict[str, float]()
+        self._samples = list[Sample]()
 
     @abstractmethod
     def send(self, step: int, values: Mapping[str, float], samples: list[Sample]) -> None:
@@ -52,4 +54,6 @@ class RowTracker(ABC):
             return
         if self._values or self._samples:
             self.send(self._step, self._values, self._samples)
-        self._step, self._values, self._samples = step, {}, []
+        self._step = step
+        self._values = {}
+        self._samples = []

@@ -39,7 +39,9 @@ def run(resolved: ResolvedRun, *, began_s: float) -> str:
     Returns:
         On rank 0, a sample from the trained model; an empty text on other ranks, and after a stop request.
     """
-    config, folder, description = resolved.config, resolved.folder, resolved.description
+    config = resolved.config
+    folder = resolved.folder
+    description = resolved.description
     setup = set_up(config, resolved.data)
     with (
         RunLog(folder, config, description, send=log_metrics) as log,
@@ -95,7 +97,10 @@ class Loop:
     def __init__(
         self, setup: Setup, log: RunLog, checkpoints: Checkpoints, profiling: Profiling, description: RunDescription
     ) -> None:
-        self._setup, self._log, self._checkpoints, self._profiling = setup, log, checkpoints, profiling
+        self._setup = setup
+        self._log = log
+        self._checkpoints = checkpoints
+        self._profiling = profiling
         self._description, self._train = description, setup.config.train
         self.meter = StepMeter(setup.config, setup.data.train, setup.device, setup.mesh.size)
         self._state: TrainState

@@ -44,7 +44,10 @@ class RunLog:
         send: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._send, self._clock, self._config, self._description = send, clock, config, description
+        self._send = send
+        self._clock = clock
+        self._config = config
+        self._description = description
         self._writes = jax.process_index() == 0
         folder.check_place()  # before anything makes a folder of the former name
         self._folder = folder.for_worker() if self._writes else folder
@@ -52,7 +55,10 @@ class RunLog:
         self._trackers: Trackers | None = None
         self._last: Phase | None = None
         self._early: list[Phase] = []  # phases before `open`
-        self._start, self._began_s, self._last_step, self._is_open = 0, 0.0, 0, False
+        self._start = 0
+        self._began_s = 0.0
+        self._last_step = 0
+        self._is_open = False
 
     @property
     def folder(self) -> RunFolder:

@@ -49,17 +49,25 @@ class StepMeter:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
-        self._train, self._seq_len, self._batch_size = train, config.model.seq_len, config.train.global_batch_size
+        self._train = train
+        self._seq_len = config.model.seq_len
+        self._batch_size = config.train.global_batch_size
         self._tokens_per_step = config.train.global_batch_size * config.model.seq_len
         peak = peak_flops_per_s(device.device_kind) if config.peak_tflops is None else config.peak_tflops * 1e12
         flops_per_step = flops_per_token(config.model) * self._tokens_per_step
         # Seconds of a step at the devices' peak; None if the peak is unknown.
         self._ideal_step_s = None if peak is None else flops_per_step / (peak * num_devices)
-        self._device, self._clock, self._wall_clock = device, clock, wall_clock
+        self._device = device
+        self._clock = clock
+        self._wall_clock = wall_clock
         self._steps: list[Metrics] = []
-        self._loss_sum, self._num_losses, self._grad_norm_max = 0.0, 0, -math.inf
+        self._loss_sum = 0.0
+        self._num_losses = 0
+        self._grad_norm_max = -math.inf
         self._since: float | None = None
-        self._num_timed, self._wait_s, self._last_wait_s = 0, 0.0, 0.0
+        self._num_timed = 0
+        self._wait_s = 0.0
+        self._last_wait_s = 0.0
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -81,7 +89,9 @@ class StepMeter:
 
     def start(self) -> None:
         """Start to count the time. Call this when the device has nothing to do."""
-        self._since, self._num_timed, self._wait_s = self._clock(), 0, 0.0
+        self._since = self._clock()
+        self._num_timed = 0
+        self._wait_s = 0.0
 
     def stop(self) -> None:
         """Count no time until the next `start`."""
@@ -132,9 +142,13 @@ class StepMeter:
                 record["mfu"] = self._ideal_step_s / step_s
         if stats := self._device.memory_stats():
             record["memory_bytes"] = stats["peak_bytes_in_use"]
-        self._loss_sum, self._num_losses, self._grad_norm_max = 0.0, 0, -math.inf
+        self._loss_sum = 0.0
+        self._num_losses = 0
+        self._grad_norm_max = -math.inf
         if self._since is not None:
-            self._since, self._num_timed, self._wait_s = now, 0, 0.0
+            self._since = now
+            self._num_timed = 0
+            self._wait_s = 0.0
         return rounded(record)
 
     def wait_for_unrecorded(self) -> dict[str, Any]:

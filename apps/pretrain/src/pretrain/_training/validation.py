@@ -47,7 +47,10 @@ class Validation:
         mesh: jax.sharding.Mesh | None = None,
         end_of_text: int | None = None,
     ) -> None:
-        self._val, self._seq_len, self._batch_size, self._mesh = val, model.seq_len, batch_size, mesh
+        self._val = val
+        self._seq_len = model.seq_len
+        self._batch_size = batch_size
+        self._mesh = mesh
         self._step: Any = make_eval_step(model, mesh, end_of_text=end_of_text)
         num_predicted, complete = len(val) - 1, val.num_windows(model.seq_len)
         self.is_full = num_tokens is None or num_tokens >= num_predicted

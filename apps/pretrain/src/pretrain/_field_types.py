@@ -7,8 +7,13 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pretrain._errors import UsageError, shown
-from pretrain._run.files import MAX_INTEGER
 from pretrain._suggestions import did_you_mean
+
+MAX_INTEGER = 2**53 - 1
+"""The largest integer in files: integers up to here are exact in JSON."""
+
+MAX_FLOAT = 1e39
+"""The largest number in files. Metrics come from float32 arrays."""
 
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
