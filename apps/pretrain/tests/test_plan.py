@@ -293,7 +293,7 @@ def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
             "--hardware must be one slice of TPUs in a plan, got tpu:v6e:4x4:2. Plan",
         ),
         (("--hardware", "cpu:64", "--train.global-batch-size", "64"), "Start a new process."),
-        (("--mesh.fsdp", "3"), "mesh axis fsdp must divide model.embed_dim (128), got 3. Choose another size."),
+        (("--mesh.fsdp", "3"), "mesh axis fsdp must divide embed_dim (128), got 3. Choose another size."),
         (("--mesh.fsdp", "64"), "mesh axes fsdp and tensor must be at least 1 and their product must divide the"),
         (("--measured",), "no option --measured of plan; did you mean --measure?"),
     ],

@@ -49,7 +49,7 @@ def test_a_position_does_not_see_what_comes_after_it(model, tokens):
 
 
 def test_more_tokens_than_the_context_are_rejected(model):
-    with pytest.raises(ValueError, match=r"sequences must have at most 16 tokens \(model\.seq_len\), got 17"):
+    with pytest.raises(ValueError, match=r"sequences must have at most 16 tokens \(seq_len\), got 17"):
         model(jnp.zeros((1, 17), jnp.int32))
 
 

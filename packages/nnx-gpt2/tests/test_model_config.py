@@ -9,7 +9,7 @@ from nnx_gpt2 import GPT2Config, OptimizerConfig, gpt2_xl
 def test_the_residual_stream_is_at_least_as_precise_as_the_layers(dtype, stream):
     for held in ("float64", None):
         assert GPT2Config(dtype=dtype, residual_dtype=held).stream_dtype == (held or dtype)
-    with pytest.raises(ValueError, match=r"model.residual_dtype must be None, or a type of at least the precision"):
+    with pytest.raises(ValueError, match=r"residual_dtype must be None, or a type of at least the precision"):
         GPT2Config(dtype=dtype, residual_dtype=stream)
 
 
@@ -28,11 +28,11 @@ def test_presets_take_changes():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_layers": 0}, "model.num_layers must be a whole number from 1 to 10000, got 0"),
-        ({"num_heads": 5}, "model.embed_dim must be a multiple of model.num_heads, got 768 and 5"),
-        ({"dropout_rate": 1.0}, "model.dropout_rate must be in [0, 1), got 1.0"),
-        ({"mlp_dim": 0}, "model.mlp_dim must be a whole number from 1 to 1048576, got 0"),
-        ({"norm_epsilon": 1.0}, "model.norm_epsilon must be between 0 and 1, got 1.0"),
+        ({"num_layers": 0}, "num_layers must be a whole number from 1 to 10000, got 0"),
+        ({"num_heads": 5}, "embed_dim must be a multiple of num_heads, got 768 and 5"),
+        ({"dropout_rate": 1.0}, "dropout_rate must be in [0, 1), got 1.0"),
+        ({"mlp_dim": 0}, "mlp_dim must be a whole number from 1 to 1048576, got 0"),
+        ({"norm_epsilon": 1.0}, "norm_epsilon must be between 0 and 1, got 1.0"),
     ],
 )
 def test_bad_model_fields_are_named(fields, message):
@@ -45,17 +45,17 @@ def test_bad_model_fields_are_named(fields, message):
     [
         (
             {"learning_rate": float("nan")},
-            "optimizer.learning_rate must be above 0 and at most 3.4028234663852886e+38, got nan",
+            "learning_rate must be above 0 and at most 3.4028234663852886e+38, got nan",
         ),
-        ({"min_learning_rate": 1.0}, "must lie between 0 and optimizer.learning_rate (0.0006), got 1.0"),
-        ({"warmup_steps": -1}, "optimizer.warmup_steps must be a whole number from 0 to 2147483647, got -1"),
-        ({"decay_steps": 0}, "optimizer.decay_steps must be a whole number from 1 to 2147483647, got 0"),
+        ({"min_learning_rate": 1.0}, "must lie between 0 and learning_rate (0.0006), got 1.0"),
+        ({"warmup_steps": -1}, "warmup_steps must be a whole number from 0 to 2147483647, got -1"),
+        ({"decay_steps": 0}, "decay_steps must be a whole number from 1 to 2147483647, got 0"),
         (
             {"learning_rate": 1e39},
-            "optimizer.learning_rate must be above 0 and at most 3.4028234663852886e+38, got 1e+39",
+            "learning_rate must be above 0 and at most 3.4028234663852886e+38, got 1e+39",
         ),
-        ({"clip_norm": float("inf")}, "optimizer.clip_norm must be between 0 and 3.4028234663852886e+38, got inf"),
-        ({"beta2": 1.0}, "optimizer.beta2 must be in [0, 1), got 1.0"),
+        ({"clip_norm": float("inf")}, "clip_norm must be between 0 and 3.4028234663852886e+38, got inf"),
+        ({"beta2": 1.0}, "beta2 must be in [0, 1), got 1.0"),
     ],
 )
 def test_bad_optimizer_fields_are_named(fields, message):
@@ -88,7 +88,7 @@ def test_a_kernel_that_the_model_rules_out_is_rejected_for_training(fields, mess
 def test_parameters_in_bfloat16_are_rejected_for_training_before_anything_starts():
     for attention in ("auto", "splash", "cudnn"):
         GPT2Config(dtype="bfloat16", attention=attention).check_trainable()
-    message = "model.param_dtype must be float32 or float64 for training, got 'bfloat16'. Set model.dtype to bfloat16"
+    message = "param_dtype must be float32 or float64 for training, got 'bfloat16'. Set dtype to bfloat16"
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(ValueError, match=re.escape(message)):
             GPT2Config(param_dtype="bfloat16", dtype=dtype).check_trainable()

@@ -127,6 +127,6 @@ def test_runs_that_are_too_short_are_rejected():
     with pytest.raises(ValueError, match="max_steps must be at least 1 and at most 2147483647, got 0"):
         create_optimizer(OptimizerConfig(), 0)
     config = OptimizerConfig(schedule="wsd", warmup_steps=5, decay_steps=6)
-    message = "optimizer.warmup_steps and optimizer.decay_steps must fit into the 10 steps of the run, got 5 and 6."
+    message = "warmup_steps and decay_steps must fit into the 10 steps of the run, got 5 and 6."
     with pytest.raises(ValueError, match=re.escape(message)):
         create_optimizer(config, 10)

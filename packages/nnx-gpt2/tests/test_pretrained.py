@@ -256,12 +256,12 @@ def test_tensors_that_do_not_fit_are_named(copy, change, message):
         ({"add_cross_attention": True}, "config.json must be False, got True."),
         (
             {"n_head": 5},
-            "config.json must describe a GPT-2, got an error in it: model.embed_dim must be a multiple of",
+            "config.json must describe a GPT-2, got an error in it: embed_dim must be a multiple of",
         ),
         ({"n_positions": 64}, "wpe.weight is [32, 48], not [64, 48]"),
         ({"n_layer": 10**4}, "config.json, got 10000 layers in config.json, and 28 tensors."),
         ({"n_embd": 2**20, "n_head": 1}, "wte.weight is [300, 48], not [300, 1048576]"),
-        ({"n_layer": 10**400}, "model.num_layers must be a whole number from 1 to 10000, got 1000"),
+        ({"n_layer": 10**400}, "num_layers must be a whole number from 1 to 10000, got 1000"),
         ({"activation_function": "a\nb"}, "got 'a\\nb'."),
     ],
 )

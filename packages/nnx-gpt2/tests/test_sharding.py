@@ -168,14 +168,14 @@ def test_a_mesh_that_does_not_divide_the_devices_is_rejected(sizes, message):
 @pytest.mark.parametrize(
     ("changes", "sizes", "message"),
     [
-        ({}, {"tensor": 4}, "mesh axis tensor must divide model.num_heads (2), got 4. Choose another size."),
+        ({}, {"tensor": 4}, "mesh axis tensor must divide num_heads (2), got 4. Choose another size."),
         (
             {"num_heads": 3, "embed_dim": 48},
             {"tensor": 3, "devices": jax.devices()[:3]},
-            "mesh axis tensor must divide model.padded_vocab_size (128), got 3.",
+            "mesh axis tensor must divide padded_vocab_size (128), got 3.",
         ),
-        ({"mlp_dim": 63}, {"tensor": 2}, "mesh axis tensor must divide model.mlp_dim (63), got 2."),
-        ({"embed_dim": 36}, {"fsdp": 8}, "mesh axis fsdp must divide model.embed_dim (36), got 8."),
+        ({"mlp_dim": 63}, {"tensor": 2}, "mesh axis tensor must divide mlp_dim (63), got 2."),
+        ({"embed_dim": 36}, {"fsdp": 8}, "mesh axis fsdp must divide embed_dim (36), got 8."),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model_is_rejected(changes, sizes, message):

@@ -82,10 +82,13 @@ class ModelConfig(GPT2Config):
     def __post_init__(self) -> None:
         """Check every field once."""
         check_fields(self, "model.")
-        if self.vocab_size is not None:
-            GPT2Config.__post_init__(self)
-        else:
+        if self.vocab_size is None:
             dataclasses.replace(self, vocab_size=1)
+            return
+        try:
+            GPT2Config.__post_init__(self)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,7 +284,10 @@ class PretrainConfig:
         _check_range("wait_for_resources_s", self.wait_for_resources_s, 0, _MAX_WAIT_S)
         if self.name is not None:
             check_run_name(self.name)
-        self.model.check_trainable()
+        try:
+            self.model.check_trainable()
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
         if self.model.vocab_size is not None:
             self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)
         if not self.prompts or not all(self.prompts):

@@ -187,7 +187,7 @@ LINES = [
     ),
     (
         f"{SMALL} --optimizer.schedule wsd --train.max-steps 20 --optimizer.warmup-steps 18",
-        "optimizer.warmup_steps and optimizer.decay_steps must fit into the 20 steps of the run, got 18 and 4.",
+        "optimizer.warmup_steps and decay_steps must fit into the 20 steps of the run, got 18 and 4.",
     ),
     ("runs hf://a/b", "got hf://a/b: hf is no object storage. Check the address"),
     ("sample hf://a/b", "got hf://a/b: hf is no object storage. Check the address"),

@@ -289,7 +289,7 @@ class GPT2(nnx.Module):
             check_key(dropout_key, "dropout_key")
         config, num_positions = self.config, tokens.shape[1]
         is_in_context = num_positions <= config.seq_len
-        require(is_in_context, "sequences", f"have at most {config.seq_len} tokens (model.seq_len)", num_positions)
+        require(is_in_context, "sequences", f"have at most {config.seq_len} tokens (seq_len)", num_positions)
         embed_key, blocks_key = split_key(dropout_key, 2)
         if wte_BTC is None:
             wte_BTC, _ = lookup(self.wte.embedding[...], as_native(tokens), config.dtype)

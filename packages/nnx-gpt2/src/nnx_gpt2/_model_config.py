@@ -88,7 +88,7 @@ class GPT2Config:
             size = getattr(self, name)
             is_default, most = size is None and name == "mlp_dim", _MOST.get(name, _MOST_OTHERWISE)
             holds = is_default or (isinstance(size, int) and is_whole(size, 1, most))
-            require(holds, f"model.{name}", f"be a whole number from 1 to {most}", shown(size))
+            require(holds, name, f"be a whole number from 1 to {most}", shown(size))
         for name in ("norm_epsilon", "dropout_rate"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         dim = self.embed_dim
@@ -97,19 +97,19 @@ class GPT2Config:
         rate = self.dropout_rate
         found, below = f"{dim} and {num_heads}", dim - dim % num_heads
         remedy = f"Choose {f'{below} or ' if below else ''}{below + num_heads}, or another number of heads."
-        require(dim % num_heads == 0, "model.embed_dim", "be a multiple of model.num_heads", found, remedy)
+        require(dim % num_heads == 0, "embed_dim", "be a multiple of num_heads", found, remedy)
         for name, constraint, holds in (
             ("dropout_rate", "be in [0, 1)", is_number(rate) and 0 <= rate < 1),
             ("norm_epsilon", "be between 0 and 1", is_number(epsilon) and 0 < epsilon < 1),
             ("dtype", "be bfloat16, float32 or float64", is_one_of(self.dtype, get_args(DType))),
             ("param_dtype", "be bfloat16, float32 or float64", is_one_of(self.param_dtype, get_args(DType))),
-            ("residual_dtype", "be None, or a type of at least the precision of model.dtype", _can_hold_layers(self)),
+            ("residual_dtype", "be None, or a type of at least the precision of dtype", _can_hold_layers(self)),
             ("grad_dtype", "be float32 or bfloat16", is_one_of(self.grad_dtype, get_args(GradDType))),
             ("attention", "be auto, xla, cudnn or splash", is_one_of(self.attention, get_args(AttentionBackend))),
             ("remat", "be none, dots or full", is_one_of(self.remat, get_args(RematPolicy))),
             ("scan_layers", "be True or False", isinstance(self.scan_layers, bool)),
         ):
-            require(holds, f"model.{name}", constraint, shown(getattr(self, name)))
+            require(holds, name, constraint, shown(getattr(self, name)))
 
     def check_axes(self, *, fsdp: int, tensor: int) -> None:
         """Reject sizes of the mesh axes `fsdp` and `tensor` that do not divide the model.
@@ -125,7 +125,7 @@ class GPT2Config:
             ("fsdp", fsdp, "embed_dim", self.embed_dim),
         ):
             divides = is_whole(size, 1) and dim % size == 0
-            require(divides, f"mesh axis {axis}", f"divide model.{name} ({dim})", shown(size), "Choose another size.")
+            require(divides, f"mesh axis {axis}", f"divide {name} ({dim})", shown(size), "Choose another size.")
 
     def check_trainable(self) -> None:
         """Reject parameters in bfloat16, and an attention kernel that the windows or the types of the model rule out.
@@ -139,10 +139,10 @@ class GPT2Config:
         """
         require(
             self.param_dtype != "bfloat16",
-            "model.param_dtype",
+            "param_dtype",
             "be float32 or float64 for training",
             shown(self.param_dtype),
-            "Set model.dtype to bfloat16 to compute in bfloat16.",
+            "Set dtype to bfloat16 to compute in bfloat16.",
         )
         length = self.seq_len
         dropout = self.dropout_rate

@@ -54,7 +54,7 @@ class OptimizerConfig:
         peak = self.learning_rate
         end = self.min_learning_rate
         decay = self.decay_steps
-        between = f"lie between 0 and optimizer.learning_rate ({shown(peak)})"
+        between = f"lie between 0 and learning_rate ({shown(peak)})"
         in_float32 = f"be between 0 and {FLOAT32_MAX}"
         for name, constraint, holds in (
             ("name", f"be {' or '.join(get_args(OptimizerName))}", is_one_of(self.name, get_args(OptimizerName))),
@@ -70,7 +70,7 @@ class OptimizerConfig:
         ):
             is_above = name == "min_learning_rate" and is_number(end) and end > peak
             remedy = "Lower it too, or raise the peak." if is_above else ""
-            require(holds, f"optimizer.{name}", constraint, shown(getattr(self, name)), remedy)
+            require(holds, name, constraint, shown(getattr(self, name)), remedy)
 
     def wsd_decay_steps(self, max_steps: int) -> int:
         """Return the steps of the decay of `wsd` in a run of `max_steps` steps.
@@ -81,7 +81,7 @@ class OptimizerConfig:
         decay = max(max_steps // 5, 1) if self.decay_steps is None else self.decay_steps
         require(
             self.warmup_steps + decay <= max_steps,
-            "optimizer.warmup_steps and optimizer.decay_steps",
+            "warmup_steps and decay_steps",
             f"fit into the {max_steps} steps of the run",
             f"{self.warmup_steps} and {decay}",
             "Lower one of the two, or raise the number of steps.",

@@ -159,10 +159,19 @@ def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainCo
     try:
         top = sections.pop("", {})
         for section, fields in sections.items():
-            top[section] = dataclasses.replace(getattr(preset, section), **fields)
+            top[section] = _with_fields(preset, section, fields)
         return dataclasses.replace(preset, **top)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _with_fields(preset: PretrainConfig, section: str, fields: Mapping[str, Any]) -> Any:
+    """Return a section of a preset with other fields. The optimizer, of another package, does not name its section."""
+    try:
+        return dataclasses.replace(getattr(preset, section), **fields)
+    except ValueError as error:
+        name = "" if str(error).startswith(f"{section}.") else f"{section}."
+        raise UsageError(f"{name}{error}") from error
 
 
 def to_toml(config: PretrainConfig) -> str:

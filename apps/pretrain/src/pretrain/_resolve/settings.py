@@ -82,7 +82,7 @@ def resolve_from_data(config: PretrainConfig, facts: DataFacts) -> PretrainConfi
         try:
             config.optimizer.wsd_decay_steps(config.train.max_steps)
         except ValueError as error:
-            raise UsageError(str(error)) from None
+            raise UsageError(f"optimizer.{error}") from None
     return config
 
 
