@@ -344,3 +344,22 @@ def test_an_id_outside_the_vocabulary_in_a_growing_shard_is_named_at_once(corpus
         values.tofile(shard)
         with pytest.raises(DataError, match=f"{shard} must be below 257, .*, got 65535 at token 5"):
             window_digests(data.train, 0, 1)
+
+
+@pytest.mark.parametrize("num_bytes", [300_000, 1_050_000, 2_500_000])
+def test_the_validation_tokens_of_a_text_leave_the_rest_to_training(num_bytes: int, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a line of words\n" * (num_bytes // 16))
+    with prepare_in_background(str(tmp_path / "book.txt"), tmp_path / "out", START, num_processes=1) as data:
+        assert 256 << 10 <= len(data.val) < (256 << 10) + 5_000
+        last = np.array([(num_bytes - len(data.val) - SEQ_LEN) // SEQ_LEN - 1])
+        assert data.train.windows(last, seq_len=SEQ_LEN, order=ORDER, seed=0).shape == (1, SEQ_LEN + 1)
+
+
+def test_a_text_that_validation_takes_completely_is_rejected_before_the_block(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a line of words\n" * 10_000)
+    with (
+        pytest.raises(DataError, match=r"more text than validation takes, its first 262144 bytes .*, got 160000"),
+        prepare_in_background(str(tmp_path / "book.txt"), tmp_path / "out", START, num_processes=1),
+    ):
+        pytest.fail("the block must not run")
+    assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]

@@ -114,7 +114,7 @@ def rejected(capsys, folder, *arguments):
         ),
         (
             ("prepare", "two-bytes.txt", "out", "--split", "start"),
-            "got 3 tokens in 1 documents. Give more text than validation takes, at least 256 KiB.",
+            "more text than validation takes, its first 262144 bytes up to the end of a row or a word, got 2 bytes.",
         ),
         (("prepare", "blank.jsonl", "out"), "must hold text in every row, got a number in line 5. Name another column"),
         (("prepare", "twice.parquet", "out"), "must be exactly one of the columns ['text', 'text'] of twice.parquet"),

@@ -120,6 +120,24 @@ def test_a_damaged_shard_is_not_made_again_from_another_text(documents: Document
     assert checksum(shard_path(folder, 3)) == records[3].sha256
 
 
+def test_a_damaged_shard_of_a_long_text_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 1000)
+    monkeypatch.setattr("owt_data._sources.documents._PIECE_CHARS", 40)
+    (tmp_path / "book.txt").write_text("".join(f"naïve {'é' * (number % 17)}{number}\n" for number in range(999)))
+    documents, folder = Documents(find_source(str(tmp_path / "book.txt"))), tmp_path / "shards"
+
+    def run():
+        with local_encoder("bytes", 1) as encoder:
+            return tokenize(documents, folder, shard_bytes=700, encoder=encoder, report=lambda *call: None)
+
+    records = run()
+    assert len(records) > 20
+    assert all(700 <= record.num_bytes < 900 for record in records[:-1])
+    for index in range(0, len(records), 3):
+        shard_path(folder, index).unlink()
+    assert run() == records
+
+
 class Late(Future):
     """Result of an encoder that is there once it is asked for."""
 

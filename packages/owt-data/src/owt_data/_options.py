@@ -40,9 +40,9 @@ class PrepareOptions:
 
     split: _Split = "auto"
     """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
-    first 128th of the text, at least 256 KiB and at most 16 MiB. `auto` is `documents`, unless the share of the tokens
-    in validation would differ from `val_fraction` by more than a tenth of all tokens, as with one or a few documents.
-    It is then `position`."""
+    first 128th of the text, at least 256 KiB and at most 16 MiB, up to the end of a row, or of a word of a .txt file.
+    `auto` is `documents`, unless the share of the tokens in validation would differ from `val_fraction` by more than a
+    tenth of all tokens, as with one or a few documents. It is then `position`."""
 
     val_fraction: float | None = None
     """Share of the data for validation. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in

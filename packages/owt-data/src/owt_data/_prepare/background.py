@@ -124,12 +124,13 @@ class _Worker:
             Exception: the preparation has failed.
         """
         val = GrowingTokens(self.folder, "val", is_one_source=is_one_source)
+        train = GrowingTokens(self.folder, "train", is_one_source=is_one_source)
         while not self._ended.is_set():
             has_begun = self._begun.is_set()  # all shards of the validation text exist, unless it is part of one text
-            if has_begun and len(val):
+            if has_begun and len(val) and len(train):
                 self._is_read.set()
                 return
-            if has_begun and not is_one_source:
+            if has_begun and not is_one_source and not len(val):
                 raise DataError("The text of val=... must have at least one document, got none. Give more text.")
             self._ended.wait(_POLL_S)
         if self.error is not None:

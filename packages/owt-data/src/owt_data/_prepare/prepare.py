@@ -363,19 +363,24 @@ class _Run:
         split, ranges = self._ranges(sequences, ends, num_first_tokens=first[0].num_tokens if first else 0)
         only_ends = any(len(sequences[name]) == len(ends[name]) for name in sequences)
         if only_ends or not all((stops > starts).any() for starts, stops in ranges.values()):
-            remedy = {
-                "start": "Give more text than validation takes, at least 256 KiB.",
-                "sources": "Give text for both, train=... and val=....",
-            }.get(split, "Give more text, or another --split or --val-fraction.")
-            raise RejectedDocumentsError(
-                f"{show_name(self._plan.source)} must hold text for both splits, got {len(whole)} tokens in "
-                f"{sum(map(len, ends.values()))} documents. {remedy}"
-            )
+            raise RejectedDocumentsError(self._too_little(split, len(whole), sum(map(len, ends.values()))))
         files = {}
         for name, file in (("train", TRAIN_NAME), ("val", VAL_NAME)):
             summary = summary_of(file, self._options.documents, split, end_of_text)
             files[file] = copy_ranges(whole, ranges[name], self._result / file, summary, advance)
         return split, files
+
+    def _too_little(self, split: SplitKind, num_tokens: int, num_documents: int) -> str:
+        """Return the sentence about a text that leaves one of the splits without tokens."""
+        constraint, got = "text for both splits", f"{num_tokens} tokens in {num_documents} documents"
+        remedy = "Give more text, or another --split or --val-fraction."
+        if split == "sources":
+            remedy = "Give text for both, train=... and val=...."
+        elif split == "start":
+            taken = f"its first {self._plan.part_bytes} bytes up to the end of a row or a word"
+            constraint, got = f"more text than validation takes, {taken}", f"{self._done.num_bytes} bytes"
+            remedy = "Give more text, or name both splits, train=... and val=...."
+        return f"{show_name(self._plan.source)} must hold {constraint}, got {got}. {remedy}"
 
     def _ranges(
         self, sequences: dict[str, TokenSequence], ends: dict[str, np.ndarray], *, num_first_tokens: int
