@@ -28,8 +28,8 @@ from owt_data import (
     prepare_in_background,
     read_steps,
 )
-from owt_data._prepare.growing_tokens import read_num_wanted
-from owt_data._prepare.shards import read_journal
+from owt_data._tokens.growing_tokens import read_num_wanted
+from owt_data._tokens.journal import read_journal
 
 START = PrepareOptions(tokenizer="bytes", split="start")
 SEQ_LEN, BATCH = 64, 128
@@ -136,7 +136,7 @@ def test_a_reader_that_waits_wishes_again_after_a_reader_of_earlier_windows(
         ahead, behind = (pickle.loads(pickle.dumps(data.train)) for _ in range(2))
         ahead.windows(last // 2, **order)
     with monkeypatch.context() as patch:
-        patch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
+        patch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 0.5)
         with pytest.raises(DataError, match="got a preparation that has ended"):
             ahead.windows(last, **order)
     behind.windows(np.array([0]), **order)
@@ -149,7 +149,7 @@ def test_progress_is_reported_and_no_thread_is_left(
     articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MIN", "MAX"):
-        monkeypatch.setattr(f"owt_data._prepare.plan.{name}_SHARD_BYTES", 5000)
+        monkeypatch.setattr(f"owt_data._prepare.planning.{name}_SHARD_BYTES", 5000)
     before, calls = threading.active_count(), []
     with prepare_in_background(str(articles), tmp_path / "out", START, num_processes=1, progress=calls.append) as data:
         assert calls[0].stage == "reading"
@@ -286,13 +286,13 @@ def test_one_source_needs_the_split_start(corpus, tmp_path):
 def test_readers_end_when_the_preparation_has_ended(corpus, tmp_path, monkeypatch):
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
         window_digests(data.train, 0, 1)
-    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
+    monkeypatch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 0.5)
     with pytest.raises(DataError, match="must be prepared while its tokens are read, got a preparation that has ended"):
         window_digests(data.train, 0, 1000)
 
 
 def test_a_machine_without_the_folder_says_so(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("owt_data._prepare.growing_tokens._SHARED_WITHIN_S", 0.5)
+    monkeypatch.setattr("owt_data._tokens.growing_tokens._SHARED_WITHIN_S", 0.5)
     elsewhere = GrowingTokens(tmp_path / "not-shared", "train", is_one_source=True)
     with pytest.raises(FileNotFoundError, match="not-shared"):
         window_digests(elsewhere, 0, 1)

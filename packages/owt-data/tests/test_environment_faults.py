@@ -16,7 +16,7 @@ import tiktoken
 
 from owt_data import DataError, PrepareOptions, prepare, verify
 from owt_data._cli import main
-from owt_data._prepare.durable import sync_folder
+from owt_data._complete_files import sync_folder
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 Record = Callable[[str, object], None]

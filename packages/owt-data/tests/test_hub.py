@@ -57,7 +57,7 @@ def environment(hub, home, *, offline=False):
 
 def prepare_code(shard_bytes):
     """The start of a program with shards of this size."""
-    return f"import sys, owt_data._prepare.plan as p; p.MIN_SHARD_BYTES = p.MAX_SHARD_BYTES = {shard_bytes}\n"
+    return f"import sys, owt_data._prepare.planning as p; p.MIN_SHARD_BYTES = p.MAX_SHARD_BYTES = {shard_bytes}\n"
 
 
 def arguments(folder, *sources, num_processes=1):

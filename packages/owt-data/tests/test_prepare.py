@@ -108,8 +108,8 @@ def test_complete_corpora_equal_those_of_a_plain_loop(name, corpora, gpt2, tmp_p
 def test_neither_shards_nor_processes_change_a_byte(num_processes, shard_bytes, articles, tmp_path, monkeypatch):
     options = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
     expected = prepare(str(articles), tmp_path / "expected", options)
-    monkeypatch.setattr("owt_data._prepare.plan.MAX_SHARD_BYTES", shard_bytes)
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("owt_data._prepare.planning.MAX_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", shard_bytes)
     monkeypatch.setattr("owt_data._prepare.write_splits._CHUNK_TOKENS", 50)
     assert prepare(str(articles), tmp_path / "out", options, num_processes=num_processes) == expected
     for file in ("train.bin", "val.bin"):
@@ -139,8 +139,8 @@ def test_as_many_processes_tokenize_as_asked_and_none_is_left(
 def test_a_preparation_closes_its_files_and_ends_its_threads(
     articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", 5000)
-    monkeypatch.setattr("owt_data._prepare.plan.MAX_SHARD_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.planning.MAX_SHARD_BYTES", 5000)
 
     def held():
         return len(list(Path("/dev/fd").iterdir())), threading.active_count()
@@ -196,7 +196,7 @@ def test_the_share_that_is_done_grows_with_the_text_and_then_with_the_tokens(
     articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MIN", "MAX"):
-        monkeypatch.setattr(f"owt_data._prepare.plan.{name}_SHARD_BYTES", 5000)
+        monkeypatch.setattr(f"owt_data._prepare.planning.{name}_SHARD_BYTES", 5000)
     calls = []
     prepare(str(articles), tmp_path / "out", BYTES, num_processes=1, progress=calls.append)
     tokenizing, assembling = ([call for call in calls if call.stage == stage] for stage in ("tokenizing", "assembling"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from owt_data import DataError, PrepareOptions, prepare, verify
-from owt_data._prepare.shards import read_journal, shard_path
+from owt_data._tokens.journal import read_journal, shard_path
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 TIMEOUT_S = 120

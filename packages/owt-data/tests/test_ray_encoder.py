@@ -16,7 +16,7 @@ from owt_data._prepare.ray_encoder import ray_encoder
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", 5000)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=pytest.mark.shared_data)])

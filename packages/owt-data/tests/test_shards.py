@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from owt_data import DataError, PrepareOptions, find_source
-from owt_data._prepare.plan import Request, open_documents
-from owt_data._prepare.shards import Encoder, _cut, checksum, local_encoder, read_journal, shard_path, tokenize
+from owt_data._prepare.local_encoder import local_encoder
+from owt_data._prepare.planning import Request, open_documents
+from owt_data._prepare.shards import Encoder, Follower, _cut, tokenize
 from owt_data._sources.documents import START, Documents
+from owt_data._tokens.journal import checksum, read_journal, shard_path
 
 ROWS = [chr(97 + number % 26) * (5 * number % 9) for number in range(29)]
 
@@ -57,33 +59,20 @@ def test_a_shard_is_the_least_text_of_its_size_from_every_start(
         ]
 
 
-class Reader:
-    """Consumer that notes which shards are as their records say when it may begin."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.valid: list[bool] = []
-
-    def begin(self) -> None:
-        self.valid = [
-            checksum(shard_path(self.folder, index)) == record.sha256
-            for index, record in enumerate(read_journal(self.folder)[0])
-        ]
-
-    def num_wanted(self) -> int:
-        return 100
-
-
 def test_several_damaged_shards_are_made_again_before_a_reader_begins(documents: Documents, tmp_path: Path) -> None:
-    folder, reader = tmp_path / "shards", Reader(tmp_path / "shards")
-    seen = []
+    folder = tmp_path / "shards"
+    seen, valid = [], []
+
+    def begin():
+        records, _ = read_journal(folder)
+        valid[:] = [checksum(shard_path(folder, index)) == record.sha256 for index, record in enumerate(records)]
 
     def run():
         seen.clear()
         with local_encoder("bytes", 1) as encoder:
             return tokenize(
                 documents, folder, shard_bytes=9, encoder=encoder, report=lambda *call: seen.append(call),
-                follower=reader,
+                follower=Follower(begin=begin, num_wanted=lambda: 100),
             )  # fmt: skip
 
     records = run()
@@ -98,7 +87,7 @@ def test_several_damaged_shards_are_made_again_before_a_reader_begins(documents:
     assert run() == records
     kept = [record for index, record in enumerate(records) if index not in damaged]
     assert seen == [(record, True) for record in kept] + [(records[index], False) for index in damaged]
-    assert reader.valid == [True] * len(records)
+    assert valid == [True] * len(records)
     assert [shard_path(folder, index).read_bytes() for index in range(len(records))] == whole
     assert list(folder.glob("*.tmp")) == []
 
@@ -180,17 +169,16 @@ def test_each_worker_has_two_shards_ahead_of_the_reader(documents: Documents, tm
     class Stopped(Exception):
         pass
 
-    class Slow(Reader):
-        def num_wanted(self):
-            if late.num_submitted and not late.waiting:
-                raise Stopped
-            return 2
+    def num_wanted() -> int:
+        if late.num_submitted and not late.waiting:
+            raise Stopped
+        return 2
 
     encoder = Encoder(submit=late.submit, num_workers=3)
     with pytest.raises(Stopped):
         tokenize(
             documents, tmp_path / "shards", shard_bytes=1, encoder=encoder, report=late.report,
-            follower=Slow(tmp_path / "shards"),
+            follower=Follower(begin=lambda: None, num_wanted=num_wanted),
         )  # fmt: skip
     assert late.num_submitted == 2 + 2 * 3 + 2
 

@@ -171,7 +171,7 @@ def text_of_words(num_bytes: int) -> str:
 def test_the_start_of_a_text_is_its_first_128th_within_bounds(
     num_bytes: int, least: int, documents: DocumentsKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", least)
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", least)
     text = " = Title = \n" + text_of_words(num_bytes)
     (tmp_path / "book.txt").write_text(text)
     options = replace(BYTES, split="start", documents=documents)

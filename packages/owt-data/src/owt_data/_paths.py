@@ -19,6 +19,8 @@ from pyarrow.fs import FileInfo, FileSystem, FileType, LocalFileSystem
 from owt_data._errors import DataError, file_errors, one_line, show, show_name
 
 BYTES_PER_TOKEN = 2
+TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
+TOKEN_NAMES = (TRAIN_NAME, VAL_NAME)
 _SPLITS = ("train", "val")
 _STREAM_BYTES = 16 << 20
 
@@ -237,6 +239,11 @@ def suggest_name(name: str, remedy: str) -> str:
                 place /= part
         return f"Did you mean {show_name(place)}?" if place != path else remedy
     return remedy
+
+
+def holds_tokens(folder: Path) -> bool:
+    """Return whether a folder has token files, both or one that is left. It then holds no text to prepare."""
+    return folder.is_dir() and any((folder / name).exists() for name in TOKEN_NAMES)
 
 
 def read_blocks(name: str) -> Iterator[bytes]:

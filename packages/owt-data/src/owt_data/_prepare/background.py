@@ -11,10 +11,12 @@ from pathlib import Path
 from owt_data._errors import DataError, RejectedDocumentsError, show
 from owt_data._options import PrepareOptions, check_arguments
 from owt_data._paths import Names
-from owt_data._prepare.growing_tokens import GrowingTokens, note_end, note_life, note_start, read_num_wanted
-from owt_data._prepare.prepare import Progress, Report, local_folder, prepare_for
-from owt_data._prepare.shards import staging_path
+from owt_data._prepare.prepare import local_folder, prepare_for
+from owt_data._prepare.progress import Progress, Report
+from owt_data._prepare.shards import Follower
 from owt_data._sources.source import find_splits
+from owt_data._tokens.growing_tokens import GrowingTokens, note_end, note_life, note_start, read_num_wanted
+from owt_data._tokens.journal import staging_path
 from owt_data._tokens.open import TokenData, open_tokens
 
 _log = logging.getLogger("owt_data")
@@ -98,9 +100,16 @@ class _Worker:
 
     def run(self, sources: Names, options: PrepareOptions, *, num_processes: int | None, use_ray: bool) -> None:
         """Prepare. A failure is kept for `wait`, and noted for the readers."""
+        follower = Follower(begin=self._begin, num_wanted=self._num_wanted)
         try:
             prepare_for(
-                self, sources, self.folder, options, num_processes=num_processes, use_ray=use_ray, report=self._report
+                follower,
+                sources,
+                self.folder,
+                options,
+                num_processes=num_processes,
+                use_ray=use_ray,
+                report=self._report,
             )
         except _Stopped:
             pass
@@ -136,13 +145,11 @@ class _Worker:
         if self.error is not None:
             raise self.error
 
-    def begin(self) -> None:
-        """Start to read; see `Follower`."""
+    def _begin(self) -> None:
         note_start(self.folder)
         self._begun.set()
 
-    def num_wanted(self) -> int:
-        """Return the number of shards that the readers need; see `Follower`."""
+    def _num_wanted(self) -> int:
         if self.stop.is_set():
             raise _Stopped
         return read_num_wanted(self.folder)

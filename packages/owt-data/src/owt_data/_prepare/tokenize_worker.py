@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import tiktoken
 
+from owt_data._complete_files import write_file
 from owt_data._errors import DataError, file_errors
 from owt_data._tokenizers import load_fast_tokenizer
 
@@ -47,13 +47,8 @@ def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path
         if ends:
             pieces.append(end_of_text)
     tokens = np.concatenate(pieces).astype("<u2")
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     with file_errors("writable", path):
-        try:
-            temporary.write_bytes(tokens.data)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_file(path, tokens.data)
     return {
         "num_tokens": len(tokens),
         "num_documents": sum(starts_of) + sum(ends_of),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from owt_data._errors import DataError
 from owt_data._prepare.cpus import num_usable_cpus
-from owt_data._prepare.shards import ShardRecord, checksum, shard_path
+from owt_data._tokens.journal import ShardRecord, checksum, shard_path
 from owt_data._tokens.manifest import FileRecord
 from owt_data._tokens.sequence import SequenceReader, TokenSequence
 from owt_data._tokens.summary import Summary

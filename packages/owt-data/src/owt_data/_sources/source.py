@@ -12,8 +12,16 @@ from pyarrow.fs import FileType
 
 from owt_data._digests import file_sha256, file_state
 from owt_data._errors import DataError, RejectedDocumentsError, check_function, file_errors, show, show_name
-from owt_data._paths import Names, check_file_type, group_by_split, is_uri, list_names, local_path
-from owt_data._tokens.manifest import MANIFEST_NAME, holds_tokens
+from owt_data._paths import (
+    MANIFEST_NAME,
+    Names,
+    check_file_type,
+    group_by_split,
+    holds_tokens,
+    is_uri,
+    list_names,
+    local_path,
+)
 
 BUILTIN = "builtin"
 HUB = "hub"

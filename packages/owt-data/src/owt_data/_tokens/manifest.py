@@ -5,7 +5,6 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from pyarrow.fs import FileType
@@ -13,10 +12,18 @@ from pyarrow.fs import FileType
 from owt_data._errors import DataError, check_integer, check_type, file_errors, one_line, show, show_name
 from owt_data._json_types import parse_record, read_json
 from owt_data._options import TokenizerName, check_record
-from owt_data._paths import BYTES_PER_TOKEN, check_file_type, file_info, join, locate, normalize
+from owt_data._paths import (
+    BYTES_PER_TOKEN,
+    MANIFEST_NAME,
+    TRAIN_NAME,
+    VAL_NAME,
+    check_file_type,
+    file_info,
+    join,
+    locate,
+    normalize,
+)
 
-TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
-TOKEN_NAMES = (TRAIN_NAME, VAL_NAME)
 DTYPE: Literal["<u2"] = "<u2"
 FORMAT = 1
 """Format of the manifest and the token files."""
@@ -114,11 +121,6 @@ class Manifest:
 def _check_sha256(name: str, digits: str) -> None:
     if not isinstance(digits, str) or _SHA256.fullmatch(digits) is None:
         raise DataError(f"{name} must be a SHA-256 of 64 hexadecimal digits, got {show(digits)}. Compute it again.")
-
-
-def holds_tokens(folder: Path) -> bool:
-    """Return whether a folder has token files, both or one that is left. It then holds no text to prepare."""
-    return folder.is_dir() and any((folder / name).exists() for name in TOKEN_NAMES)
 
 
 def check_sizes(folder: str, manifest: Manifest) -> None:

@@ -16,19 +16,24 @@ from pyarrow.fs import FileType
 from owt_data._errors import DataError, file_errors, show, show_name
 from owt_data._paths import (
     BYTES_PER_TOKEN,
+    TOKEN_NAMES,
+    TRAIN_NAME,
+    VAL_NAME,
     Names,
     base_name,
     check_file_type,
     group_by_split,
+    holds_tokens,
     is_uri,
     join,
     normalize,
     read_blocks,
 )
-from owt_data._prepare.growing_tokens import GrowingTokens
-from owt_data._prepare.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokenizers import vocab_size
-from owt_data._tokens.manifest import TOKEN_NAMES, TRAIN_NAME, VAL_NAME, check_sizes, holds_tokens, read_manifest
+from owt_data._tokens.growing_tokens import GrowingTokens
+from owt_data._tokens.journal import staging_path
+from owt_data._tokens.manifest import check_sizes, read_manifest
+from owt_data._tokens.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence, TokenSpan, check_ids, concatenate
 
 # Share of validation at the end of `.bin` files, which have no split.
@@ -198,7 +203,7 @@ def _combine(
 
 
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
-    plan = None if is_uri(folder) else read_plan(Path(folder))
+    plan = None if is_uri(folder) else read_plan(staging_path(Path(folder)))
     if plan is not None and read_manifest(folder) is None:
         return _open_growing(Path(folder), plan)
     remedy = "Prepare text with owt-data prepare first, or correct the name."

@@ -5,7 +5,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, FileRecord, SplitKind
+from owt_data._paths import TRAIN_NAME, VAL_NAME
+from owt_data._tokens.manifest import FileRecord, SplitKind
 
 # By split, the file that may begin inside a document.
 _CONTINUING: dict[SplitKind, str] = {"position": VAL_NAME, "start": TRAIN_NAME}

@@ -10,6 +10,7 @@ from pyarrow.fs import FileType
 from owt_data._errors import DataError, check_function, show_name
 from owt_data._paths import (
     BYTES_PER_TOKEN,
+    MANIFEST_NAME,
     base_name,
     check_file_type,
     file_info,
@@ -19,7 +20,7 @@ from owt_data._paths import (
     type_name,
 )
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
-from owt_data._tokens.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
+from owt_data._tokens.manifest import FileRecord, Manifest, read_manifest
 from owt_data._tokens.summary import summary_of
 
 _log = logging.getLogger("owt_data")

@@ -1,73 +1,27 @@
-"""`plan.json`: the record of a preparation that its resume depends on."""
+"""The plan of a preparation: that of an interrupted one, or a new one."""
 
 import dataclasses
 import json
 import logging
-import os
 import shutil
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-from pydantic import PositiveInt
-
+from owt_data._complete_files import write_file
 from owt_data._errors import DataError, show, show_name
-from owt_data._json_types import parse_record, read_json
-from owt_data._options import PrepareOptions, check_record
-from owt_data._paths import open_regular
-from owt_data._prepare.durable import write_durably
-from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES, staging_path
+from owt_data._options import PrepareOptions
+from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES
 from owt_data._sources.documents import Documents
 from owt_data._sources.rows import is_wikitext_title
-from owt_data._sources.source import HubLayout, Source
-from owt_data._tokens.manifest import Manifest
+from owt_data._sources.source import Source
+from owt_data._tokens.plan import PLAN_FORMAT, PLAN_NAME, Plan, read_plan
 
 _log = logging.getLogger("owt_data")
 
-_NAME = "plan.json"
-_FORMAT = 2
-
 # The goal for the number of shards, within the bounds on their sizes.
 _NUM_SHARDS = 128
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Contents of `plan.json`."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    format: Literal[2]
-    """Format of the working folder."""
-
-    version: str
-    """Version of owt-data that wrote the plan."""
-
-    source: str
-    """The sources, as the user named them."""
-
-    source_sha256: str
-    """Digest of the sources."""
-
-    options: dict[str, Any]
-    """Result of `PrepareOptions.record`."""
-
-    tokenizer_sha256: str
-    """Digest of the tokenizer."""
-
-    num_bytes: int | None
-    """Approximate bytes of text; None if unknown."""
-
-    part_bytes: PositiveInt
-    """Bytes of text in a shard."""
-
-    layouts: dict[str, HubLayout | None]
-    """By split, the layout of a hub dataset; None for files."""
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        check_record(self.options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +54,11 @@ def find_plan(request: Request) -> Plan | None:
         DataError: the interrupted preparation had another source or other options.
     """
     staging = request.staging
-    plan = _read(staging / _NAME)
+    plan = read_plan(staging)
     has_shards = any(staging.glob("parts-*/*.bin"))
     if plan is None or not has_shards:
         if has_shards:
-            _log.warning("%s is missing or cannot be read: all shards are made again", staging / _NAME)
+            _log.warning("%s is missing or cannot be read: all shards are made again", staging / PLAN_NAME)
         for folder in staging.glob("parts-*"):
             shutil.rmtree(folder)
         return None
@@ -112,21 +66,6 @@ def find_plan(request: Request) -> Plan | None:
         same_contents = plan.source_sha256 == request.digest
         raise _another(plan, name_differences(plan.options, request.options, same_contents), request)
     return plan
-
-
-def _read(path: Path) -> Plan | None:
-    """Return the plan in a file; None if the file is missing or damaged.
-
-    Raises:
-        DataError: another version wrote the plan, or its name is that of a pipe or a device.
-    """
-    try:
-        with open_regular(path, "rb") as file:
-            return parse_record(Plan, read_json(file), path, number=_FORMAT)
-    except DataError:
-        raise
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -> tuple[Plan, dict[str, Documents]]:
@@ -160,7 +99,7 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
     most = total or (0 if request.options.limit_rows is not None else MAX_SHARD_BYTES * _NUM_SHARDS)
     shard_bytes = min(max(most // _NUM_SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     plan = Plan(
-        format=_FORMAT,
+        format=PLAN_FORMAT,
         version=version("owt-data"),
         source=request.name,
         source_sha256=request.digest,
@@ -170,7 +109,7 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
         num_bytes=total,
         part_bytes=shard_bytes,
     )
-    write_durably(request.staging / _NAME, json.dumps(dataclasses.asdict(plan)))
+    write_file(request.staging / PLAN_NAME, json.dumps(dataclasses.asdict(plan)), durable=True)
     return plan, documents
 
 
@@ -198,26 +137,3 @@ def name_differences(before: dict[str, Any], options: PrepareOptions, same_conte
     now = options.record()
     fields = [f"{key} {show(before[key])} and {show(now[key])}" for key in now if before[key] != now[key]]
     return " and ".join(fields if same_contents else ["contents", *fields])
-
-
-def revisions(plan: Plan) -> dict[str, str]:
-    """Return the commit of each dataset that was streamed from the hub, by split."""
-    layouts = {split: layout for split, layout in plan.layouts.items() if layout and not layout.offline}
-    return {split: layout.revision for split, layout in layouts.items() if layout.revision}
-
-
-def read_plan(folder: Path) -> Plan | None:
-    """Return the plan of a folder that is being prepared, or whose preparation was interrupted; None for others."""
-    staging = staging_path(folder)
-    # False also for a name that is too long, which the caller reports.
-    return _read(staging / _NAME) if os.path.lexists(staging) else None
-
-
-def source_fingerprint(of: Plan | Manifest) -> dict[str, Any]:
-    """Return a fingerprint of the tokens of a folder, the same before and after the folder is complete."""
-    return {
-        "source_sha256": of.source_sha256,
-        "options": of.options,
-        "tokenizer_sha256": of.tokenizer_sha256,
-        "revisions": revisions(of) if isinstance(of, Plan) else of.revisions,
-    }

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import time
-import uuid
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from owt_data._complete_files import write_file
 from owt_data._errors import DataError, UnreadableError, check_choice, check_integer, one_line, show_name
 from owt_data._options import STREAM_ORDERS, OrderKind
-from owt_data._paths import name_text, open_regular
-from owt_data._prepare.shards import read_journal, shard_folder, shard_path, staging_path
-from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, read_manifest
+from owt_data._paths import TRAIN_NAME, VAL_NAME, name_text, open_regular
+from owt_data._tokens.journal import read_journal, shard_folder, shard_path, staging_path
+from owt_data._tokens.manifest import read_manifest
 from owt_data._tokens.sequence import TokenSequence, local_sequence
 from owt_data._tokens.window_order import as_int64, check_seed, num_windows
 
@@ -176,7 +176,7 @@ class GrowingTokens:
         if num_wanted > self._num_wanted or (is_waiting and read_num_wanted(self._folder) < num_wanted):
             self._num_wanted = num_wanted
             with contextlib.suppress(FileNotFoundError):  # the folder is complete
-                _write(staging_path(self._folder) / _WANTED_NAME, str(num_wanted))
+                write_file(staging_path(self._folder) / _WANTED_NAME, str(num_wanted))
 
 
 def read_num_wanted(folder: Path) -> int:
@@ -221,7 +221,7 @@ def note_end(folder: Path, error: Exception | None) -> None:
                 if isinstance(error, DataError)
                 else f"The preparation of {show_name(folder)} has failed: {one_line(repr(error))}."
             )
-            _write(staging / _ERROR_NAME, text)
+            write_file(staging / _ERROR_NAME, text)
     with contextlib.suppress(OSError):
         (staging / _RUNNING_NAME).unlink()
 
@@ -239,10 +239,3 @@ def raise_failure(folder: Path) -> None:
 def _read(path: Path) -> str:
     with open_regular(path, "r", encoding="utf-8") as file:
         return file.read(_MOST_CHARS)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a small file, which readers see complete or not at all."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
