@@ -249,7 +249,7 @@ def test_a_failed_preparation_goes_on_once_its_cause_is_gone(
         with pytest.raises(DataError, match=r"000009\.bin.* must be writable, got"):
             window_digests(data.train, 0, 1000)
     in_the_way.rmdir()
-    assert read_journal(in_the_way.parent)[0]
+    assert read_journal(in_the_way.parent)
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
         assert not (staging / "error.txt").exists()  # of the start before
         assert window_digests(data.train, 0, 500) == window_digests(prepared_start.train, 0, 500)

@@ -146,7 +146,7 @@ def test_a_prepare_killed_while_it_cleans_up_has_finished(corpus, undisturbed, t
 def test_finished_shards_are_not_tokenized_again(corpus, interrupted, undisturbed):
     folder = interrupted.with_name(".out.partial") / "parts-all"
     # A shard that the journal does not have was in progress.
-    finished = [shard_path(folder, index) for index in range(len(read_journal(folder)[0]))]
+    finished = [shard_path(folder, index) for index in range(len(read_journal(folder)))]
     assert finished
     before = {path.name: path.stat().st_mtime_ns for path in finished}
     seen, progress = [], []
@@ -313,7 +313,7 @@ def test_a_tokenizing_process_that_dies_is_reported_and_loses_only_its_shard(
     ):
         prepare(sources, out, OPTIONS, num_processes=2, progress=kill)
     assert len(killed) == 2
-    num_finished = len(read_journal(tmp_path / ".out.partial/parts-all")[0])
+    num_finished = len(read_journal(tmp_path / ".out.partial/parts-all"))
     assert num_finished > 0
     began = time.monotonic()
     manifest = prepare(sources, out, OPTIONS, num_processes=1)

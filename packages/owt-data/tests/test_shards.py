@@ -64,7 +64,7 @@ def test_several_damaged_shards_are_made_again_before_a_reader_begins(documents:
     seen, valid = [], []
 
     def begin():
-        records, _ = read_journal(folder)
+        records = read_journal(folder)
         valid[:] = [checksum(shard_path(folder, index)) == record.sha256 for index, record in enumerate(records)]
 
     def run():

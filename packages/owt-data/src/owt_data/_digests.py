@@ -127,6 +127,19 @@ def check_sha256(
         )
 
 
+def share_counter(total: int, report: Callable[[float], None] | None) -> Callable[[int], None]:
+    """Return a function that takes numbers of finished bytes or tokens, and reports the share of `total` done."""
+    done = 0
+
+    def advance(number: int) -> None:
+        nonlocal done
+        done += number
+        if report is not None:
+            report(min(1.0, done / max(1, total)))
+
+    return advance
+
+
 def _entry_path(name: str) -> Path:
     key = hashlib.sha256(os.fsencode(name)).hexdigest()
     return platformdirs.user_cache_path("owt-data") / "digests" / f"{key}.json"

@@ -1,8 +1,12 @@
 """Tokenizers `gpt2` and `bytes`, as tiktoken encodings."""
 
+import functools
 import hashlib
+from collections.abc import Iterable
 
+import numpy as np
 import tiktoken
+from numpy.typing import NDArray
 
 from owt_data._errors import DataError, show
 
@@ -57,8 +61,9 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         ) from error
 
 
+@functools.cache
 def load_fast_tokenizer(name: str) -> tiktoken.Encoding:
-    """Load a tokenizer that encodes as `load_tokenizer`'s does, `gpt2` in about 0.6 of the time.
+    """Load a tokenizer once, which encodes as `load_tokenizer`'s does, `gpt2` in about 0.6 of the time.
 
     Only for encoding: its digest is another one.
 
@@ -71,6 +76,25 @@ def load_fast_tokenizer(name: str) -> tiktoken.Encoding:
     return tiktoken.Encoding(
         name, pat_str=_FAST_PATTERN, mergeable_ranks=plain._mergeable_ranks, special_tokens=plain._special_tokens
     )
+
+
+def encode_pieces(pieces: Iterable[tuple[str, bool, bool]], tokenizer: tiktoken.Encoding) -> NDArray[np.uint16]:
+    """Return the tokens of pieces of text, one after the other.
+
+    Args:
+        pieces: at least one piece: its text, whether an end-of-text token precedes it, and whether one follows it. The
+            text of a special token is ordinary text.
+        tokenizer: the encoding.
+    """
+    end_of_text = np.array([tokenizer.eot_token], dtype=np.uint32)
+    tokens = []
+    for text, starts, ends in pieces:
+        if starts:
+            tokens.append(end_of_text)
+        tokens.append(tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=()))
+        if ends:
+            tokens.append(end_of_text)
+    return np.concatenate(tokens).astype("<u2")
 
 
 def tokenizer_digest(tokenizer: tiktoken.Encoding) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from owt_data._complete_files import write_file
+from owt_data._digests import share_counter
 from owt_data._errors import RejectedDocumentsError, show_name
 from owt_data._options import PrepareOptions
 from owt_data._paths import MANIFEST_NAME, TRAIN_NAME, VAL_NAME
@@ -63,13 +64,9 @@ def assemble(
     if begins and done.num_documents == 0:
         source = f"{show_name(plan.source)} must hold rows with titles of wikitext, ' = Title = '"
         raise RejectedDocumentsError(f"{source}, got no title. Choose --documents rows.")
-    tokenizer, moved = load_tokenizer(options.tokenizer), 0
-
-    def advance(num_tokens: int) -> None:
-        nonlocal moved
-        moved += num_tokens
-        report(dataclasses.replace(done, fraction=moved / (2 * max(1, done.num_tokens))))
-
+    tokenizer = load_tokenizer(options.tokenizer)
+    # All tokens are read twice: to find the documents, and to copy them.
+    advance = share_counter(2 * done.num_tokens, lambda share: report(dataclasses.replace(done, fraction=share)))
     sequences, ends = {}, {}
     for name in request.splits:
         folder = shard_folder(request.staging, name)

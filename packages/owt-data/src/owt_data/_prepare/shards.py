@@ -17,14 +17,7 @@ import pyarrow.compute as pc
 
 from owt_data._errors import DataError, show_name
 from owt_data._sources.documents import START, Chunk, Cursor, Documents
-from owt_data._tokens.journal import (
-    ShardRecord,
-    append_record,
-    checksum,
-    read_journal,
-    shard_path,
-    truncate_journal,
-)
+from owt_data._tokens.journal import ShardRecord, append_record, checksum, repair_journal, shard_path
 
 _log = logging.getLogger("owt_data")
 
@@ -106,8 +99,7 @@ def tokenize(
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob("*.tmp"):
         leftover.unlink(missing_ok=True)
-    records, num_bytes = read_journal(folder)
-    truncate_journal(folder, num_bytes)
+    records = repair_journal(folder)
     damaged = []
     for index, record in enumerate(records):
         path = shard_path(folder, index)

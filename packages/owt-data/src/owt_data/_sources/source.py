@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pyarrow.fs import FileType
 
-from owt_data._digests import file_sha256, file_state
+from owt_data._digests import file_sha256, file_state, share_counter
 from owt_data._errors import DataError, RejectedDocumentsError, check_function, file_errors, show, show_name
 from owt_data._paths import (
     MANIFEST_NAME,
@@ -57,14 +57,7 @@ class Source:
         """
         check_function("report", report)
         digest = hashlib.sha256(f"{self.kind}:{self.name if self.kind == HUB else ''}".encode())
-        total, done = self.num_bytes or 1, 0
-
-        def advance(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            if report is not None:
-                report(min(1.0, done / total))
-
+        advance = share_counter(self.num_bytes or 0, report)
         for path in self.files:
             digest.update(bytes.fromhex(file_sha256(path, advance)))
         return digest.hexdigest()

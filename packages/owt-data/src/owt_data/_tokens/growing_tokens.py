@@ -159,7 +159,7 @@ class GrowingTokens:
             self._tokens, self.is_complete = local_sequence([self._folder / name], self._vocab_size), True
             return
         shards = shard_folder(staging_path(self._folder), "all" if self._is_one_source else self._split)
-        num_shards = len(read_journal(shards)[0])
+        num_shards = len(read_journal(shards))
         if num_shards != self._num_shards:
             numbers = range(num_shards)
             if self._is_one_source:

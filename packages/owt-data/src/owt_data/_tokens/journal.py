@@ -12,12 +12,11 @@ from typing import ClassVar, Literal
 
 from owt_data._errors import DataError, file_errors, show_name
 from owt_data._json_types import UnknownFieldError, parse_json, parse_record, reject_format
-from owt_data._paths import open_regular
+from owt_data._paths import open_handle, open_regular
 from owt_data._sources.documents import Cursor
 
 _FORMAT = 1
 _JOURNAL_NAME = "parts.jsonl"
-_READ_BYTES = 1 << 20
 _MOST_LINE_BYTES = 1 << 20
 
 
@@ -75,19 +74,33 @@ def checksum(path: Path) -> str | None:
     """Return the SHA-256 of a file; None if it is missing."""
     if not path.exists():
         return None
-    digest = hashlib.sha256()
-    with open_regular(path, "rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    with open(path, "rb", opener=open_handle) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_journal(folder: Path) -> tuple[list[ShardRecord], int]:
-    """Return the valid records at the start of the journal, and their bytes. A kill or a power cut damages the rest.
+def read_journal(folder: Path) -> list[ShardRecord]:
+    """Return the valid records at the start of the journal. A kill or a power cut damages the rest.
 
     Raises:
         DataError: another version wrote the journal, or its name is that of a pipe or a device.
     """
+    return _read(folder)[0]
+
+
+def repair_journal(folder: Path) -> list[ShardRecord]:
+    """Return the valid records at the start of the journal, and cut off the rest.
+
+    Raises:
+        DataError: as `read_journal`.
+    """
+    records, num_bytes = _read(folder)
+    if (folder / _JOURNAL_NAME).exists():
+        os.truncate(folder / _JOURNAL_NAME, num_bytes)
+    return records
+
+
+def _read(folder: Path) -> tuple[list[ShardRecord], int]:
+    """Return the valid records at the start of the journal, and their bytes."""
     records, num_bytes = [], 0
     path = folder / _JOURNAL_NAME
     if not path.exists():
@@ -112,12 +125,6 @@ def read_journal(folder: Path) -> tuple[list[ShardRecord], int]:
     except ValueError:
         pass
     return records, num_bytes
-
-
-def truncate_journal(folder: Path, num_bytes: int) -> None:
-    """Cut off what `read_journal` has found damaged."""
-    if (folder / _JOURNAL_NAME).exists():
-        os.truncate(folder / _JOURNAL_NAME, num_bytes)
 
 
 def append_record(folder: Path, record: ShardRecord) -> None:

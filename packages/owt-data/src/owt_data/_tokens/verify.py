@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from pyarrow.fs import FileType
 
+from owt_data._digests import share_counter
 from owt_data._errors import DataError, check_function, show_name
 from owt_data._paths import (
     BYTES_PER_TOKEN,
@@ -48,15 +49,7 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
     if manifest is None:
         raise DataError(f"{show_name(folder)} must hold {MANIFEST_NAME}, got no such file. Name a prepared folder.")
     differences = _differences_of_manifest(manifest)
-    total = sum(record.num_tokens for record in manifest.files.values()) or 1
-    done = 0
-
-    def advance(num_tokens: int) -> None:
-        nonlocal done
-        done += num_tokens
-        if report is not None:
-            report(min(1.0, done / total))
-
+    advance = share_counter(sum(record.num_tokens for record in manifest.files.values()), report)
     for file, record in manifest.files.items():
         differences += [f"{file}: {found}" for found in _differences(join(name, file), record, manifest, advance)]
     return differences
