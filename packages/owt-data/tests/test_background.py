@@ -137,7 +137,7 @@ def test_a_reader_that_waits_wishes_again_after_a_reader_of_earlier_windows(
         ahead.windows(last // 2, **order)
     with monkeypatch.context() as patch:
         patch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 0.5)
-        with pytest.raises(DataError, match="got a preparation that has ended"):
+        with pytest.raises(DataError, match="has ended before its last tokens"):
             ahead.windows(last, **order)
     behind.windows(np.array([0]), **order)
     with ThreadPoolExecutor(1) as thread, prepare_in_background(str(corpus), out, START, num_processes=1):
@@ -287,7 +287,7 @@ def test_readers_end_when_the_preparation_has_ended(corpus, tmp_path, monkeypatc
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
         window_digests(data.train, 0, 1)
     monkeypatch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 0.5)
-    with pytest.raises(DataError, match="must be prepared while its tokens are read, got a preparation that has ended"):
+    with pytest.raises(DataError, match=r"^The preparation of .*out has ended before its last tokens"):
         window_digests(data.train, 0, 1000)
 
 

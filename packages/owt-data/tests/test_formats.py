@@ -141,5 +141,5 @@ def test_a_deleted_working_folder_is_named(tmp_path, monkeypatch, capsys):
     for arguments in (("prepare", "a.txt", "out", *BYTES), ("verify", "out"), ("inspect", "out")):
         assert main(list(arguments)) == 2
         assert capsys.readouterr().err == (
-            "error: The working folder must exist, got a deleted one. Change to another folder, such as `cd ~`.\n"
+            "error: The working folder has been deleted. Change to another folder, such as `cd ~`.\n"
         )

@@ -194,7 +194,7 @@ def test_a_reader_does_not_wait_for_a_preparation_that_was_killed(
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(60)
-    assert ["got a preparation that has ended" in error for error in errors] == [True]
+    assert ["has ended before its last tokens" in error for error in errors] == [True]
 
 
 def test_a_reader_waits_for_a_slow_preparation(articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,10 +47,10 @@ def test_splits_that_are_given_are_kept(articles, tmp_path):
         assert read(tmp_path / "out" / file).tolist() == expected
         assert manifest.files[file].num_documents == len(split)
     assert prepare(sources, tmp_path / "out", BYTES) == manifest
-    with pytest.raises(DataError, match="got token files of"):
+    with pytest.raises(DataError, match="holds token files of"):
         prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", BYTES)
     swapped = [f"train={tmp_path / 'b.jsonl'}", f"val={tmp_path / 'a.jsonl'}"]
-    with pytest.raises(DataError, match="got token files of"):
+    with pytest.raises(DataError, match="holds token files of"):
         prepare(swapped, tmp_path / "out", BYTES)
 
 

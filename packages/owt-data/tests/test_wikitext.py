@@ -247,7 +247,7 @@ def test_the_manifest_records_every_option(tmp_path):
         "tokenizer": "bytes", "split": "auto", "val_fraction": None, "split_seed": 2357, "text_column": "text",
         "documents": "rows", "row_end": "", "limit_rows": None,
     }  # fmt: skip
-    with pytest.raises(DataError, match=r"got token files of .*: documents 'rows' and 'wikitext-titles' differ\. Choo"):
+    with pytest.raises(DataError, match=r"holds token files of .*: documents 'rows' and 'wikitext-titles' differ"):
         prepare(str(tmp_path / "book.txt"), tmp_path / "out", PrepareOptions(tokenizer="bytes", documents=TITLES))
 
 
@@ -285,7 +285,7 @@ def test_prepared_wikitext_opens_as_other_token_files(tmp_path):
     ("options", "message"),
     [
         ({"limit_rows": 0}, "limit_rows must be an integer of at least 1, got 0"),
-        ({"row_end": "\udcff"}, r"row_end must be UTF-8 text, got '\\udcff'. Change it."),
+        ({"row_end": "\udcff"}, r"row_end must be UTF-8 text, got '\\udcff'."),
     ],
 )
 def test_bad_options_are_rejected(options, message):

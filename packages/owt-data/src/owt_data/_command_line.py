@@ -94,7 +94,7 @@ class _Option:
         try:
             return self.type(text)
         except ValueError:
-            raise DataError(f"{flag} must be {_KINDS[self.type]}, got {show(text)}. Change it.") from None
+            raise DataError(f"{flag} must be {_KINDS[self.type]}, got {show(text)}.") from None
 
 
 def _options(kind: type) -> Iterator[_Option]:
@@ -126,8 +126,8 @@ def _read_words(usage: str, options: Sequence[_Option], words: Sequence[str]) ->
             names.append(word)
         elif flag not in by_flag:
             close = difflib.get_close_matches(flag, by_flag, n=1)
-            remedy = f"Did you mean {close[0]}?" if close else "Correct it."
-            raise DataError(f"The option must be one of {usage} --help, got {show(flag)}. {remedy}")
+            remedy = f" Did you mean {close[0]}?" if close else ""
+            raise DataError(f"The option must be one of {usage} --help, got {show(flag)}.{remedy}")
         elif by_flag[flag].type is bool:
             if equals:
                 raise DataError(f"{flag} must be without a value, got {show(text)}. Write {flag}.")

@@ -122,8 +122,8 @@ def check_sha256(
     found = file_sha256(path, advance)
     if found != expected:
         raise DataError(
-            f"{show_name(path)} must have the SHA-256 {expected} of its manifest, got {found}: the file is damaged. "
-            "Restore it from a copy, or prepare the text again."
+            f"{show_name(path)} is damaged: its SHA-256 is {found}, and {expected} in its manifest. Restore it from a "
+            "copy, or prepare the text again."
         )
 
 

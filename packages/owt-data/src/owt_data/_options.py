@@ -69,9 +69,7 @@ class PrepareOptions:
         check_choice("tokenizer", self.tokenizer, get_args(TokenizerName))
         check_choice("split", self.split, get_args(_Split))
         if self.val_fraction is not None and not (is_number(self.val_fraction) and 0 < self.val_fraction < 1):
-            raise DataError(
-                f"val_fraction must be between 0 and 1, got {show(self.val_fraction)}. Choose another share."
-            )
+            raise DataError(f"val_fraction must be between 0 and 1, got {show(self.val_fraction)}.")
         if self.split == "start" and self.val_fraction is not None:
             raise DataError(
                 f"val_fraction must be absent with split start, got {show(self.val_fraction)}. Leave it out."

@@ -27,7 +27,7 @@ def vocab_size(name: str) -> int:
         DataError: the name is unknown.
     """
     if not isinstance(name, str) or name not in _VOCAB_SIZES:
-        raise DataError(f"The tokenizer must be {' or '.join(_VOCAB_SIZES)}, got {show(name)}. Choose one.")
+        raise DataError(f"The tokenizer must be {' or '.join(_VOCAB_SIZES)}, got {show(name)}.")
     return _VOCAB_SIZES[name]
 
 
@@ -56,7 +56,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     # `requests` raises OSErrors. The download of another file, such as a login page, is a ValueError.
     except (OSError, ValueError) as error:
         raise DataError(
-            f"The files of tokenizer {show(name)} must be downloaded once, got {type(error).__name__}. Connect to the "
+            f"The files of tokenizer {show(name)} could not be downloaded: {type(error).__name__}. Connect to the "
             "network, set TIKTOKEN_CACHE_DIR to a folder that has them, or prepare text with the tokenizer bytes."
         ) from error
 

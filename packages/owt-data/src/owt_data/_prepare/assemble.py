@@ -80,7 +80,7 @@ def assemble(
         split, ranges = "sources", split_at(len(sequences["train"]), len(whole))
     only_ends = any(len(sequences[name]) == len(ends[name]) for name in sequences)
     if only_ends or not all((stops > starts).any() for starts, stops in ranges.values()):
-        raise RejectedDocumentsError(_too_little(plan, split, done))
+        raise _shortage_error(plan, split, done)
     files = {}
     for name, file in (("train", TRAIN_NAME), ("val", VAL_NAME)):
         summary = summary_of(file, options.documents, split, tokenizer.eot_token)
@@ -133,8 +133,8 @@ def _split(
     return "position", split_at(boundary, num_tokens)
 
 
-def _too_little(plan: Plan, split: SplitKind, done: Progress) -> str:
-    """Return the sentence about a text that leaves one of the splits without tokens."""
+def _shortage_error(plan: Plan, split: SplitKind, done: Progress) -> RejectedDocumentsError:
+    """Return the error for a text that leaves one of the splits without tokens."""
     constraint, got = "text for both splits", f"{done.num_tokens} tokens in {done.num_documents} documents"
     remedy = "Give more text, or another --split or --val-fraction."
     if split == "sources":
@@ -143,4 +143,4 @@ def _too_little(plan: Plan, split: SplitKind, done: Progress) -> str:
         taken = f"its first {plan.part_bytes} bytes up to the end of a row or a word"
         constraint, got = f"more text than validation takes, {taken}", f"{done.num_bytes} bytes"
         remedy = "Give more text, or name both splits, train=... and val=...."
-    return f"{show_name(plan.source)} must hold {constraint}, got {got}. {remedy}"
+    return RejectedDocumentsError(f"{show_name(plan.source)} must hold {constraint}, got {got}. {remedy}")

@@ -73,15 +73,16 @@ class _Process:
             self._stream.write_batch(shard.batch, custom_metadata={"path": os.fspath(shard.path)})
             self._stdin.flush()
         line = self._answers.readline()
-        answer = json.loads(line) if line else {"error": self._ended()}
+        answer = json.loads(line) if line else {"error": self._wait_for_end()}
         if "error" in answer:
             raise DataError(answer["error"])
         return answer
 
-    def _ended(self) -> str:
+    def _wait_for_end(self) -> str:
+        """Wait for the end of the process, and return the sentence about it."""
         return (
-            f"Tokenizing processes must run to the end, got exit code {self._process.wait()} (-9: out of memory). Run "
-            "the same command again to resume, after -9 with fewer --num-processes."
+            f"A tokenizing process has ended with exit code {self._process.wait()} (-9: out of memory). Run the same "
+            "command again to resume, after -9 with fewer --num-processes."
         )
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class Request:
     """Tokenizer and split."""
 
 
-def find_plan(request: Request) -> Plan | None:
+def recover_plan(request: Request) -> Plan | None:
     """Return the plan of an interrupted preparation that left shards. Shards without a valid plan are deleted.
 
     Raises:
@@ -64,7 +64,7 @@ def find_plan(request: Request) -> Plan | None:
         return None
     if (plan.source_sha256, plan.options) != (request.digest, request.options.record()):
         same_contents = plan.source_sha256 == request.digest
-        raise _another(plan, name_differences(plan.options, request.options, same_contents), request)
+        raise _mismatch_error(plan, name_differences(plan.options, request.options, same_contents), request)
     return plan
 
 
@@ -73,14 +73,14 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
 
     Args:
         request: the preparation.
-        plan: the result of `find_plan`.
+        plan: the result of `recover_plan`.
         tokenizer_sha256: digest of the tokenizer.
 
     Raises:
         DataError: the tokenizer or the layout of a hub dataset differs from the plan's, or a dataset cannot be opened.
     """
     if plan is not None and plan.tokenizer_sha256 != tokenizer_sha256:
-        raise _another(plan, "tokenizer", request)
+        raise _mismatch_error(plan, "tokenizer", request)
     documents, layouts = {}, {}
     for split, source in request.splits.items():
         before = plan.layouts.get(split) if plan is not None else None
@@ -89,8 +89,8 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
         layouts[split] = documents[split].layout
         if before not in (None, layouts[split]):
             raise DataError(
-                f"{show_name(source.name)} must be read as before its interruption, {before}, got {layouts[split]}. "
-                f"Restore that, or delete {show_name(request.staging)} to start again."
+                f"{show_name(source.name)} was {before} before the interruption, and is {layouts[split]}. Restore the "
+                f"first, or delete {show_name(request.staging)} to start again."
             )
     if plan is not None:
         return plan, documents
@@ -124,11 +124,11 @@ def _open(source: Source, options: PrepareOptions, revision: str | None) -> Docu
     )
 
 
-def _another(plan: Plan, different: str, request: Request) -> DataError:
+def _mismatch_error(plan: Plan, different: str, request: Request) -> DataError:
     return DataError(
-        f"The preparation into {show_name(request.out)} must be the interrupted one of {show_name(plan.source)}, got "
-        f"one of {show_name(request.name)}: {different} differ. Repeat the interrupted one, choose another folder, or "
-        f"delete {show_name(request.staging)}."
+        f"A preparation of {show_name(plan.source)} into {show_name(request.out)} was interrupted, and that of "
+        f"{show_name(request.name)} is another one: {different} differ. Repeat the interrupted one, choose another "
+        f"folder, or delete {show_name(request.staging)}."
     )
 
 

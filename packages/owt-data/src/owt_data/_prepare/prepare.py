@@ -17,7 +17,7 @@ from owt_data._paths import Names, is_uri, list_names, local_path, name_text
 from owt_data._prepare.assemble import assemble
 from owt_data._prepare.cpus import num_usable_cpus
 from owt_data._prepare.local_encoder import local_encoder
-from owt_data._prepare.planning import Request, find_plan, name_differences, open_documents
+from owt_data._prepare.planning import Request, name_differences, open_documents, recover_plan
 from owt_data._prepare.progress import Progress, Report
 from owt_data._prepare.shards import MIN_SHARD_BYTES, Encoder, Follower, tokenize
 from owt_data._sources.source import Source, SourceStates, find_splits
@@ -88,19 +88,19 @@ def prepare_for(
     out = local_folder(out)
     with file_errors("readable and writable", out):
         before = SourceStates(splits.values())
-        digest = _digest(splits, report)
+        digest = _read_digest(splits, report)
         name = " ".join(list_names(sources))
-        existing = _existing(out, name, digest, options)
+        existing = _find_existing(out, digest, options)
         if existing is not None and not staging_path(out).exists():
             return existing
         with _staging_folder(out) as staging:
-            existing = _existing(out, name, digest, options)
+            existing = _find_existing(out, digest, options)
             if existing is not None:
                 shutil.rmtree(staging)  # left by a kill after the renaming
                 return existing
             try:
                 request = Request(staging=staging, out=out, name=name, digest=digest, splits=splits, options=options)
-                plan = find_plan(request)
+                plan = recover_plan(request)
                 with _encoder(splits, options.tokenizer, num_processes, use_ray) as encoder:
                     tokenizer_sha256 = tokenizer_digest(load_tokenizer(options.tokenizer))
                     plan, documents = open_documents(request, plan, tokenizer_sha256)
@@ -138,7 +138,7 @@ def local_folder(out: str | os.PathLike[str]) -> Path:
     name = name_text(out)
     path = Path(os.path.realpath(local_path(name)))
     if os.path.lexists(path) and not path.is_dir():
-        raise DataError(f"The output must be a folder, got {show(name)}, which is something else. Name another.")
+        raise DataError(f"The output must be a folder, got {show(name)}, which is something else.")
     if not name or is_uri(name):
         raise DataError(
             f"The output must be a local or mounted folder, got {show(name)}. Prepare into one and copy it."
@@ -150,7 +150,7 @@ def _silent(progress: Progress) -> None:
     """Ignore the progress."""
 
 
-def _digest(splits: dict[str, Source], report: Report) -> str:
+def _read_digest(splits: dict[str, Source], report: Report) -> str:
     """Return the digest of one source, or of both splits together."""
     digests = {
         split: source.digest(lambda share: report(Progress(stage="reading", fraction=share)))
@@ -159,23 +159,20 @@ def _digest(splits: dict[str, Source], report: Report) -> str:
     return digests["all"] if "all" in digests else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
-def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Manifest | None:
+def _find_existing(out: Path, digest: str, options: PrepareOptions) -> Manifest | None:
     """Return the manifest of `out` if it was prepared from this source and these options; None if `out` is empty."""
     manifest = read_manifest(out)
     if manifest is None and not (out.exists() and any(out.iterdir())):
         return None
     if manifest is None:
-        found = "other files"
+        found = "files that prepare has not written"
     elif (manifest.source_sha256, manifest.options) == (digest, options.record()):
         check_sizes(os.fspath(out), manifest)
         return manifest
     else:
         different = name_differences(manifest.options, options, manifest.source_sha256 == digest)
         found = f"token files of {show_name(manifest.source)}: {different} differ"
-    raise DataError(
-        f"{show_name(out)} must be empty or made from {show_name(name)} with these options, got {found}. Choose "
-        "another folder."
-    )
+    raise DataError(f"{show_name(out)} holds {found}. Choose another folder.")
 
 
 @contextlib.contextmanager
@@ -196,7 +193,7 @@ def _staging_folder(out: Path) -> Iterator[Path]:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise DataError(
-                f"{show_name(out)} must be prepared by one process at a time, got two. Wait for the other."
+                f"Another process prepares into {show_name(out)}. Wait for it, or choose another folder."
             ) from error
         _check_staging(staging)
         yield staging
@@ -211,7 +208,7 @@ def _check_staging(staging: Path) -> None:
     for path in staging.iterdir():
         if not any(map(path.match, _STAGING_NAMES)):
             raise DataError(
-                f"{show_name(staging)} must hold only files of prepare, got {show_name(path.name)}. Move it away."
+                f"{show_name(staging)} holds {show_name(path.name)}, which prepare has not written. Move it away."
             )
 
 

@@ -55,8 +55,9 @@ def ray_encoder(tokenizer: str, num_tasks: int | None = None) -> Iterator[Encode
     except ray.exceptions.RayError as error:
         # The last line has the message, the lines before it the traceback.
         reason = str(error).strip().splitlines()[-1]
-        found = f"a failure: {one_line(reason)}"
-        raise DataError(f"Ray must tokenize every shard, got {found}. Run the same command again to resume.") from error
+        raise DataError(
+            f"A task of Ray that tokenizes has failed: {one_line(reason)}. Run the same command again to resume."
+        ) from error
     finally:
         if connects:
             ray.shutdown()

@@ -114,7 +114,7 @@ def tokenize(
         if record != records[index]:
             path = shard_path(folder, index)
             remedy = f"Restore the source if it has changed, or delete {show_name(folder.parent)} to start again."
-            raise DataError(f"{show_name(path)} must have the tokens of before its damage, got others. {remedy}")
+            raise DataError(f"{show_name(path)} is damaged, and the text gives other tokens than before. {remedy}")
         report(record, False)
     if follower is not None:
         follower.begin()

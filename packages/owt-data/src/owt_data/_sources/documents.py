@@ -17,10 +17,10 @@ from owt_data._errors import (
     DataError,
     check_column,
     check_integer,
+    column_type_error,
+    encoding_error,
     file_errors,
-    not_format,
-    not_text,
-    not_utf8,
+    format_error,
     one_line,
     show,
 )
@@ -110,7 +110,7 @@ class Documents:
             except ValueError as error:  # a variable such as HF_HUB_DOWNLOAD_TIMEOUT is no number
                 raise DataError(
                     f"The variables HF_... must be values that the library `datasets` accepts, got {one_line(error)}. "
-                    "Correct them, or unset them."
+                    "Unset them."
                 ) from error
 
             self._hub = HubRows(source, revision)
@@ -239,12 +239,12 @@ def _check_texts(table: pa.Table, column: str, name: str, before: int) -> pa.Arr
     if texts.null_count:
         found = f"none in row {before + texts.is_null().index(True).as_py()}"
     if found is not None:
-        raise not_text(column, found, name)
+        raise column_type_error(column, found, name)
     combined = texts.cast(pa.large_string()).combine_chunks()
     try:
         combined.validate(full=True)  # checks UTF-8, which a file may declare wrongly
     except pa.ArrowInvalid as error:
-        raise not_utf8(name, f"in the column {show(column)} ({one_line(error)})") from error
+        raise encoding_error(name, f"in the column {show(column)} ({one_line(error)})") from error
     return combined
 
 
@@ -272,7 +272,7 @@ def _parquet_errors(path: Path) -> Iterator[None]:
             # Decompression raises an OSError without a number for damaged data.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise not_format(path, "parquet rows", error) from error
+            raise format_error(path, "parquet rows", error) from error
 
 
 def _read_pieces(path: Path, begin: int, errors: str) -> Iterator[tuple[list[str], list[int], bool]]:
@@ -315,7 +315,7 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, end: i
         return decoder.decode(block, final)
     except UnicodeDecodeError as error:
         position = end - len(error.object) + error.start
-        raise not_utf8(path, f"at byte {position}") from error
+        raise encoding_error(path, f"at byte {position}") from error
 
 
 def _parquet_text_bytes(path: Path, text_column: str) -> int:

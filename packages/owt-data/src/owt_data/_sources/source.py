@@ -15,12 +15,12 @@ from owt_data._errors import DataError, RejectedDocumentsError, check_function, 
 from owt_data._paths import (
     MANIFEST_NAME,
     Names,
-    check_file_type,
     group_by_split,
     holds_tokens,
     is_uri,
     list_names,
     local_path,
+    look_up_as,
 )
 
 BUILTIN = "builtin"
@@ -100,8 +100,7 @@ class SourceStates:
         for path, before in self._before.items():
             if file_state(path) != before or self._digests.get(path) not in (None, file_sha256(path)):
                 raise RejectedDocumentsError(
-                    f"{show_name(path)} must not change while it is read, got another size, time of change or "
-                    "contents. Run the same command again once it is complete."
+                    f"{show_name(path)} has changed while it was read. Run the same command again once it is complete."
                 )
 
 
@@ -143,7 +142,7 @@ def find_source(names: Names) -> Source:
     alone = {BUILTIN, HUB} if len(given) == 1 else set()
     name = " ".join(given)
     if not kinds:
-        raise DataError(f"{show_name(name)} must name .txt, .jsonl or .parquet files, got no file. Correct the name.")
+        raise DataError(f"{show_name(name)} must name .txt, .jsonl or .parquet files, got no file.")
     if len(kinds) != 1 or not kinds <= {*_KINDS.values(), *alone}:
         got = " and ".join(sorted(kinds))
         raise DataError(
@@ -190,7 +189,7 @@ def _find_files(name: str) -> tuple[set[str], list[Path]]:
     else:
         return {HUB}, []
     for file in files:
-        check_file_type(os.fspath(file), FileType.File, "a file or a folder of files")
+        look_up_as(os.fspath(file), FileType.File, "a file or a folder of files")
     return {_KINDS.get(_suffix(file), f"{file.suffix or 'no suffix'} ({file})") for file in files}, files
 
 

@@ -146,8 +146,8 @@ class GrowingTokens:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder))
         if waited_s > _PATIENCE_S:
             raise DataError(
-                f"{show_name(self._folder)} must be prepared while its tokens are read, got a preparation that has "
-                "ended. Start it again, or finish it with owt-data prepare."
+                f"The preparation of {show_name(self._folder)} has ended before its last tokens. Start it again, or "
+                "finish it with owt-data prepare."
             )
 
     def _refresh(self) -> None:

@@ -17,10 +17,10 @@ from owt_data._paths import (
     MANIFEST_NAME,
     TRAIN_NAME,
     VAL_NAME,
-    check_file_type,
-    file_info,
+    connect,
     join,
-    locate,
+    look_up,
+    look_up_as,
     normalize,
 )
 
@@ -103,7 +103,7 @@ class Manifest:
     def __post_init__(self) -> None:
         """Check the fields."""
         for name in ("files", "options"):
-            check_type(name, getattr(self, name), dict, "a dict", "Give one.")
+            check_type(name, getattr(self, name), dict, "a dict")
         if self.files.keys() != {TRAIN_NAME, VAL_NAME}:
             raise ValueError(f"files are {sorted(self.files)}")
         if self.tokenizer not in get_args(TokenizerName):
@@ -120,7 +120,7 @@ class Manifest:
 
 def _check_sha256(name: str, digits: str) -> None:
     if not isinstance(digits, str) or _SHA256.fullmatch(digits) is None:
-        raise DataError(f"{name} must be a SHA-256 of 64 hexadecimal digits, got {show(digits)}. Compute it again.")
+        raise DataError(f"{name} must be a SHA-256 of 64 hexadecimal digits, got {show(digits)}.")
 
 
 def check_sizes(folder: str, manifest: Manifest) -> None:
@@ -131,7 +131,7 @@ def check_sizes(folder: str, manifest: Manifest) -> None:
     """
     for name, record in manifest.files.items():
         path, num_bytes = join(folder, name), BYTES_PER_TOKEN * record.num_tokens
-        size = check_file_type(path, FileType.File, "a token file", _REMEDY, suggest=False).size
+        size = look_up_as(path, FileType.File, "a token file", _REMEDY, suggest=False).size
         if size != num_bytes:
             raise DataError(
                 f"{show_name(path)} must have {num_bytes} bytes as in {MANIFEST_NAME}, got {size}. {_REMEDY}"
@@ -148,10 +148,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         DataError: the manifest is damaged, cannot be read, or has the format of another version.
     """
     path = join(normalize(folder), MANIFEST_NAME)
-    if file_info(path).type is FileType.NotFound:
+    if look_up(path).type is FileType.NotFound:
         return None
-    check_file_type(path, FileType.File, "a manifest of owt-data", _REMEDY)  # reading a pipe could block
-    filesystem, place = locate(path)
+    look_up_as(path, FileType.File, "a manifest of owt-data", _REMEDY)  # reading a pipe could block
+    filesystem, place = connect(path)
     try:
         with file_errors("readable", path), filesystem.open_input_stream(place) as stream:
             data = read_json(stream)

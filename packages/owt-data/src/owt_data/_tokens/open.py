@@ -21,11 +21,11 @@ from owt_data._paths import (
     VAL_NAME,
     Names,
     base_name,
-    check_file_type,
     group_by_split,
     holds_tokens,
     is_uri,
     join,
+    look_up_as,
     normalize,
     read_blocks,
 )
@@ -126,8 +126,8 @@ def _open_splits(paths: dict[str, list[str]], tokenizer: str) -> TokenData:
         raise DataError(
             f"train=... and val=... must name .bin files, got {show_name(others[0])}. Name its token files."
         )
-    spans = {split: [_span(path) for path in group] for split, group in paths.items()}
-    digests = {split: [_scan(span, tokenizer) for span in group] for split, group in spans.items()}
+    spans = {split: [_look_up_span(path) for path in group] for split, group in paths.items()}
+    digests = {split: [_read_sha256(span, tokenizer) for span in group] for split, group in spans.items()}
     num_ids = vocab_size(tokenizer)
     tokens = {split: concatenate([_sequence_of(span, num_ids) for span in group]) for split, group in spans.items()}
     return TokenData(
@@ -207,13 +207,13 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
     if plan is not None and read_manifest(folder) is None:
         return _open_growing(Path(folder), plan)
     remedy = "Prepare text with owt-data prepare first, or correct the name."
-    check_file_type(folder, FileType.Directory, "a folder of token files or a .bin file", remedy)
+    look_up_as(folder, FileType.Directory, "a folder of token files or a .bin file", remedy)
     manifest = read_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)
-    spans = {name: _span(join(folder, name), "Write both files, or name a .bin file.") for name in TOKEN_NAMES}
+    spans = {name: _look_up_span(join(folder, name), "Write both files, or name a .bin file.") for name in TOKEN_NAMES}
     if manifest is None:
-        digests = {name: _scan(span, tokenizer) for name, span in spans.items()}
+        digests = {name: _read_sha256(span, tokenizer) for name, span in spans.items()}
         num_ids = vocab_size(tokenizer)
     else:
         digests = {name: record.sha256 for name, record in manifest.files.items()}
@@ -250,10 +250,10 @@ def _open_growing(folder: Path, plan: Plan) -> TokenData:
 
 def _open_files(paths: list[str], tokenizer: str) -> TokenData:
     """Open `.bin` files as one sequence. The first 90 % of its tokens are for training."""
-    spans = [_span(path) for path in paths]
+    spans = [_look_up_span(path) for path in paths]
     whole = concatenate([_sequence_of(span, vocab_size(tokenizer)) for span in spans])
     boundary = round(len(whole) * (1 - _VAL_FRACTION))
-    digests = [_scan(span, tokenizer) for span in spans]
+    digests = [_read_sha256(span, tokenizer) for span in spans]
     return TokenData(
         names=paths[0] if len(paths) == 1 else paths,
         train=whole.between(0, boundary),
@@ -273,17 +273,15 @@ def _sequence_of(span: TokenSpan, num_ids: int) -> TokenSequence:
     return TokenSequence((span,) if len(span) else (), num_ids)
 
 
-def _span(path: str, remedy: str | None = None) -> TokenSpan:
+def _look_up_span(path: str, remedy: str = "") -> TokenSpan:
     """Return all tokens of a file as a span. The remedy is for a file that the user has not named."""
-    size = check_file_type(path, FileType.File, "a token file", remedy, suggest=remedy is None).size
+    size = look_up_as(path, FileType.File, "a token file", remedy, suggest=not remedy).size
     if size % BYTES_PER_TOKEN:
-        raise DataError(
-            f"{show_name(path)} must have an even number of bytes, two per token, got {size}. Write it again."
-        )
+        raise DataError(f"{show_name(path)} must have an even number of bytes, two per token, got {size}.")
     return TokenSpan(path=path, start=0, stop=size // BYTES_PER_TOKEN)
 
 
-def _scan(span: TokenSpan, tokenizer: str) -> str:
+def _read_sha256(span: TokenSpan, tokenizer: str) -> str:
     """Return the SHA-256 of a file without a manifest, and check its format and ids."""
     num_ids, start = vocab_size(tokenizer), 0
     digest = hashlib.sha256()

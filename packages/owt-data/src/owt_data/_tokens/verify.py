@@ -13,9 +13,9 @@ from owt_data._paths import (
     BYTES_PER_TOKEN,
     MANIFEST_NAME,
     base_name,
-    check_file_type,
-    file_info,
     join,
+    look_up,
+    look_up_as,
     normalize,
     read_blocks,
     type_name,
@@ -44,7 +44,7 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
     """
     check_function("report", report)
     name = normalize(folder)
-    check_file_type(name, FileType.Directory, "a folder that owt-data prepared")
+    look_up_as(name, FileType.Directory, "a folder that owt-data prepared")
     manifest = read_manifest(name)
     if manifest is None:
         raise DataError(f"{show_name(folder)} must hold {MANIFEST_NAME}, got no such file. Name a prepared folder.")
@@ -73,7 +73,7 @@ def _differences_of_manifest(manifest: Manifest) -> list[str]:
 
 
 def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: Callable[[int], None]) -> list[str]:
-    info, expected_size = file_info(path), BYTES_PER_TOKEN * expected.num_tokens
+    info, expected_size = look_up(path), BYTES_PER_TOKEN * expected.num_tokens
     if info.type is not FileType.File:
         return [f"expected a file, found {'none' if info.type is FileType.NotFound else type_name(info)}"]
     if info.size != expected_size:
