@@ -10,7 +10,7 @@ import pytest
 
 from owt_data import DataError, PrepareOptions, find_source
 from owt_data._prepare.local_encoder import local_encoder
-from owt_data._prepare.planning import Request, open_documents
+from owt_data._prepare.planning import Request, open_documents, write_plan
 from owt_data._prepare.shards import Encoder, Follower, _cut, tokenize
 from owt_data._sources.documents import START, Documents
 from owt_data._tokens.journal import checksum, read_journal, shard_path
@@ -209,7 +209,8 @@ def test_shards_are_a_128th_of_the_text_within_bounds(
         splits={name: find_source(str(tmp_path / f"{name}.txt")) for name in names},
         options=PrepareOptions(tokenizer="bytes", limit_rows=limit_rows),
     )
-    plan, documents = open_documents(request, None, "1" * 64)
+    documents = open_documents(request, None, "1" * 64)
+    plan = write_plan(request, documents, "1" * 64)
     assert plan.part_bytes == shard_bytes
     assert plan.num_bytes == (None if limit_rows else sum(sizes))
     assert (plan.source, plan.source_sha256, plan.tokenizer_sha256) == ("texts", "0" * 64, "1" * 64)

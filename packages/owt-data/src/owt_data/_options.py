@@ -65,7 +65,6 @@ class PrepareOptions:
     """Number of rows to read of each source, for a short test. Without titles, a .txt file is one row."""
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_choice("tokenizer", self.tokenizer, get_args(TokenizerName))
         check_choice("split", self.split, get_args(_Split))
         if self.val_fraction is not None and not (is_number(self.val_fraction) and 0 < self.val_fraction < 1):

@@ -93,10 +93,13 @@ class _Worker:
     """The thread that prepares, and follows the readers of its shards."""
 
     def __init__(self, folder: Path, progress: Report | None) -> None:
-        self.folder, self.stop = folder, threading.Event()
-        self._progress = progress
-        self._begun, self._is_read, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self.folder = folder
+        self.stop = threading.Event()
         self.error: Exception | None = None
+        self._progress = progress
+        self._begun = threading.Event()
+        self._is_read = threading.Event()
+        self._ended = threading.Event()
 
     def run(self, sources: Names, options: PrepareOptions, *, num_processes: int | None, use_ray: bool) -> None:
         """Prepare. A failure is kept for `wait`, and noted for the readers."""

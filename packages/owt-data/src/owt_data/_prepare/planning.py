@@ -68,8 +68,8 @@ def recover_plan(request: Request) -> Plan | None:
     return plan
 
 
-def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -> tuple[Plan, dict[str, Documents]]:
-    """Open the sources as the plan records them. Without a plan, make and write one.
+def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -> dict[str, Documents]:
+    """Open the sources as the plan records them, or without a plan as they are now.
 
     Args:
         request: the preparation.
@@ -81,19 +81,28 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
     """
     if plan is not None and plan.tokenizer_sha256 != tokenizer_sha256:
         raise _mismatch_error(plan, "tokenizer", request)
-    documents, layouts = {}, {}
+    documents = {}
     for split, source in request.splits.items():
         before = plan.layouts.get(split) if plan is not None else None
         revision = before.revision if before is not None else None
         documents[split] = _open(source, request.options, revision)
-        layouts[split] = documents[split].layout
-        if before not in (None, layouts[split]):
+        now = documents[split].layout
+        if before not in (None, now):
             raise DataError(
-                f"{show_name(source.name)} was {before} before the interruption, and is {layouts[split]}. Restore the "
+                f"{show_name(source.name)} was {before} before the interruption, and is {now}. Restore the "
                 f"first, or delete {show_name(request.staging)} to start again."
             )
-    if plan is not None:
-        return plan, documents
+    return documents
+
+
+def write_plan(request: Request, documents: dict[str, Documents], tokenizer_sha256: str) -> Plan:
+    """Make the plan of a new preparation, and write it.
+
+    Args:
+        request: the preparation.
+        documents: the result of `open_documents`.
+        tokenizer_sha256: digest of the tokenizer.
+    """
     sizes = [opened.num_bytes() for opened in documents.values()]
     total = sum(size for size in sizes if size) if all(sizes) else None
     most = total or (0 if request.options.limit_rows is not None else MAX_SHARD_BYTES * _NUM_SHARDS)
@@ -105,12 +114,12 @@ def open_documents(request: Request, plan: Plan | None, tokenizer_sha256: str) -
         source_sha256=request.digest,
         options=request.options.record(),
         tokenizer_sha256=tokenizer_sha256,
-        layouts=layouts,
+        layouts={split: opened.layout for split, opened in documents.items()},
         num_bytes=total,
         part_bytes=shard_bytes,
     )
     write_file(request.staging / PLAN_NAME, json.dumps(dataclasses.asdict(plan)), durable=True)
-    return plan, documents
+    return plan
 
 
 def _open(source: Source, options: PrepareOptions, revision: str | None) -> Documents:

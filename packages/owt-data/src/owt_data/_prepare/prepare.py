@@ -17,7 +17,7 @@ from owt_data._paths import Names, is_uri, list_names, local_path, name_text
 from owt_data._prepare.assemble import assemble
 from owt_data._prepare.cpus import num_usable_cpus
 from owt_data._prepare.local_encoder import local_encoder
-from owt_data._prepare.planning import Request, name_differences, open_documents, recover_plan
+from owt_data._prepare.planning import Request, name_differences, open_documents, recover_plan, write_plan
 from owt_data._prepare.progress import Progress, Report
 from owt_data._prepare.shards import MIN_SHARD_BYTES, Encoder, Follower, tokenize
 from owt_data._sources.source import Source, SourceStates, find_splits
@@ -103,8 +103,10 @@ def prepare_for(
                 plan = recover_plan(request)
                 with _encoder(splits, options.tokenizer, num_processes, use_ray) as encoder:
                     tokenizer_sha256 = tokenizer_digest(load_tokenizer(options.tokenizer))
-                    plan, documents = open_documents(request, plan, tokenizer_sha256)
-                    count, shards = _counter(plan.num_bytes, report), {}
+                    documents = open_documents(request, plan, tokenizer_sha256)
+                    plan = plan or write_plan(request, documents, tokenizer_sha256)
+                    count = _counter(plan.num_bytes, report)
+                    shards = {}
                     # Validation comes first: training needs all of it when it begins.
                     for split in sorted(splits, reverse=True):
                         shards[split] = tokenize(

@@ -48,7 +48,8 @@ def document_ends(
             raise DataError(f"{show_name(path)} has changed after it was written. {remedy}")
         return np.flatnonzero(np.fromfile(path, dtype="<u2") == end_of_text) + 1
 
-    ends, before = [np.empty(0, dtype=np.int64)], 0
+    ends = [np.empty(0, dtype=np.int64)]
+    before = 0
     with ThreadPoolExecutor(num_usable_cpus()) as threads:
         for record, ends_here in zip(records, threads.map(ends_in, range(len(records))), strict=True):
             ends.append(ends_here + before)

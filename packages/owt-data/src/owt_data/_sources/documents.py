@@ -100,8 +100,11 @@ class Documents:
         row_end: str = "",
         limit_rows: int | None = None,
     ) -> None:
-        self._source, self._text_column = source, text_column
-        self._starts_document, self._row_end, self._limit_rows = starts_document, row_end, limit_rows
+        self._source = source
+        self._text_column = text_column
+        self._starts_document = starts_document
+        self._row_end = row_end
+        self._limit_rows = limit_rows
         self._hub = None
         if source.kind == HUB:
             # The import of `datasets` takes more than a second, which files must not wait for.
@@ -173,7 +176,8 @@ class Documents:
             starts = np.array([self._starts_document(row) for row in texts.to_pylist()], bool)
             ends = np.zeros(len(texts), bool)
         if self._row_end:
-            end, separator = pa.scalar(self._row_end, pa.large_string()), pa.scalar("", pa.large_string())
+            end = pa.scalar(self._row_end, pa.large_string())
+            separator = pa.scalar("", pa.large_string())
             texts = pc.call_function("binary_join_element_wise", [texts, end, separator])
         return Chunk(texts, starts, ends, file, offsets)
 

@@ -66,7 +66,8 @@ class _Rows:
     """Rows of one file, with a count of rows and lines for errors."""
 
     def __init__(self, path: Path, column: str) -> None:
-        self._path, self._column = path, column
+        self._path = path
+        self._column = column
         self._num_rows = 0
         self._num_lines = 0
         schema = pa.schema([(column, pa.large_string())])

@@ -60,11 +60,15 @@ class GrowingTokens:
         self, folder: Path, split: Literal["train", "val"], *, is_one_source: bool, vocab_size: int | None = None
     ) -> None:
         check_choice("split", split, ("train", "val"))
-        self._folder, self._split, self._is_one_source = Path(name_text(folder)), split, is_one_source
+        self._folder = Path(name_text(folder))
+        self._split = split
+        self._is_one_source = is_one_source
         self._vocab_size = vocab_size
         self.is_complete = False
         """True after a call that has found the complete tokens."""
-        self._tokens, self._num_shards, self._num_wanted = TokenSequence(()), 0, 0
+        self._tokens = TokenSequence(())
+        self._num_shards = 0
+        self._num_wanted = 0
 
     def __len__(self) -> int:
         """Return the number of tokens that exist.
@@ -134,7 +138,8 @@ class GrowingTokens:
 
     def _check_running(self, wait: _Wait) -> None:
         """Check that tokens which are waited for can still come."""
-        now, sign_of_life = time.monotonic(), _read_sign_of_life(self._folder)
+        now = time.monotonic()
+        sign_of_life = _read_sign_of_life(self._folder)
         if sign_of_life != wait.sign_of_life:
             wait.sign_of_life, wait.sign_s = sign_of_life, now
         is_running = sign_of_life is not None and now - wait.sign_s < _PATIENCE_S
@@ -156,7 +161,8 @@ class GrowingTokens:
             return
         if read_manifest(self._folder) is not None:
             name = {"train": TRAIN_NAME, "val": VAL_NAME}[self._split]
-            self._tokens, self.is_complete = local_sequence([self._folder / name], self._vocab_size), True
+            self._tokens = local_sequence([self._folder / name], self._vocab_size)
+            self.is_complete = True
             return
         shards = shard_folder(staging_path(self._folder), "all" if self._is_one_source else self._split)
         num_shards = len(read_journal(shards))

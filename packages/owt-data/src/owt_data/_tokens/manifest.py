@@ -52,7 +52,6 @@ class FileRecord:
     """SHA-256 of the file."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_integer("num_tokens", self.num_tokens, least=0)
         check_integer("num_documents", self.num_documents, least=0)
         _check_sha256("sha256", self.sha256)
@@ -101,7 +100,6 @@ class Manifest:
     """Commit of each hub dataset, by split; `all` for one source that was split."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         for name in ("files", "options"):
             check_type(name, getattr(self, name), dict, "a dict")
         if self.files.keys() != {TRAIN_NAME, VAL_NAME}:
@@ -130,7 +128,8 @@ def check_sizes(folder: str, manifest: Manifest) -> None:
         DataError: a file is missing or has another size.
     """
     for name, record in manifest.files.items():
-        path, num_bytes = join(folder, name), BYTES_PER_TOKEN * record.num_tokens
+        path = join(folder, name)
+        num_bytes = BYTES_PER_TOKEN * record.num_tokens
         size = look_up_as(path, FileType.File, "a token file", _REMEDY, suggest=False).size
         if size != num_bytes:
             raise DataError(

@@ -283,7 +283,8 @@ def _look_up_span(path: str, remedy: str = "") -> TokenSpan:
 
 def _read_sha256(span: TokenSpan, tokenizer: str) -> str:
     """Return the SHA-256 of a file without a manifest, and check its format and ids."""
-    num_ids, start = vocab_size(tokenizer), 0
+    num_ids = vocab_size(tokenizer)
+    start = 0
     digest = hashlib.sha256()
     for number, block in enumerate(read_blocks(span.path)):
         tokens = np.frombuffer(block, dtype="<u2")

@@ -52,7 +52,6 @@ class Plan:
     """By split, the layout of a hub dataset; None for files."""
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_record(self.options)
 
     @property

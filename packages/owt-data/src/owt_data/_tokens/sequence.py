@@ -66,7 +66,6 @@ class TokenSpan:
     """One past the last token."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_type("path", self.path, str, "a text", "Give the path as text.")
         start = check_integer("start", self.start, least=0)
         object.__setattr__(self, "start", start)
@@ -97,7 +96,6 @@ class TokenSequence:
     """Number of ids. A token that is not smaller raises a `DataError` when it is read. None: every token is valid."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _check_tuple("spans", self.spans, TokenSpan)
         if self.vocab_size is not None:
             size = check_integer("vocab_size", self.vocab_size, least=1, most=1 << 16)
@@ -242,7 +240,6 @@ class TokenMixture:
     """Relative share of windows of each sequence."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _check_tuple("sequences", self.sequences, TokenSequence)
         check_type("weights", self.weights, tuple, "a tuple", "Convert a list with tuple(...).")
         count, most = len(self.sequences), sys.float_info.max

@@ -35,7 +35,9 @@ class Summary:
     """
 
     def __init__(self, end_of_text: int, *, begins: bool, continues: bool) -> None:
-        self._end_of_text, self._begins, self._continues = end_of_text, begins, continues
+        self._end_of_text = end_of_text
+        self._begins = begins
+        self._continues = continues
         self._digest = hashlib.sha256()
         self._num_tokens = 0
         self._num_ends = 0

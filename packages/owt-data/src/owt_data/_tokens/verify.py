@@ -73,7 +73,8 @@ def _differences_of_manifest(manifest: Manifest) -> list[str]:
 
 
 def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: Callable[[int], None]) -> list[str]:
-    info, expected_size = look_up(path), BYTES_PER_TOKEN * expected.num_tokens
+    info = look_up(path)
+    expected_size = BYTES_PER_TOKEN * expected.num_tokens
     if info.type is not FileType.File:
         return [f"expected a file, found {'none' if info.type is FileType.NotFound else type_name(info)}"]
     if info.size != expected_size:
