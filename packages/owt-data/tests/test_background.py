@@ -28,8 +28,8 @@ from owt_data import (
     prepare_in_background,
     read_steps,
 )
-from owt_data._prepare.growing_tokens import read_num_wanted
-from owt_data._prepare.shards import read_journal
+from owt_data._tokens.growing_tokens import read_num_wanted
+from owt_data._tokens.journal import read_journal
 
 START = PrepareOptions(tokenizer="bytes", split="start")
 SEQ_LEN, BATCH = 64, 128
@@ -136,8 +136,8 @@ def test_a_reader_that_waits_wishes_again_after_a_reader_of_earlier_windows(
         ahead, behind = (pickle.loads(pickle.dumps(data.train)) for _ in range(2))
         ahead.windows(last // 2, **order)
     with monkeypatch.context() as patch:
-        patch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
-        with pytest.raises(DataError, match="got a preparation that has ended"):
+        patch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 0.5)
+        with pytest.raises(DataError, match="has ended before its last tokens"):
             ahead.windows(last, **order)
     behind.windows(np.array([0]), **order)
     with ThreadPoolExecutor(1) as thread, prepare_in_background(str(corpus), out, START, num_processes=1):
@@ -149,7 +149,7 @@ def test_progress_is_reported_and_no_thread_is_left(
     articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MIN", "MAX"):
-        monkeypatch.setattr(f"owt_data._prepare.plan.{name}_SHARD_BYTES", 5000)
+        monkeypatch.setattr(f"owt_data._prepare.planning.{name}_SHARD_BYTES", 5000)
     before, calls = threading.active_count(), []
     with prepare_in_background(str(articles), tmp_path / "out", START, num_processes=1, progress=calls.append) as data:
         assert calls[0].stage == "reading"
@@ -249,7 +249,7 @@ def test_a_failed_preparation_goes_on_once_its_cause_is_gone(
         with pytest.raises(DataError, match=r"000009\.bin.* must be writable, got"):
             window_digests(data.train, 0, 1000)
     in_the_way.rmdir()
-    assert read_journal(in_the_way.parent)[0]
+    assert read_journal(in_the_way.parent)
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
         assert not (staging / "error.txt").exists()  # of the start before
         assert window_digests(data.train, 0, 500) == window_digests(prepared_start.train, 0, 500)
@@ -286,13 +286,13 @@ def test_one_source_needs_the_split_start(corpus, tmp_path):
 def test_readers_end_when_the_preparation_has_ended(corpus, tmp_path, monkeypatch):
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
         window_digests(data.train, 0, 1)
-    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.5)
-    with pytest.raises(DataError, match="must be prepared while its tokens are read, got a preparation that has ended"):
+    monkeypatch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 0.5)
+    with pytest.raises(DataError, match=r"^The preparation of .*out has ended before its last tokens"):
         window_digests(data.train, 0, 1000)
 
 
 def test_a_machine_without_the_folder_says_so(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("owt_data._prepare.growing_tokens._SHARED_WITHIN_S", 0.5)
+    monkeypatch.setattr("owt_data._tokens.growing_tokens._SHARED_WITHIN_S", 0.5)
     elsewhere = GrowingTokens(tmp_path / "not-shared", "train", is_one_source=True)
     with pytest.raises(FileNotFoundError, match="not-shared"):
         window_digests(elsewhere, 0, 1)
@@ -344,3 +344,22 @@ def test_an_id_outside_the_vocabulary_in_a_growing_shard_is_named_at_once(corpus
         values.tofile(shard)
         with pytest.raises(DataError, match=f"{shard} must be below 257, .*, got 65535 at token 5"):
             window_digests(data.train, 0, 1)
+
+
+@pytest.mark.parametrize("num_bytes", [300_000, 1_050_000, 2_500_000])
+def test_the_validation_tokens_of_a_text_leave_the_rest_to_training(num_bytes: int, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a line of words\n" * (num_bytes // 16))
+    with prepare_in_background(str(tmp_path / "book.txt"), tmp_path / "out", START, num_processes=1) as data:
+        assert 256 << 10 <= len(data.val) < (256 << 10) + 5_000
+        last = np.array([(num_bytes - len(data.val) - SEQ_LEN) // SEQ_LEN - 1])
+        assert data.train.windows(last, seq_len=SEQ_LEN, order=ORDER, seed=0).shape == (1, SEQ_LEN + 1)
+
+
+def test_a_text_that_validation_takes_completely_is_rejected_before_the_block(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a line of words\n" * 10_000)
+    with (
+        pytest.raises(DataError, match=r"more text than validation takes, its first 262144 bytes .*, got 160000"),
+        prepare_in_background(str(tmp_path / "book.txt"), tmp_path / "out", START, num_processes=1),
+    ):
+        pytest.fail("the block must not run")
+    assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]

@@ -168,7 +168,7 @@ def test_output_that_cannot_be_written_is_reported(command, folder):
     with Path("/dev/full").open("w") as full:
         done = run(*arguments, stdout=full)
     assert done.returncode == 2
-    assert done.stderr == "error: The output must be writable, got No space left on device. Write it elsewhere.\n"
+    assert done.stderr == "error: The output could not be written: No space left on device. Write it elsewhere.\n"
     reader, writer = os.pipe()
     os.close(reader)
     done = run(*arguments, stdout=writer)

@@ -72,6 +72,7 @@ def test_empty_files_hold_no_rows_and_empty_text_files_an_empty_document(tmp_pat
 @pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".parquet", "texts", "lines"])
 def test_reading_resumes_from_any_place(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 500)
+    monkeypatch.setattr("owt_data._sources.documents._PIECE_CHARS", 120)
     monkeypatch.setattr("owt_data._sources.documents._ROWS_PER_READ", 64)
     monkeypatch.setattr("owt_data._sources.json_lines._BLOCK_BYTES", 500)
     monkeypatch.setattr("owt_data._sources.rows._READ_BYTES", 500)
@@ -100,6 +101,7 @@ def test_the_end_of_a_row_is_appended_once_to_a_text_of_many_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
+    monkeypatch.setattr("owt_data._sources.documents._PIECE_CHARS", 40)
     texts = [" ".join(ROWS[:99]), "", " ".join(ROWS[:7])]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
@@ -161,6 +163,7 @@ def random_text(rng, length):
 def test_pieces_of_a_text_have_the_tokens_of_the_uncut_text(kind, tmp_path, monkeypatch, request):
     tokenizer = request.getfixturevalue(kind)
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
+    monkeypatch.setattr("owt_data._sources.documents._PIECE_CHARS", 40)
     rng = np.random.default_rng(0)
     for number in range(200):
         text = random_text(rng, 400)
@@ -176,12 +179,14 @@ def test_pieces_of_a_text_have_the_tokens_of_the_uncut_text(kind, tmp_path, monk
 
 def test_text_without_a_blank_is_read_as_one_piece(tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
+    monkeypatch.setattr("owt_data._sources.documents._PIECE_CHARS", 40)
     (tmp_path / "long.txt").write_text("日" * 1000)
     assert read(str(tmp_path / "long.txt")) == ["日" * 1000]
 
 
 def test_a_byte_that_is_not_utf8_is_named_wherever_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
+    monkeypatch.setattr("owt_data._sources.documents._PIECE_CHARS", 40)
     text = ("naïve words " * 50).encode()
     (tmp_path / "bad.txt").write_bytes(text + b"\xff" + text)
     with pytest.raises(DataError, match=rf"bad.txt must hold UTF-8 text, got other bytes at byte {len(text)}\."):
@@ -233,7 +238,7 @@ def test_several_sources_must_be_of_one_kind(tmp_path):
 
 
 def test_a_pattern_that_matches_nothing_is_rejected(tmp_path):
-    with pytest.raises(DataError, match=r"\*.jsonl must name .txt, .jsonl or .parquet files, got no file. Correct the"):
+    with pytest.raises(DataError, match=r"\*.jsonl must name .txt, .jsonl or .parquet files, got no file\."):
         find_source(str(tmp_path / "*.jsonl"))
 
 

@@ -16,7 +16,7 @@ import tiktoken
 
 from owt_data import DataError, PrepareOptions, prepare, verify
 from owt_data._cli import main
-from owt_data._prepare.durable import sync_folder
+from owt_data._complete_files import sync_folder
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 Record = Callable[[str, object], None]
@@ -130,7 +130,7 @@ def test_missing_tokenizer_files_keep_finished_shards(
     interrupt(corpus, out, options)
     before = shards(out)
     done = run("prepare", corpus, out, "--val-fraction", "0.1", "--num-processes", num_processes, **no_ranks)
-    assert_rejected(done, "error: The files of tokenizer 'gpt2' must be downloaded once, got ProxyError.")
+    assert_rejected(done, "error: The files of tokenizer 'gpt2' could not be downloaded: ProxyError.")
     assert shards(out) == before
     assert_goes_on(corpus, out, record_property, options)
 
@@ -152,7 +152,7 @@ def test_tokens_of_another_version_of_the_tokenizer_are_not_mixed_with_finished_
         special_tokens=small_bpe._special_tokens,
     )
     monkeypatch.setitem(tiktoken.registry.ENCODINGS, "gpt2", other)
-    with pytest.raises(DataError, match=r"must be the interrupted one of .*, got one of .*: tokenizer differ\."):
+    with pytest.raises(DataError, match=r"was interrupted, and that of .* is another one: tokenizer differ\."):
         prepare(str(corpus), out, options, num_processes=1)
     assert shards(out) == before
 
@@ -172,7 +172,7 @@ tiktoken.load.read_file = lambda address: b"<html>log in</html>"  # what request
         text=True,
         check=False,
     )
-    assert_rejected(done, "error: The files of tokenizer 'gpt2' must be downloaded once, got ValueError.")
+    assert_rejected(done, "error: The files of tokenizer 'gpt2' could not be downloaded: ValueError.")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
 
@@ -326,7 +326,7 @@ def test_a_preparation_beside_another_keeps_the_shards_of_both(corpus, tmp_path,
 
     with pytest.raises(Interruption):
         prepare(str(corpus), out, OPTIONS, num_processes=1, progress=beside)
-    assert_rejected(done[0], f"error: {out} must be prepared by one process at a time, got two. Wait for the other.")
+    assert_rejected(done[0], f"error: Another process prepares into {out}. Wait for it, or choose another folder.")
     assert_goes_on(corpus, out, record_property)
 
 

@@ -21,9 +21,10 @@ from owt_data import (
     open_tokens,
     prepare_in_background,
 )
-from owt_data._prepare.growing_tokens import note_end, note_start, raise_failure, read_num_wanted
-from owt_data._prepare.shards import local_encoder, tokenize
+from owt_data._prepare.local_encoder import local_encoder
+from owt_data._prepare.shards import tokenize
 from owt_data._sources.documents import Documents
+from owt_data._tokens.growing_tokens import note_end, note_start, raise_failure, read_num_wanted
 from owt_data._tokens.window_order import num_windows
 
 TEXT = np.resize([*b"nine char", 256], 120)
@@ -93,7 +94,7 @@ def test_a_shard_without_a_record_is_not_read(unfinished: Callable[[str, int], P
 def test_a_shard_that_was_missing_for_a_while_is_read(
     unfinished: Callable[[str, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 0.25)
+    monkeypatch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 0.25)
     folder = unfinished("train", 5)
     tokens = GrowingTokens(tmp_path / "out", "train", is_one_source=False)
     np.testing.assert_array_equal(window(tokens, 0), TEXT[:8])
@@ -136,7 +137,7 @@ def test_another_thread_may_look_for_the_tokens_again(
         tokens._tokens, tokens._num_shards = TokenSequence(()), 0
         return num_windows(num_tokens, seq_len)
 
-    monkeypatch.setattr("owt_data._prepare.growing_tokens.num_windows", find_again)
+    monkeypatch.setattr("owt_data._tokens.growing_tokens.num_windows", find_again)
     np.testing.assert_array_equal(window(tokens, 3), TEXT[21:29])
 
 
@@ -173,7 +174,7 @@ def test_a_reader_does_not_wait_for_a_preparation_that_was_killed(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("fault", "SIGKILL of a process that prepares tokens, while another one waits for them")
-    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 1.0)
+    monkeypatch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 1.0)
     out = tmp_path / "out"
     with subprocess.Popen(
         [sys.executable, "-c", KILLED_EARLY, str(corpus), str(out)], stdout=subprocess.PIPE
@@ -193,15 +194,15 @@ def test_a_reader_does_not_wait_for_a_preparation_that_was_killed(
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(60)
-    assert ["got a preparation that has ended" in error for error in errors] == [True]
+    assert ["has ended before its last tokens" in error for error in errors] == [True]
 
 
 def test_a_reader_waits_for_a_slow_preparation(articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its signs of life count, not the shards that it finishes."""
     for name in ("MIN", "MAX"):
-        monkeypatch.setattr(f"owt_data._prepare.plan.{name}_SHARD_BYTES", 5000)
+        monkeypatch.setattr(f"owt_data._prepare.planning.{name}_SHARD_BYTES", 5000)
     monkeypatch.setattr("owt_data._prepare.background._SIGN_OF_LIFE_S", 0.1)
-    monkeypatch.setattr("owt_data._prepare.growing_tokens._PATIENCE_S", 3.0)
+    monkeypatch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 3.0)
     waiting, answers = threading.Event(), []
 
     def stall(progress: Progress) -> None:

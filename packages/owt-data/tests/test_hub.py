@@ -57,7 +57,7 @@ def environment(hub, home, *, offline=False):
 
 def prepare_code(shard_bytes):
     """The start of a program with shards of this size."""
-    return f"import sys, owt_data._prepare.plan as p; p.MIN_SHARD_BYTES = p.MAX_SHARD_BYTES = {shard_bytes}\n"
+    return f"import sys, owt_data._prepare.planning as p; p.MIN_SHARD_BYTES = p.MAX_SHARD_BYTES = {shard_bytes}\n"
 
 
 def arguments(folder, *sources, num_processes=1):
@@ -241,7 +241,7 @@ def test_a_preparation_resumed_in_the_other_mode_is_rejected_and_resumes_in_its_
     run, run_in_the_other = (run_offline, run_online) if began_offline else (run_online, run_offline)
     code, err = run_in_the_other(*arguments(tmp_path))
     assert code == 2, err
-    assert err.startswith(f"error: org/corpus must be read as before its interruption, revision {'a' * 40} in ")
+    assert err.startswith(f"error: org/corpus was revision {'a' * 40} in ")
     copy, stream = " as a copy with HF_HUB_OFFLINE=1", " as a stream without HF_HUB_OFFLINE"
     assert err.index(copy) < err.index(stream) if began_offline else err.index(stream) < err.index(copy)
     assert err.count("\n") == 1
@@ -265,7 +265,7 @@ def test_a_copy_downloaded_again_at_another_revision_is_not_mixed_with_the_first
     process = start(hub, tmp_path / "home", arguments(tmp_path), offline=True)
     _, err = process.communicate()
     assert process.returncode == 2, err
-    assert "error: org/corpus must be read as before its interruption, revision aaaaaaaa" in err
+    assert "error: org/corpus was revision aaaaaaaa" in err
     assert err.count("\n") == 1
     assert shards(tmp_path) == before
 

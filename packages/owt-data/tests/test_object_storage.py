@@ -22,7 +22,7 @@ from owt_data import (
     verify,
 )
 from owt_data._cli import main
-from owt_data._paths import locate
+from owt_data._paths import connect
 
 
 def sequence(data: TokenData, split: str = "train") -> TokenSequence:
@@ -89,7 +89,7 @@ def test_a_file_that_is_replaced_by_a_shorter_one_is_named_with_both_sizes(both:
     filesystem, path = FileSystem.from_uri(both[1])
     with filesystem.open_output_stream(f"{path}/train.bin") as stream:
         stream.write(b"xx")
-    message = rf"/train\.bin must have at least {2 * len(tokens)} bytes, as when it was opened, got 2\."
+    message = rf"/train\.bin has been cut short: it had at least {2 * len(tokens)} bytes, and has 2\."
     with pytest.raises(DataError, match=message):
         tokens.read_windows(np.array([0, 9]), 16)
 
@@ -120,7 +120,7 @@ def test_a_name_with_options_leads_to_the_same_files(both, s3, monkeypatch):
 
 @pytest.mark.parametrize("options", ["", "?scheme=http&endpoint_override=127.0.0.1:9"])
 def test_the_time_limit_of_googles_client_does_not_change_the_path(options: str) -> None:
-    filesystem, path = locate(f"gs://anonymous@bucket/folder/train.bin{options}")
+    filesystem, path = connect(f"gs://anonymous@bucket/folder/train.bin{options}")
     assert (filesystem.type_name, path) == ("gcs", "bucket/folder/train.bin")
 
 

@@ -108,8 +108,8 @@ def test_complete_corpora_equal_those_of_a_plain_loop(name, corpora, gpt2, tmp_p
 def test_neither_shards_nor_processes_change_a_byte(num_processes, shard_bytes, articles, tmp_path, monkeypatch):
     options = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
     expected = prepare(str(articles), tmp_path / "expected", options)
-    monkeypatch.setattr("owt_data._prepare.plan.MAX_SHARD_BYTES", shard_bytes)
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("owt_data._prepare.planning.MAX_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", shard_bytes)
     monkeypatch.setattr("owt_data._prepare.write_splits._CHUNK_TOKENS", 50)
     assert prepare(str(articles), tmp_path / "out", options, num_processes=num_processes) == expected
     for file in ("train.bin", "val.bin"):
@@ -139,8 +139,8 @@ def test_as_many_processes_tokenize_as_asked_and_none_is_left(
 def test_a_preparation_closes_its_files_and_ends_its_threads(
     articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", 5000)
-    monkeypatch.setattr("owt_data._prepare.plan.MAX_SHARD_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.planning.MAX_SHARD_BYTES", 5000)
 
     def held():
         return len(list(Path("/dev/fd").iterdir())), threading.active_count()
@@ -170,7 +170,7 @@ def test_the_same_call_changes_nothing_and_another_is_rejected(articles, tmp_pat
     before = (tmp_path / "out/train.bin").stat().st_mtime_ns
     assert prepare(str(articles), tmp_path / "out", BYTES) == first
     assert (tmp_path / "out/train.bin").stat().st_mtime_ns == before
-    with pytest.raises(DataError, match=r"got token files of .*: split_seed 2357 and 1 differ"):
+    with pytest.raises(DataError, match=r"holds token files of .*: split_seed 2357 and 1 differ"):
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", split_seed=1))
 
 
@@ -179,7 +179,7 @@ def test_the_same_files_in_another_order_are_another_source(tmp_path):
     for name in names:
         Path(name).write_text(name * 50)
     prepare(names, tmp_path / "out", BYTES)
-    with pytest.raises(DataError, match=r"got token files of .*: contents differ"):
+    with pytest.raises(DataError, match=r"holds token files of .*: contents differ"):
         prepare(names[::-1], tmp_path / "out", BYTES)
 
 
@@ -196,7 +196,7 @@ def test_the_share_that_is_done_grows_with_the_text_and_then_with_the_tokens(
     articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MIN", "MAX"):
-        monkeypatch.setattr(f"owt_data._prepare.plan.{name}_SHARD_BYTES", 5000)
+        monkeypatch.setattr(f"owt_data._prepare.planning.{name}_SHARD_BYTES", 5000)
     calls = []
     prepare(str(articles), tmp_path / "out", BYTES, num_processes=1, progress=calls.append)
     tokenizing, assembling = ([call for call in calls if call.stage == stage] for stage in ("tokenizing", "assembling"))
@@ -301,7 +301,7 @@ def test_a_source_repaired_after_its_rejection_is_prepared(tmp_path):
     path.write_text('{"text": "x"}\n' * 50)
     prepare(str(path), tmp_path / "out", BYTES)
     path.write_text('{"text": "y"}\n' * 50)
-    with pytest.raises(DataError, match=r"made from .* with these options, got token files of .*: contents differ"):
+    with pytest.raises(DataError, match=r"holds token files of .*: contents differ"):
         prepare(str(path), tmp_path / "out", BYTES)
 
 
@@ -354,7 +354,7 @@ def test_a_folder_of_other_files_is_rejected_and_left_unchanged(articles, tmp_pa
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("mine")
-    with pytest.raises(DataError, match=r"must be empty or made from .* with these options, got other files"):
+    with pytest.raises(DataError, match=r"holds files that prepare has not written"):
         prepare(str(articles), out, BYTES)
     assert [entry.name for entry in out.iterdir()] == ["thesis.tex"]
 
@@ -363,7 +363,7 @@ def test_a_file_of_somebody_else_in_the_working_folder_is_not_deleted(articles, 
     staging = tmp_path / ".out.partial"
     staging.mkdir()
     (staging / "notes.txt").write_text("mine")
-    with pytest.raises(DataError, match=r"out.partial must hold only files of prepare, got notes.txt. Move it away."):
+    with pytest.raises(DataError, match=r"out.partial holds notes.txt, which prepare has not written. Move it away."):
         prepare(str(articles), tmp_path / "out", BYTES)
     assert [(path.name, path.read_text()) for path in staging.iterdir()] == [("notes.txt", "mine")]
     (staging / "notes.txt").rename(staging / ".nfs0001")  # as a network file system names a deleted file that is open

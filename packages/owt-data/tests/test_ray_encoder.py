@@ -16,7 +16,7 @@ from owt_data._prepare.ray_encoder import ray_encoder
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", 5000)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=pytest.mark.shared_data)])
@@ -118,10 +118,10 @@ sys.exit(main(sys.argv[2:]))
         timeout=300,
     )
     assert done.returncode == 2, done.stderr
-    assert "Ray must tokenize every shard, got a failure: " in done.stderr
-    assert "The files of tokenizer 'gpt2' must be downloaded once, got ProxyError." in done.stderr
+    assert "A task of Ray that tokenizes has failed: " in done.stderr
+    assert "The files of tokenizer 'gpt2' could not be downloaded: ProxyError." in done.stderr
     # Ray warns first if there is no network.
-    assert done.stderr.splitlines()[-1].startswith("error: Ray must tokenize")
+    assert done.stderr.splitlines()[-1].startswith("error: A task of Ray")
     assert "Traceback" not in done.stderr
     assert (tmp_path / ".out.partial/plan.json").exists()
 

@@ -179,7 +179,7 @@ def test_a_file_that_is_cut_short_is_named_with_both_sizes(size, tokens, record_
     (span,) = tokens.spans
     os.truncate(span.path, size)
     with pytest.raises(
-        DataError, match=f"^{span.path} must have at least 10000 bytes, as when it was opened, got {size}\\. "
+        DataError, match=f"^{span.path} has been cut short: it had at least 10000 bytes, and has {size}\\. "
     ):
         tokens.read_windows(np.array([4991]), 8)
 
@@ -193,7 +193,7 @@ def test_a_system_without_vectored_reads_has_the_same_tokens(
     np.testing.assert_array_equal(joined.read(3, 1010), np.arange(3, 1010))
     np.testing.assert_array_equal(joined.read_windows(np.array([990, 4991]), 8), [range(990, 999), range(4991, 5000)])
     os.truncate(joined.spans[-1].path, 1991)
-    with pytest.raises(DataError, match=r"must have at least 2000 bytes, as when it was opened, got 1991\."):
+    with pytest.raises(DataError, match=r"it had at least 2000 bytes, and has 1991\."):
         joined.read(4000)
 
 

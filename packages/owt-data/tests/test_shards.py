@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from owt_data import DataError, PrepareOptions, find_source
-from owt_data._prepare.plan import Request, open_documents
-from owt_data._prepare.shards import Encoder, _cut, checksum, local_encoder, read_journal, shard_path, tokenize
+from owt_data._prepare.local_encoder import local_encoder
+from owt_data._prepare.planning import Request, open_documents, write_plan
+from owt_data._prepare.shards import Encoder, Follower, _cut, tokenize
 from owt_data._sources.documents import START, Documents
+from owt_data._tokens.journal import checksum, read_journal, shard_path
 
 ROWS = [chr(97 + number % 26) * (5 * number % 9) for number in range(29)]
 
@@ -57,33 +59,20 @@ def test_a_shard_is_the_least_text_of_its_size_from_every_start(
         ]
 
 
-class Reader:
-    """Consumer that notes which shards are as their records say when it may begin."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.valid: list[bool] = []
-
-    def begin(self) -> None:
-        self.valid = [
-            checksum(shard_path(self.folder, index)) == record.sha256
-            for index, record in enumerate(read_journal(self.folder)[0])
-        ]
-
-    def num_wanted(self) -> int:
-        return 100
-
-
 def test_several_damaged_shards_are_made_again_before_a_reader_begins(documents: Documents, tmp_path: Path) -> None:
-    folder, reader = tmp_path / "shards", Reader(tmp_path / "shards")
-    seen = []
+    folder = tmp_path / "shards"
+    seen, valid = [], []
+
+    def begin():
+        records = read_journal(folder)
+        valid[:] = [checksum(shard_path(folder, index)) == record.sha256 for index, record in enumerate(records)]
 
     def run():
         seen.clear()
         with local_encoder("bytes", 1) as encoder:
             return tokenize(
                 documents, folder, shard_bytes=9, encoder=encoder, report=lambda *call: seen.append(call),
-                follower=reader,
+                follower=Follower(begin=begin, num_wanted=lambda: 100),
             )  # fmt: skip
 
     records = run()
@@ -98,7 +87,7 @@ def test_several_damaged_shards_are_made_again_before_a_reader_begins(documents:
     assert run() == records
     kept = [record for index, record in enumerate(records) if index not in damaged]
     assert seen == [(record, True) for record in kept] + [(records[index], False) for index in damaged]
-    assert reader.valid == [True] * len(records)
+    assert valid == [True] * len(records)
     assert [shard_path(folder, index).read_bytes() for index in range(len(records))] == whole
     assert list(folder.glob("*.tmp")) == []
 
@@ -113,11 +102,29 @@ def test_a_damaged_shard_is_not_made_again_from_another_text(documents: Document
     records = run()
     shard_path(folder, 3).unlink()
     write(tmp_path / "texts", [row.upper() for row in ROWS])
-    with pytest.raises(DataError, match=r"000003\.bin must have the tokens of before its damage, got others"):
+    with pytest.raises(DataError, match=r"000003\.bin is damaged, and the text gives other tokens than before"):
         run()
     write(tmp_path / "texts", ROWS)
     assert run() == records
     assert checksum(shard_path(folder, 3)) == records[3].sha256
+
+
+def test_a_damaged_shard_of_a_long_text_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 1000)
+    monkeypatch.setattr("owt_data._sources.documents._PIECE_CHARS", 40)
+    (tmp_path / "book.txt").write_text("".join(f"naïve {'é' * (number % 17)}{number}\n" for number in range(999)))
+    documents, folder = Documents(find_source(str(tmp_path / "book.txt"))), tmp_path / "shards"
+
+    def run():
+        with local_encoder("bytes", 1) as encoder:
+            return tokenize(documents, folder, shard_bytes=700, encoder=encoder, report=lambda *call: None)
+
+    records = run()
+    assert len(records) > 20
+    assert all(700 <= record.num_bytes < 900 for record in records[:-1])
+    for index in range(0, len(records), 3):
+        shard_path(folder, index).unlink()
+    assert run() == records
 
 
 class Late(Future):
@@ -162,17 +169,16 @@ def test_each_worker_has_two_shards_ahead_of_the_reader(documents: Documents, tm
     class Stopped(Exception):
         pass
 
-    class Slow(Reader):
-        def num_wanted(self):
-            if late.num_submitted and not late.waiting:
-                raise Stopped
-            return 2
+    def num_wanted() -> int:
+        if late.num_submitted and not late.waiting:
+            raise Stopped
+        return 2
 
     encoder = Encoder(submit=late.submit, num_workers=3)
     with pytest.raises(Stopped):
         tokenize(
             documents, tmp_path / "shards", shard_bytes=1, encoder=encoder, report=late.report,
-            follower=Slow(tmp_path / "shards"),
+            follower=Follower(begin=lambda: None, num_wanted=num_wanted),
         )  # fmt: skip
     assert late.num_submitted == 2 + 2 * 3 + 2
 
@@ -203,7 +209,8 @@ def test_shards_are_a_128th_of_the_text_within_bounds(
         splits={name: find_source(str(tmp_path / f"{name}.txt")) for name in names},
         options=PrepareOptions(tokenizer="bytes", limit_rows=limit_rows),
     )
-    plan, documents = open_documents(request, None, "1" * 64)
+    documents = open_documents(request, None, "1" * 64)
+    plan = write_plan(request, documents, "1" * 64)
     assert plan.part_bytes == shard_bytes
     assert plan.num_bytes == (None if limit_rows else sum(sizes))
     assert (plan.source, plan.source_sha256, plan.tokenizer_sha256) == ("texts", "0" * 64, "1" * 64)

@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pytest
 
-from owt_data import DataError, PrepareOptions, load_tokenizer, open_tokens, prepare, verify
+from owt_data import DataError, DocumentsKind, PrepareOptions, load_tokenizer, open_tokens, prepare, verify
 from owt_data._cli import main
 from owt_data._prepare.write_splits import split_documents
 
@@ -47,10 +47,10 @@ def test_splits_that_are_given_are_kept(articles, tmp_path):
         assert read(tmp_path / "out" / file).tolist() == expected
         assert manifest.files[file].num_documents == len(split)
     assert prepare(sources, tmp_path / "out", BYTES) == manifest
-    with pytest.raises(DataError, match="got token files of"):
+    with pytest.raises(DataError, match="holds token files of"):
         prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", BYTES)
     swapped = [f"train={tmp_path / 'b.jsonl'}", f"val={tmp_path / 'a.jsonl'}"]
-    with pytest.raises(DataError, match="got token files of"):
+    with pytest.raises(DataError, match="holds token files of"):
         prepare(swapped, tmp_path / "out", BYTES)
 
 
@@ -154,3 +154,45 @@ def test_the_command_says_the_sizes_of_both_splits(tmp_path, capsys):
         f"{tmp_path}/out/train.bin: 9,000 tokens (90 %), 1 documents",
         f"{tmp_path}/out/val.bin: 1,000 tokens (10 %), 1 documents",
     ]
+
+
+def text_of_words(num_bytes: int) -> str:
+    """Text of words of at most 12 bytes, some with characters of two bytes, in lines."""
+    rng = np.random.default_rng(num_bytes)
+    words = np.array(["a ", "naïve ", "reading\n", "books, ", "été.\n"])
+    text = "".join(rng.choice(words, size=num_bytes // 3))
+    return text.encode()[: num_bytes - 1].decode(errors="ignore") + "."
+
+
+@pytest.mark.parametrize("documents", ["rows", "wikitext-titles"])
+@pytest.mark.parametrize(
+    ("num_bytes", "least"), [(300_000, 1 << 18), (1_050_000, 1 << 18), (2_500_000, 1 << 18), (2_500_000, 1 << 14)]
+)
+def test_the_start_of_a_text_is_its_first_128th_within_bounds(
+    num_bytes: int, least: int, documents: DocumentsKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", least)
+    text = " = Title = \n" + text_of_words(num_bytes)
+    (tmp_path / "book.txt").write_text(text)
+    options = replace(BYTES, split="start", documents=documents)
+    manifest = prepare(str(tmp_path / "book.txt"), tmp_path / "out", options, num_processes=1)
+    val, train = (read(tmp_path / "out" / name).tolist() for name in ("val.bin", "train.bin"))
+    expected = [256, *text.encode()] if documents == "wikitext-titles" else [*text.encode(), 256]
+    assert val + train == expected
+    wanted = max(len(text.encode()) // 128, least)
+    assert wanted <= len(val) < wanted + 5_000
+    assert manifest.split == "start"
+    assert verify(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("num_bytes", [2, 200_000])
+def test_a_text_that_validation_takes_completely_is_rejected(num_bytes: int, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("ab " * (num_bytes // 3) + "b" * (num_bytes % 3))
+    with pytest.raises(
+        DataError,
+        match=r"book\.txt must hold more text than validation takes, its first 262144 bytes up to the end of a row or "
+        rf"a word, got {num_bytes} bytes\. "
+        r"Give more text, or name both splits, train=\.\.\. and val=\.\.\.\.$",
+    ):
+        prepare(str(tmp_path / "book.txt"), tmp_path / "out", replace(BYTES, split="start"))
+    assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]

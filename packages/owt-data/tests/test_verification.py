@@ -47,8 +47,8 @@ def test_a_flipped_bit_is_found_in_the_background_and_at_first(name, folder):
     flip(folder / name, (folder / name).stat().st_size // 2 & ~1)
     damage = verified(folder)
     assert damage is not None
-    assert damage.startswith(f"{folder / name} must have the SHA-256 ")
-    assert damage.endswith(": the file is damaged. Restore it from a copy, or prepare the text again.")
+    assert damage.startswith(f"{folder / name} is damaged: its SHA-256 is ")
+    assert damage.endswith("in its manifest. Restore it from a copy, or prepare the text again.")
     with pytest.raises(DataError) as caught:
         check_digests(open_tokens(str(folder), tokenizer="bytes"))
     assert str(caught.value) == damage
@@ -60,7 +60,7 @@ def test_a_damaged_file_stays_damaged_at_the_next_verification(folder):
     time.sleep(2.1)  # the process in the background must wait until a change must have another time
     first, second = verified(folder), verified(folder)
     assert [path for path in entries() if f"{folder}/train.bin" in path.read_text()]
-    assert "train.bin must have the SHA-256" in (first or "")
+    assert "train.bin is damaged: its SHA-256" in (first or "")
     assert second == first
 
 
@@ -75,7 +75,7 @@ def test_a_second_verification_reads_no_large_file(folder):
     (entry,) = [path for path in entries() if str(folder) in path.read_text()]
     known = json.loads(entry.read_text())
     entry.write_text(json.dumps({**known, "sha256": "0" * 64}))
-    with pytest.raises(DataError, match=r"train.bin must have the SHA-256 .*, got 0000"):
+    with pytest.raises(DataError, match=r"train.bin is damaged: its SHA-256 is .*, and .* in its manifest"):
         check_digests(open_tokens(str(folder), tokenizer="bytes"))
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_file_with_its_old_time_of_change_is_read_again(folder):
     check_digests(open_tokens(str(folder), tokenizer="bytes"))
     flip(path, 1000)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert "train.bin must have the SHA-256" in (verified(folder) or "")
+    assert "train.bin is damaged: its SHA-256" in (verified(folder) or "")
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(folder, tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_all_folders_of_a_mixture_are_verified(folder, tmp_path):
     flip(tmp_path / "other/val.bin", 100)
     data = open_tokens({str(folder): 1, str(tmp_path / "other"): 2}, tokenizer="bytes")
     with verify_in_background(data) as verification:
-        assert f"{tmp_path / 'other/val.bin'} must have" in (verification.wait(TIMEOUT_S) or "")
+        assert f"{tmp_path / 'other/val.bin'} is damaged:" in (verification.wait(TIMEOUT_S) or "")
 
 
 @pytest.fixture

@@ -133,8 +133,8 @@ def test_text_before_the_first_title_stays_with_the_first_article(tmp_path):
 def test_an_article_that_the_split_cuts_counts_in_both_files(
     split, preface, shard_bytes, expected, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", shard_bytes)
-    monkeypatch.setattr("owt_data._prepare.plan.MAX_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("owt_data._prepare.planning.MAX_SHARD_BYTES", shard_bytes)
     (tmp_path / "wiki.txt").write_text("".join(row or " \n" for row in wikitext(20, preface=preface)))
     val_fraction = None if split == "start" else 0.52
     options = PrepareOptions(tokenizer="bytes", documents=TITLES, split=split, val_fraction=val_fraction)
@@ -157,8 +157,8 @@ def test_a_given_split_is_kept(tmp_path):
 def test_an_interruption_after_any_shard_neither_repeats_nor_loses_a_token(source, limit_rows, tmp_path, monkeypatch):
     options = PrepareOptions(tokenizer="bytes", documents=TITLES, split="position", limit_rows=limit_rows, row_end="\n")
     prepare(source, tmp_path / "expected", options)
-    monkeypatch.setattr("owt_data._prepare.plan.MIN_SHARD_BYTES", 1)
-    monkeypatch.setattr("owt_data._prepare.plan.MAX_SHARD_BYTES", 1)  # a shard ends after every row with text
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", 1)
+    monkeypatch.setattr("owt_data._prepare.planning.MAX_SHARD_BYTES", 1)  # a shard ends after every row with text
 
     class Interruption(Exception):
         pass
@@ -194,7 +194,7 @@ def test_a_preparation_of_wikitext_killed_at_random_moments_writes_the_same_byte
     prepare(str(tmp_path / "wiki.txt"), tmp_path / "expected", BY_POSITION)
     code = """
 import sys
-import owt_data._prepare.plan as plan
+import owt_data._prepare.planning as plan
 from owt_data._cli import main
 plan.MIN_SHARD_BYTES = plan.MAX_SHARD_BYTES = 2000
 sys.exit(main(sys.argv[1:]))
@@ -247,7 +247,7 @@ def test_the_manifest_records_every_option(tmp_path):
         "tokenizer": "bytes", "split": "auto", "val_fraction": None, "split_seed": 2357, "text_column": "text",
         "documents": "rows", "row_end": "", "limit_rows": None,
     }  # fmt: skip
-    with pytest.raises(DataError, match=r"got token files of .*: documents 'rows' and 'wikitext-titles' differ\. Choo"):
+    with pytest.raises(DataError, match=r"holds token files of .*: documents 'rows' and 'wikitext-titles' differ"):
         prepare(str(tmp_path / "book.txt"), tmp_path / "out", PrepareOptions(tokenizer="bytes", documents=TITLES))
 
 
@@ -285,7 +285,7 @@ def test_prepared_wikitext_opens_as_other_token_files(tmp_path):
     ("options", "message"),
     [
         ({"limit_rows": 0}, "limit_rows must be an integer of at least 1, got 0"),
-        ({"row_end": "\udcff"}, r"row_end must be UTF-8 text, got '\\udcff'. Change it."),
+        ({"row_end": "\udcff"}, r"row_end must be UTF-8 text, got '\\udcff'."),
     ],
 )
 def test_bad_options_are_rejected(options, message):

@@ -126,7 +126,7 @@ LINES = [
         "split must be start for one source that is read while it is prepared, got 'position'.",
     ),
     ("--hardware local --data nowhere.txt --data-mode stream", "nowhere.txt"),
-    ("--data book.txt --tokenizer gpt2", "The files of tokenizer 'gpt2' must be downloaded once, got"),
+    ("--data book.txt --tokenizer gpt2", "The files of tokenizer 'gpt2' could not be downloaded: "),
     ("--data someone/something", "must be a file or a dataset of the Hugging Face hub, got neither"),
     ("--data odd.bin", "odd.bin"),
     ("--data ids.bin", "must be below 257, the vocabulary of the tokenizer, got 300 at token 0."),

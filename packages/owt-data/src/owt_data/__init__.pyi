@@ -7,9 +7,8 @@ from ._options import OrderKind as OrderKind
 from ._options import PrepareOptions as PrepareOptions
 from ._options import TokenizerName as TokenizerName
 from ._prepare.background import prepare_in_background as prepare_in_background
-from ._prepare.growing_tokens import GrowingTokens as GrowingTokens
-from ._prepare.prepare import Progress as Progress
 from ._prepare.prepare import prepare as prepare
+from ._prepare.progress import Progress as Progress
 from ._prepare.progress_bar import progress_bar as progress_bar
 from ._prepare.progress_bar import share_bar as share_bar
 from ._sources.rows import every_row as every_row
@@ -25,6 +24,7 @@ from ._stream.text import stream_text as stream_text
 from ._stream.thread_reader import read_steps as read_steps
 from ._tokenizers import load_tokenizer as load_tokenizer
 from ._tokenizers import vocab_size as vocab_size
+from ._tokens.growing_tokens import GrowingTokens as GrowingTokens
 from ._tokens.inspect import Inspection as Inspection
 from ._tokens.inspect import inspect as inspect
 from ._tokens.manifest import FileRecord as FileRecord

@@ -253,7 +253,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except OSError as error:
         _discard_output()
         with suppress(OSError):  # stderr itself may be full
-            _console().print(f"error: The output must be writable, got {error.strerror}. Write it elsewhere.")
+            _console().print(f"error: The output could not be written: {error.strerror}. Write it elsewhere.")
         return _BAD_INPUT
 
 
@@ -273,7 +273,7 @@ def _run(arguments: Sequence[str]) -> int:
     except (ImportError, MemoryError) as error:
         found = one_line(error) or "no memory"
         _console().print(
-            f"error: owt-data must load its libraries and data, got {found}. Free memory, or install it again.",
+            f"error: owt-data could not load its libraries or data: {found}. Free memory, or install it again.",
             markup=False,
         )
         return _BAD_INPUT

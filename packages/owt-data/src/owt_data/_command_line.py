@@ -109,8 +109,8 @@ class _Option:
             kind = f"{', '.join(choices[:-1])} or {choices[-1]}" if choices else _KINDS[self.type]
             kind += " or none" if self.allows_none else ""
             known = _similar(text, choices)
-            remedy = f"Did you mean {known}?" if known else "Change it."
-            raise DataError(f"{flag} must be {kind}, got {_shown(text)}. {remedy}") from None
+            remedy = f" Did you mean {known}?" if known else ""
+            raise DataError(f"{flag} must be {kind}, got {_shown(text)}.{remedy}") from None
 
 
 def _options(command: Command) -> Iterator[_Option]:
@@ -146,7 +146,7 @@ def _read_words(program: str, name: str, command: Command, words: Sequence[str])
         if flag not in by_flag:
             if known := _similar(flag, by_flag):
                 raise DataError(f"no option {_shown(flag)} of {name}; did you mean {known}?")
-            raise DataError(f"options must be those of {program} {name} --help, got {_shown(flag)}. Correct the name.")
+            raise DataError(f"options must be those of {program} {name} --help, got {_shown(flag)}.")
         option = by_flag[flag]
         if option.type is bool:
             if equals:

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -14,6 +13,7 @@ from typing import ClassVar
 
 import platformdirs
 
+from owt_data._complete_files import write_file
 from owt_data._errors import DataError, file_errors, show_name
 from owt_data._json_types import parse_record, read_json
 from owt_data._paths import open_regular
@@ -122,9 +122,22 @@ def check_sha256(
     found = file_sha256(path, advance)
     if found != expected:
         raise DataError(
-            f"{show_name(path)} must have the SHA-256 {expected} of its manifest, got {found}: the file is damaged. "
-            "Restore it from a copy, or prepare the text again."
+            f"{show_name(path)} is damaged: its SHA-256 is {found}, and {expected} in its manifest. Restore it from a "
+            "copy, or prepare the text again."
         )
+
+
+def share_counter(total: int, report: Callable[[float], None] | None) -> Callable[[int], None]:
+    """Return a function that takes numbers of finished bytes or tokens, and reports the share of `total` done."""
+    done = 0
+
+    def advance(number: int) -> None:
+        nonlocal done
+        done += number
+        if report is not None:
+            report(min(1.0, done / max(1, total)))
+
+    return advance
 
 
 def _entry_path(name: str) -> Path:
@@ -136,10 +149,8 @@ def _store(name: str, state: FileState, sha256: str) -> None:
     """Write an entry of the cache. Without a cache, the file is read again next time."""
     entry = _Entry(format=_FORMAT, version=version("owt-data"), path=name, state=state, sha256=sha256)
     path = _entry_path(name)
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(entry)))
-        os.replace(temporary, path)
+        write_file(path, json.dumps(asdict(entry)))
         for leftover in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)

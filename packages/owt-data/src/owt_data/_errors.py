@@ -62,7 +62,7 @@ def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 
 
-def check_type(name: str, value: object, expected: Any, constraint: str, remedy: str) -> None:
+def check_type(name: str, value: object, expected: Any, constraint: str, remedy: str = "") -> None:
     """Check the type of an argument.
 
     Args:
@@ -70,18 +70,18 @@ def check_type(name: str, value: object, expected: Any, constraint: str, remedy:
         value: the value.
         expected: as the second argument of `isinstance`.
         constraint: what the value must be.
-        remedy: a sentence.
+        remedy: a sentence, or empty.
 
     Raises:
         DataError: the value has another type.
     """
     if not isinstance(value, expected):
-        raise DataError(f"{name} must be {constraint}, got {show(value)}. {remedy}")
+        raise DataError(f"{name} must be {constraint}, got {show(value)}. {remedy}".rstrip())
 
 
 def check_flag(name: str, value: bool) -> None:
     """Check that an argument is a boolean. A text such as "no" would count as true."""
-    check_type(name, value, bool, "True or False", "Choose one.")
+    check_type(name, value, bool, "True or False")
 
 
 def check_function(name: str, value: Callable[..., Any] | None) -> None:
@@ -113,7 +113,7 @@ def check_integer(name: str, value: int, *, least: int, most: int = LARGEST) -> 
     if not is_integer or not least <= int(value) <= most:
         is_large = is_integer and int(value) > most
         bounds = f"of at least {least}" if most == LARGEST and not is_large else f"from {least} to {most}"
-        raise DataError(f"{name} must be an integer {bounds}, got {show(value)}. Choose another number.")
+        raise DataError(f"{name} must be an integer {bounds}, got {show(value)}.")
     return int(value)
 
 
@@ -124,7 +124,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
         DataError: the value is another one.
     """
     if not isinstance(value, str) or value not in choices:
-        raise DataError(f"{name} must be one of {', '.join(choices)}, got {show(value)}. Choose one.")
+        raise DataError(f"{name} must be one of {', '.join(choices)}, got {show(value)}.")
 
 
 def check_text(name: str, text: str, *, least: int = 0) -> None:
@@ -140,7 +140,7 @@ def check_text(name: str, text: str, *, least: int = 0) -> None:
         is_text = False
     if not is_text:
         constraint = "UTF-8 text" if least == 0 else f"UTF-8 text of at least {least} character"
-        raise DataError(f"{name} must be {constraint}, got {show(text)}. Change it.")
+        raise DataError(f"{name} must be {constraint}, got {show(text)}.")
 
 
 @contextmanager
@@ -167,10 +167,10 @@ def file_errors(
         raise UnreadableError(f"{show_name(place)} must be {constraint}, got {found}. {remedy}") from error
     except UnicodeEncodeError as error:
         name, encoding = show_name(error.object), sys.getfilesystemencoding()
-        found, remedy = "other bytes", "Change it"
+        found = "other bytes."
         if encoding != "utf-8":
-            found, remedy = f"{encoding} of the locale", "Set PYTHONUTF8=1, or LC_ALL"
-        raise DataError(f"The name {name} must be UTF-8 text, got {found}. {remedy}.") from error
+            found = f"{encoding} of the locale. Set PYTHONUTF8=1, or LC_ALL."
+        raise DataError(f"The name {name} must be UTF-8 text, got {found}") from error
 
 
 def check_column(column: str, found: list[str], name: object) -> None:
@@ -182,7 +182,7 @@ def check_column(column: str, found: list[str], name: object) -> None:
         )
 
 
-def not_text(column: str, found: str, name: object) -> RejectedDocumentsError:
+def column_type_error(column: str, found: str, name: object) -> RejectedDocumentsError:
     """Return the error for a text column that holds null or another type."""
     return RejectedDocumentsError(
         f"The column {show(column)} of {show_name(name)} must hold text in every row, got {found}. Name another column "
@@ -190,14 +190,14 @@ def not_text(column: str, found: str, name: object) -> RejectedDocumentsError:
     )
 
 
-def not_utf8(name: object, place: str) -> RejectedDocumentsError:
+def encoding_error(name: object, place: str) -> RejectedDocumentsError:
     """Return the error for text in another encoding."""
     return RejectedDocumentsError(
         f"{show_name(name)} must hold UTF-8 text, got other bytes {place}. Convert it, for instance with iconv."
     )
 
 
-def half_a_character(name: object, half: str, place: str) -> RejectedDocumentsError:
+def surrogate_error(name: object, half: str, place: str) -> RejectedDocumentsError:
     """Return the error for an escape of JSON that is half a surrogate pair."""
     return RejectedDocumentsError(
         f"{show_name(name)} must hold whole characters, got half a surrogate pair, {ascii(half)[1:-1]}, in {place}. "
@@ -205,7 +205,7 @@ def half_a_character(name: object, half: str, place: str) -> RejectedDocumentsEr
     )
 
 
-def not_format(name: object, expected: str, reason: object) -> RejectedDocumentsError:
+def format_error(name: object, expected: str, reason: object) -> RejectedDocumentsError:
     """Return the error for a file that is damaged or has another format."""
     return RejectedDocumentsError(
         f"{show_name(name)} must hold {expected}, got another or a damaged file: {one_line(reason)}. Repair or remove "

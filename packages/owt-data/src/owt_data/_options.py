@@ -40,9 +40,9 @@ class PrepareOptions:
 
     split: _Split = "auto"
     """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
-    first 128th of the text, at least 256 KiB and at most 16 MiB. `auto` is `documents`, unless the share of the tokens
-    in validation would differ from `val_fraction` by more than a tenth of all tokens, as with one or a few documents.
-    It is then `position`."""
+    first 128th of the text, at least 256 KiB and at most 16 MiB, up to the end of a row, or of a word of a .txt file.
+    `auto` is `documents`, unless the share of the tokens in validation would differ from `val_fraction` by more than a
+    tenth of all tokens, as with one or a few documents. It is then `position`."""
 
     val_fraction: float | None = None
     """Share of the data for validation. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in
@@ -65,13 +65,10 @@ class PrepareOptions:
     """Number of rows to read of each source, for a short test. Without titles, a .txt file is one row."""
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_choice("tokenizer", self.tokenizer, get_args(TokenizerName))
         check_choice("split", self.split, get_args(_Split))
         if self.val_fraction is not None and not (is_number(self.val_fraction) and 0 < self.val_fraction < 1):
-            raise DataError(
-                f"val_fraction must be between 0 and 1, got {show(self.val_fraction)}. Choose another share."
-            )
+            raise DataError(f"val_fraction must be between 0 and 1, got {show(self.val_fraction)}.")
         if self.split == "start" and self.val_fraction is not None:
             raise DataError(
                 f"val_fraction must be absent with split start, got {show(self.val_fraction)}. Leave it out."

@@ -19,6 +19,8 @@ from pyarrow.fs import FileInfo, FileSystem, FileType, LocalFileSystem
 from owt_data._errors import DataError, file_errors, one_line, show, show_name
 
 BYTES_PER_TOKEN = 2
+TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
+TOKEN_NAMES = (TRAIN_NAME, VAL_NAME)
 _SPLITS = ("train", "val")
 _STREAM_BYTES = 16 << 20
 
@@ -57,9 +59,7 @@ def name_text(name: str | os.PathLike[str]) -> str:
     """
     text = name.__fspath__() if isinstance(name, os.PathLike) else name  # `os.fspath` raises for other results
     if not isinstance(text, str) or "\0" in text:
-        raise DataError(
-            f"A name must be a text without null characters, or a path, got {show(name)}. Correct the name."
-        )
+        raise DataError(f"A name must be a text without null characters, or a path, got {show(name)}.")
     if is_uri(text) and text.lower().startswith("file:"):
         raise DataError(
             f"The URI of a file must be file:///PATH, got {show_name(text)}. Write this, or the path alone."
@@ -111,9 +111,7 @@ def check_working_folder() -> None:
     try:
         os.getcwd()  # noqa: PTH109 - Path.cwd is this call
     except FileNotFoundError as error:
-        raise DataError(
-            "The working folder must exist, got a deleted one. Change to another folder, such as `cd ~`."
-        ) from error
+        raise DataError("The working folder has been deleted. Change to another folder, such as `cd ~`.") from error
 
 
 def normalize(name: str | os.PathLike[str]) -> str:
@@ -141,8 +139,8 @@ def base_name(name: str) -> str:
     return (name.partition("?")[0] if is_uri(name) else name).rstrip("/").rpartition("/")[2]
 
 
-def locate(name: str, *, retry_s: int = _READ_RETRY_S) -> tuple[FileSystem, str]:
-    """Return the file system of a name, and its path there.
+def connect(name: str, *, retry_s: int = _READ_RETRY_S) -> tuple[FileSystem, str]:
+    """Return the file system of a name, and its path there. A URI without a region looks up that of its bucket.
 
     Args:
         name: a path or a URI.
@@ -167,47 +165,45 @@ def locate(name: str, *, retry_s: int = _READ_RETRY_S) -> tuple[FileSystem, str]
         filesystem, path = FileSystem.from_uri(uri)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"The name must be a path, s3://bucket/... or gs://bucket/..., got {show_name(name)} "
-            f"({one_line(error)}). Correct it."
+            f"The name must be a path, s3://bucket/... or gs://bucket/..., got {show_name(name)} ({one_line(error)})."
         ) from error
     if not path:
         constraint = "a path, s3://bucket/... or gs://bucket/..."
-        raise DataError(f"The name must be {constraint}, got {show_name(name)} without a bucket. Correct it.")
+        raise DataError(f"The name must be {constraint}, got {show_name(name)} without a bucket.")
     return filesystem, path
 
 
-def file_info(name: str) -> FileInfo:
-    """Return the type and size of a file or folder; the type is `NotFound` if the name does not exist.
+def look_up(name: str) -> FileInfo:
+    """Look up the type and size of a file or folder. The type is `NotFound` if the name does not exist.
+
+    Goes to the network for a file in object storage.
 
     Raises:
         DataError: the storage cannot be reached.
     """
-    filesystem, path = locate(name, retry_s=_LOOKUP_RETRY_S)
+    filesystem, path = connect(name, retry_s=_LOOKUP_RETRY_S)
     with file_errors("readable", name):
         return filesystem.get_file_info(path)
 
 
-def check_file_type(
-    name: str, wanted: FileType, constraint: str, remedy: str | None = None, *, suggest: bool = True
-) -> FileInfo:
-    """Check that a name exists and is a file or a folder, and return its type and size.
+def look_up_as(name: str, wanted: FileType, constraint: str, remedy: str = "", *, suggest: bool = True) -> FileInfo:
+    """Look up a name, check that it is a file or a folder, and return its type and size.
 
     Args:
         name: a path or a URI.
         wanted: the type.
         constraint: what the name must be.
-        remedy: a sentence; None is "Correct the name."
+        remedy: a sentence, or empty.
         suggest: name a file of a similar name instead, if there is one. False is for a name that no user has given.
 
     Raises:
         DataError: the name does not exist or has another type, or the storage cannot be reached.
     """
-    found = file_info(name)
+    found = look_up(name)
     if found.type is not wanted:
-        remedy = remedy or "Correct the name."
         if suggest and found.type is FileType.NotFound:
             remedy = suggest_name(name, remedy)
-        raise DataError(f"{show_name(name)} must be {constraint}, got {type_name(found)}. {remedy}")
+        raise DataError(f"{show_name(name)} must be {constraint}, got {type_name(found)}. {remedy}".rstrip())
     return found
 
 
@@ -239,13 +235,18 @@ def suggest_name(name: str, remedy: str) -> str:
     return remedy
 
 
+def holds_tokens(folder: Path) -> bool:
+    """Return whether a folder has token files, both or one that is left. It then holds no text to prepare."""
+    return folder.is_dir() and any((folder / name).exists() for name in TOKEN_NAMES)
+
+
 def read_blocks(name: str) -> Iterator[bytes]:
     """Yield the bytes of a file, in blocks of complete tokens.
 
     Raises:
         DataError: the file cannot be read.
     """
-    filesystem, path = locate(name)
+    filesystem, path = connect(name)
     with file_errors("readable", name), filesystem.open_input_stream(path) as stream:
         while block := stream.read(_STREAM_BYTES):
             yield block
@@ -267,9 +268,7 @@ def group_by_split(names: Names) -> dict[str, list[str]]:
         is_given = equals and split in _SPLITS
         groups.setdefault(split if is_given else "all", []).append(rest if is_given else name)
     if groups.keys() not in ({"all"}, set(_SPLITS)):
-        raise DataError(
-            f"The names must give both splits, train=... and val=..., or no split, got {show(given)}. Add them."
-        )
+        raise DataError(f"The names must give both splits, train=... and val=..., or no split, got {show(given)}.")
     return {split: groups[split] for split in sorted(groups)}
 
 
@@ -312,7 +311,7 @@ class RemoteTokens:
     """Token file in object storage. Each range is one request."""
 
     def __init__(self, uri: str) -> None:
-        filesystem, path = locate(uri)
+        filesystem, path = connect(uri)
         self._uri = uri
         with file_errors("readable", uri):
             self._file = filesystem.open_input_file(path)

@@ -11,10 +11,12 @@ from pathlib import Path
 from owt_data._errors import DataError, RejectedDocumentsError, show
 from owt_data._options import PrepareOptions, check_arguments
 from owt_data._paths import Names
-from owt_data._prepare.growing_tokens import GrowingTokens, note_end, note_life, note_start, read_num_wanted
-from owt_data._prepare.prepare import Progress, Report, local_folder, prepare_for
-from owt_data._prepare.shards import staging_path
+from owt_data._prepare.prepare import local_folder, prepare_for
+from owt_data._prepare.progress import Progress, Report
+from owt_data._prepare.shards import Follower
 from owt_data._sources.source import find_splits
+from owt_data._tokens.growing_tokens import GrowingTokens, note_end, note_life, note_start, read_num_wanted
+from owt_data._tokens.journal import staging_path
 from owt_data._tokens.open import TokenData, open_tokens
 
 _log = logging.getLogger("owt_data")
@@ -91,16 +93,26 @@ class _Worker:
     """The thread that prepares, and follows the readers of its shards."""
 
     def __init__(self, folder: Path, progress: Report | None) -> None:
-        self.folder, self.stop = folder, threading.Event()
-        self._progress = progress
-        self._begun, self._is_read, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self.folder = folder
+        self.stop = threading.Event()
         self.error: Exception | None = None
+        self._progress = progress
+        self._begun = threading.Event()
+        self._is_read = threading.Event()
+        self._ended = threading.Event()
 
     def run(self, sources: Names, options: PrepareOptions, *, num_processes: int | None, use_ray: bool) -> None:
         """Prepare. A failure is kept for `wait`, and noted for the readers."""
+        follower = Follower(begin=self._begin, num_wanted=self._num_wanted)
         try:
             prepare_for(
-                self, sources, self.folder, options, num_processes=num_processes, use_ray=use_ray, report=self._report
+                follower,
+                sources,
+                self.folder,
+                options,
+                num_processes=num_processes,
+                use_ray=use_ray,
+                report=self._report,
             )
         except _Stopped:
             pass
@@ -124,24 +136,23 @@ class _Worker:
             Exception: the preparation has failed.
         """
         val = GrowingTokens(self.folder, "val", is_one_source=is_one_source)
+        train = GrowingTokens(self.folder, "train", is_one_source=is_one_source)
         while not self._ended.is_set():
             has_begun = self._begun.is_set()  # all shards of the validation text exist, unless it is part of one text
-            if has_begun and len(val):
+            if has_begun and len(val) and len(train):
                 self._is_read.set()
                 return
-            if has_begun and not is_one_source:
+            if has_begun and not is_one_source and not len(val):
                 raise DataError("The text of val=... must have at least one document, got none. Give more text.")
             self._ended.wait(_POLL_S)
         if self.error is not None:
             raise self.error
 
-    def begin(self) -> None:
-        """Start to read; see `Follower`."""
+    def _begin(self) -> None:
         note_start(self.folder)
         self._begun.set()
 
-    def num_wanted(self) -> int:
-        """Return the number of shards that the readers need; see `Follower`."""
+    def _num_wanted(self) -> int:
         if self.stop.is_set():
             raise _Stopped
         return read_num_wanted(self.folder)

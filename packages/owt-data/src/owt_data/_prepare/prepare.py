@@ -1,7 +1,6 @@
 """Preparation of `train.bin`, `val.bin` and `manifest.json` from text."""
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -9,81 +8,26 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
-
+from owt_data._complete_files import rename_durably
 from owt_data._errors import DataError, RejectedDocumentsError, file_errors, show, show_name
 from owt_data._options import PrepareOptions, check_arguments
 from owt_data._paths import Names, is_uri, list_names, local_path, name_text
+from owt_data._prepare.assemble import assemble
 from owt_data._prepare.cpus import num_usable_cpus
-from owt_data._prepare.durable import rename_durably, write_durably
-from owt_data._prepare.plan import Plan, Request, find_plan, name_differences, open_documents, revisions
-from owt_data._prepare.shards import (
-    MIN_SHARD_BYTES,
-    Encoder,
-    Follower,
-    ShardRecord,
-    check_staging,
-    local_encoder,
-    shard_folder,
-    shard_path,
-    staging_path,
-    tokenize,
-)
-from owt_data._prepare.write_splits import Ranges, copy_ranges, document_ends, split_at, split_documents
-from owt_data._sources.documents import Documents
-from owt_data._sources.source import BUILTIN, Source, SourceStates, find_splits
+from owt_data._prepare.local_encoder import local_encoder
+from owt_data._prepare.planning import Request, name_differences, open_documents, recover_plan, write_plan
+from owt_data._prepare.progress import Progress, Report
+from owt_data._prepare.shards import MIN_SHARD_BYTES, Encoder, Follower, tokenize
+from owt_data._sources.source import Source, SourceStates, find_splits
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
-from owt_data._tokens.manifest import (
-    DTYPE,
-    FORMAT,
-    MANIFEST_NAME,
-    TRAIN_NAME,
-    VAL_NAME,
-    FileRecord,
-    Manifest,
-    SplitKind,
-    check_sizes,
-    read_manifest,
-)
-from owt_data._tokens.sequence import TokenSequence, concatenate, local_sequence
-from owt_data._tokens.summary import summary_of
-
-# The share of the reference job, 0.0005, would leave a single module of the small built-in corpus.
-_BUILTIN_VAL_FRACTION = 0.05
-_POSITION_VAL_FRACTION = 0.1
-_DOCUMENTS_VAL_FRACTION = 0.0005
-
-# Few documents, or documents of very different lengths, cannot be split into shares near the wanted ones.
-_MOST_DIFFERENCE = 0.1
+from owt_data._tokens.journal import ShardRecord, shard_folder, staging_path
+from owt_data._tokens.manifest import Manifest, check_sizes, read_manifest
 
 _RESULT_NAME = "result"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """Progress of `prepare`."""
-
-    stage: str
-    """`reading`, `checking` (what earlier starts have tokenized), `tokenizing` or `assembling`."""
-
-    fraction: float | None
-    """Share of the stage that is done; None if its length is unknown."""
-
-    num_documents: int = 0
-    """Documents tokenized so far, including those of earlier starts."""
-
-    num_tokens: int = 0
-    """Tokens of these documents."""
-
-    num_bytes: int = 0
-    """Text of these documents, in bytes of UTF-8."""
-
-
-Report = Callable[[Progress], None]
+# Names in the working folder of a preparation. Systems make hidden files, such as `.nfs000001`.
+_STAGING_NAMES = ("plan.json*", "parts-*", "result", "wanted*", "running", "error.txt*", ".*")
 
 
 def prepare(
@@ -144,26 +88,37 @@ def prepare_for(
     out = local_folder(out)
     with file_errors("readable and writable", out):
         before = SourceStates(splits.values())
-        digest = _digest(splits, report)
+        digest = _read_digest(splits, report)
         name = " ".join(list_names(sources))
-        existing = _existing(out, name, digest, options)
+        existing = _find_existing(out, digest, options)
         if existing is not None and not staging_path(out).exists():
             return existing
         with _staging_folder(out) as staging:
-            existing = _existing(out, name, digest, options)
+            existing = _find_existing(out, digest, options)
             if existing is not None:
                 shutil.rmtree(staging)  # left by a kill after the renaming
                 return existing
             try:
                 request = Request(staging=staging, out=out, name=name, digest=digest, splits=splits, options=options)
-                plan = find_plan(request)
+                plan = recover_plan(request)
                 with _encoder(splits, options.tokenizer, num_processes, use_ray) as encoder:
                     tokenizer_sha256 = tokenizer_digest(load_tokenizer(options.tokenizer))
-                    plan, documents = open_documents(request, plan, tokenizer_sha256)
-                    run = _Run(staging, splits, documents, options, plan, report, follower)
-                    shards = run.tokenize(encoder)
+                    documents = open_documents(request, plan, tokenizer_sha256)
+                    plan = plan or write_plan(request, documents, tokenizer_sha256)
+                    count = _counter(plan.num_bytes, report)
+                    shards = {}
+                    # Validation comes first: training needs all of it when it begins.
+                    for split in sorted(splits, reverse=True):
+                        shards[split] = tokenize(
+                            documents[split],
+                            shard_folder(staging, split),
+                            shard_bytes=plan.part_bytes,
+                            encoder=encoder,
+                            report=count,
+                            follower=None if split == "val" else follower,
+                        )
                     before.check_unchanged()
-                    manifest = run.assemble(shards)
+                    manifest = assemble(request, plan, shards, staging / _RESULT_NAME, report)
             except RejectedDocumentsError:
                 # The source must change, so its shards are useless. No other error deletes shards.
                 if follower is None:
@@ -185,7 +140,7 @@ def local_folder(out: str | os.PathLike[str]) -> Path:
     name = name_text(out)
     path = Path(os.path.realpath(local_path(name)))
     if os.path.lexists(path) and not path.is_dir():
-        raise DataError(f"The output must be a folder, got {show(name)}, which is something else. Name another.")
+        raise DataError(f"The output must be a folder, got {show(name)}, which is something else.")
     if not name or is_uri(name):
         raise DataError(
             f"The output must be a local or mounted folder, got {show(name)}. Prepare into one and copy it."
@@ -197,7 +152,7 @@ def _silent(progress: Progress) -> None:
     """Ignore the progress."""
 
 
-def _digest(splits: dict[str, Source], report: Report) -> str:
+def _read_digest(splits: dict[str, Source], report: Report) -> str:
     """Return the digest of one source, or of both splits together."""
     digests = {
         split: source.digest(lambda share: report(Progress(stage="reading", fraction=share)))
@@ -206,23 +161,20 @@ def _digest(splits: dict[str, Source], report: Report) -> str:
     return digests["all"] if "all" in digests else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
-def _existing(out: Path, name: str, digest: str, options: PrepareOptions) -> Manifest | None:
+def _find_existing(out: Path, digest: str, options: PrepareOptions) -> Manifest | None:
     """Return the manifest of `out` if it was prepared from this source and these options; None if `out` is empty."""
     manifest = read_manifest(out)
     if manifest is None and not (out.exists() and any(out.iterdir())):
         return None
     if manifest is None:
-        found = "other files"
+        found = "files that prepare has not written"
     elif (manifest.source_sha256, manifest.options) == (digest, options.record()):
         check_sizes(os.fspath(out), manifest)
         return manifest
     else:
         different = name_differences(manifest.options, options, manifest.source_sha256 == digest)
         found = f"token files of {show_name(manifest.source)}: {different} differ"
-    raise DataError(
-        f"{show_name(out)} must be empty or made from {show_name(name)} with these options, got {found}. Choose "
-        "another folder."
-    )
+    raise DataError(f"{show_name(out)} holds {found}. Choose another folder.")
 
 
 @contextlib.contextmanager
@@ -243,14 +195,23 @@ def _staging_folder(out: Path) -> Iterator[Path]:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise DataError(
-                f"{show_name(out)} must be prepared by one process at a time, got two. Wait for the other."
+                f"Another process prepares into {show_name(out)}. Wait for it, or choose another folder."
             ) from error
-        check_staging(staging)
+        _check_staging(staging)
         yield staging
     finally:
         os.close(folder)
         with contextlib.suppress(OSError):
             staging.rmdir()  # works only if the folder is empty
+
+
+def _check_staging(staging: Path) -> None:
+    """Raise DataError if the working folder holds a file of somebody else: the end of the preparation deletes it."""
+    for path in staging.iterdir():
+        if not any(map(path.match, _STAGING_NAMES)):
+            raise DataError(
+                f"{show_name(staging)} holds {show_name(path.name)}, which prepare has not written. Move it away."
+            )
 
 
 def _encoder(
@@ -267,134 +228,23 @@ def _encoder(
     return local_encoder(tokenizer, min(num_processes or num_usable_cpus(), most_shards))
 
 
-class _Run:
-    """Work of one start in the working folder."""
+def _counter(total_bytes: int | None, report: Report) -> Callable[[ShardRecord, bool], None]:
+    """Return a function that reports the sums of the shards it is called with."""
+    num_documents = num_tokens = num_bytes = 0
 
-    def __init__(
-        self,
-        staging: Path,
-        splits: dict[str, Source],
-        documents: dict[str, Documents],
-        options: PrepareOptions,
-        plan: Plan,
-        report: Report,
-        follower: Follower | None,
-    ) -> None:
-        self._staging, self._splits, self._documents = staging, splits, documents
-        self._options, self._plan, self._report = options, plan, report
-        self._follower = follower
-        self._tokenizer = load_tokenizer(options.tokenizer)
-        self._done = Progress(stage="tokenizing", fraction=None)
-
-    def tokenize(self, encoder: Encoder) -> dict[str, list[ShardRecord]]:
-        """Tokenize the missing shards. Return the records of all shards, by split."""
-        # Validation comes first: training needs all of it when it begins.
-        shards = {split: self._tokenize(split, encoder) for split in sorted(self._splits, reverse=True)}
-        return {split: shards[split] for split in self._splits}
-
-    def assemble(self, shards: dict[str, list[ShardRecord]]) -> Manifest:
-        """Write the token files and the manifest into the folder `result`."""
-        split, files = self._assemble(shards)
-        manifest = Manifest(
-            format=FORMAT,
-            version=version("owt-data"),
-            tokenizer=self._options.tokenizer,
-            vocab_size=self._tokenizer.n_vocab,
-            tokenizer_sha256=self._plan.tokenizer_sha256,
-            dtype=DTYPE,
-            files=files,
-            source=self._plan.source,
-            source_sha256=self._plan.source_sha256,
-            options=self._plan.options,
-            split=split,
-            revisions=revisions(self._plan),
-        )
-        # The token files are on disk already. This call also waits for all names in the folder.
-        write_durably(self._result / MANIFEST_NAME, manifest.to_json())
-        return manifest
-
-    @property
-    def _result(self) -> Path:
-        return self._staging / _RESULT_NAME
-
-    def _tokenize(self, split: str, encoder: Encoder) -> list[ShardRecord]:
-        return tokenize(
-            self._documents[split],
-            shard_folder(self._staging, split),
-            shard_bytes=self._plan.part_bytes,
-            encoder=encoder,
-            report=self._count,
-            follower=None if split == "val" else self._follower,
-        )
-
-    def _count(self, record: ShardRecord, is_kept: bool) -> None:
-        before, total = self._done, self._plan.num_bytes
-        num_bytes = before.num_bytes + record.num_bytes
-        self._done = Progress(
-            stage="checking" if is_kept else "tokenizing",
-            fraction=min(1.0, num_bytes / total) if total else None,
-            num_documents=before.num_documents + record.num_documents,
-            num_tokens=before.num_tokens + record.num_tokens,
-            num_bytes=num_bytes,
-        )
-        self._report(self._done)
-
-    def _assemble(self, shards: dict[str, list[ShardRecord]]) -> tuple[SplitKind, dict[str, FileRecord]]:
-        shutil.rmtree(self._result, ignore_errors=True)
-        self._result.mkdir()
-        if self._options.documents == "wikitext-titles" and self._done.num_documents == 0:
-            source = f"{show_name(self._plan.source)} must hold rows with titles of wikitext, ' = Title = '"
-            raise RejectedDocumentsError(f"{source}, got no title. Choose --documents rows.")
-        end_of_text, begins = self._tokenizer.eot_token, self._options.documents == "wikitext-titles"
-        total, moved = max(1, self._done.num_tokens), 0
-
-        def advance(num_tokens: int) -> None:
-            nonlocal moved
-            moved += num_tokens
-            self._report(dataclasses.replace(self._done, stage="assembling", fraction=moved / (2 * total)))
-
-        sequences, ends = {}, {}
-        for name, records in shards.items():
-            folder = shard_folder(self._staging, name)
-            ends[name] = document_ends(folder, records, end_of_text, advance, begins=begins)
-            sequences[name] = local_sequence([shard_path(folder, index) for index in range(len(records))])
-        whole = concatenate(list(sequences.values()))
-        first = next(iter(shards.values()))
-        split, ranges = self._ranges(sequences, ends, num_first_tokens=first[0].num_tokens if first else 0)
-        only_ends = any(len(sequences[name]) == len(ends[name]) for name in sequences)
-        if only_ends or not all((stops > starts).any() for starts, stops in ranges.values()):
-            remedy = {
-                "start": "Give more text than validation takes, at least 256 KiB.",
-                "sources": "Give text for both, train=... and val=....",
-            }.get(split, "Give more text, or another --split or --val-fraction.")
-            raise RejectedDocumentsError(
-                f"{show_name(self._plan.source)} must hold text for both splits, got {len(whole)} tokens in "
-                f"{sum(map(len, ends.values()))} documents. {remedy}"
+    def count(record: ShardRecord, is_kept: bool) -> None:
+        nonlocal num_documents, num_tokens, num_bytes
+        num_documents += record.num_documents
+        num_tokens += record.num_tokens
+        num_bytes += record.num_bytes
+        report(
+            Progress(
+                stage="checking" if is_kept else "tokenizing",
+                fraction=min(1.0, num_bytes / total_bytes) if total_bytes else None,
+                num_documents=num_documents,
+                num_tokens=num_tokens,
+                num_bytes=num_bytes,
             )
-        files = {}
-        for name, file in (("train", TRAIN_NAME), ("val", VAL_NAME)):
-            summary = summary_of(file, self._options.documents, split, end_of_text)
-            files[file] = copy_ranges(whole, ranges[name], self._result / file, summary, advance)
-        return split, files
+        )
 
-    def _ranges(
-        self, sequences: dict[str, TokenSequence], ends: dict[str, np.ndarray], *, num_first_tokens: int
-    ) -> tuple[SplitKind, dict[str, Ranges]]:
-        """Return the kind of the split and the token ranges of each part. The first shard has `num_first_tokens`."""
-        num_tokens = sum(map(len, sequences.values()))
-        if "all" not in sequences:
-            return "sources", split_at(len(sequences["train"]), num_tokens)
-        options, source = self._options, self._splits["all"]
-        if options.split == "start":
-            ranges = split_at(num_first_tokens, num_tokens)
-            return "start", {"train": ranges["val"], "val": ranges["train"]}
-        if options.split != "position":
-            default = _BUILTIN_VAL_FRACTION if source.kind == BUILTIN else _DOCUMENTS_VAL_FRACTION
-            wanted = options.val_fraction or default
-            ranges = split_documents(ends["all"], wanted, options.split_seed)
-            starts, stops = ranges["val"]
-            share = int((stops - starts).sum()) / max(1, num_tokens)
-            if options.split == "documents" or abs(share - wanted) <= _MOST_DIFFERENCE:
-                return "documents", ranges
-        boundary = round(num_tokens * (1 - (options.val_fraction or _POSITION_VAL_FRACTION)))
-        return "position", split_at(boundary, num_tokens)
+    return count

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from owt_data._errors import check_type
-from owt_data._prepare.prepare import Progress, Report
+from owt_data._prepare.progress import Progress, Report
 
 # Interval of the log lines that replace the bar without a terminal.
 _SECONDS_PER_LINE = 30.0

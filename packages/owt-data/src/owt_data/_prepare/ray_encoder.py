@@ -8,7 +8,6 @@ import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 import pyarrow as pa
 import ray
 import ray.exceptions
-import tiktoken
 
 from owt_data._errors import DataError, one_line, show_name
 from owt_data._prepare.shards import Encoder, Shard
@@ -26,11 +24,6 @@ from owt_data._prepare.tokenize_worker import encode_shard
 from owt_data._tokenizers import load_fast_tokenizer
 
 _CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 5, 20
-
-
-@cache
-def _load_once(tokenizer: str) -> tiktoken.Encoding:
-    return load_fast_tokenizer(tokenizer)
 
 
 @contextmanager
@@ -62,8 +55,9 @@ def ray_encoder(tokenizer: str, num_tasks: int | None = None) -> Iterator[Encode
     except ray.exceptions.RayError as error:
         # The last line has the message, the lines before it the traceback.
         reason = str(error).strip().splitlines()[-1]
-        found = f"a failure: {one_line(reason)}"
-        raise DataError(f"Ray must tokenize every shard, got {found}. Run the same command again to resume.") from error
+        raise DataError(
+            f"A task of Ray that tokenizes has failed: {one_line(reason)}. Run the same command again to resume."
+        ) from error
     finally:
         if connects:
             ray.shutdown()
@@ -110,4 +104,4 @@ def _check_answers(address: str) -> None:
 
 
 def _encode(batch: pa.RecordBatch, tokenizer: str, path: Path) -> dict[str, Any]:
-    return encode_shard(batch, _load_once(tokenizer), path)
+    return encode_shard(batch, load_fast_tokenizer(tokenizer), path)

@@ -9,26 +9,24 @@ import hashlib
 import json
 import os
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import tiktoken
 
+from owt_data._complete_files import write_file
 from owt_data._errors import DataError, file_errors
-from owt_data._tokenizers import load_fast_tokenizer
+from owt_data._tokenizers import encode_pieces, load_fast_tokenizer
 
 
 def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path) -> dict[str, Any]:
     """Tokenize pieces of text into a shard file. The file gets its name when it is complete.
 
     Args:
-        batch: `text: large_string`, `starts: bool` and `ends: bool`. An end-of-text token precedes a piece whose
-            `starts` is true, and follows a piece whose `ends` is true.
-        tokenizer: the encoding. The text of a special token inside a document is ordinary text.
+        batch: `text: large_string`, `starts: bool` and `ends: bool`; see `encode_pieces`.
+        tokenizer: the encoding.
         path: the file to write, as raw little-endian uint16.
 
     Returns:
@@ -37,26 +35,13 @@ def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path
     Raises:
         DataError: the file cannot be written.
     """
-    end_of_text = np.array([tokenizer.eot_token], dtype=np.uint32)
-    pieces = []
-    starts_of, ends_of = batch["starts"].to_pylist(), batch["ends"].to_pylist()
-    for text, starts, ends in zip(batch["text"].to_pylist(), starts_of, ends_of, strict=True):
-        if starts:
-            pieces.append(end_of_text)
-        pieces.append(tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=()))
-        if ends:
-            pieces.append(end_of_text)
-    tokens = np.concatenate(pieces).astype("<u2")
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    starts, ends = batch["starts"].to_pylist(), batch["ends"].to_pylist()
+    tokens = encode_pieces(zip(batch["text"].to_pylist(), starts, ends, strict=True), tokenizer)
     with file_errors("writable", path):
-        try:
-            temporary.write_bytes(tokens.data)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_file(path, tokens.data)
     return {
         "num_tokens": len(tokens),
-        "num_documents": sum(starts_of) + sum(ends_of),
+        "num_documents": sum(starts) + sum(ends),
         "sha256": hashlib.sha256(tokens.data).hexdigest(),
     }
 

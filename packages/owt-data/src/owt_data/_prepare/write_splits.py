@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._errors import DataError
+from owt_data._errors import DataError, show_name
 from owt_data._prepare.cpus import num_usable_cpus
-from owt_data._prepare.shards import ShardRecord, checksum, shard_path
+from owt_data._tokens.journal import ShardRecord, checksum, shard_path
 from owt_data._tokens.manifest import FileRecord
 from owt_data._tokens.sequence import SequenceReader, TokenSequence
 from owt_data._tokens.summary import Summary
@@ -45,10 +45,11 @@ def document_ends(
         path = shard_path(folder, index)
         if checksum(path) != records[index].sha256:
             remedy = "Check the disk, and that all machines share the folder, and run the same command again."
-            raise DataError(f"{path} must be as it was written, got other contents. {remedy}")
+            raise DataError(f"{show_name(path)} has changed after it was written. {remedy}")
         return np.flatnonzero(np.fromfile(path, dtype="<u2") == end_of_text) + 1
 
-    ends, before = [np.empty(0, dtype=np.int64)], 0
+    ends = [np.empty(0, dtype=np.int64)]
+    before = 0
     with ThreadPoolExecutor(num_usable_cpus()) as threads:
         for record, ends_here in zip(records, threads.map(ends_in, range(len(records))), strict=True):
             ends.append(ends_here + before)

@@ -17,10 +17,10 @@ from owt_data._errors import (
     DataError,
     check_column,
     check_integer,
+    column_type_error,
+    encoding_error,
     file_errors,
-    not_format,
-    not_text,
-    not_utf8,
+    format_error,
     one_line,
     show,
 )
@@ -34,7 +34,7 @@ _TEXT_BLOCK_BYTES = 1 << 20
 # The split pattern of gpt2 always ends a match between a non-space character and a blank. A text that is cut at this
 # position keeps its tokens.
 _CUT = re.compile(r"\S(?=[ \n])")
-_CUT_SEARCH = 1 << 12
+_PIECE_CHARS = 1 << 12
 
 
 class Cursor(NamedTuple):
@@ -100,8 +100,11 @@ class Documents:
         row_end: str = "",
         limit_rows: int | None = None,
     ) -> None:
-        self._source, self._text_column = source, text_column
-        self._starts_document, self._row_end, self._limit_rows = starts_document, row_end, limit_rows
+        self._source = source
+        self._text_column = text_column
+        self._starts_document = starts_document
+        self._row_end = row_end
+        self._limit_rows = limit_rows
         self._hub = None
         if source.kind == HUB:
             # The import of `datasets` takes more than a second, which files must not wait for.
@@ -110,7 +113,7 @@ class Documents:
             except ValueError as error:  # a variable such as HF_HUB_DOWNLOAD_TIMEOUT is no number
                 raise DataError(
                     f"The variables HF_... must be values that the library `datasets` accepts, got {one_line(error)}. "
-                    "Correct them, or unset them."
+                    "Unset them."
                 ) from error
 
             self._hub = HubRows(source, revision)
@@ -151,10 +154,12 @@ class Documents:
             if file < cursor.file:
                 continue
             begin = cursor.offset if file == cursor.file else 0
-            for text, offset in _read_pieces(path, begin, errors):
-                at = Cursor(file + 1, 0) if offset is None else Cursor(file, offset)
-                texts = pa.array([text + self._row_end if offset is None else text], pa.large_string())
-                yield Chunk(texts, np.array([False]), np.array([offset is None]), at.file, np.array([at.offset]))
+            for texts, offsets, is_last in _read_pieces(path, begin, errors):
+                if is_last:
+                    texts = [texts[0] + self._row_end]
+                neither = np.zeros(len(texts), bool)
+                pieces = pa.array(texts, pa.large_string())
+                yield Chunk(pieces, neither, neither | is_last, file + is_last, np.array(offsets))
 
     def _read_rows(self, cursor: Cursor) -> Iterator[Chunk]:
         num_files = len(self._source.files) if self._hub is None else self._hub.layout.num_shards
@@ -171,7 +176,8 @@ class Documents:
             starts = np.array([self._starts_document(row) for row in texts.to_pylist()], bool)
             ends = np.zeros(len(texts), bool)
         if self._row_end:
-            end, separator = pa.scalar(self._row_end, pa.large_string()), pa.scalar("", pa.large_string())
+            end = pa.scalar(self._row_end, pa.large_string())
+            separator = pa.scalar("", pa.large_string())
             texts = pc.call_function("binary_join_element_wise", [texts, end, separator])
         return Chunk(texts, starts, ends, file, offsets)
 
@@ -237,12 +243,12 @@ def _check_texts(table: pa.Table, column: str, name: str, before: int) -> pa.Arr
     if texts.null_count:
         found = f"none in row {before + texts.is_null().index(True).as_py()}"
     if found is not None:
-        raise not_text(column, found, name)
+        raise column_type_error(column, found, name)
     combined = texts.cast(pa.large_string()).combine_chunks()
     try:
         combined.validate(full=True)  # checks UTF-8, which a file may declare wrongly
     except pa.ArrowInvalid as error:
-        raise not_utf8(name, f"in the column {show(column)} ({one_line(error)})") from error
+        raise encoding_error(name, f"in the column {show(column)} ({one_line(error)})") from error
     return combined
 
 
@@ -270,35 +276,42 @@ def _parquet_errors(path: Path) -> Iterator[None]:
             # Decompression raises an OSError without a number for damaged data.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise not_format(path, "parquet rows", error) from error
+            raise format_error(path, "parquet rows", error) from error
 
 
-def _read_pieces(path: Path, begin: int, errors: str) -> Iterator[tuple[str, int | None]]:
-    """Yield a text file in pieces of about 1 MiB, each with the offset after it, or None after the last."""
+def _read_pieces(path: Path, begin: int, errors: str) -> Iterator[tuple[list[str], list[int], bool]]:
+    """Yield a text file in groups of pieces. Where a piece ends depends only on the text from its start on.
+
+    A piece has at least `_PIECE_CHARS` characters, and ends at the first position after them where the tokens do.
+
+    Args:
+        path: the file.
+        begin: offset of the first piece, in bytes.
+        errors: how to decode bytes that are not UTF-8, `strict` or `replace`.
+
+    Yields:
+        The pieces, the offset in bytes after each piece, and False. At last the rest of the file, 0 and True.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     held, offset = "", begin
     with file_errors("readable", path), path.open("rb") as file:
         file.seek(begin)
         while block := file.read(_TEXT_BLOCK_BYTES):
+            searched = len(held) - 1  # the last character may be before a blank of this block
             held += _decode(decoder, block, path, file.tell())
-            # Replaced characters hide the number of bytes, so with `replace` the file is read as one piece.
-            cut = _last_cut(held) if errors == "strict" else 0
-            if cut:
-                offset += len(held[:cut].encode())
-                yield held[:cut], offset
-                held = held[cut:]
+            if errors == "replace":  # replaced characters hide the number of bytes
+                continue
+            texts, offsets, start = [], [], 0
+            while cut := _CUT.search(held, max(start + _PIECE_CHARS - 1, searched)):
+                texts.append(held[start : cut.end()])
+                start = cut.end()
+                offset += len(texts[-1].encode())
+                offsets.append(offset)
+            if texts:
+                yield texts, offsets, False
+                held = held[start:]
         held += _decode(decoder, b"", path, file.tell(), final=True)
-    yield held, None
-
-
-def _last_cut(text: str) -> int:
-    """Return the last position where a text may be cut; 0 if there is no such position."""
-    near_the_end = max(0, len(text) - _CUT_SEARCH)
-    for begin in (near_the_end, 0):
-        cut = max((match.end() for match in _CUT.finditer(text, begin)), default=0)
-        if cut:
-            return cut
-    return 0
+    yield [held], [0], True
 
 
 def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, end: int, *, final: bool = False) -> str:
@@ -306,7 +319,7 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, end: i
         return decoder.decode(block, final)
     except UnicodeDecodeError as error:
         position = end - len(error.object) + error.start
-        raise not_utf8(path, f"at byte {position}") from error
+        raise encoding_error(path, f"at byte {position}") from error
 
 
 def _parquet_text_bytes(path: Path, text_column: str) -> int:

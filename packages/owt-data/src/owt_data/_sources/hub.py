@@ -76,9 +76,7 @@ class HubRows:
         # Data that looks damaged may be a truncated answer. Hence no RejectedDocumentsError, which deletes shards.
         except _READ_ERRORS as error:
             found = f"{_reason(error)}. Run the same command again to resume."
-            raise DataError(
-                f"{show_name(self._name)} must be readable from the Hugging Face hub, got {found}"
-            ) from error
+            raise DataError(f"{show_name(self._name)} could not be read from the Hugging Face hub: {found}") from error
 
 
 def _reason(error: Exception) -> str:

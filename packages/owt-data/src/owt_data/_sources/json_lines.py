@@ -15,11 +15,11 @@ import pyarrow.json
 from owt_data._errors import (
     RejectedDocumentsError,
     check_column,
+    column_type_error,
+    encoding_error,
     file_errors,
-    half_a_character,
-    not_format,
-    not_text,
-    not_utf8,
+    format_error,
+    surrogate_error,
 )
 
 _BLOCK_BYTES = 4 << 20
@@ -59,14 +59,15 @@ def read_json_texts(path: Path, column: str) -> Iterator[pa.Array]:
             with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
                 yield from rows.read(file)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise rows.rejected(str(error)) from error
+            raise rows.format_error(str(error)) from error
 
 
 class _Rows:
     """Rows of one file, with a count of rows and lines for errors."""
 
     def __init__(self, path: Path, column: str) -> None:
-        self._path, self._column = path, column
+        self._path = path
+        self._column = column
         self._num_rows = 0
         self._num_lines = 0
         schema = pa.schema([(column, pa.large_string())])
@@ -88,8 +89,9 @@ class _Rows:
                 yield texts
             block = held + following
 
-    def rejected(self, reason: str) -> RejectedDocumentsError:
-        return not_format(self._path, "JSON lines, one object in each", reason)
+    def format_error(self, reason: str) -> RejectedDocumentsError:
+        """Return the error for text that is not JSON lines."""
+        return format_error(self._path, "JSON lines, one object in each", reason)
 
     def _parse(self, block: bytes) -> pa.Array | None:
         """Return the texts of a block by Arrow, which is fast; None if Arrow fails or finds a row without text."""
@@ -128,9 +130,9 @@ class _Rows:
                 noticed = position + len(decoded[position : error.pos].rstrip())
                 last_line = line + decoded.count("\n", position, noticed)
                 row = "" if array or last_line == line else f" of the row that begins in line {line}"
-                raise self.rejected(f"{error.msg.removesuffix(' at')} in line {last_line}{row}") from error
+                raise self.format_error(f"{error.msg.removesuffix(' at')} in line {last_line}{row}") from error
             except RecursionError as error:
-                raise self.rejected(f"the row in line {line} is nested too deeply") from error
+                raise self.format_error(f"the row in line {line} is nested too deeply") from error
             if array and isinstance(row, list) and not texts and not decoded[after:].strip():
                 for number, item in enumerate(row):
                     text = {self._column: item} if isinstance(item, str) else item
@@ -143,20 +145,20 @@ class _Rows:
     def _text(self, row: Any, place: str, *, first: bool) -> str:
         """Return the text of a row, given its place in the file and whether it is the first row."""
         if not isinstance(row, dict):
-            raise self.rejected(f"{_NAMES[type(row)]} in {place}")
+            raise self.format_error(f"{_NAMES[type(row)]} in {place}")
         if first:
             check_column(self._column, list(row), self._path)
         text = row.get(self._column)
         if not isinstance(text, str):
             found = "none" if text is None else _NAMES[type(text)]
-            raise not_text(self._column, f"{found} in {place}", self._path)
+            raise column_type_error(self._column, f"{found} in {place}", self._path)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             half = text[error.start]
             if not "\udc80" <= half <= "\udcff":  # else it may stand for a byte
-                raise half_a_character(self._path, half, place) from error
-            raise not_utf8(self._path, f"or half a surrogate pair in {place}") from error
+                raise surrogate_error(self._path, half, place) from error
+            raise encoding_error(self._path, f"or half a surrogate pair in {place}") from error
         return text
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from owt_data._errors import check_type, file_errors, not_utf8
+from owt_data._errors import check_type, encoding_error, file_errors
 
 StartsDocument = Callable[[str], bool]
 """Predicate: True for a row of text that begins a document."""
@@ -57,7 +57,7 @@ def read_lines(path: Path, begin: int, errors: str) -> Iterator[tuple[list[str],
                 try:
                     row = line.decode("utf-8", errors)
                 except UnicodeDecodeError as error:
-                    raise not_utf8(path, f"at byte {offset + error.start}") from error
+                    raise encoding_error(path, f"at byte {offset + error.start}") from error
                 offset += len(line)
                 rows.append(row if row.strip() else "")
                 offsets.append(offset)

@@ -10,10 +10,18 @@ from pathlib import Path
 
 from pyarrow.fs import FileType
 
-from owt_data._digests import file_sha256, file_state
+from owt_data._digests import file_sha256, file_state, share_counter
 from owt_data._errors import DataError, RejectedDocumentsError, check_function, file_errors, show, show_name
-from owt_data._paths import Names, check_file_type, group_by_split, is_uri, list_names, local_path
-from owt_data._tokens.manifest import MANIFEST_NAME, holds_tokens
+from owt_data._paths import (
+    MANIFEST_NAME,
+    Names,
+    group_by_split,
+    holds_tokens,
+    is_uri,
+    list_names,
+    local_path,
+    look_up_as,
+)
 
 BUILTIN = "builtin"
 HUB = "hub"
@@ -49,14 +57,7 @@ class Source:
         """
         check_function("report", report)
         digest = hashlib.sha256(f"{self.kind}:{self.name if self.kind == HUB else ''}".encode())
-        total, done = self.num_bytes or 1, 0
-
-        def advance(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            if report is not None:
-                report(min(1.0, done / total))
-
+        advance = share_counter(self.num_bytes or 0, report)
         for path in self.files:
             digest.update(bytes.fromhex(file_sha256(path, advance)))
         return digest.hexdigest()
@@ -99,8 +100,7 @@ class SourceStates:
         for path, before in self._before.items():
             if file_state(path) != before or self._digests.get(path) not in (None, file_sha256(path)):
                 raise RejectedDocumentsError(
-                    f"{show_name(path)} must not change while it is read, got another size, time of change or "
-                    "contents. Run the same command again once it is complete."
+                    f"{show_name(path)} has changed while it was read. Run the same command again once it is complete."
                 )
 
 
@@ -142,7 +142,7 @@ def find_source(names: Names) -> Source:
     alone = {BUILTIN, HUB} if len(given) == 1 else set()
     name = " ".join(given)
     if not kinds:
-        raise DataError(f"{show_name(name)} must name .txt, .jsonl or .parquet files, got no file. Correct the name.")
+        raise DataError(f"{show_name(name)} must name .txt, .jsonl or .parquet files, got no file.")
     if len(kinds) != 1 or not kinds <= {*_KINDS.values(), *alone}:
         got = " and ".join(sorted(kinds))
         raise DataError(
@@ -189,7 +189,7 @@ def _find_files(name: str) -> tuple[set[str], list[Path]]:
     else:
         return {HUB}, []
     for file in files:
-        check_file_type(os.fspath(file), FileType.File, "a file or a folder of files")
+        look_up_as(os.fspath(file), FileType.File, "a file or a folder of files")
     return {_KINDS.get(_suffix(file), f"{file.suffix or 'no suffix'} ({file})") for file in files}, files
 
 

@@ -58,7 +58,8 @@ def token_windows(
         DataError: there are fewer tokens than one window needs, or a number is out of its range.
     """
     check_tokens(tokens)
-    seq_len, seed = check_integer("seq_len", seq_len, least=1), check_seed(seed)
+    seq_len = check_integer("seq_len", seq_len, least=1)
+    seed = check_seed(seed)
     check_choice("order", order, get_args(OrderKind))
     if batch_size is not None:
         batch_size = check_integer("batch_size", batch_size, least=1)

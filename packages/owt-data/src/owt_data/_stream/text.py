@@ -21,7 +21,7 @@ from owt_data._sources.documents import Documents
 from owt_data._sources.rows import StartsDocument, every_row, is_wikitext_title
 from owt_data._sources.source import Source, find_source
 from owt_data._stream.ray_reader import untyped
-from owt_data._tokenizers import load_fast_tokenizer, load_tokenizer
+from owt_data._tokenizers import encode_pieces, load_fast_tokenizer, load_tokenizer
 
 TokenDtype = Literal["uint16", "int32", "int64"]
 
@@ -152,20 +152,9 @@ def _rows(
             yield from ((text + row_end, starts_document(text)) for text in dict(batch)[text_column])
 
 
-@functools.cache
-def _load_once(tokenizer: str) -> tiktoken.Encoding:
-    return load_fast_tokenizer(tokenizer)
-
-
 def _encode(rows: Rows, tokenizer: str) -> NDArray[np.uint16]:
     """Return the tokens of rows, with an end-of-text token before each row that begins a document."""
-    encoding = _load_once(tokenizer)
-    tokens: list[int] = []
-    for row, starts in rows:
-        if starts:
-            tokens.append(encoding.eot_token)
-        tokens += encoding.encode_ordinary(row)
-    return np.array(tokens, dtype=np.uint16)
+    return encode_pieces(((row, starts, False) for row, starts in rows), load_fast_tokenizer(tokenizer))
 
 
 def _in_threads(groups: Iterator[Rows], tokenizer: str, num_threads: int) -> Iterator[NDArray[np.uint16]]:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from pyarrow.fs import FileType
@@ -13,10 +12,18 @@ from pyarrow.fs import FileType
 from owt_data._errors import DataError, check_integer, check_type, file_errors, one_line, show, show_name
 from owt_data._json_types import parse_record, read_json
 from owt_data._options import TokenizerName, check_record
-from owt_data._paths import BYTES_PER_TOKEN, check_file_type, file_info, join, locate, normalize
+from owt_data._paths import (
+    BYTES_PER_TOKEN,
+    MANIFEST_NAME,
+    TRAIN_NAME,
+    VAL_NAME,
+    connect,
+    join,
+    look_up,
+    look_up_as,
+    normalize,
+)
 
-TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
-TOKEN_NAMES = (TRAIN_NAME, VAL_NAME)
 DTYPE: Literal["<u2"] = "<u2"
 FORMAT = 1
 """Format of the manifest and the token files."""
@@ -45,7 +52,6 @@ class FileRecord:
     """SHA-256 of the file."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_integer("num_tokens", self.num_tokens, least=0)
         check_integer("num_documents", self.num_documents, least=0)
         _check_sha256("sha256", self.sha256)
@@ -94,9 +100,8 @@ class Manifest:
     """Commit of each hub dataset, by split; `all` for one source that was split."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         for name in ("files", "options"):
-            check_type(name, getattr(self, name), dict, "a dict", "Give one.")
+            check_type(name, getattr(self, name), dict, "a dict")
         if self.files.keys() != {TRAIN_NAME, VAL_NAME}:
             raise ValueError(f"files are {sorted(self.files)}")
         if self.tokenizer not in get_args(TokenizerName):
@@ -113,12 +118,7 @@ class Manifest:
 
 def _check_sha256(name: str, digits: str) -> None:
     if not isinstance(digits, str) or _SHA256.fullmatch(digits) is None:
-        raise DataError(f"{name} must be a SHA-256 of 64 hexadecimal digits, got {show(digits)}. Compute it again.")
-
-
-def holds_tokens(folder: Path) -> bool:
-    """Return whether a folder has token files, both or one that is left. It then holds no text to prepare."""
-    return folder.is_dir() and any((folder / name).exists() for name in TOKEN_NAMES)
+        raise DataError(f"{name} must be a SHA-256 of 64 hexadecimal digits, got {show(digits)}.")
 
 
 def check_sizes(folder: str, manifest: Manifest) -> None:
@@ -128,8 +128,9 @@ def check_sizes(folder: str, manifest: Manifest) -> None:
         DataError: a file is missing or has another size.
     """
     for name, record in manifest.files.items():
-        path, num_bytes = join(folder, name), BYTES_PER_TOKEN * record.num_tokens
-        size = check_file_type(path, FileType.File, "a token file", _REMEDY, suggest=False).size
+        path = join(folder, name)
+        num_bytes = BYTES_PER_TOKEN * record.num_tokens
+        size = look_up_as(path, FileType.File, "a token file", _REMEDY, suggest=False).size
         if size != num_bytes:
             raise DataError(
                 f"{show_name(path)} must have {num_bytes} bytes as in {MANIFEST_NAME}, got {size}. {_REMEDY}"
@@ -146,10 +147,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         DataError: the manifest is damaged, cannot be read, or has the format of another version.
     """
     path = join(normalize(folder), MANIFEST_NAME)
-    if file_info(path).type is FileType.NotFound:
+    if look_up(path).type is FileType.NotFound:
         return None
-    check_file_type(path, FileType.File, "a manifest of owt-data", _REMEDY)  # reading a pipe could block
-    filesystem, place = locate(path)
+    look_up_as(path, FileType.File, "a manifest of owt-data", _REMEDY)  # reading a pipe could block
+    filesystem, place = connect(path)
     try:
         with file_errors("readable", path), filesystem.open_input_stream(place) as stream:
             data = read_json(stream)

@@ -16,19 +16,24 @@ from pyarrow.fs import FileType
 from owt_data._errors import DataError, file_errors, show, show_name
 from owt_data._paths import (
     BYTES_PER_TOKEN,
+    TOKEN_NAMES,
+    TRAIN_NAME,
+    VAL_NAME,
     Names,
     base_name,
-    check_file_type,
     group_by_split,
+    holds_tokens,
     is_uri,
     join,
+    look_up_as,
     normalize,
     read_blocks,
 )
-from owt_data._prepare.growing_tokens import GrowingTokens
-from owt_data._prepare.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokenizers import vocab_size
-from owt_data._tokens.manifest import TOKEN_NAMES, TRAIN_NAME, VAL_NAME, check_sizes, holds_tokens, read_manifest
+from owt_data._tokens.growing_tokens import GrowingTokens
+from owt_data._tokens.journal import staging_path
+from owt_data._tokens.manifest import check_sizes, read_manifest
+from owt_data._tokens.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence, TokenSpan, check_ids, concatenate
 
 # Share of validation at the end of `.bin` files, which have no split.
@@ -121,8 +126,8 @@ def _open_splits(paths: dict[str, list[str]], tokenizer: str) -> TokenData:
         raise DataError(
             f"train=... and val=... must name .bin files, got {show_name(others[0])}. Name its token files."
         )
-    spans = {split: [_span(path) for path in group] for split, group in paths.items()}
-    digests = {split: [_scan(span, tokenizer) for span in group] for split, group in spans.items()}
+    spans = {split: [_look_up_span(path) for path in group] for split, group in paths.items()}
+    digests = {split: [_read_sha256(span, tokenizer) for span in group] for split, group in spans.items()}
     num_ids = vocab_size(tokenizer)
     tokens = {split: concatenate([_sequence_of(span, num_ids) for span in group]) for split, group in spans.items()}
     return TokenData(
@@ -198,17 +203,17 @@ def _combine(
 
 
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
-    plan = None if is_uri(folder) else read_plan(Path(folder))
+    plan = None if is_uri(folder) else read_plan(staging_path(Path(folder)))
     if plan is not None and read_manifest(folder) is None:
         return _open_growing(Path(folder), plan)
     remedy = "Prepare text with owt-data prepare first, or correct the name."
-    check_file_type(folder, FileType.Directory, "a folder of token files or a .bin file", remedy)
+    look_up_as(folder, FileType.Directory, "a folder of token files or a .bin file", remedy)
     manifest = read_manifest(folder)
     if manifest is not None:
         check_sizes(folder, manifest)
-    spans = {name: _span(join(folder, name), "Write both files, or name a .bin file.") for name in TOKEN_NAMES}
+    spans = {name: _look_up_span(join(folder, name), "Write both files, or name a .bin file.") for name in TOKEN_NAMES}
     if manifest is None:
-        digests = {name: _scan(span, tokenizer) for name, span in spans.items()}
+        digests = {name: _read_sha256(span, tokenizer) for name, span in spans.items()}
         num_ids = vocab_size(tokenizer)
     else:
         digests = {name: record.sha256 for name, record in manifest.files.items()}
@@ -245,10 +250,10 @@ def _open_growing(folder: Path, plan: Plan) -> TokenData:
 
 def _open_files(paths: list[str], tokenizer: str) -> TokenData:
     """Open `.bin` files as one sequence. The first 90 % of its tokens are for training."""
-    spans = [_span(path) for path in paths]
+    spans = [_look_up_span(path) for path in paths]
     whole = concatenate([_sequence_of(span, vocab_size(tokenizer)) for span in spans])
     boundary = round(len(whole) * (1 - _VAL_FRACTION))
-    digests = [_scan(span, tokenizer) for span in spans]
+    digests = [_read_sha256(span, tokenizer) for span in spans]
     return TokenData(
         names=paths[0] if len(paths) == 1 else paths,
         train=whole.between(0, boundary),
@@ -268,19 +273,18 @@ def _sequence_of(span: TokenSpan, num_ids: int) -> TokenSequence:
     return TokenSequence((span,) if len(span) else (), num_ids)
 
 
-def _span(path: str, remedy: str | None = None) -> TokenSpan:
+def _look_up_span(path: str, remedy: str = "") -> TokenSpan:
     """Return all tokens of a file as a span. The remedy is for a file that the user has not named."""
-    size = check_file_type(path, FileType.File, "a token file", remedy, suggest=remedy is None).size
+    size = look_up_as(path, FileType.File, "a token file", remedy, suggest=not remedy).size
     if size % BYTES_PER_TOKEN:
-        raise DataError(
-            f"{show_name(path)} must have an even number of bytes, two per token, got {size}. Write it again."
-        )
+        raise DataError(f"{show_name(path)} must have an even number of bytes, two per token, got {size}.")
     return TokenSpan(path=path, start=0, stop=size // BYTES_PER_TOKEN)
 
 
-def _scan(span: TokenSpan, tokenizer: str) -> str:
+def _read_sha256(span: TokenSpan, tokenizer: str) -> str:
     """Return the SHA-256 of a file without a manifest, and check its format and ids."""
-    num_ids, start = vocab_size(tokenizer), 0
+    num_ids = vocab_size(tokenizer)
+    start = 0
     digest = hashlib.sha256()
     for number, block in enumerate(read_blocks(span.path)):
         tokens = np.frombuffer(block, dtype="<u2")

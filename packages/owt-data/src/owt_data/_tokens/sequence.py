@@ -24,7 +24,7 @@ from owt_data._errors import (
     show_name,
 )
 from owt_data._options import OrderKind
-from owt_data._paths import BYTES_PER_TOKEN, LocalTokens, RemoteTokens, file_info, is_uri
+from owt_data._paths import BYTES_PER_TOKEN, LocalTokens, RemoteTokens, is_uri, look_up
 from owt_data._tokens.window_order import as_int64, check_seed, count_windows, num_windows, shuffled, window_starts
 
 # Windows in a round of a mixture. Each round has the exact proportions.
@@ -66,7 +66,6 @@ class TokenSpan:
     """One past the last token."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_type("path", self.path, str, "a text", "Give the path as text.")
         start = check_integer("start", self.start, least=0)
         object.__setattr__(self, "start", start)
@@ -97,7 +96,6 @@ class TokenSequence:
     """Number of ids. A token that is not smaller raises a `DataError` when it is read. None: every token is valid."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _check_tuple("spans", self.spans, TokenSpan)
         if self.vocab_size is not None:
             size = check_integer("vocab_size", self.vocab_size, least=1, most=1 << 16)
@@ -199,8 +197,8 @@ class SequenceReader:
             here = out[: span.stop - first]
             if not self._open(span.path).copy(first, here):
                 raise UnreadableError(
-                    f"{show_name(span.path)} must have at least {BYTES_PER_TOKEN * span.stop} bytes, as when it was "
-                    f"opened, got {file_info(span.path).size or 0}. Restore the file, and run the same command again."
+                    f"{show_name(span.path)} has been cut short: it had at least {BYTES_PER_TOKEN * span.stop} bytes, "
+                    f"and has {look_up(span.path).size or 0}. Restore the file, and run the same command again."
                 )
             out, start, number = out[len(here) :], start + len(here), number + 1
 
@@ -242,7 +240,6 @@ class TokenMixture:
     """Relative share of windows of each sequence."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _check_tuple("sequences", self.sequences, TokenSequence)
         check_type("weights", self.weights, tuple, "a tuple", "Convert a list with tuple(...).")
         count, most = len(self.sequences), sys.float_info.max
@@ -315,7 +312,7 @@ def _check_tuple(name: str, values: object, kind: type) -> None:
     """Check that a field is a tuple of objects of one class."""
     check_type(name, values, tuple, "a tuple", "Convert a list with tuple(...).")
     for value in cast("tuple[object, ...]", values):
-        check_type(f"Each of {name}", value, kind, f"a {kind.__name__}", "Give one.")
+        check_type(f"Each of {name}", value, kind, f"a {kind.__name__}")
 
 
 def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:

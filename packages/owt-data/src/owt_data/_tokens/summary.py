@@ -5,7 +5,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, FileRecord, SplitKind
+from owt_data._paths import TRAIN_NAME, VAL_NAME
+from owt_data._tokens.manifest import FileRecord, SplitKind
 
 # By split, the file that may begin inside a document.
 _CONTINUING: dict[SplitKind, str] = {"position": VAL_NAME, "start": TRAIN_NAME}
@@ -34,7 +35,9 @@ class Summary:
     """
 
     def __init__(self, end_of_text: int, *, begins: bool, continues: bool) -> None:
-        self._end_of_text, self._begins, self._continues = end_of_text, begins, continues
+        self._end_of_text = end_of_text
+        self._begins = begins
+        self._continues = continues
         self._digest = hashlib.sha256()
         self._num_tokens = 0
         self._num_ends = 0

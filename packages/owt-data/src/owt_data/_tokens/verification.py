@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable
 
-from owt_data._digests import check_sha256, file_state, known_sha256
+from owt_data._digests import check_sha256, file_state, known_sha256, share_counter
 from owt_data._errors import check_function, check_text, check_type
 from owt_data._tokens.open import TokenData
 
@@ -32,14 +32,7 @@ def check_digests(data: TokenData, *, report: Callable[[float], None] | None = N
     """
     _check_data(data)
     check_function("report", report)
-    total, done = sum(file_state(path).size for path in data.digests) or 1, 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        if report is not None:
-            report(min(1.0, done / total))
-
+    advance = share_counter(sum(file_state(path).size for path in data.digests), report)
     for path, expected in data.digests.items():
         check_sha256(path, expected, advance)
 

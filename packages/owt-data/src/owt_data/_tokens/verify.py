@@ -7,19 +7,21 @@ from collections.abc import Callable
 import numpy as np
 from pyarrow.fs import FileType
 
+from owt_data._digests import share_counter
 from owt_data._errors import DataError, check_function, show_name
 from owt_data._paths import (
     BYTES_PER_TOKEN,
+    MANIFEST_NAME,
     base_name,
-    check_file_type,
-    file_info,
     join,
+    look_up,
+    look_up_as,
     normalize,
     read_blocks,
     type_name,
 )
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
-from owt_data._tokens.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest
+from owt_data._tokens.manifest import FileRecord, Manifest, read_manifest
 from owt_data._tokens.summary import summary_of
 
 _log = logging.getLogger("owt_data")
@@ -42,20 +44,12 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
     """
     check_function("report", report)
     name = normalize(folder)
-    check_file_type(name, FileType.Directory, "a folder that owt-data prepared")
+    look_up_as(name, FileType.Directory, "a folder that owt-data prepared")
     manifest = read_manifest(name)
     if manifest is None:
         raise DataError(f"{show_name(folder)} must hold {MANIFEST_NAME}, got no such file. Name a prepared folder.")
     differences = _differences_of_manifest(manifest)
-    total = sum(record.num_tokens for record in manifest.files.values()) or 1
-    done = 0
-
-    def advance(num_tokens: int) -> None:
-        nonlocal done
-        done += num_tokens
-        if report is not None:
-            report(min(1.0, done / total))
-
+    advance = share_counter(sum(record.num_tokens for record in manifest.files.values()), report)
     for file, record in manifest.files.items():
         differences += [f"{file}: {found}" for found in _differences(join(name, file), record, manifest, advance)]
     return differences
@@ -79,7 +73,8 @@ def _differences_of_manifest(manifest: Manifest) -> list[str]:
 
 
 def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: Callable[[int], None]) -> list[str]:
-    info, expected_size = file_info(path), BYTES_PER_TOKEN * expected.num_tokens
+    info = look_up(path)
+    expected_size = BYTES_PER_TOKEN * expected.num_tokens
     if info.type is not FileType.File:
         return [f"expected a file, found {'none' if info.type is FileType.NotFound else type_name(info)}"]
     if info.size != expected_size:

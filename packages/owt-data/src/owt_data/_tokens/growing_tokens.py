@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import time
-import uuid
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from owt_data._complete_files import write_file
 from owt_data._errors import DataError, UnreadableError, check_choice, check_integer, one_line, show_name
 from owt_data._options import STREAM_ORDERS, OrderKind
-from owt_data._paths import name_text, open_regular
-from owt_data._prepare.shards import read_journal, shard_folder, shard_path, staging_path
-from owt_data._tokens.manifest import TRAIN_NAME, VAL_NAME, read_manifest
+from owt_data._paths import TRAIN_NAME, VAL_NAME, name_text, open_regular
+from owt_data._tokens.journal import read_journal, shard_folder, shard_path, staging_path
+from owt_data._tokens.manifest import read_manifest
 from owt_data._tokens.sequence import TokenSequence, local_sequence
 from owt_data._tokens.window_order import as_int64, check_seed, num_windows
 
@@ -60,11 +60,15 @@ class GrowingTokens:
         self, folder: Path, split: Literal["train", "val"], *, is_one_source: bool, vocab_size: int | None = None
     ) -> None:
         check_choice("split", split, ("train", "val"))
-        self._folder, self._split, self._is_one_source = Path(name_text(folder)), split, is_one_source
+        self._folder = Path(name_text(folder))
+        self._split = split
+        self._is_one_source = is_one_source
         self._vocab_size = vocab_size
         self.is_complete = False
         """True after a call that has found the complete tokens."""
-        self._tokens, self._num_shards, self._num_wanted = TokenSequence(()), 0, 0
+        self._tokens = TokenSequence(())
+        self._num_shards = 0
+        self._num_wanted = 0
 
     def __len__(self) -> int:
         """Return the number of tokens that exist.
@@ -134,7 +138,8 @@ class GrowingTokens:
 
     def _check_running(self, wait: _Wait) -> None:
         """Check that tokens which are waited for can still come."""
-        now, sign_of_life = time.monotonic(), _read_sign_of_life(self._folder)
+        now = time.monotonic()
+        sign_of_life = _read_sign_of_life(self._folder)
         if sign_of_life != wait.sign_of_life:
             wait.sign_of_life, wait.sign_s = sign_of_life, now
         is_running = sign_of_life is not None and now - wait.sign_s < _PATIENCE_S
@@ -146,8 +151,8 @@ class GrowingTokens:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder))
         if waited_s > _PATIENCE_S:
             raise DataError(
-                f"{show_name(self._folder)} must be prepared while its tokens are read, got a preparation that has "
-                "ended. Start it again, or finish it with owt-data prepare."
+                f"The preparation of {show_name(self._folder)} has ended before its last tokens. Start it again, or "
+                "finish it with owt-data prepare."
             )
 
     def _refresh(self) -> None:
@@ -156,10 +161,11 @@ class GrowingTokens:
             return
         if read_manifest(self._folder) is not None:
             name = {"train": TRAIN_NAME, "val": VAL_NAME}[self._split]
-            self._tokens, self.is_complete = local_sequence([self._folder / name], self._vocab_size), True
+            self._tokens = local_sequence([self._folder / name], self._vocab_size)
+            self.is_complete = True
             return
         shards = shard_folder(staging_path(self._folder), "all" if self._is_one_source else self._split)
-        num_shards = len(read_journal(shards)[0])
+        num_shards = len(read_journal(shards))
         if num_shards != self._num_shards:
             numbers = range(num_shards)
             if self._is_one_source:
@@ -176,7 +182,7 @@ class GrowingTokens:
         if num_wanted > self._num_wanted or (is_waiting and read_num_wanted(self._folder) < num_wanted):
             self._num_wanted = num_wanted
             with contextlib.suppress(FileNotFoundError):  # the folder is complete
-                _write(staging_path(self._folder) / _WANTED_NAME, str(num_wanted))
+                write_file(staging_path(self._folder) / _WANTED_NAME, str(num_wanted))
 
 
 def read_num_wanted(folder: Path) -> int:
@@ -221,7 +227,7 @@ def note_end(folder: Path, error: Exception | None) -> None:
                 if isinstance(error, DataError)
                 else f"The preparation of {show_name(folder)} has failed: {one_line(repr(error))}."
             )
-            _write(staging / _ERROR_NAME, text)
+            write_file(staging / _ERROR_NAME, text)
     with contextlib.suppress(OSError):
         (staging / _RUNNING_NAME).unlink()
 
@@ -239,10 +245,3 @@ def raise_failure(folder: Path) -> None:
 def _read(path: Path) -> str:
     with open_regular(path, "r", encoding="utf-8") as file:
         return file.read(_MOST_CHARS)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a small file, which readers see complete or not at all."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

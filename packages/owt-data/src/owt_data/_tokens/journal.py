@@ -1,0 +1,141 @@
+"""The working folder of a preparation: its name, its shard files, and their journal."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import takewhile
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from owt_data._errors import DataError, file_errors, show_name
+from owt_data._json_types import UnknownFieldError, parse_json, parse_record, reject_format
+from owt_data._paths import open_handle, open_regular
+from owt_data._sources.documents import Cursor
+
+_FORMAT = 1
+_JOURNAL_NAME = "parts.jsonl"
+_MOST_LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalHeader:
+    """First line of the journal."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    format: Literal[1]
+    """Format of the journal and of the shards."""
+
+    version: str
+    """Version of owt-data that wrote the journal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRecord:
+    """Journal entry of a finished shard file."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    num_bytes: int
+    """Bytes of text."""
+
+    num_tokens: int
+    """Number of tokens."""
+
+    num_documents: int
+    """Number of documents that end in the shard, or with `wikitext-titles` begin in it."""
+
+    sha256: str
+    """Checksum of the file."""
+
+    stop: Cursor
+    """Start of the next shard."""
+
+
+def staging_path(out: Path) -> Path:
+    """Return the working folder of a preparation into the folder `out`."""
+    return out.with_name(f".{out.name}.partial")
+
+
+def shard_folder(staging: Path, split: str) -> Path:
+    """Return the folder of the shards of a split, or of `all` splits together."""
+    return staging / f"parts-{split}"
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    """Return the path of a shard file."""
+    return folder / f"{index:06d}.bin"
+
+
+def checksum(path: Path) -> str | None:
+    """Return the SHA-256 of a file; None if it is missing."""
+    if not path.exists():
+        return None
+    with open(path, "rb", opener=open_handle) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_journal(folder: Path) -> list[ShardRecord]:
+    """Return the valid records at the start of the journal. A kill or a power cut damages the rest.
+
+    Raises:
+        DataError: another version wrote the journal, or its name is that of a pipe or a device.
+    """
+    return _read(folder)[0]
+
+
+def repair_journal(folder: Path) -> list[ShardRecord]:
+    """Return the valid records at the start of the journal, and cut off the rest.
+
+    Raises:
+        DataError: as `read_journal`.
+    """
+    records, num_bytes = _read(folder)
+    if (folder / _JOURNAL_NAME).exists():
+        os.truncate(folder / _JOURNAL_NAME, num_bytes)
+    return records
+
+
+def _read(folder: Path) -> tuple[list[ShardRecord], int]:
+    """Return the valid records at the start of the journal, and their bytes."""
+    records, num_bytes = [], 0
+    path = folder / _JOURNAL_NAME
+    if not path.exists():
+        return records, num_bytes
+    with open_regular(path, "rb") as file:
+        header = file.readline(_MOST_LINE_BYTES)
+        # A line without its break would run into the next one.
+        lines = [*takewhile(lambda line: line.endswith(b"\n"), iter(lambda: file.readline(_MOST_LINE_BYTES), b""))]
+    if not header.endswith(b"\n"):
+        return records, num_bytes
+    writer = None
+    try:
+        writer = parse_record(JournalHeader, header, path, number=_FORMAT).version
+        num_bytes = len(header)
+        for line in lines:
+            records.append(parse_json(ShardRecord, line))
+            num_bytes += len(line)
+    except UnknownFieldError as error:
+        reject_format(path, _FORMAT, f"the unknown field {show_name(error)}", writer)
+    except DataError:
+        raise
+    except ValueError:
+        pass
+    return records, num_bytes
+
+
+def append_record(folder: Path, record: ShardRecord) -> None:
+    """Append the record of a finished shard to the journal.
+
+    Raises:
+        DataError: the journal cannot be written.
+    """
+    path = folder / _JOURNAL_NAME
+    # A full disk can fail the journal before any shard, and its error names no file.
+    with file_errors("writable", path), open_regular(path, "a") as file:
+        if not file.tell():
+            file.write(json.dumps({"format": _FORMAT, "version": version("owt-data")}) + "\n")
+        file.write(json.dumps(dataclasses.asdict(record)) + "\n")
