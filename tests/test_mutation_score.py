@@ -4,10 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from mutation_score import main
-from support import ROOT
+from support import MEMBERS, ROOT
 
 CODE = """
 def larger(a, b):
@@ -119,3 +120,11 @@ def test_mutants_for_which_pytest_does_not_start_are_not_noticed(package, capsys
     run_mutants(package / "broken")
     assert main([str(package / "broken")]) == 2
     assert capsys.readouterr().err.startswith("pytest must start for each mutant, got an error for small.numbers.x_")
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_the_files_of_a_mutation_session_exist(name):
+    """A module or a test that was renamed would be left out."""
+    settings = tomllib.loads((MEMBERS[name] / "pyproject.toml").read_text())["tool"]["mutmut"]
+    files = [*settings["only_mutate"], *settings.get("pytest_add_cli_args_test_selection", [])]
+    assert [file for file in files if not any(MEMBERS[name].glob(file))] == []

@@ -23,6 +23,7 @@ from owt_data import (
     prepare_in_background,
     progress_bar,
     read_manifest,
+    source_digest,
 )
 from pretrain._config import PrepareConfig, PretrainConfig
 from pretrain._data_names import Mixture, Plain, Splits, label_of, parse_data, token_files
@@ -96,6 +97,9 @@ class TextStream(NamedTuple):
     options: PrepareOptions
     """Tokenizer, documents and split."""
 
+    sha256: str
+    """Digest of the text."""
+
 
 def find_stream(config: PretrainConfig) -> TextStream:
     """Find the text of a run that is tokenized while the run trains.
@@ -117,7 +121,9 @@ def find_stream(config: PretrainConfig) -> TextStream:
     options = config.prepare.options()
     if isinstance(data, Plain) and options.split == "auto":
         options = dataclasses.replace(options, split="start")
-    return TextStream(sources, _cache_root(config.prepare) / _cache_key(data, options), options)
+    sha256 = source_digest(sources)
+    folder = _cache_root(config.prepare) / _cache_key(label_of(data), sha256, options)
+    return TextStream(sources=sources, folder=folder, options=options, sha256=sha256)
 
 
 @contextlib.contextmanager
@@ -145,7 +151,9 @@ def stream_tokens(
     if _is_on_hub(parse_data(config.data)):
         print_line(console, f"looking for {names} on the Hugging Face hub")
     with prepare_in_background(
-        *stream,
+        stream.sources,
+        stream.folder,
+        stream.options,
         num_processes=num_tasks or config.prepare.num_processes,
         use_ray=num_tasks is not None,
         progress=report,
@@ -180,7 +188,7 @@ def _prepared(name: str, options: PrepareConfig, console: Console) -> str:
 def _prepare(sources: Sequence[str], data: Plain | Splits, config: PrepareConfig, console: Console) -> str:
     """Prepare text into the cache, unless the cache has it, and return the folder."""
     options = config.options()
-    folder = _cache_root(config) / _cache_key(data, options)
+    folder = _cache_root(config) / _cache_key(label_of(data), source_digest(sources), options)
     if read_manifest(folder) is None:
         announcement = f"preparing {' '.join(sources)} into {folder}"
         shown: list[str] = []
@@ -225,12 +233,6 @@ def _cache_root(config: PrepareConfig) -> Path:
     return root
 
 
-def _cache_key(data: Plain | Splits, options: PrepareOptions) -> str:
-    match data:
-        case Plain(name):
-            digest = find_source(name).digest()
-        case Splits(train, val):
-            digest = json.dumps({"train": find_source(train).digest(), "val": find_source(val).digest()})
-    # As in a manifest, a new option at its default is not part of the key: the same tokens keep their key.
-    contents = digest + json.dumps(options.record(), sort_keys=True)
-    return f"{label_of(data)}-{options.tokenizer}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
+def _cache_key(label: str, sha256: str, options: PrepareOptions) -> str:
+    contents = sha256 + json.dumps(options.record(), sort_keys=True)
+    return f"{label}-{options.tokenizer}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"

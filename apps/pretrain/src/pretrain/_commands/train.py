@@ -11,7 +11,7 @@ import ray_jax_launch
 from pretrain._best_effort import best_effort
 from pretrain._commands.verify_data import verified_data
 from pretrain._config import PretrainConfig
-from pretrain._data import load_tokens
+from pretrain._data import find_stream, load_tokens
 from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError, rejecting, shown
 from pretrain._output import log_lines
@@ -24,6 +24,7 @@ from pretrain._run.description import (
     RunDescription,
     check_same_data,
     check_same_settings,
+    check_same_source,
     describe_data,
     read_description,
     write_description,
@@ -196,10 +197,14 @@ def _finished(
     """Return the result of a run that is finished already. A picture that a kill has prevented is drawn.
 
     Raises:
-        UsageError: the data differs from that of the run. All text of a stream would be read to find out.
+        UsageError: the data differs from that of the run.
+        DataError: the data cannot be read.
     """
     if config.data_mode == "prepared":
         check_same_data(stored, describe_data(load_tokens(config, console), config.data_mode), folder)
+    else:
+        text = find_stream(config)
+        check_same_source(stored, text.sha256, text.options, folder)
     write_description(folder, stored)
     history = read_history(folder)
     if not folder.loss_picture.exists():

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from owt_data import WINDOW_ORDER_VERSION, TokenData
+from owt_data import WINDOW_ORDER_VERSION, PrepareOptions, TokenData
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, short, shown
 from pretrain._run.files import check_kind, flatten, parse_json, write_json
@@ -202,6 +202,22 @@ def check_same_settings(stored: RunDescription, config: PretrainConfig, folder: 
     )
 
 
+def check_same_source(stored: RunDescription, sha256: str, options: PrepareOptions, folder: RunFolder) -> None:
+    """Reject another text than that of a finished stream, or other options of its preparation.
+
+    Args:
+        stored: the description of the run.
+        sha256: digest of the text.
+        options: options of its preparation.
+        folder: the run's folder.
+
+    Raises:
+        UsageError: the text or an option differs; the message names it.
+    """
+    before = {name: stored.data.fingerprint.get(name) for name in ("source_sha256", "options")}
+    _check_equal(flatten(before), flatten({"source_sha256": sha256, "options": options.record()}), folder, "--data")
+
+
 def check_same_data(stored: RunDescription, data: DataDescription, folder: RunFolder) -> None:
     """Reject tokens or a window order other than those of the continued run.
 
@@ -215,7 +231,8 @@ def check_same_data(stored: RunDescription, data: DataDescription, folder: RunFo
 def _check_equal(before: dict[str, Any], now: dict[str, Any], folder: RunFolder, what: str) -> None:
     for name in sorted(before):
         if before[name] != now.get(name):
+            former, found = (shown(value) if value == "" else value for value in (before[name], now.get(name)))
             raise UsageError(
-                f"{name} must be {before[name]}, its value at the start of the run in {folder}, got {now.get(name)}. "
+                f"{name} must be {former}, its value at the start of the run in {folder}, got {found}. "
                 f"Give the former {what} to continue the run, or another --name for a new run."
             )

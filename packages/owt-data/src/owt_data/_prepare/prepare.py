@@ -2,8 +2,6 @@
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,7 +18,7 @@ from owt_data._prepare.local_encoder import local_encoder
 from owt_data._prepare.planning import Request, name_differences, open_documents, recover_plan, write_plan
 from owt_data._prepare.progress import Progress, Report
 from owt_data._prepare.shards import MIN_SHARD_BYTES, Encoder, Follower, tokenize
-from owt_data._sources.source import Source, SourceStates, find_splits
+from owt_data._sources.source import Source, SourceStates, digest_of, find_splits
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens.journal import ShardRecord, shard_folder, staging_path
 from owt_data._tokens.manifest import Manifest, check_sizes, read_manifest
@@ -88,7 +86,7 @@ def prepare_for(
     out = local_folder(out)
     with file_errors("readable and writable", out):
         before = SourceStates(splits.values())
-        digest = _read_digest(splits, report)
+        digest = digest_of(splits, lambda share: report(Progress(stage="reading", fraction=share)))
         name = " ".join(list_names(sources))
         existing = _find_existing(out, digest, options)
         if existing is not None and not staging_path(out).exists():
@@ -150,15 +148,6 @@ def local_folder(out: str | os.PathLike[str]) -> Path:
 
 def _silent(progress: Progress) -> None:
     """Ignore the progress."""
-
-
-def _read_digest(splits: dict[str, Source], report: Report) -> str:
-    """Return the digest of one source, or of both splits together."""
-    digests = {
-        split: source.digest(lambda share: report(Progress(stage="reading", fraction=share)))
-        for split, source in splits.items()
-    }
-    return digests["all"] if "all" in digests else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def _find_existing(out: Path, digest: str, options: PrepareOptions) -> Manifest | None:

@@ -2,9 +2,10 @@
 
 import glob
 import hashlib
+import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,6 +163,31 @@ def find_splits(names: Names) -> dict[str, Source]:
         DataError: as `find_source`, or only some of the names give their split.
     """
     return {split: find_source(group) for split, group in group_by_split(names).items()}
+
+
+def source_digest(names: Names) -> str:
+    """Return the digest of text by its names, `Manifest.source_sha256` of the tokens that `prepare` makes of it.
+
+    A large file is read once: see `Source.digest`.
+
+    Args:
+        names: see `find_source`. Names that begin with `train=` and `val=` give the split.
+
+    Raises:
+        DataError: as `find_source`, or a file cannot be read.
+    """
+    return digest_of(find_splits(names))
+
+
+def digest_of(splits: Mapping[str, Source], report: Callable[[float], None] | None = None) -> str:
+    """Return the digest of one source, or of both splits together.
+
+    Args:
+        splits: the sources, as `find_splits` returns them.
+        report: called with the share of a source that is done, after each block.
+    """
+    digests = {split: source.digest(report) for split, source in splits.items()}
+    return digests["all"] if "all" in digests else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def _find_files(name: str) -> tuple[set[str], list[Path]]:
