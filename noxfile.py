@@ -200,7 +200,7 @@ def newest(session: nox.Session, part: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, spelling and the words of the glossary."""
+    """Check style, formatting, spelling and words."""
     sync(session, "--only-group", "lint")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")

@@ -4,10 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from check_words import GLOSSARY, find_violations, read_glossary
+from check_words import find_violations
 from support import ROOT
-
-WORDS = {"set aside": "quarantine", "obey": "acknowledge"}
 
 
 @pytest.mark.parametrize(
@@ -22,22 +20,13 @@ WORDS = {"set aside": "quarantine", "obey": "acknowledge"}
     ],
 )
 def test_a_banned_phrase_is_found_on_its_line(text, number):
-    ((found, _),) = find_violations(text, WORDS)
+    ((found, _),) = find_violations(text)
     assert found == number
 
 
 @pytest.mark.parametrize("text", ["disobey", "obey-signal", '"""Whatever the order is."""', "What is this?"])
 def test_other_words_are_not_found(text):
-    assert list(find_violations(text, WORDS)) == []
-
-
-def test_the_glossary_is_read():
-    assert read_glossary(GLOSSARY.read_text())["set aside"] == "quarantine"
-
-
-def test_a_glossary_without_a_table_is_rejected():
-    with pytest.raises(ValueError, match="must have a table"):
-        read_glossary("## Glossary\n\n## Releasing\n")
+    assert list(find_violations(text)) == []
 
 
 @pytest.mark.parametrize(("text", "code"), [("A shard.", 0), ("A shard is set aside.", 1)])
