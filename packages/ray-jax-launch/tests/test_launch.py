@@ -31,7 +31,7 @@ from ray_jax_launch import (
     launch,
     parse_hardware,
 )
-from ray_jax_launch._train.control_actor import answer, start_control_actor
+from ray_jax_launch._control.control_actor import answer, start_control_actor
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -115,7 +115,7 @@ def test_a_run_in_object_storage_ends_with_the_same_numbers_after_a_worker_is_ki
             max_failures=1,
         )
     *failed_to_note, failure = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
-    assert set(failed_to_note) == {"on_metrics failed; it gets the next metrics all the same"}
+    assert set(failed_to_note) == {"on_metrics failed; it is called again all the same"}
     what = "worker 1 died, or no longer answers; the workers start again"
     assert failure == f"{what} (failure 1 of at most 1 without a new checkpoint)"
     x = np.arange(8, dtype=np.uint32)

@@ -25,7 +25,7 @@ from ray_jax_launch import (
     TrainingFailed,
     cpu,
 )
-from ray_jax_launch._train.control_actor import LocalControl
+from ray_jax_launch._control.control_actor import LocalControl
 from ray_jax_launch._train.failures import ForwardReports, Preempted, first_failure, note_traceback, to_raise
 from ray_jax_launch._train.restart_policy import RestartPolicy, restart_without_controller
 

@@ -24,8 +24,8 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from ray_jax_launch import DistributedConfig, LaunchError, OutOfMemoryError, TrainingFailed, cpu, launch
+from ray_jax_launch._control.control_actor import start_control_actor
 from ray_jax_launch._train.backend import _DistributedBackend
-from ray_jax_launch._train.control_actor import start_control_actor
 from ray_jax_launch._train.failures import Preempted, Resized, note_traceback, to_raise
 from ray_jax_launch._train.restart_policy import RestartPolicy
 

@@ -18,6 +18,7 @@ from ray_jax_launch._checkpoint.checksums import STEP_NAME
 from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_finite, to_metadata, to_save
 from ray_jax_launch._checkpoint.save_events import notify, notify_of_failure
 from ray_jax_launch._checkpoint.writers import complete, make_writer
+from ray_jax_launch._control.session import current_session
 from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError, shown
 from ray_jax_launch._numbers import check_flag, check_number
 from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
@@ -99,8 +100,6 @@ class Checkpoints:
         verify: bool = True,
     ) -> None:
         if folder is None:
-            from ray_jax_launch._train.worker_context import current_session  # imports Ray Train, which takes seconds
-
             run_path = current_session().run_path
             if run_path is None:
                 raise LaunchError(

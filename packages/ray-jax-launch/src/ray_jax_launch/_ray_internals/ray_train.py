@@ -46,6 +46,9 @@ from ray.train.v2._internal.execution.scaling_policy.scaling_policy import NoopD
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
+# Gives a loop its argument by the same rules as Ray's trainer, which has this only as a private method.
+from ray.train.v2._internal.util import construct_train_func as construct_train_func
+
 # The trainer waits for its controller in C++, and therefore without end if its cluster is lost.
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.jax import JaxTrainer
@@ -111,7 +114,7 @@ class WaitingPolicy(ElasticScalingPolicy):
 
     Args:
         scaling_config: of an elastic group.
-        log: called with a line.
+        on_wait: called with a line for the log when a wait for nodes begins.
         request_resize: called when the cluster has room for another number of workers, perhaps several times.
         wait_s: seconds to wait, at the start and each time that too few nodes are left.
     """
@@ -121,12 +124,12 @@ class WaitingPolicy(ElasticScalingPolicy):
     def __init__(
         self,
         scaling_config: ScalingConfig,
-        log: Callable[[str], Any],
+        on_wait: Callable[[str], Any],
         request_resize: Callable[[], Any],
         wait_s: float,
     ) -> None:
         super().__init__(scaling_config)
-        self._log, self._request_resize, self._wait_s = log, request_resize, wait_s
+        self._on_wait, self._request_resize, self._wait_s = on_wait, request_resize, wait_s
         self._since_s: float | None = None
         self._has_logged = False
 
@@ -155,7 +158,7 @@ class WaitingPolicy(ElasticScalingPolicy):
             raise TimeoutError(f"{what}, and got no more within {self._wait_s:.0f} s")
         if now - self._since_s > self._QUIET_S and not self._has_logged:
             self._has_logged = True
-            self._log(f"{what}; waiting up to {self._wait_s:.0f} s for more")
+            self._on_wait(f"{what}; waiting up to {self._wait_s:.0f} s for more")
         return decision
 
 

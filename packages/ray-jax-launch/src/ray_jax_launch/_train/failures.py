@@ -9,6 +9,7 @@ from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 from ray.exceptions import RayActorError
 from ray.train import Checkpoint, TrainingFailedError, UserCallback
 
+from ray_jax_launch._control.control_actor import ControlHandle, Metrics
 from ray_jax_launch._errors import (
     DamagedCheckpointError,
     LaunchError,
@@ -19,7 +20,6 @@ from ray_jax_launch._errors import (
     StorageFullError,
     TrainingFailed,
 )
-from ray_jax_launch._train.control_actor import ControlHandle, Metrics
 
 # Exceptions of jax, such as a collective that timed out. Compared by name, as this file does not import jax.
 _JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")

@@ -21,9 +21,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from ray_jax_launch._control.control_actor import ControlHandle, LocalControl, answer
 from ray_jax_launch._errors import in_a_line
 from ray_jax_launch._numbers import check_type
-from ray_jax_launch._train.control_actor import ControlHandle, LocalControl, answer
 
 # Signals that come within this time belong to one stop.
 _ONE_STOP_S = 1.0
