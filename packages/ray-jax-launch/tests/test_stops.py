@@ -16,7 +16,16 @@ import ray
 import ray.cloudpickle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-from ray_jax_launch import JaxTrainer, StopRequestedError, TrainingFailed, cpu, latest_step, launch, request_stop
+from ray_jax_launch import (
+    JaxTrainer,
+    Restarting,
+    StopRequestedError,
+    TrainingFailed,
+    cpu,
+    latest_step,
+    launch,
+    request_stop,
+)
 from ray_jax_launch._control.control_actor import StopRequest, answer, count_failure, start_control_actor
 from ray_jax_launch._control.forwarding import forwarding
 from ray_jax_launch._control.interrupt import Interrupt
@@ -329,7 +338,7 @@ def test_a_launch_survives_the_death_of_the_control_actor(tmp_path, caplog, reco
 def test_the_workers_start_again_after_the_death_of_rays_controller(tmp_path, caplog, record_property):
     record_property("fault", "SIGKILL of Ray Train's controller, twice")
     record_property("lost", "steps since the last checkpoint")
-    starts, killed = [], []
+    starts, killed, events = [], [], []
 
     def kill_twice(rank, metrics):
         if "start" in metrics and rank == 0:
@@ -347,9 +356,10 @@ def test_the_workers_start_again_after_the_death_of_rays_controller(tmp_path, ca
     with caplog.at_level(logging.WARNING, "ray_jax_launch"):
         result = launch(
             train_slowly, config, hardware=cpu(2), storage_path=tmp_path, name="run", on_metrics=kill_twice,
-            max_failures=1,
+            on_event=events.append, max_failures=1,
         )  # fmt: skip
     assert result.return_value == 2
+    assert events == [Restarting("failure", "Ray Train's controller died", 1)] * 2
     assert [start >= step - 16 for start, step in zip(starts[1:], killed, strict=False)] == [True, True]
     assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == 2 * [
         "Ray Train's controller died; the workers start again (failure 1 of at most 1 without a new checkpoint)"

@@ -42,7 +42,8 @@ _NICENESS = "RAY_worker_niceness"
 _UNITS = 10_000  # Ray's of a resource
 # Ray gives a node one unit of a resource with the type of its accelerators, and each worker takes this share.
 _TYPE_RESOURCE, _TYPE_SHARE = "accelerator_type:", 0.001
-# Ray's limit for the start of a node is 30 s, and no setting changes it.
+# Ray's limit for the start of a node is 30 s, and no setting changes it. Ray raises `Exception` itself, which no type
+# tells from other failures of a start (`Node.__init__` in ray/_private/node.py of Ray 2.60): only its text does.
 _TOO_SLOW, _NUM_TRIES = "timed out during startup", 3
 # Of the cluster that this process started last.
 _started: tuple[ClusterFolder, Reaper] | None = None
