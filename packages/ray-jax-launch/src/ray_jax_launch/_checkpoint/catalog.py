@@ -96,7 +96,11 @@ def intact_step(folder: StoragePath, *, quarantine: bool = False) -> int | None:
             newest checkpoint. Nothing was changed.
     """
     check_flag("quarantine", quarantine)
-    store = open_store(folder)
+    return newest_intact(open_store(folder), folder, quarantine=quarantine)
+
+
+def newest_intact(store: CheckpointStore, folder: StoragePath, *, quarantine: bool = False) -> int | None:
+    """Return what `intact_step` returns, from a store that is open."""
     damaged: dict[int, str] = {}
     step = None
     while left := sorted(set(store.steps()) - damaged.keys(), reverse=True):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from ray_jax_launch._checkpoint.broadcast import from_leader
-from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, open_store, unsaved
+from ray_jax_launch._checkpoint.catalog import all_damaged, newest_intact, open_store, unsaved
 from ray_jax_launch._checkpoint.checksums import STEP_NAME
 from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_finite, to_metadata, to_save
 from ray_jax_launch._checkpoint.save_events import notify, notify_of_failure
@@ -116,18 +116,21 @@ class Checkpoints:
         self._pending: _Pending | None = None
 
         def open_and_list() -> tuple[list[tuple[int, float | None]], str]:
+            self._store = open_store(self._folder)
             if not read_only:
-                open_store(self._folder).prepare()
+                self._store.prepare()
                 if verify:
-                    intact_step(self._folder, quarantine=True)
+                    newest_intact(self._store, self._folder, quarantine=True)
             return self._list(), uuid.uuid4().hex
 
+        # Only the first process opens the storage before the others know whether it succeeds.
         listed, run_id = from_leader(open_and_list)
         self._scores: dict[int, float | None] = dict(listed)
         self._durable_step = self.latest_step()
         if self._durable_step is not None and not read_only and jax.process_index() == 0:
             notify(self._folder, self._durable_step)
-        self._store = open_store(self._folder)
+        if jax.process_index() > 0:
+            self._store = open_store(self._folder)
         self._writer = make_writer(self._folder, self._store, run_id)
         self._thread = ThreadPoolExecutor(1, "checkpoints")
 
@@ -318,14 +321,13 @@ class Checkpoints:
         return Restored(step, items, self._store.metadata(step))
 
     def _list(self) -> list[tuple[int, float | None]]:
-        store = open_store(self._folder)
-        return [(step, store.score(step) if self._num_best_to_keep else None) for step in store.steps()]
+        return [(step, self._store.score(step) if self._num_best_to_keep else None) for step in self._store.steps()]
 
     def _newest(self) -> int | None:
         if not self._read_only:
             self.wait()
             return self.latest_step()
-        return from_leader(lambda: intact_step(self._folder))
+        return from_leader(lambda: newest_intact(self._store, self._folder))
 
     def _check_open(self, purpose: str = "", is_rejected: bool = False) -> None:
         if self._closed or is_rejected:

@@ -40,7 +40,7 @@ from ray_jax_launch._checkpoint.checksums import (
 )
 from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._errors import DamagedCheckpointError, LaunchError
-from ray_jax_launch._storage import open_uri
+from ray_jax_launch._storage import make_folder, open_uri
 
 _LISTING, _COMMON = "checkpoint.json", "process-0.tar"
 _SAVE = re.compile("[0-9a-z]+-[0-9]+")
@@ -95,7 +95,7 @@ class ObjectStore:
         Raises:
             LaunchError: the storage cannot be written, or a newer version of this package wrote a checkpoint.
         """
-        open_uri(self._uri, create=True)
+        make_folder(self._uri, self._filesystem, self._root)
         for step, written_s in self._contents().items():
             if any(name.startswith(f"{_LISTING}.") for name in written_s):
                 continue
