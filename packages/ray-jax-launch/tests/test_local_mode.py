@@ -306,7 +306,7 @@ def test_a_failed_save_ends_the_loop_at_its_next_step(tmp_path):
         [sys.executable, "-c", FAILED_SAVE, str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     *steps, error = process.stdout.splitlines()
-    assert error.startswith(f"checkpoint 1 in {tmp_path}/run/checkpoints must be written, got "), process.stderr
+    assert error.startswith(f"checkpoint 1 in {tmp_path}/run/checkpoints could not be written: "), process.stderr
     assert "was not saved" not in process.stderr
     assert int(steps[-1]) < 999
 

@@ -245,7 +245,7 @@ def test_a_list_that_cannot_be_read_is_one_error(proxy, s3, tmp_path, monkeypatc
     fit(f"{s3}/{tmp_path.name}", 1)
     monkeypatch.setattr(retry, "DELAYS_S", ())
     proxy.failing, proxy.num_failures = SNAPSHOT, 10**9
-    with pytest.raises(LaunchError, match=rf"{SNAPSHOT} must be accessible, got "):
+    with pytest.raises(LaunchError, match=rf"{SNAPSHOT} cannot be accessed: "):
         fit(proxy.uri(f"{s3}/{tmp_path.name}"), 1)
 
 

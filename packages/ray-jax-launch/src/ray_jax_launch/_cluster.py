@@ -75,7 +75,7 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
         Path.cwd()  # Ray's processes start in it
     except OSError as error:
         raise LaunchError(
-            f"the working folder must exist, got a deleted one ({error.strerror}). Change to another folder."
+            f"the working folder was deleted ({error.strerror}). Change to another folder."
         ) from error
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     address = os.environ.get("RAY_ADDRESS")
@@ -150,7 +150,7 @@ def _start(hardware: Hardware, *, dashboard: bool, num_tries: int = _NUM_TRIES) 
         given = ", ".join(sorted(name for name in os.environ if re.match("RAY_[a-z]", name) and name != _NICENESS))
         remedy = f"Unset {given}" if given else "Free its memory, disk and ports"
         raise LaunchError(
-            f"this machine must be able to run Ray, got {reason}. {remedy}, or set RAY_ADDRESS to a cluster."
+            f"Ray could not start on this machine: {reason}. {remedy}, or set RAY_ADDRESS to a cluster."
         ) from error
     _silent_jobs.add(ray.get_runtime_context().get_job_id())
 
@@ -266,7 +266,7 @@ def _living_nodes() -> list[dict[str, Any]]:
     except RaySystemError as error:
         if ray.is_initialized():
             raise
-        raise LaunchError("a Ray cluster must be connected, got none. Call connect() first.") from error
+        raise LaunchError("no Ray cluster is connected. Call connect() first.") from error
 
 
 def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpus: int) -> str | None:

@@ -93,7 +93,8 @@ def _birth(pid: int) -> str:
 def _main(parents: list[str]) -> None:
     births: dict[int, str] = {}
     children: dict[int, str] = {}
-    is_killed, unread = True, b""
+    is_killed = True
+    unread = b""
     while True:
         if select.select([0], [], [], _LOOK_EVERY_S)[0]:
             block = os.read(0, 4096)

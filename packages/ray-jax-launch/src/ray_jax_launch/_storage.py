@@ -139,7 +139,7 @@ def join_path(place: StoragePath, *names: str) -> StoragePath:
     """
     place = as_storage_path(place)
     if not all(isinstance(name, str) for name in names):
-        raise LaunchError(f"names must be texts, got {shown(names)}. Change them.")
+        raise LaunchError(f"names must be texts, got {shown(names)}.")
     if isinstance(place, Path):
         return place.joinpath(*names)
     address, question_mark, options = place.partition("?")

@@ -80,15 +80,14 @@ class FolderStore:
         except OSError as error:
             if error.errno in STORAGE_FULL:
                 raise StorageFullError(
-                    f"the folder of the checkpoints must have space, got {error}. Free some space, then start again."
+                    f"the folder of the checkpoints is full: {error}. Free some space, then start again."
                 ) from error
             if isinstance(error, FileExistsError | NotADirectoryError):
                 raise LaunchError(
-                    f"the place of the checkpoints must be a folder, got {error}. Move the file away, or name another "
-                    "folder."
+                    f"the place of the checkpoints is no folder: {error}. Move the file away, or name another folder."
                 ) from error
             raise LaunchError(
-                f"the folder of the checkpoints must be writable, got {error}. Change its permissions, or name another "
+                f"the folder of the checkpoints cannot be written: {error}. Change its permissions, or name another "
                 "folder."
             ) from error
 

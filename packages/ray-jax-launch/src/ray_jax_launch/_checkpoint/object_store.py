@@ -230,9 +230,7 @@ class ObjectStore:
             archives |= to_checksums(checksums)
             files |= names if num_processes > 1 else {}
         if self.version(step) is not None:
-            raise FileExistsError(
-                f"checkpoint {step} in {self._uri} must not exist, got one of another run. Stop that run."
-            )
+            raise FileExistsError(f"another run has listed checkpoint {step} in {self._uri}. Stop that run.")
         contents = {"archives": archives, "files": files, "metadata": metadata, "score": score}
         self._write(f"{step}/{_LISTING}", to_json({"step": step, "save": save, **contents}).encode())
 

@@ -32,7 +32,8 @@ def forwarding(
     stop = threading.Event()
 
     def forward() -> None:
-        stopping, before = False, None
+        before: Collected | None = None
+        stopping = False
         while not stopping:
             stopping = stop.wait(COLLECT_EVERY_S)
             renew()

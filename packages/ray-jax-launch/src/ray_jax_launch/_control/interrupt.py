@@ -101,7 +101,8 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now_s, is_first = time.monotonic(), self._first_s is None
+        now_s = time.monotonic()
+        is_first = self._first_s is None
         before_s = self._first_ctrl_c_s
         if is_first:
             self._first_s = now_s

@@ -129,7 +129,9 @@ class WaitingPolicy(ElasticScalingPolicy):
         wait_s: float,
     ) -> None:
         super().__init__(scaling_config)
-        self._on_wait, self._request_resize, self._wait_s = on_wait, request_resize, wait_s
+        self._on_wait = on_wait
+        self._request_resize = request_resize
+        self._wait_s = wait_s
         self._since_s: float | None = None
         self._has_logged = False
 
@@ -256,7 +258,8 @@ class LocalReports(LocalTrainFnUtils):
         name = run_config.name
         assert name is not None, "Ray has made one"
         super().__init__(name, datasets)
-        self._storage, self._on_report = run_config.storage_context, on_report
+        self._storage = run_config.storage_context
+        self._on_report = on_report
         assert run_config.checkpoint_config is not None, "Ray has made one"
         with _calling_pydantic():
             # Ray declares the config of its former version.

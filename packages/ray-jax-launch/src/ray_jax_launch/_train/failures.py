@@ -128,7 +128,7 @@ def to_raise(failures: Mapping[int, Exception], hardware: object, log_folder: st
     shortage = _shortage(failure)
     if shortage is not None:
         error: Exception = OutOfMemoryError(
-            f"the training loop must fit in the memory of worker {rank}, got {shortage}. Use a smaller batch or model, "
+            f"worker {rank} has too little memory for the training loop: {shortage}. Use a smaller batch or model, "
             "more gradient accumulation steps, or more devices to shard it."
         )
     else:

@@ -154,10 +154,10 @@ class PreparedLaunch:
     """A plan on a connected cluster, with nothing left to choose."""
 
     plan: LaunchPlan
-    """The plan."""
+    """The choices of the caller."""
 
     hardware: Hardware
-    """The workers."""
+    """The workers, also where the plan says `auto` or has Ray's config."""
 
     scaling: ScalingConfig
     """Ray's config of the workers."""

@@ -122,7 +122,8 @@ class RestartPolicy(FailurePolicy):
         if is_permanent(failure):
             return FailureDecision.RAISE
         num_failures = self._count()
-        before, self._last = self._last if num_failures > 1 else None, fingerprint(failure, details)
+        before = self._last if num_failures > 1 else None
+        self._last = fingerprint(failure, details)
         if self._last is not None and self._last == before:
             self._log(f"{what}; the workers do not start again, because they failed in the same way before")
             return FailureDecision.RAISE

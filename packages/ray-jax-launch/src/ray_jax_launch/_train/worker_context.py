@@ -61,7 +61,9 @@ class _Tee(io.TextIOBase):
     """
 
     def __init__(self, stream: TextIO, control: ControlHandle) -> None:
-        self._stream, self._control, self._held = stream, control, ""
+        self._stream = stream
+        self._control = control
+        self._held = ""
         self._rank = ray.train.get_context().get_world_rank()
 
     def write(self, text: str, /) -> int:
@@ -208,14 +210,14 @@ def _metric(name: Any, value: Any) -> int | float | str:
     """
     check_type("the name of a metric", name, str, "a printable text")
     if not name.isprintable() or not name:
-        raise LaunchError(f"the name of a metric must be a printable text, got {shown(name)}. Change it.")
+        raise LaunchError(f"the name of a metric must be a printable text, got {shown(name)}.")
     if isinstance(value, str):
         return value
     try:
         number = float(value)  # of an array too
     except (TypeError, ValueError, OverflowError) as error:
         raise LaunchError(
-            f"metric {shown(name)} must be a number or a text, got {shown(value)}. Change it, or leave it out."
+            f"metric {shown(name)} must be a number or a text, got {shown(value)}. Leave it out."
         ) from error
     if isinstance(value, int):
         return value
