@@ -1,6 +1,7 @@
 """Damaged checkpoints in a folder."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -167,12 +168,27 @@ def test_a_quarantine_is_on_the_disk(folder, monkeypatch):
 
 
 @pytest.mark.fault
+def test_a_quarantine_on_storage_that_fails_for_a_moment_succeeds(folder, monkeypatch, record_property):
+    record_property("fault", "a rename in the run's folder fails with EIO, and its repetition with ENOENT")
+    record_property("lost", "nothing")
+    rename, errors = Path.rename, [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def rename_at_last(path, target):
+        if errors:
+            rename(path, target)  # as by a server of NFS whose answer is lost
+            raise errors.pop()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_at_last)
+    FolderStore(folder).quarantine(30)
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith("30")) == ["30.damaged"]
+
+
+@pytest.mark.fault
 def test_a_run_does_not_start_if_all_checkpoints_are_damaged(folder, record_property):
     for step in (10, 20, 30):
         remove_a_file(folder / str(step))
-    with pytest.raises(
-        DamagedCheckpointError, match=r"are damaged \(30: .* is missing; 20: .*; 10: .*\)\. Restore"
-    ):
+    with pytest.raises(DamagedCheckpointError, match=r"are damaged \(30: .* is missing; 20: .*; 10: .*\)\. Restore"):
         Checkpoints(folder)
     record_property("fault", "a file is missing in each checkpoint")
     record_property("lost", "nothing: the start is rejected with a list of the damage")

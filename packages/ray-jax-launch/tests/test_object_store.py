@@ -262,6 +262,17 @@ def busy(uri, proxy):
 
 
 @pytest.mark.fault
+def test_a_checkpoint_on_a_busy_server_is_quarantined_later(uri, busy, proxy, record_property):
+    record_property("fault", "the object storage answers 503 to the copy of a damaged checkpoint's listing")
+    record_property("lost", "nothing")
+    proxy.failing = "/30/checkpoint.json.damaged"
+    proxy.num_failures = 40  # more than pyarrow's client tries again, in 6 s
+    ObjectStore(busy).quarantine(30)
+    assert ObjectStore(uri).steps() == [10, 20]
+    assert {name for name in names(uri) if name.startswith("30/checkpoint.json")} == {"30/checkpoint.json.damaged"}
+
+
+@pytest.mark.fault
 def test_a_checkpoint_on_a_busy_server_is_not_damaged(uri, busy, proxy, caplog, record_property):
     proxy.failing = f"/{save_of(uri, 30)}/process-0.params.tar"
     proxy.num_failures = 40  # more than pyarrow's client tries again, in 6 s

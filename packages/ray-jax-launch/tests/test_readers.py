@@ -118,7 +118,7 @@ def test_a_deleted_checkpoint_is_reported_as_deleted(place):
             checkpoints.save(2, {"params": LIKE}, metadata={"step": 2})
             checkpoints.wait()
             for read in (lambda: reader.restore(1, {"params": LIKE}), lambda: reader.broadcast_metadata(1)):
-                with pytest.raises(DeletedCheckpointError, match=r"run has deleted checkpoint 1 in .* while it was read"):
+                with pytest.raises(DeletedCheckpointError, match=r"has deleted checkpoint 1 in .* while it was read"):
                     read()
             # Checkpoint 2 was saved after the reader was opened.
             assert reader.broadcast_metadata(2) == {"step": 2}

@@ -74,9 +74,7 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
     try:
         Path.cwd()  # Ray's processes start in it
     except OSError as error:
-        raise LaunchError(
-            f"the working folder was deleted ({error.strerror}). Change to another folder."
-        ) from error
+        raise LaunchError(f"the working folder was deleted ({error.strerror}). Change to another folder.") from error
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     address = os.environ.get("RAY_ADDRESS")
     if address and address != "local":

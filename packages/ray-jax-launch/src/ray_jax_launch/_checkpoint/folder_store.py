@@ -210,7 +210,12 @@ class FolderStore:
         while os.path.lexists(target):
             number += 1
             target = checkpoint.with_name(f"{step}.damaged{number}")
-        checkpoint.rename(target)
+
+        def rename() -> None:
+            with contextlib.suppress(FileNotFoundError):  # renamed by the attempt before, whose answer was lost
+                checkpoint.rename(target)
+
+        retry(str(checkpoint), rename)
         self.sync()
 
     def delete(self, step: int) -> None:

@@ -13,6 +13,7 @@ at the same moment, the second listing counts, and both are of complete archives
 part of this package, keeps two commands apart.
 """
 
+import contextlib
 import json
 import re
 import tarfile
@@ -160,7 +161,12 @@ class ObjectStore:
         while target in names:
             number += 1
             target = f"{_LISTING}.damaged{number}"
-        self._filesystem.move(f"{self._root}/{step}/{_LISTING}", f"{self._root}/{step}/{target}")
+
+        def rename() -> None:
+            with contextlib.suppress(FileNotFoundError):  # see `_delete`
+                self._filesystem.move(f"{self._root}/{step}/{_LISTING}", f"{self._root}/{step}/{target}")
+
+        retry(f"{step}/{_LISTING} in {self._uri}", rename)
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint: the listing first, so that no incomplete checkpoint is ever listed.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from pyarrow.fs import FileSystem, LocalFileSystem
+from pyarrow.fs import FileSystem, LocalFileSystem, SubTreeFileSystem
 from ray.actor import ActorHandle
 
 # Reserves CPUs for the tasks of Ray Data. `ray.autoscaler.sdk.request_resources` is one request for all of a cluster,
@@ -80,7 +80,10 @@ def datasets_to_split(config: DataConfig) -> Any:
 
 def write_file(filesystem: FileSystem, path: str, text: str) -> None:
     """Write a file which a reader sees complete or not at all. In object storage every object is written this way."""
-    temporary = f"{path}.new" if isinstance(filesystem, LocalFileSystem) else path
+    storage = filesystem
+    while isinstance(storage, SubTreeFileSystem):
+        storage = storage.base_fs
+    temporary = f"{path}.new" if isinstance(storage, LocalFileSystem) else path
     with filesystem.open_output_stream(temporary) as file:
         file.write(text.encode())
     if temporary != path:
@@ -293,8 +296,8 @@ class LocalReports(LocalTrainFnUtils):
                 kept = checkpoint_upload_fn(checkpoint, name)
             elif checkpoint_upload_mode is not CheckpointUploadMode.NO_UPLOAD:
                 kept = self._storage.persist_current_checkpoint(checkpoint, name)
-                if delete_local_checkpoint_after_upload:
-                    shutil.rmtree(checkpoint.path)
+            if delete_local_checkpoint_after_upload and kept.path != checkpoint.path:
+                shutil.rmtree(checkpoint.path)
             with _calling_pydantic():
                 self._manager.register_checkpoint(_TrainingReport(kept, metrics, False))
         self._on_report(metrics)
