@@ -57,7 +57,8 @@ def run_group(launch: PreparedLaunch) -> Result:
 
 def _run_to_the_end(launch: PreparedLaunch, control: ControlHandle, interrupt: Interrupt) -> tuple[Trainer, Any]:
     """Run Ray's trainer, again after each death of its controller. Return the last one and the value of rank 0."""
-    plan, place = launch.plan, launch.folder and launch.folder.path
+    plan = launch.plan
+    place = launch.folder and launch.folder.path
     with (
         reserving(launch.hardware, f"{place}/{plan.run_name}", launch.data_cpus) as renew,
         forwarding(control, plan.on_metrics, plan.on_event, renew=renew, on_silence=interrupt.on_silence),
