@@ -22,6 +22,7 @@ from pretrain._run.history import Phase
 from pretrain._screen.display import Display
 from pretrain._screen.printing import waiting
 from pretrain._screen.run_view import RunView, Tokenizing
+from ray_jax_launch import Restarting, WaitingForNodes
 
 BEGAN_S = 1_700_000_000.0
 WITHIN_S = 30.0
@@ -311,9 +312,18 @@ def test_a_restart_is_shown_while_no_worker_can_tell_it():
     clock = Clock()
     with terminal(80, 24) as opened, Display(RunView(1500, clock=clock), opened.console) as display:
         feed(display, clock)
-        logging.getLogger("ray_jax_launch").warning("worker 0 died; the workers start again (failure 1 of at most 3)")
+        display.add_event(Restarting("failure", "worker 0 died", 1))
         clock.time_s += 7
         opened.wait_for("restarting 7 s")
+
+
+def test_a_wait_for_nodes_is_no_restart():
+    clock = Clock()
+    with terminal(80, 24) as opened, Display(RunView(1500, clock=clock), opened.console) as display:
+        feed(display, clock)
+        phase = display.view.phase
+        display.add_event(WaitingForNodes(240.0))
+        assert display.view.phase == phase
 
 
 def test_a_phase_of_another_clock_does_not_last_less_than_no_time():

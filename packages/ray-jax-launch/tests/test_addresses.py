@@ -169,6 +169,4 @@ def test_a_deleted_working_folder_is_reported(tmp_path):
         "os.rmdir(sys.argv[1]); connect()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].startswith(
-        "ray_jax_launch._errors.LaunchError: the working folder must exist, got a deleted one"
-    )
+    assert done.stderr.splitlines()[-1].startswith("ray_jax_launch._errors.LaunchError: the working folder was deleted")

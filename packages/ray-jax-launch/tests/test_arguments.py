@@ -23,10 +23,22 @@ from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScali
 from ray.train.v2._internal.execution.scaling_policy.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2.jax.config import JaxConfig
 
-from ray_jax_launch import DistributedConfig, Hardware, JaxTrainer, cpu, gpu, launch, local
-from ray_jax_launch._train import trainer as trainer_module
-from ray_jax_launch._train.control_actor import LocalControl, StopRequest
+from ray_jax_launch import (
+    DistributedConfig,
+    Hardware,
+    JaxTrainer,
+    WaitingForNodes,
+    cpu,
+    gpu,
+    launch,
+    local,
+    scaling_config,
+)
+from ray_jax_launch._control.control_actor import LocalControl, StopRequest
+from ray_jax_launch._train import run_group, run_plan
 from ray_jax_launch._train.failures import Preempted
+from ray_jax_launch._train.launch_plan import PreparedLaunch
+from ray_jax_launch._train.run_plan import _connect, _for_ray
 
 
 class Fitted(Exception):
@@ -35,17 +47,17 @@ class Fitted(Exception):
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """Return a function from arguments of a launch to its trainer, which is not started."""
+    """Return a function from arguments of a launch to its plan, which is not executed."""
 
-    def fit(trainer):
-        raise Fitted(trainer)
+    def stop(plan):
+        raise Fitted(plan)
 
     def launched(**given):
         with pytest.raises(Fitted) as fitted:
             launch(lambda: None, **{"hardware": "local", "storage_path": tmp_path, "name": "run"} | given)
         return fitted.value.args[0]
 
-    monkeypatch.setattr(JaxTrainer, "fit", fit)
+    monkeypatch.setattr("ray_jax_launch._train.launch.run_plan", stop)
     return launched
 
 
@@ -69,8 +81,8 @@ def test_limits_of_failures_reach_rays_config(launched, given, config):
     ],
 )
 def test_the_shape_of_a_group_reaches_rays_config(launched, argument, value):
-    _, scaling = launched(**{argument: value})._connect()
-    _, plain = launched()._connect()
+    _, scaling = _connect(launched(**{argument: value}))
+    _, plain = _connect(launched())
     assert getattr(scaling, argument) == value
     assert getattr(plain, argument) != value
 
@@ -86,26 +98,35 @@ def test_the_shape_of_a_group_reaches_rays_config(launched, argument, value):
     ],
 )
 def test_variables_of_the_caller_win(launched, given, variables):
-    trainer = launched(**given)
-    hardware = trainer._hardware
-    found = trainer._run_config(None, hardware).worker_runtime_env["env_vars"]
+    plan = launched(**given)
+    hardware = plan.hardware
+    runtime_env: Any = _for_ray(plan.run_config, None, hardware).worker_runtime_env
+    found = runtime_env["env_vars"]
     assert found | variables == found
     assert hardware.kind != "local" or found == variables
 
 
 def test_the_rest_of_a_runtime_environment_is_kept(launched):
-    trainer = launched(runtime_env={"working_dir": "/here"})
-    assert trainer._run_config(None, trainer._hardware).worker_runtime_env == {"working_dir": "/here", "env_vars": {}}
+    plan = launched(runtime_env={"working_dir": "/here"})
+    assert _for_ray(plan.run_config, None, plan.hardware).worker_runtime_env == {"working_dir": "/here", "env_vars": {}}
 
 
 @pytest.fixture
 def rays_trainer(monkeypatch):
-    """Return a function from a trainer to Ray's trainer, which it makes for each start of its group."""
-    monkeypatch.setattr("ray_jax_launch._train.trainer.is_silent", lambda: False)  # asks the cluster
+    """Return a function from a plan to Ray's trainer, which is made for each start of a group."""
+    monkeypatch.setattr(run_group, "is_silent", lambda: False)  # asks the cluster
 
-    def make(trainer):
-        hardware, scaling = trainer._hardware, trainer.scaling_config
-        return trainer._trainer(hardware, scaling, trainer._run_config(None, hardware), None, LocalControl())
+    def make(plan, control=None):
+        hardware = plan.hardware
+        prepared = PreparedLaunch(
+            plan=plan,
+            hardware=hardware,
+            scaling=scaling_config(hardware),
+            run_config=_for_ray(plan.run_config, None, hardware),
+            data_cpus=0,
+            folder=None,
+        )
+        return run_group._make_trainer(prepared, control or LocalControl())
 
     return make
 
@@ -121,7 +142,9 @@ def rays_trainer(monkeypatch):
 )
 def test_each_limit_of_failures_has_its_own_effect(rays_trainer, tmp_path, failure, limits, decision):
     run_config = RunConfig(name="run", storage_path=str(tmp_path), failure_config=FailureConfig(**limits))
-    policy = rays_trainer(JaxTrainer(lambda: None, hardware="cpu:1", run_config=run_config)).policies["failure_policy"]
+    policy = rays_trainer(JaxTrainer(lambda: None, hardware="cpu:1", run_config=run_config)._plan).policies[
+        "failure_policy"
+    ]
     wrapped = failure if isinstance(failure, Preempted) else WorkerHealthCheckFailedError("", failure=failure)
     assert policy.make_decision(WorkerGroupError("", {0: wrapped})) == decision
 
@@ -140,7 +163,7 @@ def test_configs_of_data_validation_and_rendezvous_are_used(rays_trainer, launch
     validation = ValidationConfig(fn=lambda checkpoint, **kwargs: {})
     run_config = RunConfig(name="run", storage_path=str(tmp_path))
     given = {"hardware": "cpu:2", "run_config": run_config, "validation_config": validation}
-    trainer = rays_trainer(JaxTrainer(lambda: None, jax_config=JaxConfig(), **given))
+    trainer = rays_trainer(JaxTrainer(lambda: None, jax_config=JaxConfig(), **given)._plan)
     assert trainer.validation_config is validation
     assert trainer.backend_config == DistributedConfig()
 
@@ -161,10 +184,10 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tu
             launch(lambda: None, storage_path=tmp_path, name="run", **given)
         return fitted.value.args
 
-    monkeypatch.setattr(trainer_module, "connect", lambda hardware=None: None)
-    monkeypatch.setattr(trainer_module, "is_started_here", lambda: False)
-    monkeypatch.setattr(trainer_module, "auto", lambda: gpu(9, 3))
-    monkeypatch.setattr(trainer_module, "check_resources", check)
+    monkeypatch.setattr(run_plan, "connect", lambda hardware=None: None)
+    monkeypatch.setattr(run_plan, "is_started_here", lambda: False)
+    monkeypatch.setattr(run_plan, "auto", lambda: gpu(9, 3))
+    monkeypatch.setattr(run_plan, "check_resources", check)
     return checked
 
 
@@ -204,7 +227,7 @@ def test_a_cluster_is_checked_for_what_the_launch_needs(
 def test_workers_on_a_machine_with_few_cpus_share_them(
     checked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, num_cpus: int, share: float
 ) -> None:
-    monkeypatch.setattr(trainer_module, "is_started_here", lambda: True)
+    monkeypatch.setattr(run_plan, "is_started_here", lambda: True)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": float(num_cpus), "memory": 7.0})
     _, found = checked(hardware="cpu:9", data_cpus=1)
     assert found["resources_per_worker"]["CPU"] == pytest.approx(share)
@@ -217,8 +240,8 @@ def test_local_mode_connects_only_for_data(
     launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_connected: bool
 ) -> None:
     connected: list[Any] = []
-    monkeypatch.setattr(trainer_module, "connect", lambda *hardware: connected.append(hardware))
-    hardware, _ = launched(**given)._connect()
+    monkeypatch.setattr(run_plan, "connect", lambda *hardware: connected.append(hardware))
+    hardware, _ = _connect(launched(**given))
     assert (hardware, connected) == (local(), [()] * is_connected)
 
 
@@ -226,17 +249,17 @@ def test_a_group_starts_the_cluster_for_its_own_hardware(
     launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connected: list[Any] = []
-    monkeypatch.setattr(trainer_module, "connect", lambda *hardware: connected.append(hardware))
+    monkeypatch.setattr(run_plan, "connect", lambda *hardware: connected.append(hardware))
     for given in ({"hardware": "cpu:7"}, {"hardware": None, "scaling_config": ScalingConfig(num_workers=7)}):
-        launched(**given)._connect()
+        _connect(launched(**given))
     assert connected == [(cpu(7),)] * 2
 
 
 def test_the_environment_that_a_caller_passes_is_left_as_it_is(launched: Callable[..., Any]) -> None:
     runtime_env, env_vars = {"env_vars": {"A": "1"}, "pip": []}, {"B": "2"}
     for _ in range(2):
-        trainer = launched(runtime_env=runtime_env, env_vars=env_vars)
-        assert trainer.run_config.worker_runtime_env == {"env_vars": {"A": "1", "B": "2"}, "pip": []}
+        plan = launched(runtime_env=runtime_env, env_vars=env_vars)
+        assert plan.run_config.worker_runtime_env == {"env_vars": {"A": "1", "B": "2"}, "pip": []}
     assert (runtime_env, env_vars) == ({"env_vars": {"A": "1"}, "pip": []}, {"B": "2"})
 
 
@@ -247,33 +270,31 @@ def test_the_level_of_rays_log_is_the_users_unless_it_is_rays_default(
     tmp_path: Path, given: LoggingConfig | None, level: str
 ) -> None:
     run_config = RunConfig(name="run", storage_path=str(tmp_path), logging_config=given)
-    trainer = JaxTrainer(lambda: None, hardware="local", run_config=run_config)
-    logging_config = trainer._run_config(None, local()).logging_config
+    logging_config = _for_ray(run_config, None, local()).logging_config
     assert logging_config is not None
     assert logging_config.log_level == level
 
 
 def test_an_elastic_group_waits_as_long_as_the_launch_and_sends_its_lines_and_requests(
-    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., Any], rays_trainer: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(trainer_module, "is_silent", lambda: False)
     clock = SimpleNamespace(now_s=1000.0, monotonic=lambda: clock.now_s)
     for module in ("_ray_internals.ray_train", "_train.restart_policy"):
         monkeypatch.setattr(f"ray_jax_launch.{module}.time", clock)
     for kind, decision in (("non_running", NoopDecision()), ("running", ResizeDecision(3, {"CPU": 1}))):
         name = f"make_decision_for_{kind}_worker_group"
         monkeypatch.setattr(ElasticScalingPolicy, name, lambda self, *states, decision=decision: decision)
-    trainer, control = launched(hardware="cpu:2-3", wait_for_resources_s=900.0), LocalControl()
-    run_config = trainer._run_config(None, trainer._hardware)
-    made = trainer._trainer(trainer._hardware, trainer.scaling_config, run_config, None, control)
+    plan, control = launched(hardware="cpu:2-3", wait_for_resources_s=900.0), LocalControl()
+    made = rays_trainer(plan, control)
     scaling, failures = made.policies["scaling_policy"], made.policies["failure_policy"]
     too_few = ControllerError(WorkerGroupStartupTimeoutError(2))
     for waited_s in (0, 300, 899):
         clock.now_s = 1000.0 + waited_s
         scaling.make_decision_for_non_running_worker_group()
         assert failures.make_decision(too_few) == FailureDecision.RETRY
-    lines = [line for _, line in control.collect.remote().lines]
-    assert ["900 s" in line for line in lines] == [True, True]
+    collected = control.collect.remote()
+    assert ["900 s" in line for _, line in collected.lines] == [True, True]
+    assert collected.events == [WaitingForNodes(900.0)] * 2
     clock.now_s += 2
     with pytest.raises(TimeoutError):
         scaling.make_decision_for_non_running_worker_group()

@@ -137,8 +137,8 @@ class BadText:
 
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(100_000), 1)
 NO_PLACE = "a storage path must be a folder, or the text of a URI, got "
-UNWRITABLE = "the folder of the checkpoints must be writable, got "
-NO_FOLDER = "the place of the checkpoints must be a folder, got [Errno 17] File exists: "
+UNWRITABLE = "the folder of the checkpoints cannot be written: "
+NO_FOLDER = "the place of the checkpoints is no folder: [Errno 17] File exists: "
 BAD_INTS: list[Any] = [True, 1.5, -1, "2", NAN]
 BAD_TIMEOUTS: list[Any] = [-1, "a", 10**400]
 BAD_SECONDS: list[Any] = [NAN, float("inf"), -1.0, "9"]
@@ -161,8 +161,8 @@ CASES = {
         for name, action in USERS_OF_HARDWARE.items()
         for value in ("cpu:1", 5)
     },
-    "auto before connect": (lambda _: auto(), "a Ray cluster must be connected, got none. Call connect() first."),
-    "check before connect": (lambda _: check_resources(cpu(1)), "a Ray cluster must be connected, got none. "),
+    "auto before connect": (lambda _: auto(), "no Ray cluster is connected. Call connect() first."),
+    "check before connect": (lambda _: check_resources(cpu(1)), "no Ray cluster is connected. "),
     "kind": (lambda _: dataclasses.replace(cpu(1), kind="x"), "kind must be one of cpu, gpu, tpu, local, got 'x'"),
     **{
         f"num_workers={value!r}": (
@@ -207,11 +207,11 @@ CASES = {
     },
     "restore None": (lambda folder: closed(folder).restore(1, None), "like must be trees by name, got None"),  # pyright: ignore[reportArgumentType]
     "restore latest": (lambda folder: closed(folder).restore_latest([1]), "like must be trees by name, got [1]"),  # pyright: ignore[reportArgumentType]
-    "closed": (lambda folder: closed(folder).restore_latest({}), "must be open, got closed ones"),
-    "closed metadata": (lambda folder: closed(folder).metadata(1), "must be open, got closed ones"),
+    "closed": (lambda folder: closed(folder).restore_latest({}), "are closed. Make a new"),
+    "closed metadata": (lambda folder: closed(folder).broadcast_metadata(1), "are closed. Make a new"),
     "text of 6,000 characters": (launching(storage_path="x" * 6000), WRITABLE),
     "checkpoints of 6,000": (lambda _: Checkpoints("x" * 6000), UNWRITABLE),
-    "step of 6,000": (lambda _: latest_step("x" * 6000), "must be accessible, got "),
+    "step of 6,000": (lambda _: latest_step("x" * 6000), "cannot be accessed: "),
     "URI of 9,000": (lambda _: open_uri("nowhere://" + "x" * 9000), "that can be reached, got nowhere://xxxx"),
     "long name": (launching(name=LONG), "name must have at most 255 bytes, got 'aaaa"),
     "long folder": (launching_below(LONG, lambda path: None), WRITABLE),
@@ -261,7 +261,7 @@ CASES = {
     },
     "checkpoints in a file": (opening("checkpoints", write_file), NO_FOLDER),
     "checkpoints in a loop": (opening("loop", make_loop), NO_FOLDER),
-    "loop that is read": (opening("loop", make_loop, latest_step), "loop must be accessible, got [Errno "),
+    "loop that is read": (opening("loop", make_loop, latest_step), "loop cannot be accessed: [Errno "),
     "checkpoints nowhere": (lambda _: Checkpoints(3), f"{NO_PLACE}3"),  # pyright: ignore[reportArgumentType]
     "none kept": (keeping(num_to_keep=0), "num_to_keep must be a whole number of at least 1, got 0"),
     **{
@@ -345,7 +345,7 @@ def test_a_folder_without_permissions_is_an_error_that_names_it(tmp_path):
     *launched, writing, reading, step, intact, metadata = done.stdout.splitlines()
     for path, message in zip(("closed/runs/run", "closed/run", "seen/run"), launched, strict=True):
         assert message.startswith(f"{WRITABLE}{tmp_path}/{path} (Permission denied). ")
-    assert writing.startswith("the folder of the checkpoints must be writable, got [Errno 13] Permission denied")
+    assert writing.startswith("the folder of the checkpoints cannot be written: [Errno 13] Permission denied")
     for message in (reading, step, intact, metadata):
-        assert "must be accessible, got [Errno 13] Permission denied" in message
+        assert "cannot be accessed: [Errno 13] Permission denied" in message
     assert [*tmp_path.glob("*/*")] == []

@@ -28,7 +28,7 @@ if rank == 1:
     threading.Timer(2, lambda: (folder / "late").rename(folder / "20")).start()
 with Checkpoints(folder, num_to_keep=3, **json.loads(mode)) as checkpoints:
     step = checkpoints.latest_step()
-    metadata = checkpoints.metadata(step)
+    metadata = checkpoints.broadcast_metadata(step)
     w = checkpoints.restore(step, {"params": {"w": like}})["params"]["w"]
     print("found", step, metadata["step"], sorted({float(x) for shard in w.addressable_shards for x in shard.data}))
 """

@@ -117,7 +117,7 @@ def test_a_full_disk_of_a_reader_is_named_and_not_taken_for_its_source(saved, ca
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
         try:
             with pytest.raises(
-                LaunchError, match=r"ray-jax-launch-.* must be writable, got File too large\. Free some"
+                LaunchError, match=r"ray-jax-launch-.* could not be written: File too large\. Free some"
             ):
                 checkpoints.restore_latest({"params": {"w": jnp.zeros(10)}})
         finally:

@@ -55,6 +55,28 @@ def test_a_failed_launch_leaves_its_logs_and_nothing_else(parent: Path) -> None:
         assert left == {"failed", "lock", "session", "session/logs", "session/logs/file"}
 
 
+def test_a_folder_that_cannot_be_deleted_does_not_keep_the_others(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root, which containers run as, may delete everything: the error is that of another user's file."""
+    before, folders = num_open_files(), [ClusterFolder() for _ in range(3)]
+    for folder in folders:
+        (folder.path / "session").mkdir()
+        (folder.path / "port").touch()
+        folder.close()
+    unlink = Path.unlink
+
+    def deny(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == folders[1].path:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", deny)
+    clean_up(parent)
+    assert [folder.path.exists() for folder in folders] == [False, True, False]
+    assert num_open_files() == before
+
+
 def test_a_cleanup_leaves_no_file_open(parent: Path) -> None:
     before = num_open_files()
     failed, living = ClusterFolder(), ClusterFolder()

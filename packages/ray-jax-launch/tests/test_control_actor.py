@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from ray_jax_launch._train import control_actor
-from ray_jax_launch._train.control_actor import (
+from ray_jax_launch._control import control_actor
+from ray_jax_launch._control.control_actor import (
     ControlActor,
     LocalControl,
     StopRequest,
     count_failure,
-    forwarding,
-    showing_info,
 )
+from ray_jax_launch._control.events import Restarting, WaitingForNodes
+from ray_jax_launch._control.forwarding import forwarding, showing_info
 
 INTERRUPT, PREEMPTION, RESIZE = StopRequest("interrupt"), StopRequest("preemption"), StopRequest("resize")
 
@@ -89,6 +89,22 @@ def test_metrics_of_all_ranks_are_collected_once():
     first, second = control.collect(), control.collect()
     assert (first.metrics, first.lines) == ([(0, {"step": 1}), (1, {"step": 1})], lines)
     assert (second.metrics, second.lines) == ([], [])
+
+
+def test_events_are_forwarded_once_and_an_error_of_the_function_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    control, seen = LocalControl(), []
+    events = [Restarting("failure", "worker 0 died", 1), WaitingForNodes(240.0), Restarting("preemption", "a node")]
+
+    def see(event: Any) -> None:
+        seen.append(event)
+        raise KeyError("no such event")
+
+    for _ in range(2):
+        with forwarding(control, None, see):
+            for event in events if not seen else ():
+                control.note.remote(event)
+    assert seen == events
+    assert caplog.text.count("on_event failed") == 3
 
 
 def test_of_metrics_that_nobody_collects_the_newest_10_000_are_kept():
@@ -221,7 +237,7 @@ def test_an_actor_that_dies_before_the_first_look_counts_failures_too() -> None:
 
 
 def test_two_deaths_of_the_actor_forget_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_actor, "_COLLECT_EVERY_S", 0.01)
+    monkeypatch.setattr("ray_jax_launch._control.forwarding.COLLECT_EVERY_S", 0.01)
     control, num_deaths = CopyingControl(), threading.Semaphore(0)
 
     def die(rank: int, metrics: dict[str, Any]) -> None:
@@ -242,7 +258,7 @@ def test_two_deaths_of_the_actor_forget_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_driver_renews_and_hears_of_silence_until_a_worker_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_actor, "_COLLECT_EVERY_S", 0.01)
+    monkeypatch.setattr("ray_jax_launch._control.forwarding.COLLECT_EVERY_S", 0.01)
     control, has_renewed, is_silent = LocalControl(), threading.Semaphore(0), threading.Event()
     with forwarding(control, None, renew=has_renewed.release, on_silence=is_silent.set):
         for _ in range(3):

@@ -21,8 +21,14 @@ def test_the_package_imports_neither_jax_nor_ray_nor_orbax():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_session_of_a_worker_imports_neither_ray_nor_jax():
+    """Checkpoints ask for it, also in a program that only evaluates."""
+    code = "import sys, ray_jax_launch._control.session; sys.exit(bool({'jax', 'ray', 'pyarrow'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_the_control_actor_imports_little():
     """Each launch starts a process for it, and imports of a second would be CPU time of each start."""
     heavy = {"jax", "orbax", "pandas", "pyarrow", "ray.data", "ray.train"}
-    code = f"import sys, ray_jax_launch._train.control_actor; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, ray_jax_launch._control.control_actor; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,10 +15,9 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from ray_jax_launch import JaxTrainer, TrainingFailed
+from ray_jax_launch._control.control_actor import LocalControl
 from ray_jax_launch._lost_cluster import ClusterLostError
-from ray_jax_launch._train import backend
-from ray_jax_launch._train import trainer as trainer_module
-from ray_jax_launch._train.control_actor import LocalControl
+from ray_jax_launch._train import backend, run_group, run_plan
 from ray_jax_launch._train.failures import note_traceback
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -54,21 +53,21 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     outcome = ray.train.Result(
         metrics={"loss": 1.0, "step": 3}, checkpoint=None, error=None, path="/a", best_checkpoints=[]
     )
+    monkeypatch.setattr(run_plan, "connect", lambda hardware: None)
+    monkeypatch.setattr(run_plan, "is_started_here", lambda: False)
+    monkeypatch.setattr(run_plan, "check_resources", lambda hardware, **given: None)
     for name, value in {
-        "connect": lambda hardware: None,
-        "is_started_here": lambda: False,
-        "check_resources": lambda hardware, **given: None,
         "is_silent": lambda: False,
         "start_control_actor": lambda: group.control,
         "placement_groups": lambda: {*group.placement_groups},
         "remove_placement_groups": group.remove,
         "end_actor": group.ended.append,
         "log_folder": lambda of_failure=False: "/logs/kept" if of_failure else "/logs",
+        "_make_trainer": lambda launch, control: SimpleNamespace(outcome=outcome),
         "_fit": group.fit,
     }.items():
-        monkeypatch.setattr(trainer_module, name, value)
+        monkeypatch.setattr(run_group, name, value)
     monkeypatch.setattr(backend, "is_started_here", lambda: False)
-    monkeypatch.setattr(JaxTrainer, "_trainer", lambda *given: SimpleNamespace(outcome=outcome))
     return group
 
 
@@ -208,7 +207,7 @@ def test_a_group_that_fails_after_the_end_does_not_fail_the_run(
 
     control, trainer = LocalControl(), SimpleNamespace(fit=fail)
     with pytest.raises(type(error)):
-        trainer_module._fit(trainer, control)  # pyright: ignore[reportArgumentType]
+        run_group._fit(trainer, control)  # pyright: ignore[reportArgumentType]
     control.finish.remote(value)
-    assert trainer_module._fit(trainer, control) == value  # pyright: ignore[reportArgumentType]
+    assert run_group._fit(trainer, control) == value  # pyright: ignore[reportArgumentType]
     assert message in caplog.text

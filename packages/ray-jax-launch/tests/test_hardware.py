@@ -94,7 +94,7 @@ def test_a_gpu_type_that_is_no_name_is_rejected(name):
         ("gpu:2x", "hardware must be auto, cpu:WORKERS"),
         ("gpu:8:", "hardware must be auto, cpu:WORKERS"),
         ("cpu:8:h100", "hardware must be auto, cpu:WORKERS"),
-        ("cpu:0", "the number of CPU workers must be a whole number of at least 1, got 0. Change it"),
+        ("cpu:0", "the number of CPU workers must be a whole number of at least 1, got 0."),
         ("gpu:1x0", "the number of GPUs per worker must be a whole number of at least 1, got 0"),
         ("cpu:4-1", "the number of CPU workers must be a whole number of at least 4, got 1"),
         ("cpu:0-4", "the smallest number of CPU workers must be a whole number of at least 1, got 0"),

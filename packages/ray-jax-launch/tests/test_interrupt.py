@@ -11,9 +11,9 @@ import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from ray_jax_launch import StopRequestedError, launch, request_stop, stop_requested
-from ray_jax_launch._train import interrupt as interrupt_module
-from ray_jax_launch._train.control_actor import LocalControl, StopRequest
-from ray_jax_launch._train.interrupt import Interrupt
+from ray_jax_launch._control import interrupt as interrupt_module
+from ray_jax_launch._control.control_actor import LocalControl, StopRequest
+from ray_jax_launch._control.interrupt import Interrupt
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -21,6 +21,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 
 from ray_jax_launch import (
     LaunchError,
+    Restarting,
     TrainingFailed,
     auto,
     check_resources,
@@ -31,7 +32,7 @@ from ray_jax_launch import (
     launch,
     parse_hardware,
 )
-from ray_jax_launch._train.control_actor import answer, start_control_actor
+from ray_jax_launch._control.control_actor import answer, start_control_actor
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -96,7 +97,7 @@ def rows_of_rank(rank, world_size):
 @pytest.mark.slow
 def test_a_run_in_object_storage_ends_with_the_same_numbers_after_a_worker_is_killed(s3, tmp_path, caplog):
     marker = tmp_path / "marker"
-    logged = []
+    logged, events = [], []
 
     def note_and_fail(rank, metrics):
         logged.append((rank, metrics["start"], metrics["step"]))
@@ -112,11 +113,13 @@ def test_a_run_in_object_storage_ends_with_the_same_numbers_after_a_worker_is_ki
             name=tmp_path.name,
             datasets={"rows": rows_of_rank},
             on_metrics=note_and_fail,
+            on_event=events.append,
             max_failures=1,
         )
     *failed_to_note, failure = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
-    assert set(failed_to_note) == {"on_metrics failed; it gets the next metrics all the same"}
+    assert set(failed_to_note) == {"on_metrics failed; it is called again all the same"}
     what = "worker 1 died, or no longer answers; the workers start again"
+    assert events == [Restarting("failure", "worker 1 died, or no longer answers", 1)]
     assert failure == f"{what} (failure 1 of at most 1 without a new checkpoint)"
     x = np.arange(8, dtype=np.uint32)
     for _ in range(8):

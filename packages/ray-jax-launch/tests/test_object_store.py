@@ -96,7 +96,7 @@ def test_the_checkpoint_before_a_damaged_checkpoint_is_restored_with_a_warning(u
         assert checkpoints.latest_step() == 20
         restored = checkpoints.restore(20, {"params": TREE})["params"]["w"]
         np.testing.assert_array_equal(restored, TREE["w"] + 20)
-        assert checkpoints.metadata(20) == {"step": 20}
+        assert checkpoints.broadcast_metadata(20) == {"step": 20}
         # The number is free again.
         checkpoints.save(30, {"params": TREE}, metadata={})
         checkpoints.wait()
@@ -262,6 +262,17 @@ def busy(uri, proxy):
 
 
 @pytest.mark.fault
+def test_a_checkpoint_on_a_busy_server_is_quarantined_later(uri, busy, proxy, record_property):
+    record_property("fault", "the object storage answers 503 to the copy of a damaged checkpoint's listing")
+    record_property("lost", "nothing")
+    proxy.failing = "/30/checkpoint.json.damaged"
+    proxy.num_failures = 40  # more than pyarrow's client tries again, in 6 s
+    ObjectStore(busy).quarantine(30)
+    assert ObjectStore(uri).steps() == [10, 20]
+    assert {name for name in names(uri) if name.startswith("30/checkpoint.json")} == {"30/checkpoint.json.damaged"}
+
+
+@pytest.mark.fault
 def test_a_checkpoint_on_a_busy_server_is_not_damaged(uri, busy, proxy, caplog, record_property):
     proxy.failing = f"/{save_of(uri, 30)}/process-0.params.tar"
     proxy.num_failures = 40  # more than pyarrow's client tries again, in 6 s
@@ -286,7 +297,7 @@ def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(
     before = names(uri)
     proxy.failing = f"/30/{name}" if name == "checkpoint.json" else f"/{save_of(uri, 30)}/{name}"
     proxy.num_failures = 1_000_000
-    with pytest.raises(LaunchError, match=rf"{name} .* must be accessible, got .*503"):
+    with pytest.raises(LaunchError, match=rf"{name} .* cannot be accessed: .*503"):
         Checkpoints(busy)
     proxy.num_failures = 0
     assert names(uri) == before

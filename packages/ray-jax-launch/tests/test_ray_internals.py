@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 import ray_jax_launch
 from ray_jax_launch._ray_internals.ray_train import write_file
@@ -46,13 +46,19 @@ def test_only_ray_internals_uses_private_modules_of_ray(path):
     )
 
 
-def test_a_reader_sees_the_old_file_or_the_new_one_complete(tmp_path: Path) -> None:
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_reader_sees_the_old_file_or_the_new_one_complete(tmp_path: Path, depth: int) -> None:
     path = tmp_path / "list.json"
     path.touch()
+    filesystem, name = [
+        (LocalFileSystem(), str(path)),
+        (SubTreeFileSystem(str(tmp_path), LocalFileSystem()), path.name),
+        (SubTreeFileSystem(tmp_path.name, SubTreeFileSystem(str(tmp_path.parent), LocalFileSystem())), path.name),
+    ][depth]
     for text in ("first", "a longer second", "3rd \u00e9"):
         before = path.read_text()
         with path.open() as reader:
-            write_file(LocalFileSystem(), str(path), text)
+            write_file(filesystem, name, text)
             assert reader.read() == before
         assert path.read_text() == text
         assert [*tmp_path.iterdir()] == [path]

@@ -90,7 +90,7 @@ def test_a_reader_gives_up_when_five_checkpoints_were_deleted_under_it(tmp_path,
         monkeypatch.setattr(FolderStore, "copy_items", copy_late)
         monkeypatch.setattr("ray_jax_launch._checkpoint.checkpoints._PATIENCE_S", patience_s)
         if num_deleted == 5:
-            with pytest.raises(LaunchError, match=r"must exist until it is read, got 5 that were deleted"):
+            with pytest.raises(LaunchError, match=r"5 checkpoints in .* were deleted while they were read"):
                 reader.restore_latest({"params": LIKE})
         else:
             found = reader.restore_latest({"params": LIKE})
@@ -117,11 +117,11 @@ def test_a_deleted_checkpoint_is_reported_as_deleted(place):
         with Checkpoints(place, read_only=True) as reader:
             checkpoints.save(2, {"params": LIKE}, metadata={"step": 2})
             checkpoints.wait()
-            for read in (lambda: reader.restore(1, {"params": LIKE}), lambda: reader.metadata(1)):
-                with pytest.raises(DeletedCheckpointError, match=r"checkpoint 1 in .* must exist while it is read"):
+            for read in (lambda: reader.restore(1, {"params": LIKE}), lambda: reader.broadcast_metadata(1)):
+                with pytest.raises(DeletedCheckpointError, match=r"has deleted checkpoint 1 in .* while it was read"):
                     read()
             # Checkpoint 2 was saved after the reader was opened.
-            assert reader.metadata(2) == {"step": 2}
+            assert reader.broadcast_metadata(2) == {"step": 2}
             assert reader.latest_step() == 2
 
 

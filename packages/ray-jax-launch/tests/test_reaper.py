@@ -149,12 +149,25 @@ def test_a_reaper_that_is_closed_writes_nothing_at_the_end(tmp_path: Path) -> No
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0] * 9
 
 
-def test_a_reaper_that_is_closed_leaves_no_descriptor_and_no_process() -> None:
+def test_a_reaper_that_is_closed_leaves_no_descriptor_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     children, descriptors = psutil.Process().children(), len(os.listdir("/dev/fd"))  # noqa: PTH208
+    wait, ends = os.waitpid, []
+
+    def wait_and_note(pid: int, options: int) -> tuple[int, int]:
+        ends.append(wait(pid, options))
+        return ends[-1]
+
+    monkeypatch.setattr(os, "waitpid", wait_and_note)
+    started = []
     for _ in range(3):
         reaper = Reaper(None)
         (process,) = {*psutil.Process().children()} - {*children}
+        started.append(process.pid)
         assert os.getpgid(process.pid) == process.pid  # Ctrl-C in a terminal does not reach it
         reaper.close()
-        assert process.wait(60) == 0
+        deadline_s = time.monotonic() + 60
+        while psutil.pid_exists(process.pid):  # a zombie exists too
+            assert time.monotonic() < deadline_s, process
+            time.sleep(0.1)
+    assert ends == [(pid, 0) for pid in started]
     assert len(os.listdir("/dev/fd")) == descriptors  # noqa: PTH208

@@ -25,7 +25,7 @@ from ray_jax_launch import (
     TrainingFailed,
     cpu,
 )
-from ray_jax_launch._train.control_actor import LocalControl
+from ray_jax_launch._control.control_actor import LocalControl
 from ray_jax_launch._train.failures import ForwardReports, Preempted, first_failure, note_traceback, to_raise
 from ray_jax_launch._train.restart_policy import RestartPolicy, restart_without_controller
 
@@ -188,7 +188,7 @@ def test_the_error_of_a_device_without_memory_names_the_worker() -> None:
     failure = raised(JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes.\nmore"))
     found = to_raise({0: raised(KeyError("a")), 3: failure}, cpu(4), "/logs")
     assert isinstance(found, OutOfMemoryError)
-    assert "worker 3, got RESOURCE_EXHAUSTED: 9 bytes. Use" in str(found)
+    assert "worker 3 has too little memory for the training loop: RESOURCE_EXHAUSTED: 9 bytes. Use" in str(found)
     assert "in raised" in found.__notes__[0]
 
 

@@ -24,8 +24,8 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from ray_jax_launch import DistributedConfig, LaunchError, OutOfMemoryError, TrainingFailed, cpu, launch
+from ray_jax_launch._control.control_actor import start_control_actor
 from ray_jax_launch._train.backend import _DistributedBackend
-from ray_jax_launch._train.control_actor import start_control_actor
 from ray_jax_launch._train.failures import Preempted, Resized, note_traceback, to_raise
 from ray_jax_launch._train.restart_policy import RestartPolicy
 
@@ -173,7 +173,7 @@ def test_an_array_that_no_device_can_hold_ends_the_launch_at_once(tmp_path, capl
     with pytest.raises(OutOfMemoryError) as failed:
         launch(take_more_on_rank_1, {}, hardware=cpu(2), storage_path=tmp_path, name="run")
     assert str(failed.value) == (
-        "the training loop must fit in the memory of worker 1, got RESOURCE_EXHAUSTED: Out of memory allocating "
+        "worker 1 has too little memory for the training loop: RESOURCE_EXHAUSTED: Out of memory allocating "
         f"40000000000000 bytes. {REMEDY}"
     )
     assert "in take_more_on_rank_1" in failed.value.__notes__[0]
@@ -231,7 +231,7 @@ def test_a_loop_whose_memory_cannot_be_allocated_is_not_restarted(decide, alloca
     assert decide(*failures) == FailureDecision.RAISE
     error = to_raise(dict(enumerate(failures)), cpu(3), "/logs")
     assert isinstance(error, OutOfMemoryError)
-    assert str(error).startswith(f"the training loop must fit in the memory of worker 2, got {line}")
+    assert str(error).startswith(f"worker 2 has too little memory for the training loop: {line}")
     assert str(error).endswith(f". {REMEDY}")
 
 
@@ -243,7 +243,7 @@ def test_a_second_kill_by_the_memory_monitor_in_a_row_ends_the_launch(decide):
     error = to_raise({0: crashed, 1: again}, cpu(2), "/logs")
     assert isinstance(error, OutOfMemoryError)
     assert str(error).startswith(
-        f"the training loop must fit in the memory of worker 1, got {KILLED.replace('23', '24')}. Use"
+        f"worker 1 has too little memory for the training loop: {KILLED.replace('23', '24')}. Use"
     )
 
 

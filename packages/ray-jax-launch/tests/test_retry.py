@@ -36,7 +36,7 @@ def test_a_temporary_error_is_retried_for_15_seconds(number, sleeps):
     error = OSError("HTTP 503") if number is None else OSError(number, os.strerror(number))
     assert retry("file", failing(*[error] * 6)) == "read"
     assert 15 <= sum(sleeps) <= 20
-    with pytest.raises(LaunchError, match="file must be accessible, got "):
+    with pytest.raises(LaunchError, match="file cannot be accessed: "):
         retry("file", failing(*[error] * 7))
 
 
@@ -48,7 +48,7 @@ def test_a_temporary_error_is_retried_for_15_seconds(number, sleeps):
     ],
 )  # fmt: skip
 def test_a_permanent_error_is_not_retried(number, sleeps):
-    with pytest.raises(LaunchError, match=rf"file must be accessible, got \[Errno {number}\]"):
+    with pytest.raises(LaunchError, match=rf"file cannot be accessed: \[Errno {number}\]"):
         retry("file", failing(OSError(number, os.strerror(number))))
     assert sleeps == []
 

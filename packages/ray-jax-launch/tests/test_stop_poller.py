@@ -10,9 +10,9 @@ import pytest
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 
 from ray_jax_launch import StopRequestedError
-from ray_jax_launch._train import stop_poller
-from ray_jax_launch._train.control_actor import ControlActor, LocalControl, StopRequest
-from ray_jax_launch._train.stop_poller import StopPoller
+from ray_jax_launch._control import stop_poller
+from ray_jax_launch._control.control_actor import ControlActor, LocalControl, StopRequest
+from ray_jax_launch._control.stop_poller import StopPoller
 
 GROUP = "ab" * 16
 INTERRUPT, PREEMPTION = StopRequest("interrupt"), StopRequest("preemption")

@@ -16,9 +16,19 @@ import ray
 import ray.cloudpickle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-from ray_jax_launch import JaxTrainer, StopRequestedError, TrainingFailed, cpu, latest_step, launch, request_stop
-from ray_jax_launch._train.control_actor import StopRequest, answer, count_failure, forwarding, start_control_actor
-from ray_jax_launch._train.interrupt import Interrupt
+from ray_jax_launch import (
+    JaxTrainer,
+    Restarting,
+    StopRequestedError,
+    TrainingFailed,
+    cpu,
+    latest_step,
+    launch,
+    request_stop,
+)
+from ray_jax_launch._control.control_actor import StopRequest, answer, count_failure, start_control_actor
+from ray_jax_launch._control.forwarding import forwarding
+from ray_jax_launch._control.interrupt import Interrupt
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -115,7 +125,7 @@ def test_ctrl_c_waits_for_a_worker_that_has_stood_still(tmp_path, record_propert
 )
 def test_a_signal_ends_a_launch_whose_loop_does_not_poll(number, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=time.sleep)  # the actor's answer may take a second
-    monkeypatch.setattr("ray_jax_launch._train.interrupt.time", clock)
+    monkeypatch.setattr("ray_jax_launch._control.interrupt.time", clock)
     control, before = start_control_actor(), signal.getsignal(number)
     interrupt = Interrupt(control)
     interrupt.install()
@@ -147,7 +157,7 @@ def test_a_process_that_ignores_sighup_ignores_it_during_a_launch_too():
 def test_only_a_second_ctrl_c_after_a_second_does_not_wait_for_a_loop_that_polls(monkeypatch):
     now_s = time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
-    monkeypatch.setattr("ray_jax_launch._train.interrupt.time", clock)
+    monkeypatch.setattr("ray_jax_launch._control.interrupt.time", clock)
     control = start_control_actor()
     poll = partial(control.poll.remote, "group", 1, 0, request=None, next_step=None)
     assert ray.get(poll()) == (None, None)
@@ -222,7 +232,7 @@ def save_late_on_rank_1(config):
     import ray.util
 
     from ray_jax_launch import stop_requested
-    from ray_jax_launch._train.worker_context import current_session
+    from ray_jax_launch._control.session import current_session
 
     rank, saved = jax.process_index(), Path(config["saved"])
     if saved.exists():
@@ -328,7 +338,7 @@ def test_a_launch_survives_the_death_of_the_control_actor(tmp_path, caplog, reco
 def test_the_workers_start_again_after_the_death_of_rays_controller(tmp_path, caplog, record_property):
     record_property("fault", "SIGKILL of Ray Train's controller, twice")
     record_property("lost", "steps since the last checkpoint")
-    starts, killed = [], []
+    starts, killed, events = [], [], []
 
     def kill_twice(rank, metrics):
         if "start" in metrics and rank == 0:
@@ -346,9 +356,10 @@ def test_the_workers_start_again_after_the_death_of_rays_controller(tmp_path, ca
     with caplog.at_level(logging.WARNING, "ray_jax_launch"):
         result = launch(
             train_slowly, config, hardware=cpu(2), storage_path=tmp_path, name="run", on_metrics=kill_twice,
-            max_failures=1,
+            on_event=events.append, max_failures=1,
         )  # fmt: skip
     assert result.return_value == 2
+    assert events == [Restarting("failure", "Ray Train's controller died", 1)] * 2
     assert [start >= step - 16 for start, step in zip(starts[1:], killed, strict=False)] == [True, True]
     assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == 2 * [
         "Ray Train's controller died; the workers start again (failure 1 of at most 1 without a new checkpoint)"

@@ -226,7 +226,7 @@ def test_a_checkpoint_with_a_temporary_read_error_is_not_damaged(folder, shim, e
 def test_a_permanent_read_error_ends_the_start_and_changes_nothing(folder, shim, record_property):
     answer, _ = start(folder, shim("/20/", errno.EIO, 1_000_000))
     assert answer.startswith("LaunchError: ")
-    assert "must be accessible, got [Errno 5]" in answer
+    assert "cannot be accessed: [Errno 5]" in answer
     assert sorted(path.name for path in folder.iterdir()) == ["10", "20"]
     assert start(folder, os.environ)[0] == "20"
     record_property("fault", "every read of the newest checkpoint fails with EIO")
@@ -257,7 +257,7 @@ def test_a_restore_succeeds_despite_a_temporary_read_error(folder, shim, name, r
 @pytest.mark.fault
 def test_a_permanent_read_error_ends_a_restore_with_one_message(folder, shim, record_property):
     answer, _ = start(folder, shim("/20/params/d/", errno.EIO, 1_000_000), RESTORE)
-    assert answer.startswith(f"LaunchError: {folder}/20 must be accessible, got [Errno 5]")
+    assert answer.startswith(f"LaunchError: {folder}/20 cannot be accessed: [Errno 5]")
     record_property("fault", "every read of the arrays fails with EIO in a restore")
     record_property("lost", "nothing: the restore is rejected, and succeeds when the storage works")
 
@@ -268,7 +268,7 @@ def test_a_full_disk_fails_the_save_and_keeps_the_checkpoints_before_it(tmp_path
     assert done.returncode == 0, done.stderr
     message, cause = done.stdout.splitlines()
     assert message == (
-        f"checkpoint 2 in {tmp_path}/checkpoints must be written, got No space left on device. The checkpoints before "
+        f"checkpoint 2 in {tmp_path}/checkpoints could not be written: No space left on device. The checkpoints before "
         "it are unchanged. Free some space, then start again."
     )
     assert cause.startswith("cause: ")
@@ -285,7 +285,7 @@ def test_a_full_disk_ends_the_launch_with_one_sentence(tmp_path, in_mount_namesp
     done = in_mount_namespace(f"mount -t tmpfs -o size=8m tmpfs {tmp_path}/small", code, tmp_path / "small")
     assert done.returncode == 0, done.stderr
     assert "StorageFullError checkpoint 2 in" in done.stdout
-    assert "got No space left on device. The" in done.stdout
+    assert "written: No space left on device. The" in done.stdout
     assert "Traceback" not in done.stderr
     assert "start again (failure" not in done.stderr
     record_property("fault", f"the disk is full while a run on {hardware} saves")
@@ -300,7 +300,7 @@ def test_a_read_only_folder_can_be_read_and_is_rejected_for_writing(tmp_path, in
     mount = f"mount --bind {tmp_path} {tmp_path}; mount -o remount,ro,bind {tmp_path}"
     done = in_mount_namespace(mount, READ_ONLY, folder)
     assert done.returncode == 0, done.stderr
-    assert "the folder of the checkpoints must be writable, got [Errno 30] Read-only file system" in done.stdout
+    assert "the folder of the checkpoints cannot be written: [Errno 30] Read-only file system" in done.stdout
     assert done.stdout.endswith("read\n")
     record_property("fault", "the storage of the checkpoints is mounted read-only")
     record_property("lost", "nothing: the start is rejected")
@@ -309,7 +309,7 @@ def test_a_read_only_folder_can_be_read_and_is_rejected_for_writing(tmp_path, in
 def test_a_file_in_place_of_the_folder_is_rejected(tmp_path):
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file/checkpoints"):
-        with pytest.raises(LaunchError, match=r"must be a folder, got \[Errno \d+\] .* Move the file away, or"):
+        with pytest.raises(LaunchError, match=r"is no folder: \[Errno \d+\] .* Move the file away, or"):
             Checkpoints(place)
         assert latest_step(place) is None
 
@@ -322,7 +322,7 @@ def test_a_file_that_takes_the_place_of_the_folder_fails_the_save_with_its_cause
         with pytest.raises(UnsavedCheckpointError) as raised:
             checkpoints.save(1, {"params": {"w": jnp.ones(10)}}, metadata={})
     assert str(raised.value) == (
-        f"checkpoint 1 in {folder} must be written, got [Errno 17] File exists: {str(folder)!r}. The checkpoints "
+        f"checkpoint 1 in {folder} could not be written: [Errno 17] File exists: {str(folder)!r}. The checkpoints "
         "before it are unchanged. Check the storage, then start again."
     )
 
@@ -333,7 +333,7 @@ def test_a_full_disk_and_a_full_quota_end_a_run(number: int, folder: Path | str)
     error = unsaved(folder, 7, ValueError(f"FAILED_PRECONDITION: {os.strerror(number)} [os_error_code='{number}']"))
     assert isinstance(error, StorageFullError)
     place = "" if isinstance(folder, Path) else f" in {tempfile.gettempdir()}, where it is written before the upload"
-    assert f"checkpoint 7 in {folder} must be written, got {os.strerror(number)}{place}. " in str(error)
+    assert f"checkpoint 7 in {folder} could not be written: {os.strerror(number)}{place}. " in str(error)
     assert "Free some space" in str(error)
     other = unsaved(folder, 7, OSError(errno.EIO, os.strerror(errno.EIO)))
     assert type(other) is UnsavedCheckpointError

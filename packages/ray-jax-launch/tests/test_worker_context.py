@@ -14,20 +14,11 @@ from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 
 from ray_jax_launch import LaunchError, log_metrics, log_to_driver, mark_finished, stop_requested
+from ray_jax_launch._control.control_actor import LocalControl, StopRequest
+from ray_jax_launch._control.session import Session, current_session
 from ray_jax_launch._train import worker_context
-from ray_jax_launch._train.control_actor import LocalControl, StopRequest
 from ray_jax_launch._train.failures import Preempted, Resized, fingerprint, first_failure
-from ray_jax_launch._train.worker_context import Session, current_session, run_loop
-
-
-class Remote:
-    """A control that does not count as that of a loop in the driver's process."""
-
-    def __init__(self) -> None:
-        self._control = LocalControl()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._control, name)
+from ray_jax_launch._train.worker_context import run_loop
 
 
 @pytest.fixture
@@ -43,7 +34,7 @@ def rank_2_of_3() -> Iterator[None]:
 
 @pytest.fixture
 def session(rank_2_of_3: None) -> Session:
-    return Session(LocalControl(), None, "a run", None)
+    return Session(LocalControl(), None, "a run", None, is_local=True)
 
 
 def lines_of(session: Session) -> list[tuple[int, str]]:
@@ -70,7 +61,7 @@ def test_only_the_same_failure_at_the_same_step_has_the_same_fingerprint(
 ) -> None:
     found = []
     for one in (step, step, *others):
-        failure = fail_at(Session(LocalControl(), None, "a run", None), one)
+        failure = fail_at(Session(LocalControl(), None, "a run", None, is_local=True), one)
         rank, details = first_failure({7: failure})
         assert rank == 7
         assert "in loop" in details
@@ -111,7 +102,7 @@ def test_a_flush_of_the_output_reaches_the_stream(session: Session, monkeypatch:
 
 
 def test_warnings_of_a_worker_reach_the_driver_and_nothing_less(rank_2_of_3: None) -> None:
-    session = Session(Remote(), None, "a run", None)
+    session = Session(LocalControl(), None, "a run", None)
 
     def loop() -> None:
         log_to_driver("a_package")
@@ -246,7 +237,7 @@ def test_a_shared_folder_may_show_its_marker_late(
 
     clock = SimpleNamespace(now_s=1000.0, monotonic=lambda: clock.now_s, sleep=sleep)
     monkeypatch.setattr(worker_context, "time", clock)
-    session = Session(LocalControl(), marker.parent, "run", marker)
+    session = Session(LocalControl(), marker.parent, "run", marker, is_local=True)
     if num_looks == 0:
         marker.touch()
     if num_looks is None:

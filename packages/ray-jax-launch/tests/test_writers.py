@@ -94,7 +94,7 @@ def test_a_relative_folder_stays_where_it_was_when_the_loop_changes_its_folder(
         monkeypatch.chdir(tmp_path / "elsewhere")
         checkpoints.save(2, {"params": TREE}, metadata={"step": 2})
         checkpoints.wait()
-        assert checkpoints.metadata(1) == {"step": 1}
+        assert checkpoints.broadcast_metadata(1) == {"step": 1}
         np.testing.assert_array_equal(checkpoints.restore(2, {"params": TREE})["params"]["w"], TREE["w"])
     assert intact_step(tmp_path / "runs") == 2
     assert os.listdir(tmp_path / "elsewhere") == []  # noqa: PTH208

@@ -113,7 +113,7 @@ SHELL = [
         # Under a limit, Python would cut its files of bytecode short.
         f"export PYTHONDONTWRITEBYTECODE=1; ulimit -f 4; $PRETRAIN {EXPORT}",
         2,
-        " must be writable, got File too large. Free some space, raise the limit",
+        " could not be written: File too large. Free some space, raise the limit",
     ),
     ("ulimit -v 300000; $PRETRAIN runs", 2, "a process must be allowed to map at least 4 GiB of memory, got 292 MiB."),
     (f"ulimit -n 100; $PRETRAIN {TRAIN}", 2, "a process must be allowed to open at least 256 files, got 100. Raise"),

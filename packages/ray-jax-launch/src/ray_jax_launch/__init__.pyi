@@ -9,6 +9,10 @@ from ._cluster import auto as auto
 from ._cluster import check_resources as check_resources
 from ._cluster import connect as connect
 from ._cluster import dashboard_url as dashboard_url
+from ._control.events import Event as Event
+from ._control.events import Restarting as Restarting
+from ._control.events import WaitingForNodes as WaitingForNodes
+from ._control.interrupt import request_stop as request_stop
 from ._errors import DamagedCheckpointError as DamagedCheckpointError
 from ._errors import DeletedCheckpointError as DeletedCheckpointError
 from ._errors import LaunchError as LaunchError
@@ -42,7 +46,6 @@ from ._train.datasets import RankedDataConfig as RankedDataConfig
 from ._train.datasets import RankedDataset as RankedDataset
 from ._train.fit_result import Result as Result
 from ._train.fit_result import SavedCheckpoint as SavedCheckpoint
-from ._train.interrupt import request_stop as request_stop
 from ._train.launch import launch as launch
 from ._train.trainer import JaxTrainer as JaxTrainer
 from ._train.worker_context import log_metrics as log_metrics

@@ -42,7 +42,8 @@ _NICENESS = "RAY_worker_niceness"
 _UNITS = 10_000  # Ray's of a resource
 # Ray gives a node one unit of a resource with the type of its accelerators, and each worker takes this share.
 _TYPE_RESOURCE, _TYPE_SHARE = "accelerator_type:", 0.001
-# Ray's limit for the start of a node is 30 s, and no setting changes it.
+# Ray's limit for the start of a node is 30 s, and no setting changes it. Ray raises `Exception` itself, which no type
+# tells from other failures of a start (`Node.__init__` in ray/_private/node.py of Ray 2.60): only its text does.
 _TOO_SLOW, _NUM_TRIES = "timed out during startup", 3
 # Of the cluster that this process started last.
 _started: tuple[ClusterFolder, Reaper] | None = None
@@ -73,9 +74,7 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
     try:
         Path.cwd()  # Ray's processes start in it
     except OSError as error:
-        raise LaunchError(
-            f"the working folder must exist, got a deleted one ({error.strerror}). Change to another folder."
-        ) from error
+        raise LaunchError(f"the working folder was deleted ({error.strerror}). Change to another folder.") from error
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     address = os.environ.get("RAY_ADDRESS")
     if address and address != "local":
@@ -149,7 +148,7 @@ def _start(hardware: Hardware, *, dashboard: bool, num_tries: int = _NUM_TRIES) 
         given = ", ".join(sorted(name for name in os.environ if re.match("RAY_[a-z]", name) and name != _NICENESS))
         remedy = f"Unset {given}" if given else "Free its memory, disk and ports"
         raise LaunchError(
-            f"this machine must be able to run Ray, got {reason}. {remedy}, or set RAY_ADDRESS to a cluster."
+            f"Ray could not start on this machine: {reason}. {remedy}, or set RAY_ADDRESS to a cluster."
         ) from error
     _silent_jobs.add(ray.get_runtime_context().get_job_id())
 
@@ -265,7 +264,7 @@ def _living_nodes() -> list[dict[str, Any]]:
     except RaySystemError as error:
         if ray.is_initialized():
             raise
-        raise LaunchError("a Ray cluster must be connected, got none. Call connect() first.") from error
+        raise LaunchError("no Ray cluster is connected. Call connect() first.") from error
 
 
 def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpus: int) -> str | None:

@@ -67,8 +67,11 @@ def clean_up(parent: Path) -> None:
                 failed = path / _FAILED
                 ended.append((failed.stat().st_mtime if failed.exists() else 0.0, path, lock))
     for place, (failed_s, path, lock) in enumerate(sorted(ended, reverse=True)):
-        _delete(path, keeps_logs=failed_s > 0 and place < NUM_KEPT)
-        os.close(lock)
+        try:
+            with contextlib.suppress(OSError):  # such as a file of another user; the next start tries again
+                _delete(path, keeps_logs=failed_s > 0 and place < NUM_KEPT)
+        finally:
+            os.close(lock)
 
 
 def _parent() -> Path:

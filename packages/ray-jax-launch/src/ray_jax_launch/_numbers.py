@@ -12,7 +12,7 @@ MAX_COUNT = 10**6
 
 
 def check_number(
-    name: str, value: Any, *, at_least: float, at_most: float = math.inf, whole: bool = True, remedy: str = "Change it"
+    name: str, value: Any, *, at_least: float, at_most: float = math.inf, whole: bool = True, remedy: str = ""
 ) -> Any:
     """Return a caller's number as an int, or as a float if it need not be whole.
 
@@ -22,7 +22,7 @@ def check_number(
         at_least: smallest number that is accepted.
         at_most: largest number that is accepted, if there is one. An infinite number is not accepted.
         whole: True if the number must be whole.
-        remedy: last sentence of the message, without the period.
+        remedy: last sentence of the message, without the period. Empty if the constraint says it.
 
     Raises:
         LaunchError: the value is not a number, not finite, too small or too large.
@@ -34,11 +34,11 @@ def check_number(
     if isinstance(value, bool | str) or not at_least <= number < math.inf or number > at_most:
         kind = "whole number" if whole else "number"
         end = f" and at most {at_most}" if at_most < number < math.inf else ""
-        raise LaunchError(f"{name} must be a {kind} of at least {at_least}{end}, got {shown(value)}. {remedy}.")
+        raise LaunchError(f"{name} must be a {kind} of at least {at_least}{end}, got {shown(value)}.{_last(remedy)}")
     return number
 
 
-def check_type(name: str, value: Any, kind: Any, constraint: str, remedy: str = "Change it") -> None:
+def check_type(name: str, value: Any, kind: Any, constraint: str, remedy: str = "") -> None:
     """Check the type of what a caller passes.
 
     Args:
@@ -46,13 +46,17 @@ def check_type(name: str, value: Any, kind: Any, constraint: str, remedy: str = 
         value: of a caller.
         kind: the type, or the union of types, that is accepted.
         constraint: the type in words.
-        remedy: last sentence of the message, without the period.
+        remedy: last sentence of the message, without the period. Empty if the constraint says it.
 
     Raises:
         LaunchError: the value has another type.
     """
     if not isinstance(value, kind):
-        raise LaunchError(f"{name} must be {constraint}, got {shown(value)}. {remedy}.")
+        raise LaunchError(f"{name} must be {constraint}, got {shown(value)}.{_last(remedy)}")
+
+
+def _last(remedy: str) -> str:
+    return f" {remedy}." if remedy else ""
 
 
 def check_flag(name: str, value: Any) -> None:

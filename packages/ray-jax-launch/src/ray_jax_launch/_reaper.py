@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class Reaper:
 
     def __init__(self, folder: Path | None) -> None:
         reader, self._writer = os.pipe()  # the writing end closes with this process
-        os.posix_spawn(
+        self._pid = os.posix_spawn(
             sys.executable,
             [sys.executable, "-m", "ray_jax_launch._reaper", *([] if folder is None else [str(folder.parent)])],
             os.environ,
@@ -66,6 +67,12 @@ class Reaper:
         atexit.unregister(self._send)
         self._send(_END)
         os.close(self._writer)
+        # It takes seconds. Without a wait for its end, it would stay as a zombie until this process ends.
+        threading.Thread(target=self._wait, name="reaper", daemon=True).start()
+
+    def _wait(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # somebody else has waited for it
+            os.waitpid(self._pid, 0)
 
     def _send(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # it was killed; the next start cleans up
@@ -93,7 +100,8 @@ def _birth(pid: int) -> str:
 def _main(parents: list[str]) -> None:
     births: dict[int, str] = {}
     children: dict[int, str] = {}
-    is_killed, unread = True, b""
+    is_killed = True
+    unread = b""
     while True:
         if select.select([0], [], [], _LOOK_EVERY_S)[0]:
             block = os.read(0, 4096)

@@ -76,8 +76,7 @@ def scaling_config(
         given = {name: value for name, value in given.items() if value is not None} or {"hardware": str(hardware)}
         reason = str(error).splitlines()[0].rstrip(".")
         raise LaunchError(
-            f"{' and '.join(given)} must be valid for {hardware}, got {shown(given)} ({reason}). Change or omit "
-            f"{'it' if len(given) == 1 else 'them'}."
+            f"{' and '.join(given)} must be valid for {hardware}, got {shown(given)} ({reason})."
         ) from error
     return config
 

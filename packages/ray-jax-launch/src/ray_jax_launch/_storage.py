@@ -1,9 +1,10 @@
 """Storage of runs: folders and URIs of object storage. Imports in milliseconds, for command lines."""
 
+import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,7 @@ def join_path(place: StoragePath, *names: str) -> StoragePath:
     """
     place = as_storage_path(place)
     if not all(isinstance(name, str) for name in names):
-        raise LaunchError(f"names must be texts, got {shown(names)}. Change them.")
+        raise LaunchError(f"names must be texts, got {shown(names)}.")
     if isinstance(place, Path):
         return place.joinpath(*names)
     address, question_mark, options = place.partition("?")
@@ -161,8 +162,7 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
         LaunchError: the URI has credentials, its scheme is unknown, it is that of a file, or the server does not answer
             within 20 s or denies access.
     """
-    from pyarrow import ArrowException  # half a second: only where object storage is used
-    from pyarrow.fs import FileSystem, FileType
+    from pyarrow.fs import FileSystem, FileType  # half a second: only where object storage is used
 
     if not isinstance(uri, str):
         raise LaunchError(
@@ -170,21 +170,40 @@ def open_uri(uri: str, *, create: bool = False) -> "tuple[FileSystem, str]":
         )
     check_flag("create", create)
     check_no_credentials("the storage", uri)
-    try:
+    with _reaching(uri):
         if (scheme := uri.partition(":")[0].lower()) in _NOT_OF_PYARROW:
             raise ValueError(f"{scheme} is no object storage")
         if _in_time(lambda: _file_info(uri)).type == FileType.File:
             raise NotADirectoryError("a file")
         filesystem, path = FileSystem.from_uri(uri)
-        if create:
-            filesystem.create_dir(path, recursive=True)
+    if create:
+        make_folder(uri, filesystem, path)
+    return filesystem, path
+
+
+def make_folder(uri: str, filesystem: "FileSystem", path: str) -> None:
+    """Make the folder of a URI that is open, which also checks that writing is allowed.
+
+    Raises:
+        LaunchError: the server does not answer, or denies access.
+    """
+    with _reaching(uri):
+        filesystem.create_dir(path, recursive=True)
+
+
+@contextlib.contextmanager
+def _reaching(uri: str) -> Iterator[None]:
+    """Turn errors of the block into a sentence about the URI."""
+    from pyarrow import ArrowException  # see open_uri
+
+    try:
+        yield
     except (OSError, ValueError, ArrowException) as error:
         reason = in_a_line(str(error), 1000).rstrip(".") or f"no answer within {_ANSWER_WITHIN_S:.0f} s"
         raise LaunchError(
             "the storage must be a folder, s3://bucket/path or gs://bucket/path that can be reached, got "
             f"{in_a_line(uri, 300)}: {reason}. Check the address, the credentials and the network."
         ) from error
-    return filesystem, path
 
 
 def _file_info(uri: str) -> Any:

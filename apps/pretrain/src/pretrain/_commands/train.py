@@ -160,6 +160,7 @@ def _run_workers(run: ResolvedRun, name: str, view: RunView, console: Console, b
                 storage_path=as_storage_path(config.storage_path),
                 name=name,
                 on_metrics=lambda rank, metrics: display.add(metrics),
+                on_event=display.add_event,
                 data_cpus=0 if hardware.kind == "local" else hardware.data_cpus,
                 max_failures=config.train.max_failures,
                 wait_for_resources_s=config.wait_for_resources_s,

@@ -16,14 +16,13 @@ from pretrain._run.history import ENDS, Phase, PhaseName
 from pretrain._run.metrics import Record
 from pretrain._screen.live_screen import live_screen
 from pretrain._screen.run_view import RunView
+from ray_jax_launch import Event, Restarting
 
 _REFRESH_EVERY_S = 0.25
 # Without a terminal, these phases get a line at once, and others after some seconds.
 _LINES_AT_ONCE: tuple[PhaseName, ...] = ("starting", "compiling", "restarting")
 _LINE_AFTER_S = 2.0
 _NO_LINES: tuple[PhaseName, ...] = ("training", *ENDS)
-# The launcher's message when workers have failed. The workers themselves can tell this phase only afterwards.
-_RESTART = "the workers start again"
 
 _LOSSES = (("loss", "loss"), ("val loss", "val_loss"))
 
@@ -61,7 +60,6 @@ class Display:
         self._told_estimate = False
 
     def __enter__(self) -> "Display":
-        logging.getLogger("ray_jax_launch").addFilter(self._note_restart)
         self._write(self._live.start if self._console.is_interactive else lambda: None)
         self.refresh()
         self._thread.start()
@@ -70,7 +68,6 @@ class Display:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        logging.getLogger("ray_jax_launch").removeFilter(self._note_restart)
         self._stop.set()
         self._thread.join()
         self._write(self._live.stop)
@@ -87,6 +84,13 @@ class Display:
                 lines = [*self._start_lines(), *self._record_lines()]
         self.print(*lines)
         self.refresh()
+
+    def add_event(self, event: Event) -> None:
+        """Show a restart of the workers, which can tell it themselves only afterwards."""
+        if isinstance(event, Restarting):
+            with self._lock:
+                self.view.enter("restarting")
+            self.refresh()
 
     def show_newest(self) -> None:
         """Print the newest record, if the output is no terminal."""
@@ -149,12 +153,6 @@ class Display:
         with best_effort("its live view"):
             while not self._stop.wait(_REFRESH_EVERY_S):
                 self.refresh()
-
-    def _note_restart(self, record: logging.LogRecord) -> bool:
-        if _RESTART in record.getMessage():
-            with self._lock:
-                self.view.enter("restarting")
-        return True
 
     def _write(self, action: Any) -> None:
         if self._console.quiet:

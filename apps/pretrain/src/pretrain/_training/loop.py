@@ -226,7 +226,7 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
         like: the shapes, types and shardings of the state.
     """
     arrays = checkpoints.restore(step, {"params": like.params, "opt_state": like.opt_state})
-    metadata = checkpoints.metadata(step)
+    metadata = checkpoints.broadcast_metadata(step)
     counters = {"step": step, **{name: metadata[name] for name in _COUNTERS}}
     state = TrainState(
         **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()}, **arrays

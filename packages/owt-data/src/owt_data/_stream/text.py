@@ -38,7 +38,7 @@ Result = Callable[[], NDArray[np.uint16]]
 """Function that waits for the tokens of rows."""
 
 
-def stream_text(
+def stream_text(  # noqa: PLR0913 - the options of the blocks are independent
     source: Names | datasets.Dataset | datasets.IterableDataset,
     *,
     block_size: int,

@@ -19,8 +19,9 @@ _ERRORS = {
 def from_leader(compute: Callable[[], Any], leader: int = 0) -> Any:
     """Run a function in the leader process, and return its result in all processes that have this leader.
 
-    There may be several leaders, such as one per node. An error of any leader is raised in all processes. Only one
-    process lists a folder, because file systems may answer hosts differently for a while (NFS caches listings).
+    A collective: every process must call it. There may be several leaders, such as one per node. An error of any leader
+    is raised in all processes. Only one process lists a folder, because file systems may answer hosts differently for a
+    while (NFS caches listings).
 
     Args:
         compute: the function. It returns JSON.
@@ -42,7 +43,7 @@ def from_leader(compute: Callable[[], Any], leader: int = 0) -> Any:
 
 
 def gather(message: Any) -> list[Any]:
-    """Return the messages of all processes by rank. Each process sends one message, which is JSON."""
+    """Return the messages of all processes by rank. Every process must call this, with a message that is JSON."""
     if jax.process_count() == 1:
         return [message]
     content = json.dumps([jax.process_index(), message]).encode()

@@ -96,7 +96,11 @@ def intact_step(folder: StoragePath, *, quarantine: bool = False) -> int | None:
             newest checkpoint. Nothing was changed.
     """
     check_flag("quarantine", quarantine)
-    store = open_store(folder)
+    return newest_intact(open_store(folder), folder, quarantine=quarantine)
+
+
+def newest_intact(store: CheckpointStore, folder: StoragePath, *, quarantine: bool = False) -> int | None:
+    """Return what `intact_step` returns, from a store that is open."""
     damaged: dict[int, str] = {}
     step = None
     while left := sorted(set(store.steps()) - damaged.keys(), reverse=True):
@@ -121,8 +125,8 @@ def all_damaged(folder: StoragePath, damaged: Mapping[int, str]) -> DamagedCheck
     """Return an error that describes the damage of each checkpoint."""
     listed = "; ".join(f"{step}: {problem}" for step, problem in damaged.items())
     return DamagedCheckpointError(
-        f"{folder} must hold an undamaged checkpoint, got damaged ones only ({listed}). Restore them from a copy, or "
-        "start a new run in another folder."
+        f"all checkpoints in {folder} are damaged ({listed}). Restore them from a copy, or start a new run in another "
+        "folder."
     )
 
 
@@ -136,6 +140,6 @@ def unsaved(folder: StoragePath, step: int, error: BaseException) -> UnsavedChec
     if full and not isinstance(folder, Path):  # object storage has no such error
         cause = f"{full} in {tempfile.gettempdir()}, where it is written before the upload"
     return (StorageFullError if full else UnsavedCheckpointError)(
-        f"checkpoint {step} in {folder} must be written, got {cause}. The checkpoints before it are unchanged. "
+        f"checkpoint {step} in {folder} could not be written: {cause}. The checkpoints before it are unchanged. "
         f"{'Free some space' if full else 'Check the storage'}, then start again."
     )

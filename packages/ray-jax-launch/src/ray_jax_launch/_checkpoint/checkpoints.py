@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from ray_jax_launch._checkpoint.broadcast import from_leader
-from ray_jax_launch._checkpoint.catalog import all_damaged, intact_step, open_store, unsaved
+from ray_jax_launch._checkpoint.catalog import all_damaged, newest_intact, open_store, unsaved
 from ray_jax_launch._checkpoint.checksums import STEP_NAME
 from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_finite, to_metadata, to_save
 from ray_jax_launch._checkpoint.save_events import notify, notify_of_failure
 from ray_jax_launch._checkpoint.writers import complete, make_writer
+from ray_jax_launch._control.session import current_session
 from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError, shown
 from ray_jax_launch._numbers import check_flag, check_number
 from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
@@ -85,7 +86,7 @@ class Checkpoints:
     >>> with Checkpoints(Path(tempfile.mkdtemp())) as checkpoints:
     ...     checkpoints.save(10, {"params": {"w": jnp.ones(3)}}, metadata={"seed": 1})
     ...     checkpoints.wait()
-    ...     checkpoints.latest_step(), checkpoints.metadata(10)
+    ...     checkpoints.latest_step(), checkpoints.broadcast_metadata(10)
     (10, {'seed': 1})
     """
 
@@ -99,8 +100,6 @@ class Checkpoints:
         verify: bool = True,
     ) -> None:
         if folder is None:
-            from ray_jax_launch._train.worker_context import current_session  # imports Ray Train, which takes seconds
-
             run_path = current_session().run_path
             if run_path is None:
                 raise LaunchError(
@@ -113,22 +112,26 @@ class Checkpoints:
         self._num_best_to_keep = check_number("num_best_to_keep", num_best_to_keep, at_least=0)
         check_flag("read_only", read_only)
         check_flag("verify", verify)
-        self._read_only, self._closed = read_only, False
+        self._read_only = read_only
+        self._closed = False
         self._pending: _Pending | None = None
 
         def open_and_list() -> tuple[list[tuple[int, float | None]], str]:
+            self._store = open_store(self._folder)
             if not read_only:
-                open_store(self._folder).prepare()
+                self._store.prepare()
                 if verify:
-                    intact_step(self._folder, quarantine=True)
+                    newest_intact(self._store, self._folder, quarantine=True)
             return self._list(), uuid.uuid4().hex
 
+        # Only the first process opens the storage before the others know whether it succeeds.
         listed, run_id = from_leader(open_and_list)
         self._scores: dict[int, float | None] = dict(listed)
         self._durable_step = self.latest_step()
         if self._durable_step is not None and not read_only and jax.process_index() == 0:
             notify(self._folder, self._durable_step)
-        self._store = open_store(self._folder)
+        if jax.process_index() > 0:
+            self._store = open_store(self._folder)
         self._writer = make_writer(self._folder, self._store, run_id)
         self._thread = ThreadPoolExecutor(1, "checkpoints")
 
@@ -172,7 +175,7 @@ class Checkpoints:
     def save(
         self, step: int, items: Mapping[str, Any], *, metadata: Mapping[str, Any], score: float | None = None
     ) -> None:
-        """Copy arrays to host memory and begin to write them as a checkpoint, in the background.
+        """Copy arrays to host memory and begin to write them in the background. Every process must call this.
 
         This first waits for the save before. The checkpoint is durable when `wait` or the next `save` has returned, or
         the `with` block has ended. They raise errors of the background. When the checkpoint is durable, old
@@ -195,7 +198,7 @@ class Checkpoints:
             UnsavedCheckpointError: this save cannot begin, or the save before failed; a `StorageFullError` if the
                 storage is full.
         """
-        self._check_open(" for writing", self._read_only)
+        self._check_open(for_writing=True)
         self.wait()
         newest = self.latest_step()
         step = check_number(
@@ -240,7 +243,7 @@ class Checkpoints:
         self._scores = scores
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        """Read items of a checkpoint.
+        """Read items of a checkpoint, in all processes together: every process must call this.
 
         Args:
             step: number of the checkpoint.
@@ -260,7 +263,7 @@ class Checkpoints:
         return items_as_wanted(like, restored)
 
     def restore_latest(self, like: Mapping[str, Any]) -> Restored | None:
-        """Read items of the newest undamaged checkpoint. A run can write and delete checkpoints at the same time.
+        """Read items of the newest undamaged checkpoint, in all processes together. A run can write at the same time.
 
         Read-only and with one process, this looks for new checkpoints, copies the files of the items to the local
         disk (see `TMPDIR`), and compares their checksums. If the run deletes the checkpoint, a newer one is read.
@@ -281,9 +284,10 @@ class Checkpoints:
         self._check_open()
         if not self._read_only or jax.process_count() > 1:
             step = self._newest()
-            return None if step is None else Restored(step, self.restore(step, like), self.metadata(step))
+            return None if step is None else Restored(step, self.restore(step, like), self.broadcast_metadata(step))
         damaged: dict[int, str] = {}
-        deadline, num_attempts = time.monotonic() + _PATIENCE_S, 0
+        deadline = time.monotonic() + _PATIENCE_S
+        num_attempts = 0
         while num_attempts < _MIN_ATTEMPTS or time.monotonic() < deadline:
             self._scores = dict(self._list())
             left = self._scores.keys() - damaged.keys()
@@ -291,7 +295,8 @@ class Checkpoints:
                 raise all_damaged(self._folder, damaged)
             if not left:
                 return None
-            step, num_attempts = max(left), num_attempts + 1
+            step = max(left)
+            num_attempts += 1
             try:
                 return self._reading(step, lambda step=step: self._read_copy(step, like))
             except DamagedCheckpointError as error:
@@ -300,12 +305,12 @@ class Checkpoints:
             except DeletedCheckpointError:
                 continue
         raise LaunchError(
-            f"a checkpoint in {self._folder} must exist until it is read, got {num_attempts} that were deleted. "
-            "Save less often, or keep more checkpoints."
+            f"{num_attempts} checkpoints in {self._folder} were deleted while they were read. Save less often, or keep "
+            "more checkpoints."
         )
 
-    def metadata(self, step: int) -> dict[str, Any]:
-        """Return a checkpoint's metadata. Only the first process reads it.
+    def broadcast_metadata(self, step: int) -> dict[str, Any]:
+        """Read a checkpoint's metadata in the first process, and send it to all. Every process must call this.
 
         Raises:
             ValueError: there is no checkpoint of this number.
@@ -319,21 +324,18 @@ class Checkpoints:
         return Restored(step, items, self._store.metadata(step))
 
     def _list(self) -> list[tuple[int, float | None]]:
-        store = open_store(self._folder)
-        return [(step, store.score(step) if self._num_best_to_keep else None) for step in store.steps()]
+        return [(step, self._store.score(step) if self._num_best_to_keep else None) for step in self._store.steps()]
 
     def _newest(self) -> int | None:
         if not self._read_only:
             self.wait()
             return self.latest_step()
-        return from_leader(lambda: intact_step(self._folder))
+        return from_leader(lambda: newest_intact(self._store, self._folder))
 
-    def _check_open(self, purpose: str = "", is_rejected: bool = False) -> None:
-        if self._closed or is_rejected:
-            raise LaunchError(
-                f"the checkpoints in {self._folder} must be open{purpose}, got "
-                f"{'closed' if self._closed else 'read-only'} ones. Make a new Checkpoints object."
-            )
+    def _check_open(self, *, for_writing: bool = False) -> None:
+        if self._closed or (for_writing and self._read_only):
+            state = "closed" if self._closed else "read-only"
+            raise LaunchError(f"the checkpoints in {self._folder} are {state}. Make a new Checkpoints object.")
 
     def _check_exists(self, step: int) -> int:
         self._check_open()
@@ -366,8 +368,7 @@ class Checkpoints:
 
     def _deleted(self, step: int) -> DeletedCheckpointError:
         return DeletedCheckpointError(
-            f"checkpoint {step} in {self._folder} must exist while it is read, got one that the run has deleted. Read "
-            "the newest one."
+            f"the run has deleted checkpoint {step} in {self._folder} while it was read. Read the newest one."
         )
 
     def _select(self, scores: dict[int, float | None]) -> dict[int, float | None]:

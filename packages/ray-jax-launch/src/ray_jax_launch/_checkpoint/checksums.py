@@ -89,7 +89,7 @@ def write_copy(file: IO[bytes], block: bytes) -> None:
             left = left[file.write(left) :]
     except OSError as error:
         raise LaunchError(
-            f"{file.name} must be writable, got {error.strerror}. Free some space, raise the limit of `ulimit -f`, or "
+            f"{file.name} could not be written: {error.strerror}. Free some space, raise the limit of `ulimit -f`, or "
             "set TMPDIR to another folder."
         ) from error
 

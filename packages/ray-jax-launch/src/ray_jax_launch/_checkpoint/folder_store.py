@@ -80,15 +80,14 @@ class FolderStore:
         except OSError as error:
             if error.errno in STORAGE_FULL:
                 raise StorageFullError(
-                    f"the folder of the checkpoints must have space, got {error}. Free some space, then start again."
+                    f"the folder of the checkpoints is full: {error}. Free some space, then start again."
                 ) from error
             if isinstance(error, FileExistsError | NotADirectoryError):
                 raise LaunchError(
-                    f"the place of the checkpoints must be a folder, got {error}. Move the file away, or name another "
-                    "folder."
+                    f"the place of the checkpoints is no folder: {error}. Move the file away, or name another folder."
                 ) from error
             raise LaunchError(
-                f"the folder of the checkpoints must be writable, got {error}. Change its permissions, or name another "
+                f"the folder of the checkpoints cannot be written: {error}. Change its permissions, or name another "
                 "folder."
             ) from error
 
@@ -211,7 +210,12 @@ class FolderStore:
         while os.path.lexists(target):
             number += 1
             target = checkpoint.with_name(f"{step}.damaged{number}")
-        checkpoint.rename(target)
+
+        def rename() -> None:
+            with contextlib.suppress(FileNotFoundError):  # renamed by the attempt before, whose answer was lost
+                checkpoint.rename(target)
+
+        retry(str(checkpoint), rename)
         self.sync()
 
     def delete(self, step: int) -> None:

@@ -13,6 +13,7 @@ at the same moment, the second listing counts, and both are of complete archives
 part of this package, keeps two commands apart.
 """
 
+import contextlib
 import json
 import re
 import tarfile
@@ -40,7 +41,7 @@ from ray_jax_launch._checkpoint.checksums import (
 )
 from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._errors import DamagedCheckpointError, LaunchError
-from ray_jax_launch._storage import open_uri
+from ray_jax_launch._storage import make_folder, open_uri
 
 _LISTING, _COMMON = "checkpoint.json", "process-0.tar"
 _SAVE = re.compile("[0-9a-z]+-[0-9]+")
@@ -95,7 +96,7 @@ class ObjectStore:
         Raises:
             LaunchError: the storage cannot be written, or a newer version of this package wrote a checkpoint.
         """
-        open_uri(self._uri, create=True)
+        make_folder(self._uri, self._filesystem, self._root)
         for step, written_s in self._contents().items():
             if any(name.startswith(f"{_LISTING}.") for name in written_s):
                 continue
@@ -160,7 +161,12 @@ class ObjectStore:
         while target in names:
             number += 1
             target = f"{_LISTING}.damaged{number}"
-        self._filesystem.move(f"{self._root}/{step}/{_LISTING}", f"{self._root}/{step}/{target}")
+
+        def rename() -> None:
+            with contextlib.suppress(FileNotFoundError):  # see `_delete`
+                self._filesystem.move(f"{self._root}/{step}/{_LISTING}", f"{self._root}/{step}/{target}")
+
+        retry(f"{step}/{_LISTING} in {self._uri}", rename)
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint: the listing first, so that no incomplete checkpoint is ever listed.
@@ -230,9 +236,7 @@ class ObjectStore:
             archives |= to_checksums(checksums)
             files |= names if num_processes > 1 else {}
         if self.version(step) is not None:
-            raise FileExistsError(
-                f"checkpoint {step} in {self._uri} must not exist, got one of another run. Stop that run."
-            )
+            raise FileExistsError(f"another run has listed checkpoint {step} in {self._uri}. Stop that run.")
         contents = {"archives": archives, "files": files, "metadata": metadata, "score": score}
         self._write(f"{step}/{_LISTING}", to_json({"step": step, "save": save, **contents}).encode())
 

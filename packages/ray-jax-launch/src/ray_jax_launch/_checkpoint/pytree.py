@@ -99,7 +99,7 @@ def to_metadata(metadata: Any) -> dict[str, Any]:
             if _has_text_keys(metadata):
                 return copy
             reason = "a key that is no text"
-    raise LaunchError(f"metadata must be a dict of JSON values, got one that is not ({reason}). Change it.")
+    raise LaunchError(f"metadata must be a dict of JSON values, got one that is not ({reason}).")
 
 
 def _has_text_keys(value: Any) -> bool:
@@ -119,7 +119,7 @@ def to_finite(score: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         number = None
     if number is None or isinstance(score, str):
-        raise LaunchError(f"score must be a number or None, got {shown(score)}. Change it.")
+        raise LaunchError(f"score must be a number or None, got {shown(score)}.")
     return number if math.isfinite(number) else None
 
 

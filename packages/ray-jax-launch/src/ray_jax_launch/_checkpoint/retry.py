@@ -53,8 +53,8 @@ def retry(what: str, action: Callable[[], T]) -> T:
             delay_s = next(delays_s, None) if _is_temporary(error) else None
             if delay_s is None:
                 raise LaunchError(
-                    f"{in_a_line(what, _MOST_CHARACTERS)} must be accessible, got {error}. Nothing was changed. Check "
-                    "the storage, then start again."
+                    f"{in_a_line(what, _MOST_CHARACTERS)} cannot be accessed: {error}. Nothing was changed. Check the "
+                    "storage, then start again."
                 ) from error
             _logger.warning("%s cannot be accessed (%s): the next attempt is in %s s", what, error, delay_s)
         time.sleep(delay_s)

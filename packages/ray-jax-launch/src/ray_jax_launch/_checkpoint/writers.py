@@ -44,7 +44,8 @@ class FolderWriter:
     """
 
     def __init__(self, folder: Path, store: FolderStore) -> None:
-        self._folder, self._store = folder, store
+        self._folder = folder
+        self._store = store
         self._step = 0
         _silence_tracebacks()
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -68,9 +69,7 @@ class FolderWriter:
         if jax.process_index() == 0:
             self._store.prepare()  # delete the files of a failed save
             if self._store.version(step) is not None:
-                raise FileExistsError(
-                    f"{self._folder / str(step)} must not exist, got a checkpoint of another run. Stop that run."
-                )
+                raise FileExistsError(f"another run has written {self._folder / str(step)}. Stop that run.")
         args: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
         args[METADATA] = ocp.args.JsonSave(metadata)
         if score is not None:
@@ -120,9 +119,8 @@ class FolderWriter:
         while (missing := self._store.find_missing(step)) is not None:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"the folder of the checkpoints must be shared by all nodes, got {missing}, which "
-                    f"{socket.gethostname()} does not see after {_STALE_S:.0f} s. Name a folder on shared storage, or "
-                    "a URI."
+                    f"{socket.gethostname()} does not see {missing} after {_STALE_S:.0f} s. Name a folder on storage "
+                    "that all nodes share, or a URI."
                 )
             time.sleep(0.5)
 
@@ -146,11 +144,13 @@ class ObjectWriter:
     """
 
     def __init__(self, uri: str, store: ObjectStore, run_id: str) -> None:
-        self._store, self._run_id = store, run_id
+        self._store = store
+        self._run_id = run_id
         self._num_saves = 0
         self._staging = Staging(uri)
         _silence_tracebacks()
-        self._folder, self._listed = self._staging.path, ({}, None)
+        self._folder = self._staging.path
+        self._listed: tuple[dict[str, Any], float | None] = ({}, None)
         rank = jax.process_index()
         # Every process is the primary host of its own disk. Of equal replicas, one process writes.
         options = ocp.options.MultiprocessingOptions(
@@ -179,7 +179,8 @@ class ObjectWriter:
 
     def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
         self._num_saves += 1
-        self._folder, self._listed = self._staging.make_folder(), (metadata, score)
+        self._folder = self._staging.make_folder()
+        self._listed = metadata, score
         self._writer.save(self._folder / "items", args=ocp.args.PyTreeSave(dict(items)))
 
     def commit(self, step: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from pyarrow.fs import FileSystem, LocalFileSystem
+from pyarrow.fs import FileSystem, LocalFileSystem, SubTreeFileSystem
 from ray.actor import ActorHandle
 
 # Reserves CPUs for the tasks of Ray Data. `ray.autoscaler.sdk.request_resources` is one request for all of a cluster,
@@ -46,6 +46,9 @@ from ray.train.v2._internal.execution.scaling_policy.scaling_policy import NoopD
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
+# Gives a loop its argument by the same rules as Ray's trainer, which has this only as a private method.
+from ray.train.v2._internal.util import construct_train_func as construct_train_func
+
 # The trainer waits for its controller in C++, and therefore without end if its cluster is lost.
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.jax import JaxTrainer
@@ -77,7 +80,10 @@ def datasets_to_split(config: DataConfig) -> Any:
 
 def write_file(filesystem: FileSystem, path: str, text: str) -> None:
     """Write a file which a reader sees complete or not at all. In object storage every object is written this way."""
-    temporary = f"{path}.new" if isinstance(filesystem, LocalFileSystem) else path
+    storage = filesystem
+    while isinstance(storage, SubTreeFileSystem):
+        storage = storage.base_fs
+    temporary = f"{path}.new" if isinstance(storage, LocalFileSystem) else path
     with filesystem.open_output_stream(temporary) as file:
         file.write(text.encode())
     if temporary != path:
@@ -111,7 +117,7 @@ class WaitingPolicy(ElasticScalingPolicy):
 
     Args:
         scaling_config: of an elastic group.
-        log: called with a line.
+        on_wait: called with a line for the log when a wait for nodes begins.
         request_resize: called when the cluster has room for another number of workers, perhaps several times.
         wait_s: seconds to wait, at the start and each time that too few nodes are left.
     """
@@ -121,12 +127,14 @@ class WaitingPolicy(ElasticScalingPolicy):
     def __init__(
         self,
         scaling_config: ScalingConfig,
-        log: Callable[[str], Any],
+        on_wait: Callable[[str], Any],
         request_resize: Callable[[], Any],
         wait_s: float,
     ) -> None:
         super().__init__(scaling_config)
-        self._log, self._request_resize, self._wait_s = log, request_resize, wait_s
+        self._on_wait = on_wait
+        self._request_resize = request_resize
+        self._wait_s = wait_s
         self._since_s: float | None = None
         self._has_logged = False
 
@@ -155,7 +163,7 @@ class WaitingPolicy(ElasticScalingPolicy):
             raise TimeoutError(f"{what}, and got no more within {self._wait_s:.0f} s")
         if now - self._since_s > self._QUIET_S and not self._has_logged:
             self._has_logged = True
-            self._log(f"{what}; waiting up to {self._wait_s:.0f} s for more")
+            self._on_wait(f"{what}; waiting up to {self._wait_s:.0f} s for more")
         return decision
 
 
@@ -253,7 +261,8 @@ class LocalReports(LocalTrainFnUtils):
         name = run_config.name
         assert name is not None, "Ray has made one"
         super().__init__(name, datasets)
-        self._storage, self._on_report = run_config.storage_context, on_report
+        self._storage = run_config.storage_context
+        self._on_report = on_report
         assert run_config.checkpoint_config is not None, "Ray has made one"
         with _calling_pydantic():
             # Ray declares the config of its former version.
@@ -287,8 +296,8 @@ class LocalReports(LocalTrainFnUtils):
                 kept = checkpoint_upload_fn(checkpoint, name)
             elif checkpoint_upload_mode is not CheckpointUploadMode.NO_UPLOAD:
                 kept = self._storage.persist_current_checkpoint(checkpoint, name)
-                if delete_local_checkpoint_after_upload:
-                    shutil.rmtree(checkpoint.path)
+            if delete_local_checkpoint_after_upload and kept.path != checkpoint.path:
+                shutil.rmtree(checkpoint.path)
             with _calling_pydantic():
                 self._manager.register_checkpoint(_TrainingReport(kept, metrics, False))
         self._on_report(metrics)

@@ -256,8 +256,7 @@ def check_env_vars(runtime_env: Any) -> None:
     for name, value in variables.items():
         if not name or "=" in name or "\0" in f"{name}{value}":
             raise LaunchError(
-                f"env_vars must have names without = and values without a null character, got those of "
-                f"{shown(name)}. Change it."
+                f"env_vars must have names without = and values without a null character, got those of {shown(name)}."
             )
 
 

@@ -9,6 +9,7 @@ from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 from ray.exceptions import RayActorError
 from ray.train import Checkpoint, TrainingFailedError, UserCallback
 
+from ray_jax_launch._control.control_actor import ControlHandle, Metrics
 from ray_jax_launch._errors import (
     DamagedCheckpointError,
     LaunchError,
@@ -19,7 +20,6 @@ from ray_jax_launch._errors import (
     StorageFullError,
     TrainingFailed,
 )
-from ray_jax_launch._train.control_actor import ControlHandle, Metrics
 
 # Exceptions of jax, such as a collective that timed out. Compared by name, as this file does not import jax.
 _JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
@@ -128,7 +128,7 @@ def to_raise(failures: Mapping[int, Exception], hardware: object, log_folder: st
     shortage = _shortage(failure)
     if shortage is not None:
         error: Exception = OutOfMemoryError(
-            f"the training loop must fit in the memory of worker {rank}, got {shortage}. Use a smaller batch or model, "
+            f"worker {rank} has too little memory for the training loop: {shortage}. Use a smaller batch or model, "
             "more gradient accumulation steps, or more devices to shard it."
         )
     else:

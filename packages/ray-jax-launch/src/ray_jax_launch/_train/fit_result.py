@@ -7,9 +7,9 @@ from typing import Any
 
 import ray.train
 
+from ray_jax_launch._control.control_actor import ControlHandle, answer
 from ray_jax_launch._numbers import check_number
 from ray_jax_launch._storage import StoragePath, join_path, open_uri
-from ray_jax_launch._train.control_actor import ControlHandle, answer
 
 
 class SavedCheckpoint(ray.train.Checkpoint):
@@ -62,8 +62,14 @@ class Result(ray.train.Result):
     log_folder: str = ""
 
 
-def make_result(result: ray.train.Result, control: ControlHandle, return_value: Any, log_folder: str) -> Result:
-    """Return Ray's result with what the control actor knows."""
+def make_result(
+    result: ray.train.Result,
+    control: ControlHandle,
+    return_value: Any,
+    log_folder: str,
+    path: StoragePath | None = None,
+) -> Result:
+    """Return Ray's result with what the control actor knows, and with this path, unless it is None."""
     state = answer(control.state.remote())
     given = {field.name: getattr(result, field.name) for field in fields(result)}
     given |= {
@@ -71,5 +77,6 @@ def make_result(result: ray.train.Result, control: ControlHandle, return_value: 
         "checkpoint": result.checkpoint or (SavedCheckpoint(*state.saved) if state.saved is not None else None),
         "error": None,
         "return_value": return_value,
+        "path": result.path if path is None else path,
     }
     return Result(**given, log_folder=log_folder)

@@ -1,27 +1,26 @@
-"""Run a training loop on all workers under Ray Train, until it ends or fails too often: `JaxTrainer` in one call."""
+"""`launch`: run a training loop on all workers under Ray Train, until it ends or fails too often."""
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax.config import JaxConfig
 
+from ray_jax_launch._control.control_actor import OnMetrics
+from ray_jax_launch._control.events import OnEvent
 from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._hardware import Hardware
-from ray_jax_launch._numbers import check_number
 from ray_jax_launch._scaling import LabelSelector
-from ray_jax_launch._storage import StoragePath, as_storage_path, check_run_name, join_path
+from ray_jax_launch._storage import StoragePath, as_storage_path, check_run_name
 from ray_jax_launch._train.backend import check_env_vars
-from ray_jax_launch._train.control_actor import OnMetrics
 from ray_jax_launch._train.fit_result import Result
-from ray_jax_launch._train.trainer import AnyDataset, JaxTrainer, TrainLoop
+from ray_jax_launch._train.launch_plan import AnyDataset, LaunchPlan, TrainLoop, read_hardware
+from ray_jax_launch._train.run_plan import run_plan
 
 
-def launch(
+def launch(  # noqa: PLR0913 - a launch in one call
     train_loop: TrainLoop,
     config: dict[str, Any] | None = None,
     *,
@@ -35,6 +34,7 @@ def launch(
     datasets: Mapping[str, AnyDataset] | None = None,
     dataset_config: DataConfig | None = None,
     on_metrics: OnMetrics | None = None,
+    on_event: OnEvent | None = None,
     data_cpus: int | None = None,
     max_failures: int = 3,
     preemption_grace_s: float = 0.0,
@@ -71,6 +71,7 @@ def launch(
         dataset_config: how Ray splits the Ray Datasets.
         on_metrics: called in a thread of this process with the rank and the metrics of each `log_metrics`, in each
             rank's order. Its exceptions are logged, and the run continues.
+        on_event: called in the same thread with each `Event`, such as `Restarting`. The same holds for its exceptions.
         data_cpus: CPUs for the tasks of Ray Data, in addition to the workers' CPUs, if the loop makes its own datasets.
             By default `Hardware.data_cpus` with `datasets`, else 0.
         max_failures: the number of failures in a row to recover from, without a new checkpoint between them; -1 for any
@@ -107,13 +108,6 @@ def launch(
         "placement_strategy": placement_strategy,
         "label_selector": label_selector,
     }
-    shape = {name: value for name, value in shape.items() if value is not None}
-    if shape and scaling_config is not None:
-        raise LaunchError(
-            f"{next(iter(shape))} must be None with a scaling_config, got {shown(next(iter(shape.values())))}. Put it "
-            "into the scaling_config."
-        )
-    check_number("max_failures", max_failures, at_least=-1)
     if name is not None:
         check_run_name(name)
     storage_path = None if storage_path is None else as_storage_path(storage_path)
@@ -123,12 +117,13 @@ def launch(
     runtime_env = dict(runtime_env or {})
     check_env_vars(runtime_env)
     runtime_env["env_vars"] = {**(runtime_env.get("env_vars") or {}), **(env_vars or {})}
-    trainer = JaxTrainer(
-        train_loop if config is None else _with_config(train_loop, config),
-        train_loop_config=config,
-        jax_config=backend,
+    plan = LaunchPlan(
+        train_loop=train_loop if config is None else _with_config(train_loop, config),
+        config=config,
+        hardware=None if hardware is None else read_hardware(hardware),
         scaling_config=scaling_config,
-        dataset_config=dataset_config,
+        shape={name: value for name, value in shape.items() if value is not None},
+        jax_config=None if type(backend) is JaxConfig else backend,
         run_config=RunConfig(
             name=name,
             storage_path=None if storage_path is None else str(storage_path),
@@ -136,15 +131,13 @@ def launch(
             worker_runtime_env=runtime_env,
         ),
         datasets=datasets,
-        hardware=hardware,
-        on_metrics=on_metrics,
+        dataset_config=dataset_config,
         data_cpus=data_cpus,
         wait_for_resources_s=wait_for_resources_s,
+        on_metrics=on_metrics,
+        on_event=on_event,
     )
-    trainer.shape = shape
-    result = trainer.fit()
-    path = join_path(trainer.run_config.storage_path or "", trainer.run_config.name or "")
-    return dataclasses.replace(result, path=path.absolute() if isinstance(path, Path) else path)
+    return run_plan(plan)
 
 
 def _with_config(train_loop: TrainLoop, config: dict[str, Any]) -> TrainLoop:

@@ -7,51 +7,50 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ray.train import LoggingConfig, RunConfig
+from ray.train import LoggingConfig
 
 from ray_jax_launch._cluster import log_folder
+from ray_jax_launch._control.control_actor import LocalControl
+from ray_jax_launch._control.forwarding import forwarding
+from ray_jax_launch._control.interrupt import Interrupt
+from ray_jax_launch._control.session import Session
 from ray_jax_launch._ray_internals.ray_train import LocalReports
-from ray_jax_launch._train.control_actor import LocalControl, OnMetrics, forwarding
+from ray_jax_launch._train.datasets import for_one
 from ray_jax_launch._train.fit_result import Result, make_result
-from ray_jax_launch._train.interrupt import Interrupt
-from ray_jax_launch._train.worker_context import Session, run_local_loop
+from ray_jax_launch._train.launch_plan import PreparedLaunch
+from ray_jax_launch._train.worker_context import run_local_loop
 
 _logger = logging.getLogger("ray_jax_launch")
 
 
-def fit_locally(
-    train_loop: Callable[[], Any],
-    *,
-    run_config: RunConfig,
-    run_path: Any,
-    datasets: Mapping[str, Any],
-    on_metrics: OnMetrics | None,
-) -> Result:
+def run_local(launch: PreparedLaunch) -> Result:
     """Run the loop in this process. Its exceptions leave it as they are, unless it has called `mark_finished`.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM, as for a group.
     """
+    plan, run_config = launch.plan, launch.run_config
     control = LocalControl()
-    name = run_config.name
-    assert name is not None, "Ray has made one"
-    reports = LocalReports(run_config, dict(datasets), partial(control.report.remote, has_checkpoint=False))
+    run_path = launch.folder.path if launch.folder else None
+    session = Session(control, run_path, plan.run_name, None, is_local=True)
+    on_report = partial(control.report.remote, has_checkpoint=False)
+    reports = LocalReports(run_config, for_one(plan.datasets or {}), on_report)
     interrupt = Interrupt(control)
     runtime_env: Any = run_config.worker_runtime_env or {}
     try:
         interrupt.install()
         with (
-            forwarding(control, on_metrics),
+            forwarding(control, plan.on_metrics, plan.on_event),
             reports.active(),
             _environment(runtime_env.get("env_vars") or {}),
             _logging(run_config.logging_config),
         ):
-            return_value = _run(train_loop, Session(control, run_path, name, None), control)
+            return_value = _run(plan.worker_loop(), session, control)
     finally:
         interrupt.restore()
     if control.state.remote().is_acknowledged:
         raise KeyboardInterrupt("stopped: launch it again, with the same storage_path and name, to continue")
-    return make_result(reports.result(), control, return_value, log_folder())
+    return make_result(reports.result(), control, return_value, log_folder(), launch.result_path)
 
 
 def _run(train_loop: Callable[[], Any], session: Session, control: LocalControl) -> Any:

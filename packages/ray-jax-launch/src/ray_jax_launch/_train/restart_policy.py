@@ -6,13 +6,14 @@ import time
 
 from ray.train import ControllerError, FailureConfig, PreemptionError, TrainingFailedError, WorkerGroupError
 
+from ray_jax_launch._control.control_actor import ControlHandle, answer, count_failure
+from ray_jax_launch._control.events import Restarting, WaitingForNodes
 from ray_jax_launch._ray_internals.ray_train import (
     FailureDecision,
     FailurePolicy,
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
 )
-from ray_jax_launch._train.control_actor import ControlHandle, answer, count_failure
 from ray_jax_launch._train.failures import (
     fingerprint,
     first_failure,
@@ -43,8 +44,16 @@ def restart_without_controller(control: ControlHandle, config: FailureConfig | N
     num_failures = count_failure(control)
     if num_failures > max_failures:
         return False
-    _logger.warning("Ray Train's controller died; %s", _describe(num_failures, max_failures))
+    what = "Ray Train's controller died"
+    control.note.remote(Restarting("failure", what, num_failures))
+    _logger.warning("%s; %s", what, _describe(num_failures, max_failures))
     return True
+
+
+def note_waiting(control: ControlHandle, wait_s: float, line: str) -> None:
+    """Send an event, and a line for the log, when a group waits for nodes."""
+    control.note.remote(WaitingForNodes(wait_s))
+    control.log.remote(line)
 
 
 def _limit(number: int) -> float:
@@ -58,7 +67,7 @@ def _describe(num_failures: int, max_failures: float) -> str:
 
 
 class RestartPolicy(FailurePolicy):
-    """Restarts a group after temporary failures, and logs why.
+    """Restarts a group after temporary failures. Logs why, and sends an event (`Restarting`, `WaitingForNodes`).
 
     Ray's own policy restarts after every exception of the loop, and never after a failure to join the workers.
 
@@ -105,17 +114,16 @@ class RestartPolicy(FailurePolicy):
         if any(is_preemption(failure) for failure in failures.values()):
             return self._restart_after_preemption()
         if any(is_resize(failure) for failure in failures.values()):
-            self._log(
-                "the cluster has room for another number of workers; the workers start again, from where they were"
-            )
-            return FailureDecision.RETRY
+            what = "the cluster has room for another number of workers"
+            return self._restart(Restarting("resize", what), "the workers start again, from where they were")
         rank, details = first_failure(failures)
         failure = failures[rank]
         what = in_a_line(rank, failure)
         if is_permanent(failure):
             return FailureDecision.RAISE
         num_failures = self._count()
-        before, self._last = self._last if num_failures > 1 else None, fingerprint(failure, details)
+        before = self._last if num_failures > 1 else None
+        self._last = fingerprint(failure, details)
         if self._last is not None and self._last == before:
             self._log(f"{what}; the workers do not start again, because they failed in the same way before")
             return FailureDecision.RAISE
@@ -127,21 +135,25 @@ class RestartPolicy(FailurePolicy):
     def _retry(self, what: str, num_failures: int) -> FailureDecision:
         if num_failures > self._max_failures:
             return FailureDecision.RAISE
-        self._log(f"{what}; {_describe(num_failures, self._max_failures)}")
-        return FailureDecision.RETRY
+        return self._restart(Restarting("failure", what, num_failures), _describe(num_failures, self._max_failures))
 
     def _restart_after_preemption(self) -> FailureDecision:
         self._preemptions_left -= 1
         if self._preemptions_left < 0:
             return FailureDecision.RAISE
-        self._log("a node is preempted; the workers start again on the others")
+        return self._restart(Restarting("preemption", "a node is preempted"), "the workers start again on the others")
+
+    def _restart(self, event: Restarting, consequence: str) -> FailureDecision:
+        self._control.note.remote(event)
+        self._log(f"{event.text}; {consequence}")
         return FailureDecision.RETRY
 
     def _wait_for_nodes(self) -> FailureDecision:
         now = time.monotonic()
         if self._waiting_since_s is None:
             self._waiting_since_s = now
-            self._log(f"the cluster has too few nodes for the workers; waiting up to {self._wait_s:.0f} s for more")
+            line = f"the cluster has too few nodes for the workers; waiting up to {self._wait_s:.0f} s for more"
+            note_waiting(self._control, self._wait_s, line)
         return FailureDecision.RETRY if now - self._waiting_since_s < self._wait_s else FailureDecision.RAISE
 
     def _log(self, line: str) -> None:

@@ -9,8 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -21,12 +19,12 @@ from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from ray.util.metrics import Gauge
 
 from ray_jax_launch._checkpoint.save_events import notify_of_saves
+from ray_jax_launch._control.control_actor import ControlHandle, answer
+from ray_jax_launch._control.session import Session, current_session, set_session
+from ray_jax_launch._control.stop_poller import LocalStop, StopPoller
 from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._numbers import check_number, check_type
-from ray_jax_launch._storage import StoragePath
-from ray_jax_launch._train.control_actor import ControlHandle, LocalControl, answer
 from ray_jax_launch._train.failures import Preempted, Resized, note_traceback
-from ray_jax_launch._train.stop_poller import LocalStop, StopPoller
 
 # A network file system may show a new file to other nodes late.
 _SHARED_WITHIN_S = 10.0
@@ -37,43 +35,13 @@ _MAX_LINE, _RETURN = 8192, "\r"
 _PROGRESS_BAR = RAY_TQDM_MAGIC
 
 
-@dataclass
-class Session:
-    """A launch, as one of its workers sees it."""
-
-    control: ControlHandle
-    run_path: StoragePath | None
-    """None if the storage is a filesystem of the user's own."""
-
-    run_name: str
-    marker: Path | None
-    """A file in the run's folder, which every worker must find there. None in object storage."""
-
-    prints: bool = False
-    """True if the driver logs what the loop prints."""
-
-    gauges: dict[str, Gauge] = field(default_factory=dict)
-    poller: StopPoller | LocalStop | None = None
-    failed_saves: list[Exception] = field(default_factory=list)
-    """Errors of saves in the background of this process."""
-
-    @property
-    def is_local(self) -> bool:
-        """True if the loop runs in the driver's process."""
-        return isinstance(self.control, LocalControl)
-
-
-_session: Session | None = None
-
-
 def run_loop(train_loop: Callable[[], Any], session: Session) -> Any:
     """Run the loop in a worker of a group, and add traceback and step to its exception.
 
     Raises:
         LaunchError: this node does not have the run's folder.
     """
-    global _session
-    _session = session
+    set_session(session)
     log_to_driver("ray_jax_launch")
     _check_folder(session)
     with contextlib.ExitStack() as stack:
@@ -93,7 +61,9 @@ class _Tee(io.TextIOBase):
     """
 
     def __init__(self, stream: TextIO, control: ControlHandle) -> None:
-        self._stream, self._control, self._held = stream, control, ""
+        self._stream = stream
+        self._control = control
+        self._held = ""
         self._rank = ray.train.get_context().get_world_rank()
 
     def write(self, text: str, /) -> int:
@@ -120,13 +90,12 @@ def _shown(line: str) -> str:
 
 def run_local_loop(train_loop: Callable[[], Any], session: Session) -> Any:
     """Run the loop in the driver's process."""
-    global _session
-    _session = session
+    set_session(session)
     try:
         returned = _with_notices(train_loop, session)
         _acknowledge_stop()
     finally:
-        _session = None
+        set_session(None)
     return returned
 
 
@@ -186,17 +155,6 @@ def _check_folder(session: Session) -> None:
         time.sleep(_SHARED_WITHIN_S / 50)
 
 
-def current_session() -> Session:
-    """Return the session of this worker.
-
-    Raises:
-        RuntimeError: this process runs no loop of `launch` or `JaxTrainer`.
-    """
-    if _session is None:
-        raise RuntimeError("this must be called in a training loop that `launch` or `JaxTrainer` runs")
-    return _session
-
-
 class _DriverHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record to the driver, which logs it."""
@@ -252,14 +210,14 @@ def _metric(name: Any, value: Any) -> int | float | str:
     """
     check_type("the name of a metric", name, str, "a printable text")
     if not name.isprintable() or not name:
-        raise LaunchError(f"the name of a metric must be a printable text, got {shown(name)}. Change it.")
+        raise LaunchError(f"the name of a metric must be a printable text, got {shown(name)}.")
     if isinstance(value, str):
         return value
     try:
         number = float(value)  # of an array too
     except (TypeError, ValueError, OverflowError) as error:
         raise LaunchError(
-            f"metric {shown(name)} must be a number or a text, got {shown(value)}. Change it, or leave it out."
+            f"metric {shown(name)} must be a number or a text, got {shown(value)}. Leave it out."
         ) from error
     if isinstance(value, int):
         return value

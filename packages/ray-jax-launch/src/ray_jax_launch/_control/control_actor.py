@@ -1,28 +1,26 @@
-"""The control actor: carries stop requests to the workers of a launch, and their metrics and log lines to the driver.
+"""The control actor: carries stop requests to the workers, and metrics, events and log lines to the driver.
 
 Workers and driver poll it, and no call waits in it. Ray runs the calls of one process in their order, as the actor has
 one thread: each rank's metrics stay in order. Its process imports little. If it dies, Ray starts it again: the workers'
 next polls, and the driver's copy of `ControlState`, tell it what it has forgotten.
 """
 
-import contextlib
 import logging
 import math
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_jax_launch._lost_cluster import ClusterWatch, is_lost
+from ray_jax_launch._control.events import Event
 
 Metrics = dict[str, Any]
 ControlHandle = Any
@@ -77,11 +75,9 @@ class ControlState:
 
 # Metrics that the driver has not collected yet. If it never collects, the oldest are dropped.
 _MAX_UNREAD = 10_000
-_COLLECT_EVERY_S = 0.5
+COLLECT_EVERY_S = 0.5
 # Workers poll twice a second, in a thread of their own. If none has polled for this time, all have ended.
 _SILENT_AFTER_S = 15.0
-
-_logger = logging.getLogger("ray_jax_launch")
 
 
 @dataclass
@@ -94,13 +90,16 @@ class _Group:
 
 
 class Collected(NamedTuple):
-    """Metrics, lines and state that the driver collects."""
+    """Metrics, events, lines and state that the driver collects."""
 
     actor: str
     """Differs after each start of the actor."""
 
     metrics: list[tuple[int, Metrics]]
     """New metrics, by rank."""
+
+    events: list[Event]
+    """New events."""
 
     lines: list[tuple[int, str]]
     """New log lines, by level."""
@@ -112,7 +111,7 @@ class Collected(NamedTuple):
 
 
 class ControlActor:
-    """Actor of a launch, on the driver's node: carries stop requests, metrics and log lines.
+    """Actor of a launch, on the driver's node: carries stop requests, metrics, events and log lines.
 
     Args:
         silent_after_s: seconds after the last poll when the workers count as ended.
@@ -122,6 +121,7 @@ class ControlActor:
         self._silent_after_s = silent_after_s
         self._id = uuid.uuid4().hex
         self._unread: deque[tuple[int, Metrics]] = deque(maxlen=_MAX_UNREAD)
+        self._events: list[Event] = []
         self._lines: list[tuple[int, str]] = []
         self._groups: dict[str, _Group] = {}
         self._state = ControlState()
@@ -156,6 +156,10 @@ class ControlActor:
         """Add a line that the driver logs."""
         self._lines.append((level, line))
 
+    def note(self, event: Event) -> None:
+        """Add an event, which the driver gives to `on_event`."""
+        self._events.append(event)
+
     def save(self, place: Any, step: int) -> None:
         """Note the newest complete step of the loop's `Checkpoints`, and their folder or URI."""
         self._state.saved = (place, step)
@@ -166,10 +170,10 @@ class ControlActor:
 
     def collect(self) -> Collected:
         """Return the state, and what has come since the last call."""
-        collected = Collected(self._id, list(self._unread), list(self._lines), self._is_silent(), self._state)
-        self._unread.clear()
-        self._lines.clear()
-        return collected
+        new = list(self._unread), list(self._events), list(self._lines)
+        for queue in (self._unread, self._events, self._lines):
+            queue.clear()
+        return Collected(self._id, *new, self._is_silent(), self._state)
 
     def count_failure(self) -> int | None:
         """Count a failure, unless the actor has died and does not know yet what it knew before. See `count_failure`."""
@@ -262,82 +266,5 @@ def count_failure(control: ControlHandle) -> int:
         The number of failures since a checkpoint became complete, or from the beginning.
     """
     while (number := answer(control.count_failure.remote())) is None:
-        time.sleep(_COLLECT_EVERY_S)
+        time.sleep(COLLECT_EVERY_S)
     return number
-
-
-@contextlib.contextmanager
-def forwarding(
-    control: ControlHandle,
-    on_metrics: OnMetrics | None,
-    *,
-    renew: Callable[[], None] = lambda: None,
-    on_silence: Callable[[], None] = lambda: None,
-) -> Iterator[None]:
-    """Forward metrics to `on_metrics` and lines to the log, and call `renew`, every half second of the block.
-
-    While no worker polls, call `on_silence` too.
-    """
-    stop = threading.Event()
-    forward = on_metrics or _do_nothing
-
-    def collect() -> None:
-        stopping, before = False, None
-        while not stopping:
-            stopping = stop.wait(_COLLECT_EVERY_S)
-            renew()
-            # A call in a lost cluster would wait, and Ray's C++ would print that it cannot tell the driver.
-            if ClusterWatch().loss() is not None:
-                return
-            try:
-                collected: Collected = answer(control.collect.remote())
-            except RayError:
-                if is_lost() or ClusterWatch().loss(is_suspected=True) is not None:
-                    return
-                raise
-            if before is None:
-                control.resume.remote(collected.state)
-            elif collected.actor != before.actor:
-                control.resume.remote(before.state)
-                _logger.info("the control actor died, and has started again")
-                collected = collected._replace(state=before.state)  # until the actor has got it
-            before = collected
-            for rank, metrics in collected.metrics:
-                try:
-                    forward(rank, metrics)
-                except Exception:  # the user's function may raise anything, and the run must not end by it
-                    _logger.exception("on_metrics failed; it gets the next metrics all the same")
-            for level, line in collected.lines:
-                _logger.log(level, line)
-            if collected.is_silent:
-                on_silence()
-
-    thread = threading.Thread(target=collect, name="collect-metrics", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        if not is_lost():
-            thread.join()
-
-
-@contextlib.contextmanager
-def showing_info() -> Iterator[None]:
-    """Print what this package logs at level INFO, unless the program has configured logging."""
-    if _logger.hasHandlers():
-        yield
-        return
-    handler, level = logging.StreamHandler(), _logger.level
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    _logger.addHandler(handler)
-    _logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        _logger.removeHandler(handler)
-        _logger.setLevel(level)
-
-
-def _do_nothing(rank: int, metrics: Metrics) -> None:
-    pass

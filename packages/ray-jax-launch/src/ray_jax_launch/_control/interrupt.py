@@ -21,9 +21,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from ray_jax_launch._control.control_actor import ControlHandle, LocalControl, answer
 from ray_jax_launch._errors import in_a_line
 from ray_jax_launch._numbers import check_type
-from ray_jax_launch._train.control_actor import ControlHandle, LocalControl, answer
 
 # Signals that come within this time belong to one stop.
 _ONE_STOP_S = 1.0
@@ -101,7 +101,8 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now_s, is_first = time.monotonic(), self._first_s is None
+        now_s = time.monotonic()
+        is_first = self._first_s is None
         before_s = self._first_ctrl_c_s
         if is_first:
             self._first_s = now_s

@@ -6,9 +6,9 @@ import time
 import ray
 import ray.train
 
+from ray_jax_launch._control.control_actor import ControlHandle, StopRequest
 from ray_jax_launch._errors import StopRequestedError
 from ray_jax_launch._ray_internals.ray_train import preemption_noticed
-from ray_jax_launch._train.control_actor import ControlHandle, StopRequest
 
 _POLL_EVERY_S = 0.5
 

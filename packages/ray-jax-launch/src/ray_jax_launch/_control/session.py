@@ -1,0 +1,64 @@
+"""The session of a worker: its launch, as this process sees it. Imports neither Ray nor jax."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_jax_launch._storage import StoragePath
+
+if TYPE_CHECKING:
+    from ray.util.metrics import Gauge
+
+    from ray_jax_launch._control.stop_poller import LocalStop, StopPoller
+
+
+@dataclass
+class Session:
+    """The launch of a worker, and what its loop has done so far."""
+
+    control: Any
+    """Handle of the control actor."""
+
+    run_path: StoragePath | None
+    """The run's folder or URI. None if the storage is a filesystem of the user's own."""
+
+    run_name: str
+    """Name of the run."""
+
+    marker: Path | None
+    """A file in the run's folder, which every worker must find there. None in object storage."""
+
+    is_local: bool = False
+    """True if the loop runs in the driver's process."""
+
+    prints: bool = False
+    """True if the driver logs what the loop prints."""
+
+    gauges: "dict[str, Gauge]" = field(default_factory=dict)
+    """Ray's gauges of the metrics, by name."""
+
+    poller: "StopPoller | LocalStop | None" = None
+    """Looks for a stop request, from the loop's first `stop_requested` on."""
+
+    failed_saves: list[Exception] = field(default_factory=list)
+    """Errors of saves in the background of this process."""
+
+
+_session: Session | None = None
+
+
+def set_session(session: Session | None) -> None:
+    """Set the session of this process; None after its loop."""
+    global _session
+    _session = session
+
+
+def current_session() -> Session:
+    """Return the session of this process.
+
+    Raises:
+        RuntimeError: this process runs no loop of `launch` or `JaxTrainer`.
+    """
+    if _session is None:
+        raise RuntimeError("No training loop runs in this process. Call this in the loop of `launch` or `JaxTrainer`.")
+    return _session
