@@ -96,11 +96,11 @@ def test_the_command_ends_with_exit_code_2(tmp_path, capsys, monkeypatch):
     path = tmp_path / "text.txt"
     write(path, seed=0)
     os.utime(path, (0, 0))
-    digest = "owt_data._prepare.prepare._read_digest"
-    from owt_data._prepare.prepare import _read_digest
+    digest = "owt_data._prepare.prepare.digest_of"
+    from owt_data._prepare.prepare import digest_of
 
     def digest_and_change(*arguments):
-        found = _read_digest(*arguments)
+        found = digest_of(*arguments)
         overwrite(path)
         return found
 
