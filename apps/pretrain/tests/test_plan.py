@@ -170,11 +170,15 @@ def test_a_peak_of_another_type_is_not_taken(preset, kind, capability, peak):
 
 @pytest.mark.slow
 def test_steps_are_measured_here_if_they_fit(monkeypatch):
-    _, found = planned("--measure")
+    _, found = planned("--measure", "--price-per-hour", "3")
     assert 0 < found["measured_step_s"] < 60
+    assert found["measured_hours"] == pytest.approx(found["measured_step_s"] * found["num_steps"] / 3600)
+    assert found["measured_price"] == pytest.approx(3 * found["measured_hours"])
     monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: 1000)
     code, found = planned("--measure")
-    assert (code, found["measured_step_s"]) == (1, None)
+    assert (code, found["measured_step_s"], found["measured_hours"], found["measured_price"]) == (1, None, None, None)
+    assert found["reason"].startswith("the step needs ")
+    assert found["reason"].endswith(" bytes on each device, which has 1000")
 
 
 def test_a_schedule_need_not_fit_into_a_thousand_steps():
@@ -232,6 +236,7 @@ def test_times_are_shown_in_their_unit(hours, shown):
         num_tokens=1, epochs=1.0, micro_batch_size=1, grad_accum_steps=1, flops=1.0, tokens_bytes=20_000_000,
         checkpoints_bytes=3_000_000_000, logs_bytes=4000, state_bytes=1, temporary_bytes=1, usable_bytes=None,
         fits=True, reason="", hours=hours, price_per_hour=1.0, price=hours, measured_step_s=1.5,
+        measured_hours=150 / 3600, measured_price=150 / 3600,
     )  # fmt: skip
     out = io.StringIO()
     show_plan(plan, console=Console(file=out, width=200))
@@ -241,6 +246,14 @@ def test_times_are_shown_in_their_unit(hours, shown):
     assert lines["memory"] == "0.00 MiB on each device, by its compiler: state 0.00, temporary 0.00"
     assert lines["disk"] == "tokens 20.00 MB, checkpoints 3.00 GB at most, logs 4 kB"
     assert lines["price"] == f"{hours[0]:.2f} to {hours[1]:.2f}, at 50% to 30% of the peak"
+
+
+def test_a_microbatch_of_one_cannot_be_smaller(capsys, monkeypatch):
+    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: 1000)
+    assert main(["plan", *TINY, *STEPS, "--train.global-batch-size", "2", "--train.micro-batch-size", "1"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "It does not fit. Take more devices with --mesh.fsdp, --model.remat full, or a smaller model."
+    )
 
 
 def test_a_price_without_a_known_peak_is_unknown(capsys):
@@ -256,7 +269,7 @@ def test_a_price_without_a_known_peak_is_unknown(capsys):
 def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
     assert main(["plan", *TINY, *STEPS, "--train.global-batch-size", "80000000"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("It does not fit. Take more devices with --mesh.fsdp,")
+    assert lines[-1].startswith("It does not fit. Take more devices with --mesh.fsdp, --model.remat full, a smaller")
     assert [line.split()[0] for line in lines[:-1]] == [
         "devices", "parameters", "tokens", "epochs", "microbatch", "FLOPs", "disk", "memory", "time",
     ]  # fmt: skip
@@ -273,6 +286,7 @@ def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
             ("--model.vocab-size", "100"),
             "--model.vocab-size must be at least 257, the vocabulary of the tokenizer bytes",
         ),
+        (("--data", "nowhere.txt"), "nowhere.txt must be a file or a folder of files, got a name that does not"),
         (("--price-per-hour", "-1"), "--price-per-hour must be a number of at least 0, got -1.0."),
         (("--price-per-hour", "nan"), "--price-per-hour must be a"),
         (("--hardware", "h100"), "hardware must be auto, cpu:WORKERS"),

@@ -26,7 +26,7 @@ from owt_data import (
     source_digest,
 )
 from pretrain._config import PrepareConfig, PretrainConfig
-from pretrain._data_names import Mixture, Plain, Splits, label_of, parse_data, token_files
+from pretrain._data_names import Mixture, Plain, Splits, label_of, names_of, parse_data, token_files
 from pretrain._errors import UsageError
 from pretrain._screen.printing import print_line
 from pretrain._surroundings.private_cache import private_cache
@@ -75,14 +75,20 @@ def open_prepared(config: PretrainConfig) -> TokenData | None:
     Raises:
         DataError: the tokens cannot be read.
     """
-    match data := parse_data(config.data):
-        case Plain(name):
-            names = [name]
-        case Splits(train, val):
-            names = [train, val]
-        case Mixture(_, weights):
-            names = list(weights)
-    return open_tokens(token_files(data), tokenizer=config.prepare.tokenizer) if all(map(is_prepared, names)) else None
+    data = parse_data(config.data)
+    are_prepared = all(map(is_prepared, names_of(data)))
+    return open_tokens(token_files(data), tokenizer=config.prepare.tokenizer) if are_prepared else None
+
+
+def find_texts(config: PretrainConfig) -> None:
+    """Check that the text of a run exists. Names of hub datasets are not looked up.
+
+    Raises:
+        DataError: a text does not exist.
+    """
+    for name in names_of(parse_data(config.data)):
+        if not is_prepared(name):
+            find_source(name)
 
 
 class TextStream(NamedTuple):
@@ -215,14 +221,7 @@ def _prepare(sources: Sequence[str], data: Plain | Splits, config: PrepareConfig
 
 def _is_on_hub(data: Plain | Splits | Mixture) -> bool:
     """Return whether a name of text is that of a hub dataset. The hub may not have the dataset."""
-    match data:
-        case Plain(name):
-            names = [name]
-        case Splits(train, val):
-            names = [train, val]
-        case Mixture():
-            names = []
-    return any(find_source(name).kind == "hub" for name in names)
+    return any(find_source(name).kind == "hub" for name in names_of(data))
 
 
 def _cache_root(config: PrepareConfig) -> Path:

@@ -105,6 +105,17 @@ def token_files(data: Plain | Splits | Mixture) -> str | list[str] | dict[str, f
             return weights
 
 
+def names_of(data: Plain | Splits | Mixture) -> list[str]:
+    """Return all names of data."""
+    match data:
+        case Plain(name):
+            return [name]
+        case Splits(train, val):
+            return [train, val]
+        case Mixture(_, weights):
+            return list(weights)
+
+
 def label_of(data: Plain | Splits | Mixture) -> str:
     """Return a name of at most 100 characters for data, usable as part of a folder's name."""
     match data:

@@ -27,7 +27,7 @@ from nnx_gpt2 import (
 from nnx_gpt2 import peak_flops_per_s as known_peak
 from owt_data import vocab_size
 from pretrain._config import PretrainConfig
-from pretrain._data import open_prepared
+from pretrain._data import find_texts, open_prepared
 from pretrain._errors import UsageError, one_line
 from pretrain._resolve.devices import data_devices, given_hardware, with_microbatches
 from pretrain._resolve.settings import DataFacts, resolve_from_data, resolve_order
@@ -39,7 +39,6 @@ from pretrain._training.target_devices import Target, find_target
 _OPENWEBTEXT = (9_035_582_198, 4_434_897)
 """Training and validation tokens of OpenWebText by nanoGPT's preparation, from its data/openwebtext/readme.md."""
 
-_BYTES_PER_TOKEN = 2
 _BYTES_PER_RECORD = 700
 """Of `metrics.jsonl` and of TensorBoard's file: 220 and 440 on a small run."""
 
@@ -69,7 +68,7 @@ def plan(
     Raises:
         UsageError: the number of steps depends on text that is not prepared, the price is negative, or the devices are
             unknown or do not fit the mesh, the model or the batch.
-        DataError: the prepared tokens cannot be read.
+        DataError: the prepared tokens cannot be read, or the text does not exist.
     """
     if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
         raise UsageError(f"--price-per-hour must be a number of at least 0, got {price_per_hour}.")
@@ -112,6 +111,7 @@ def _find_data(config: PretrainConfig) -> _Data:
         return _Data(facts, len(tokens.train) + len(tokens.val))
     if config.data == "openwebtext" and tokenizer == "gpt2":
         return _Data(DataFacts(tokenizer, vocab_size(tokenizer), _OPENWEBTEXT[0] // seq_len), sum(_OPENWEBTEXT))
+    find_texts(config)
     return _Data(DataFacts(tokenizer, vocab_size(tokenizer), 0), None)
 
 
@@ -216,6 +216,10 @@ def _summary(
     num_devices = len(target.devices)
     kind = target.devices[0].device_kind
     peak = _peak(config, target.devices[0])
+    measured_hours = None if step_s is None else step_s * train.max_steps / _HOUR_S
+    measured_price = None
+    if measured_hours is not None and price_per_hour is not None:
+        measured_price = measured_hours * price_per_hour
     hours = price = None
     if peak is not None:
         slow, fast = (flops / (share * peak * num_devices) / _HOUR_S for share in MFU_RANGE)
@@ -233,16 +237,25 @@ def _summary(
         micro_batch_size=train.global_batch_size // train.grad_accum_steps // (mesh.size // config.mesh.tensor),
         grad_accum_steps=train.grad_accum_steps,
         flops=flops,
-        tokens_bytes=None if data.num_tokens is None else data.num_tokens * _BYTES_PER_TOKEN,
+        tokens_bytes=None if data.num_tokens is None else 2 * data.num_tokens,
         checkpoints_bytes=saved_bytes * (train.checkpoints_to_keep + 1),
         logs_bytes=train.max_steps // train.log_every * _BYTES_PER_RECORD,
         state_bytes=None if memory is None else memory.state_bytes,
         temporary_bytes=None if memory is None else memory.temporary_bytes + memory.code_bytes,
         usable_bytes=target.usable_bytes,
         fits=memory is not None and target.has(memory),
-        reason=reason,
+        reason=_reason(target, memory, reason),
         hours=hours,
         price_per_hour=price_per_hour,
         price=price,
         measured_step_s=step_s,
+        measured_hours=measured_hours,
+        measured_price=measured_price,
     )
+
+
+def _reason(target: Target, memory: MemoryEstimate | None, rejection: str) -> str:
+    """Return why a step does not fit; an empty text if it fits."""
+    if memory is None or target.has(memory):
+        return rejection
+    return f"the step needs {memory.peak_bytes} bytes on each device, which has {target.usable_bytes}"

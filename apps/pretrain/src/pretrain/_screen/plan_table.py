@@ -16,12 +16,8 @@ MFU_RANGE = (0.3, 0.5)
 
 _MIB, _GIB = 2**20, 2**30
 # Units of an interval, and how many of them an hour has.
-_UNITS = {"hours": 1, "minutes": 60}
-_HOUR_S = 3600
+_UNITS = {"hours": 1, "minutes": 60, "seconds": 3600}
 _UNKNOWN = "unknown: give --peak-tflops"
-_REMEDY = (
-    "Take more devices with --mesh.fsdp, --model.remat full, a smaller --train.micro-batch-size, or a smaller model."
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +47,7 @@ class Plan:
     """Memory that jax can use; None if the compiler knows it alone."""
     fits: bool
     reason: str
+    """Why the run does not fit; empty if it fits."""
     hours: tuple[float, float] | None
     """At 50 % and 30 % of the devices' peak; None if the peak is not known."""
     price_per_hour: float | None
@@ -59,6 +56,10 @@ class Plan:
     """None without `hours` or `price_per_hour`."""
     measured_step_s: float | None
     """Median time of a step on these devices, in seconds."""
+    measured_hours: float | None
+    """The time of the run at this step time."""
+    measured_price: float | None
+    """None without `measured_hours` or `price_per_hour`."""
 
 
 def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
@@ -80,19 +81,24 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
     }
     if found.price_per_hour is not None:
         rows["price"] = _UNKNOWN if found.price is None else _interval(found.price)
-    if found.measured_step_s is not None:
-        hours = found.measured_step_s * found.num_steps / _HOUR_S
-        size, unit = _in_unit(hours)
-        rows["measured"] = f"{1000 * found.measured_step_s:,.1f} ms a step here: {hours * size:,.2f} {unit}"
-        if found.price_per_hour is not None:
-            rows["measured"] += f", price {hours * found.price_per_hour:,.2f}"
+    if found.measured_step_s is not None and found.measured_hours is not None:
+        size, unit = _in_unit(found.measured_hours)
+        time = f"{found.measured_hours * size:,.2f} {unit}"
+        rows["measured"] = f"{1000 * found.measured_step_s:,.1f} ms a step here: {time}"
+        if found.measured_price is not None:
+            rows["measured"] += f", price {found.measured_price:,.2f}"
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value)
     print_table(console, table)
-    print_line(console, "It fits." if found.fits else f"It does not fit. {_REMEDY}")
+    print_line(console, "It fits." if found.fits else f"It does not fit. {_remedy(found)}")
+
+
+def _remedy(found: Plan) -> str:
+    smaller = ", a smaller --train.micro-batch-size" if found.micro_batch_size > 1 else ""
+    return f"Take more devices with --mesh.fsdp, --model.remat full{smaller}, or a smaller model."
 
 
 def _memory(found: Plan) -> str:
@@ -113,7 +119,7 @@ def _disk(found: Plan) -> str:
 
 def _in_unit(hours: float) -> tuple[float, str]:
     """Return how many units an hour has, and the unit: the largest in which a time is at least 1."""
-    return next(((size, unit) for unit, size in _UNITS.items() if hours * size >= 1), (_HOUR_S, "seconds"))
+    return next(((size, unit) for unit, size in _UNITS.items() if hours * size >= 1), (_UNITS["seconds"], "seconds"))
 
 
 def _time(hours: tuple[float, float]) -> str:
