@@ -20,7 +20,6 @@ class Plain:
     """One name. Its tokens are split into training and validation."""
 
     name: str
-    """The name."""
 
 
 @dataclass(frozen=True, slots=True)

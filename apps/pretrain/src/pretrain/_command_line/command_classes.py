@@ -110,7 +110,7 @@ class PlanCommand:
     """The request to say what a run needs."""
 
     config: PretrainConfig
-    """The run."""
+    """Configuration of the run to plan."""
 
     options: PlanOptions
     """The options of the command."""

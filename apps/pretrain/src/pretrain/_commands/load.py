@@ -32,7 +32,7 @@ class TrainedModel:
     """Step of the checkpoint."""
 
     model: GPT2
-    """The model."""
+    """The model with the parameters of the checkpoint."""
 
     @property
     def config(self) -> PretrainConfig:

@@ -32,7 +32,7 @@ class ReportedRun:
     """CSS class of the color, and another if an earlier run has this color."""
 
     history: RunHistory
-    """The run."""
+    """Files of the run."""
 
     result: RunResult
     """Its result up to now."""

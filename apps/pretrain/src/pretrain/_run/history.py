@@ -52,7 +52,7 @@ class Sample:
     """A text that the model wrote at a validation, from the same prompt and key each time."""
 
     step: int
-    """The step."""
+    """Step of the model that wrote it."""
 
     prompt: str
     """The beginning of the text."""

@@ -234,7 +234,6 @@ class TokenMixture:
     """
 
     sequences: tuple[TokenSequence, ...]
-    """The sequences."""
 
     weights: tuple[float, ...]
     """Relative share of windows of each sequence."""
