@@ -9,7 +9,8 @@ import ray_jax_launch
 from nnx_gpt2 import make_train_step
 from pretrain import PRESETS, main
 from pretrain._resolve.resolve import _num_tokenizing_tasks as num_tokenizing_tasks
-from pretrain._training import loop, process, profiling, setup, train_worker
+from pretrain._training import loop, process, profiling, setup
+from pretrain._training.train_worker import train_worker
 from ray_jax_launch import parse_hardware
 
 SMALL = (

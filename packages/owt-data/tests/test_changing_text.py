@@ -97,7 +97,7 @@ def test_the_command_ends_with_exit_code_2(tmp_path, capsys, monkeypatch):
     write(path, seed=0)
     os.utime(path, (0, 0))
     digest = "owt_data._prepare.prepare.digest_of"
-    from owt_data._prepare.prepare import digest_of
+    from owt_data._sources.source import digest_of
 
     def digest_and_change(*arguments):
         found = digest_of(*arguments)

@@ -125,7 +125,7 @@ def test_weights_that_give_a_sequence_no_window_are_rejected(files):
 
 
 def test_a_mixture_has_no_sequential_order(mixture):
-    with pytest.raises(DataError, match="The order of a mixture must be shuffle or random, got sequential"):
+    with pytest.raises(DataError, match="The order of a mixture must be shuffle, random or sequential-first, got"):
         mixture.windows(np.arange(3), seq_len=8, order="sequential", seed=1)
 
 

@@ -361,7 +361,7 @@ async def wait_for_nothing(config):
 
 @pytest.mark.parametrize("loop", [lambda config, other: None, wait_for_nothing])
 def test_a_loop_that_cannot_be_called_with_its_config_is_rejected(tmp_path, loop):
-    with pytest.raises(LaunchError, match="train_loop_per_worker must be a function of no argument or one"):
+    with pytest.raises(LaunchError, match="the training loop must be a function of no argument or one"):
         launch(loop, hardware="local", storage_path=tmp_path, name="run")
 
 

@@ -1,4 +1,8 @@
-"""The configuration of a run: every option of the command `train`."""
+"""The configuration of a run: every option of the command `train`.
+
+The text below a field is the help of its option. A new field makes another format of `config.json`: raise `FORMAT` in
+`_run/description.py`, and name a field that cannot change a result in its `_FREE_FIELDS`.
+"""
 
 import dataclasses
 import math
@@ -83,7 +87,7 @@ class ModelConfig(GPT2Config):
         """Check every field once."""
         check_fields(self, "model.")
         if self.vocab_size is None:
-            dataclasses.replace(self, vocab_size=1)
+            dataclasses.replace(self, vocab_size=1)  # checks the other fields
             return
         try:
             GPT2Config.__post_init__(self)

@@ -40,7 +40,7 @@ from pretrain._screen.ending import show_finished, show_result, show_stopped
 from pretrain._screen.introduction import introduce
 from pretrain._screen.run_view import RunView, Tokenizing
 from pretrain._trackers.tracker import check_trackers
-from pretrain._training import train_worker
+from pretrain._training.train_worker import train_worker
 from ray_jax_launch import (
     Hardware,
     PermanentError,

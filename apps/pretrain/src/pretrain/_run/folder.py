@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """The file that a command locks. It holds the command as JSON: see `pretrain._run.lock`."""
+        """The file that a command locks. It holds the command as JSON: see `pretrain._run.lease.Owner`."""
         return self.path / ".lock"
 
     @property
@@ -73,7 +73,7 @@ class RunFolder:
 
     @property
     def starts(self) -> Path:
-        """One JSON object per start of the workers: `step`, `time_s`, `workers`, `devices`, `device`."""
+        """One JSON object per start of the workers: see `RunHistory.starts`."""
         return self.path / STARTS
 
     @property

@@ -1,4 +1,4 @@
-"""The live view of a run: five lines at most, whose fields have fixed widths."""
+"""The live view of a run: a few lines, whose fields have fixed widths. `display.plain_line` is its line elsewhere."""
 
 from typing import NamedTuple
 

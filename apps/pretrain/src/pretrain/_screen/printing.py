@@ -1,4 +1,4 @@
-"""Tables of labels and texts, and tables without styles where the output is no terminal."""
+"""Lines, tables and waits before a run, without styles where the output is no terminal."""
 
 import contextlib
 import io

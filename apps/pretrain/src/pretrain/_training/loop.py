@@ -179,7 +179,7 @@ class Loop:
         self._log.push()  # a continued run expects the records before its checkpoint in the log
         self._checkpoints.save(
             record["step"],
-            {"params": self._state.params, "opt_state": self._state.opt_state},
+            items(self._state),
             metadata={
                 "record": record,
                 "unrecorded": unrecorded,
@@ -217,6 +217,11 @@ class Loop:
         return rounded({"val_loss": loss} | ({} if bits is None else {"val_bits_per_byte": bits}))
 
 
+def items(state: TrainState) -> dict[str, Any]:
+    """Return the items of a checkpoint: the arrays of a state, by the names of its fields."""
+    return {"params": state.params, "opt_state": state.opt_state}
+
+
 def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, Record, dict[str, Any]]:
     """Read the state of a checkpoint, the record of its step, and what `StepMeter.wait_for_unrecorded` returned.
 
@@ -225,7 +230,7 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
         step: the step of the checkpoint.
         like: the shapes, types and shardings of the state.
     """
-    arrays = checkpoints.restore(step, {"params": like.params, "opt_state": like.opt_state})
+    arrays = checkpoints.restore(step, items(like))
     metadata = checkpoints.broadcast_metadata(step)
     counters = {"step": step, **{name: metadata[name] for name in _COUNTERS}}
     state = TrainState(

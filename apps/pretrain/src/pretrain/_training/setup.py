@@ -68,7 +68,7 @@ class Setup:
 
 
 def set_up(config: PretrainConfig, data: TokenData) -> Setup:
-    """Make what the steps of a run need. Nothing is compiled.
+    """Make what the steps of a run need. No step is compiled. A collective: every process must call it.
 
     Args:
         config: the resolved configuration.

@@ -268,7 +268,8 @@ class TokenMixture:
         check_choice("order", order, get_args(OrderKind))
         if order == "sequential":
             raise DataError(
-                "The order of a mixture must be shuffle or random, got sequential. Read its sequences one by one."
+                "The order of a mixture must be shuffle, random or sequential-first, got sequential. Read its "
+                "sequences one by one."
             )
         seed = check_seed(seed)
         count_windows(len(self), seq_len)

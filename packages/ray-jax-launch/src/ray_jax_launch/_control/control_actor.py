@@ -176,7 +176,7 @@ class ControlActor:
         return Collected(self._id, *new, self._is_silent(), self._state)
 
     def count_failure(self) -> int | None:
-        """Count a failure, unless the actor has died and does not know yet what it knew before. See `count_failure`."""
+        """Count a failure, unless the actor has died and does not know yet what it knew before: then None."""
         if not self._is_resumed:
             return None
         progress = (self._state.saved, self._state.num_reported)

@@ -145,7 +145,7 @@ class LaunchPlan:
             self.worker_loop()
         except (TypeError, ValueError) as error:
             raise LaunchError(
-                f"train_loop_per_worker must be a function of no argument or one, got {self.train_loop}. {error}"
+                f"the training loop must be a function of no argument or one, got {self.train_loop}. {error}"
             ) from error
 
 

@@ -72,7 +72,7 @@ class RestartPolicy(FailurePolicy):
     Ray's own policy restarts after every exception of the loop, and never after a failure to join the workers.
 
     Args:
-        control: the control actor, which carries log lines to the driver.
+        control: the control actor, which counts the failures, and carries events and log lines to the driver.
         max_failures: failures in a row to recover from, without a new checkpoint between them; -1 for any number.
             Preemptions do not count.
         max_preemptions: preemptions to recover from; -1 for any number.

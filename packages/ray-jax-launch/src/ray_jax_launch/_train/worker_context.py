@@ -49,7 +49,7 @@ def run_loop(train_loop: Callable[[], Any], session: Session) -> Any:
         stack.push(_note_step)
         if session.prints:
             stack.enter_context(contextlib.redirect_stdout(_Tee(sys.stdout, session.control)))
-        returned = _with_notices(train_loop, session)
+        returned = _with_save_events(train_loop, session)
     _acknowledge_stop()
     return returned
 
@@ -92,14 +92,14 @@ def run_local_loop(train_loop: Callable[[], Any], session: Session) -> Any:
     """Run the loop in the driver's process."""
     set_session(session)
     try:
-        returned = _with_notices(train_loop, session)
+        returned = _with_save_events(train_loop, session)
         _acknowledge_stop()
     finally:
         set_session(None)
     return returned
 
 
-def _with_notices(train_loop: Callable[[], Any], session: Session) -> Any:
+def _with_save_events(train_loop: Callable[[], Any], session: Session) -> Any:
     """Run the loop. Tell the driver the devices of this worker, and the steps that `Checkpoints` completes."""
     context = ray.train.get_context()
     worker = f"worker {context.get_world_rank()} of {context.get_world_size()}"
@@ -289,4 +289,4 @@ def _acknowledge_stop() -> None:
         return
     # Ray Train stops all workers when the first worker raises, and another worker may still be saving.
     ray.train.collective.barrier()
-    raise (Preempted if poller.request.reason == "preemption" else Resized)(f"saved at step {poller.step}")
+    raise {"preemption": Preempted, "resize": Resized}[poller.request.reason](f"saved at step {poller.step}")
