@@ -41,7 +41,7 @@ def test_a_damaged_file_ends_a_run(place):
     done = run(place, f"--train.max-steps {10**9} --train.checkpoint-every {10**9}")
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("\n") == 1
-    assert f"error: {place / 'tokens' / 'train.bin'} must " in done.stderr
+    assert f"error: {place / 'tokens' / 'train.bin'} is damaged: " in done.stderr
     assert "the same command continues" in done.stderr
     assert (place / "runs" / "run" / "starts.jsonl").exists()
     assert not (place / "runs" / "run" / "result.json").exists()
@@ -50,7 +50,7 @@ def test_a_damaged_file_ends_a_run(place):
 def test_a_damaged_file_is_found_before_the_training_if_asked(place):
     done = run(place, "--train.max-steps 5 --verify-data first")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert f"error: {place / 'tokens' / 'train.bin'} must " in done.stderr
+    assert f"error: {place / 'tokens' / 'train.bin'} is damaged: " in done.stderr
     assert not (place / "runs").exists()
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_file_stops_a_training_until_it_ends(place, monkeypatch):
             has_three.set()
 
     with (
-        pytest.raises(RunFailedError, match=r"train\.bin must") as caught,
+        pytest.raises(RunFailedError, match=r"train\.bin is damaged") as caught,
         verified_data(data, "background", Console(quiet=True), stop=stop),
     ):
         assert has_three.wait(60)
