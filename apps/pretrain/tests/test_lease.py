@@ -81,14 +81,14 @@ def renewed(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The looks at the objects of a lease, each with the number of the others. More than three are an error."""
-    found, others = list[int](), lease._Lease._others
+    found, others = list[int](), lease._Lease._update_others
 
     def look(self: lease._Lease) -> list[lease.Owner]:
         assert len(found) < 3, "the command waits"
         found.append(len(owners := others(self)))
         return owners
 
-    monkeypatch.setattr(lease._Lease, "_others", look)
+    monkeypatch.setattr(lease._Lease, "_update_others", look)
     return found
 
 
@@ -333,14 +333,14 @@ def test_a_lease_is_renewed_after_a_storage_that_fails_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    failures, others = [OSError("no route"), LaunchError("no answer")], lease._Lease._others
+    failures, others = [OSError("no route"), LaunchError("no answer")], lease._Lease._update_others
 
     def fail_twice(self: lease._Lease) -> list[lease.Owner]:
         if threading.current_thread().name == "lease" and failures:
             raise failures.pop()
         return others(self)
 
-    monkeypatch.setattr(lease._Lease, "_others", fail_twice)
+    monkeypatch.setattr(lease._Lease, "_update_others", fail_twice)
     with leasing(run, command("a"), ignored):
         for _ in range(3):  # two writes at the start, and a renewal
             assert renewed.acquire(timeout=LIMIT_S)

@@ -152,7 +152,7 @@ def test_ctrl_c_before_the_lease_leaves_the_run_of_another_machine_alone(
     def interrupt(lease: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pretrain._run.lease._Lease._others", interrupt)
+    monkeypatch.setattr("pretrain._run.lease._Lease._update_others", interrupt)
     with pytest.raises(KeyboardInterrupt), lock_run(uri):
         pass
     other.pull()

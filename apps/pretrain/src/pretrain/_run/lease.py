@@ -150,12 +150,12 @@ class _Lease:
         until = time.monotonic() + _PATIENCE_S
         try:
             self._write()
-            while others := self._others():
+            while others := self._update_others():
                 self._reject(others, is_late=time.monotonic() > until)
                 time.sleep(_ASK_AGAIN_S)
             self._own = dataclasses.replace(self._own, state="holds", generation=self._own.generation + 1)
             self._write()
-            self._reject([other for other in self._others() if other.state == "holds"], is_late=False)
+            self._reject([other for other in self._update_others() if other.state == "holds"], is_late=False)
         except BaseException:  # also Ctrl-C
             self._delete(self._own.owner)
             raise
@@ -179,7 +179,7 @@ class _Lease:
     def _renew_until_stop(self) -> None:
         while not self._stop.wait(RENEW_EVERY_S):
             try:
-                newer = [other for other in self._others() if other.generation >= self._own.generation]
+                newer = [other for other in self._update_others() if other.generation >= self._own.generation]
                 newer = [other for other in newer if other.state == "holds"]
                 is_lost = self._is_missing or bool(newer)
                 if not is_lost:
@@ -195,8 +195,12 @@ class _Lease:
                 )
                 return
 
-    def _others(self) -> list[Owner]:
-        """Return the other commands. While this one asks for the lease, delete the objects of lapsed and dead ones."""
+    def _update_others(self) -> list[Owner]:
+        """Read the objects of the other commands, note whether the own one is missing, and return the others.
+
+        While this command asks for the lease, it writes its own object again if it is missing, deletes the objects of
+        lapsed and dead commands, and takes the highest generation that it has seen.
+        """
         asks = self._own.state == "asks"
         while True:
             infos = self._filesystem.get_file_info(FileSelector(self._place, allow_not_found=True))

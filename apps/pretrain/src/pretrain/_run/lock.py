@@ -86,14 +86,18 @@ def lock_run(place: StoragePath, *, on_lost: Callable[[str], None] = _end) -> It
             if lost:
                 raise RunFailedError(lost[0]) from error
             if num_starts is not None and _has_begun(run, num_starts):
+                # A failure of the run: nothing is deleted.
                 write_end(run, end, time.time())
                 if (sentence := _failure(error)) is not None:
                     raise RunFailedError(sentence) from error
             elif is_new and (isinstance(error, ValueError) or not run.config.exists()):
+                # Rejected input, or nothing that another command could continue.
                 _delete(run, made)
             elif is_new or (is_own and end == "stopped"):
+                # The command has ended before its workers began. The same command goes on.
                 write_end(run, end, None)
             elif run.uri is not None and run.path in made:
+                # The local copy of a run that stays as it is, such as that of another command.
                 shutil.rmtree(run.path)
             raise
 

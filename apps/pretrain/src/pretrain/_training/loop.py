@@ -107,7 +107,10 @@ class Loop:
         self._has_unwritten_record = False
 
     def load(self, start: int) -> None:
-        """Read the state of a checkpoint, or create that of step 0, and write what is due at that step."""
+        """Read the state of a checkpoint, or create that of step 0, and write the record that is due at that step.
+
+        The state of step 0 is not saved: it follows from the seed.
+        """
         if start:
             self._state, record, unrecorded = restore(self._checkpoints, start, self._setup.like)
             self.meter.restore(unrecorded)

@@ -176,9 +176,10 @@ class GrowingTokens:
     def _want(self, stop: int) -> None:
         """Tell the preparation that the tokens before `stop` are needed."""
         ends = list(accumulate(map(len, self._tokens.spans)))
-        num_wanted = bisect_left(ends, stop) + 1 + self._is_one_source
+        num_val_shards = 1 if self._is_one_source else 0
+        num_wanted = bisect_left(ends, stop) + 1 + num_val_shards
         # A reader that waits looks again, because another reader may have written a smaller number after it.
-        is_waiting = num_wanted > len(ends) + self._is_one_source
+        is_waiting = num_wanted > len(ends) + num_val_shards
         if num_wanted > self._num_wanted or (is_waiting and read_num_wanted(self._folder) < num_wanted):
             self._num_wanted = num_wanted
             with contextlib.suppress(FileNotFoundError):  # the folder is complete

@@ -72,6 +72,7 @@ def _collect(control: ControlHandle, before: Collected | None) -> Collected | No
             return None
         raise
     if before is None:
+        # The actor may have died before this collection, and waits to be told what it knew: here, nothing more.
         control.resume.remote(collected.state)
     elif collected.actor != before.actor:
         control.resume.remote(before.state)
