@@ -17,13 +17,11 @@ from pretrain._errors import UsageError, rejecting, shown
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
 from pretrain._resolve.devices import given_hardware
-from pretrain._resolve.resolve import resolving
+from pretrain._resolve.resolve import resolve_settings, resolving
 from pretrain._resolve.resolved_run import ResolvedRun
-from pretrain._resolve.settings import resolve_as_before, resolve_order
 from pretrain._run.description import (
     RunDescription,
     check_same_data,
-    check_same_settings,
     check_same_source,
     describe_data,
     read_description,
@@ -99,18 +97,15 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
     console = console or Console(quiet=True)
     hardware = given_hardware(config)
     check_trackers(config)
-    config = resolve_order(config)
     name = config.name or f"{config.preset}-{label_of(parse_data(config.data))}"
     check_run_name(name)
     with contextlib.ExitStack() as stack:
         with rejecting():
             folder = stack.enter_context(lock_run(join_path(as_storage_path(config.storage_path), name)))
         stored = read_description(folder)
-        if stored is not None:
-            config = resolve_as_before(config, stored.config)
-            check_same_settings(stored, config, folder)
-            if (result := read_result(folder)) is not None:
-                return _finished(config, stored, folder, name, result, console)
+        config = resolve_settings(config, stored, folder)
+        if stored is not None and (result := read_result(folder)) is not None:
+            return _finished(config, stored, folder, name, result, console)
         tokenizing = Tokenizing() if config.data_mode == "stream" else None
         run = stack.enter_context(resolving(config, hardware, folder, stored, console, report=tokenizing))
         write_description(folder, run.description)

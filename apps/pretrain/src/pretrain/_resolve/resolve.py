@@ -11,11 +11,29 @@ from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._resolve.devices import check_shares, connect, data_devices, with_microbatches
 from pretrain._resolve.resolved_run import ResolvedRun
-from pretrain._resolve.settings import DataFacts, resolve_from_data
-from pretrain._run.description import RunDescription, check_same_data, describe, describe_data
+from pretrain._resolve.settings import DataFacts, resolve_as_before, resolve_from_data, resolve_order
+from pretrain._run.description import RunDescription, check_same_data, check_same_settings, describe, describe_data
 from pretrain._run.folder import RunFolder
 from pretrain._screen.printing import print_line
 from ray_jax_launch import Hardware
+
+
+def resolve_settings(config: PretrainConfig, stored: RunDescription | None, folder: RunFolder) -> PretrainConfig:
+    """Return the configuration with the settings that are known before the data is: for a run that continues, all.
+
+    Args:
+        config: the configuration.
+        stored: the description of a run that continues; None for a new run.
+        folder: the run's folder.
+
+    Raises:
+        UsageError: settings do not fit each other, or one that changes the result is not that of the run.
+    """
+    config = resolve_order(config)
+    if stored is not None:
+        config = resolve_as_before(config, stored.config)
+        check_same_settings(stored, config, folder)
+    return config
 
 
 @contextlib.contextmanager
@@ -31,7 +49,7 @@ def resolving(
     """Open the data, connect to Ray, and resolve a run. The text of a stream is tokenized during the block.
 
     Args:
-        config: the configuration. The order is known, and the other settings of a run that continues.
+        config: the result of `resolve_settings`.
         hardware: the checked hardware; None takes the best of the cluster.
         folder: the run's folder.
         stored: the description of a run that continues; None for a new run.
