@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import logging
+import time
 from types import SimpleNamespace
 
 import jax
@@ -20,11 +21,12 @@ from nnx_gpt2 import (
 )
 from owt_data import PrepareOptions, open_tokens, prepare, read_steps_by_tasks
 from pretrain import PRESETS, TrainConfig, main
-from pretrain._training import setup, train_batches
+from pretrain._training import loop, setup, train_batches
 from pretrain._training.loop import due, restore
 from pretrain._training.setup import warn_of_bfloat16
 from pretrain._training.step_meter import StepMeter
-from ray_jax_launch import Checkpoints
+from ray_jax_launch import Checkpoints, latest_step
+from ray_jax_launch._checkpoint.writers import FolderWriter
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)
 SMALL_RUN = (
@@ -51,6 +53,22 @@ def test_a_state_comes_back_with_its_counters_and_its_record(tmp_path):
     assert found_unrecorded == unrecorded
     for name in ("params", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, getattr(found, name), getattr(state, name))
+
+
+def test_a_run_counts_as_finished_once_its_last_checkpoint_is_complete(tmp_path, monkeypatch):
+    """A save that fails after that would be lost without a word."""
+    noted, commit = [], FolderWriter.commit
+
+    def commit_late(*args):
+        time.sleep(2)
+        return commit(*args)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)
+    monkeypatch.setattr(FolderWriter, "commit", commit_late)
+    monkeypatch.setattr(loop, "mark_finished", lambda value: noted.append(latest_step("runs/run/checkpoints")))
+    assert main(f"{SMALL_RUN} --name run --trackers".split()) == 0
+    assert noted == [2]
 
 
 @pytest.fixture

@@ -275,26 +275,32 @@ def test_the_level_of_rays_log_is_the_users_unless_it_is_rays_default(
     assert logging_config.log_level == level
 
 
+@pytest.mark.parametrize(("given_s", "expected_s"), [(900.0, 900.0), (0.0, 240.0)])
 def test_an_elastic_group_waits_as_long_as_the_launch_and_sends_its_lines_and_requests(
-    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., Any], rays_trainer: Callable[..., Any]
+    given_s: float,
+    expected_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    launched: Callable[..., Any],
+    rays_trainer: Callable[..., Any],
 ) -> None:
+    """Lost nodes come back within four minutes, also for a launch that does not wait for nodes at its start."""
     clock = SimpleNamespace(now_s=1000.0, monotonic=lambda: clock.now_s)
     for module in ("_ray_internals.ray_train", "_train.restart_policy"):
         monkeypatch.setattr(f"ray_jax_launch.{module}.time", clock)
     for kind, decision in (("non_running", NoopDecision()), ("running", ResizeDecision(3, {"CPU": 1}))):
         name = f"make_decision_for_{kind}_worker_group"
         monkeypatch.setattr(ElasticScalingPolicy, name, lambda self, *states, decision=decision: decision)
-    plan, control = launched(hardware="cpu:2-3", wait_for_resources_s=900.0), LocalControl()
+    plan, control = launched(hardware="cpu:2-3", wait_for_resources_s=given_s), LocalControl()
     made = rays_trainer(plan, control)
     scaling, failures = made.policies["scaling_policy"], made.policies["failure_policy"]
     too_few = ControllerError(WorkerGroupStartupTimeoutError(2))
-    for waited_s in (0, 300, 899):
+    for waited_s in (0, 80, expected_s - 1):
         clock.now_s = 1000.0 + waited_s
         scaling.make_decision_for_non_running_worker_group()
         assert failures.make_decision(too_few) == FailureDecision.RETRY
     collected = control.collect.remote()
-    assert ["900 s" in line for _, line in collected.lines] == [True, True]
-    assert collected.events == [WaitingForNodes(900.0)] * 2
+    assert [f"{expected_s:.0f} s" in line for _, line in collected.lines] == [True, True]
+    assert collected.events == [WaitingForNodes(expected_s)] * 2
     clock.now_s += 2
     with pytest.raises(TimeoutError):
         scaling.make_decision_for_non_running_worker_group()

@@ -58,7 +58,8 @@ def resolve_as_before(config: PretrainConfig, stored: PretrainConfig) -> Pretrai
         config = with_vocab_size(config, stored.model.vocab_size)
     if (train.max_epochs, train.max_tokens) != (None, None):
         config = _with_train(config, max_steps=stored.train.max_steps)
-    if train.micro_batch_size is not None:
+    # With another batch, which is an error, the number of microbatches may not divide it.
+    if train.micro_batch_size is not None and train.global_batch_size == stored.train.global_batch_size:
         config = _with_train(config, grad_accum_steps=stored.train.grad_accum_steps)
     return config
 
