@@ -196,6 +196,24 @@ def test_a_command_that_has_lost_its_lease_is_told_once(generation, run, command
     assert objects(run) == ["b.json"]
 
 
+def test_a_renewal_in_progress_does_not_write_a_released_lease(run, command, monkeypatch):
+    """The next command would wait for a lease that nobody holds."""
+    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.05)
+    renews, write = threading.Event(), lease._Lease._write
+
+    def write_late(self):
+        if self._own.state == "holds" and objects(run):
+            renews.set()
+            time.sleep(1)
+        write(self)
+
+    with leasing(run, command("a"), ignored):
+        monkeypatch.setattr(lease._Lease, "_write", write_late)
+        assert renews.wait(LIMIT_S)
+    time.sleep(2)
+    assert objects(run) == []
+
+
 def test_a_command_that_loses_its_lease_ends_in_one_sentence(run, command, monkeypatch):
     monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.2)
     filesystem, root = open_uri(run)
