@@ -69,8 +69,9 @@ def test_empty_files_hold_no_rows_and_empty_text_files_an_empty_document(tmp_pat
     assert read(str(tmp_path / "texts")) == ["", "b"]
 
 
+@pytest.mark.parametrize("limit_rows", [None, 130])
 @pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".parquet", "texts", "lines"])
-def test_reading_resumes_from_any_place(kind, tmp_path, monkeypatch):
+def test_reading_resumes_from_any_place(kind, limit_rows, tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 500)
     monkeypatch.setattr("owt_data._sources.documents._PIECE_CHARS", 120)
     monkeypatch.setattr("owt_data._sources.documents._ROWS_PER_READ", 64)
@@ -82,7 +83,8 @@ def test_reading_resumes_from_any_place(kind, tmp_path, monkeypatch):
     else:
         for number in range(3):
             (tmp_path / f"{number}.txt").write_text("\n".join(ROWS[number * 100 : (number + 1) * 100]))
-    documents = Documents(find_source(str(tmp_path)), starts_document=every_row if kind == "lines" else None)
+    starts_document = every_row if kind == "lines" else None
+    documents = Documents(find_source(str(tmp_path)), starts_document=starts_document, limit_rows=limit_rows)
 
     def pieces_from(cursor):
         return [
