@@ -109,11 +109,17 @@ def test_a_run_that_has_begun_ends_at_the_time_of_its_failure(tmp_path: Path) ->
     assert read_phases(RunFolder(tmp_path / "run"))[-1].time_s > before_s
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
 @pytest.mark.parametrize("error", [DataError, StorageFullError])
-def test_a_failure_after_a_start_deletes_nothing_in_object_storage(error, s3, tmp_path):
+def test_a_failure_after_a_start_deletes_nothing_in_object_storage(error, is_elsewhere, s3, tmp_path):
+    """A worker on another machine has a copy of its own: only the storage knows of its start."""
     uri = f"{s3}/{tmp_path.name}/run"
+
+    def begin_there(folder):
+        begin(folder.for_worker() if is_elsewhere else folder)
+
     with pytest.raises(RunFailedError, match=r"full"):
-        fail(uri, error("full"), begin)
+        fail(uri, error("full"), begin_there)
     folder = RunFolder(tmp_path, uri)
     folder.pull()
     assert folder.metrics.read_text() == '{"step": 7, "loss": 2.0}\n'

@@ -139,6 +139,18 @@ def test_rows_can_be_documents_and_have_an_end(form, wikitext):
     )
 
 
+@pytest.mark.parametrize("form", ["file", "dataset"])
+def test_the_beginning_of_a_document_is_found_in_the_row_without_its_end(form, wikitext):
+    tokenizer, rows = load_tokenizer("bytes"), lines(wikitext)
+    starts = {f"{row}|" for row in rows if row == ""}
+    expected = plain_loop([f"{row}|" for row in rows], tokenizer, starts.__contains__)
+    source = str(wikitext) if form == "file" else datasets.Dataset.from_dict({"text": rows})
+    stream = stream_text(
+        source, block_size=BLOCK, tokenizer="bytes", starts_document=lambda row: row == "", row_end="|"
+    )
+    assert_blocks(collect(stream), expected)
+
+
 def test_segments_count_the_documents_of_a_block(wikitext):
     batches = stream_text(
         str(wikitext), block_size=4096, tokenizer="bytes", segment_ids=True, starts_document=lambda row: row == ""
