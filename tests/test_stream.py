@@ -11,7 +11,9 @@ from support import COMMAND, started, wait_until
 
 from ray_jax_launch import latest_step
 
-MAX_STEPS = 120  # 64 windows * 256 tokens * 120 steps = 2 million tokens: more than an epoch
+# 64 windows * 256 tokens * 240 steps = 4 million tokens: more than two epochs. Each kill waits for a new checkpoint, and
+# a fast machine may write two before it comes.
+MAX_STEPS = 240
 OPTIONS = [
     "--preset=baby",
     "--model.num-layers=1",
