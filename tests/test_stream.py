@@ -11,8 +11,8 @@ from support import COMMAND, started, wait_until
 
 from ray_jax_launch import latest_step
 
-# 64 windows * 256 tokens * 240 steps = 4 million tokens: more than two epochs. Each kill waits for a new checkpoint, and
-# a fast machine may write two before it comes.
+# 64 windows * 256 tokens * 240 steps = 4 million tokens: more than two epochs. Each kill waits for a new checkpoint, of
+# which a fast machine may write two before it comes.
 MAX_STEPS = 240
 OPTIONS = [
     "--preset=baby",
