@@ -76,9 +76,10 @@ def test_closed_checkpoints_leave_no_thread(place: Path | str) -> None:
     def count() -> int:
         return sum(not thread.daemon for thread in threading.enumerate())
 
-    kept = 0
+    kept, opened = 0, []
     for step in range(1, 4):
         with Checkpoints(place) as checkpoints:
+            opened.append(checkpoints)  # Python ends the threads of an object that is gone
             checkpoints.save(step, {"params": TREE}, metadata={})
             checkpoints.wait()
             checkpoints.restore(step, {"params": TREE})
