@@ -1,5 +1,6 @@
 """Errors about data, and the checks that several modules share."""
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -58,7 +59,8 @@ def _escape(text: str) -> str:
 
 
 def _shorten(text: str, most: int) -> str:
-    """Leave out the middle of a text with more than `most` characters."""
+    """Hide the credentials of URIs, and leave out the middle of a text with more than `most` characters."""
+    text = re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 
 
