@@ -13,6 +13,7 @@ from owt_data import (
     PrepareOptions,
     TokenData,
     TokenSequence,
+    find_source,
     inspect,
     iter_steps,
     open_tokens,
@@ -148,3 +149,22 @@ def test_credentials_in_a_uri_are_rejected_and_not_repeated(name):
     with pytest.raises(DataError, match=r"without credentials, got them in a URI of .* AWS_PROFILE") as found:
         open_tokens(name, tokenizer="bytes")
     assert "secret" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://user:topsecret@bucket/x", "s3://user:top/secret@bucket/x", "s3://bucket/x?secret_key=topsecret"]
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda uri, place: prepare(uri, place / "out", PrepareOptions(tokenizer="bytes")),
+        lambda uri, place: prepare("builtin", uri, PrepareOptions(tokenizer="bytes")),
+        lambda uri, place: find_source(uri),
+    ],
+    ids=["source", "out", "find_source"],
+)
+def test_no_error_shows_the_credentials_of_a_uri(call, uri, tmp_path):
+    with pytest.raises(DataError) as found:
+        call(uri, tmp_path)
+    assert "secret@" not in str(found.value)
+    assert "topsecret" not in str(found.value)

@@ -22,6 +22,7 @@ from owt_data import (
     open_tokens,
     prepare,
     read_manifest,
+    source_digest,
     verify,
 )
 from owt_data._tokenizers import tokenizer_digest
@@ -392,3 +393,11 @@ def test_bad_options_are_rejected():
         PrepareOptions(val_fraction=1.5)
     with pytest.raises(DataError, match="split_seed must be an integer of at least 0, got -1"):
         PrepareOptions(split_seed=-1)
+
+
+@pytest.mark.parametrize("names", ["a.jsonl", ["train=a.jsonl", "val=b.jsonl"]])
+def test_the_digest_of_a_source_is_that_of_its_manifest(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {n}"}}\n' for n in range(50)))
+    assert source_digest(names) == prepare(names, tmp_path / "out", PrepareOptions(tokenizer="bytes")).source_sha256

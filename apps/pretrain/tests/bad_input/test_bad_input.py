@@ -351,3 +351,11 @@ def test_a_failed_save_is_no_lack_of_memory():
 def test_a_null_character_in_the_name_of_a_configuration_is_rejected(capsys):
     assert main(["--config", "a\0b.toml"]) == 2
     assert "--config must be the name of a file, got one with a null character." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [f"--name run {SMALL}", "sample run", "export run out"])
+def test_a_newer_config_is_rejected_also_beside_a_checkpoint(command, place, rejected):
+    """The checkpoint has a description of this format."""
+    config = place / "runs/run/config.json"
+    config.write_text(config.read_text().replace('"format": 1', '"format": 99'))
+    assert "config.json must have format 1, which pretrain" in rejected(shlex.split(command))

@@ -13,6 +13,9 @@ LARGEST = (1 << 62) - 1
 MOST_PROCESSES = 1 << 16
 """Largest number of processes or concurrent tasks."""
 
+# The part of a URI before the @: `key:secret`, where the secret may have a slash, or a name alone; and its options.
+_USER = re.compile(r"(?<=://)(?:[^\s/?#@,]+|[^\s/?#@:,]*:(?!\d+/)[^\s@]*)@")
+_SECRET_OPTION = re.compile(r"((?<=[?&])[^\s=&?#]*(?:key|secret|token|password|signature)[^\s=&?#]*)=[^\s&,']+", re.I)
 _VALUE_CHARS, _NAME_CHARS, _REASON_CHARS = 80, 240, 300
 
 
@@ -60,7 +63,7 @@ def _escape(text: str) -> str:
 
 def _shorten(text: str, most: int) -> str:
     """Hide the credentials of URIs, and leave out the middle of a text with more than `most` characters."""
-    text = re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
+    text = _SECRET_OPTION.sub(r"\1=***", _USER.sub("***@", text))
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 
 

@@ -115,13 +115,15 @@ def describe_data(data: TokenData, data_mode: Literal["prepared", "stream"] = "p
 def read_description(folder: RunFolder) -> RunDescription | None:
     """Read the description of a run. Return None if no run was started.
 
-    The copy in the newest checkpoint is read; before the first checkpoint, `config.json`.
+    The copy in the newest checkpoint is read; before the first checkpoint, `config.json`. Both must have this format.
 
     Raises:
         UsageError: the description is damaged, or another version of the application wrote it.
     """
     metadata = newest_metadata(folder.checkpoints)
     if metadata is not None:
+        if folder.config.is_file():  # a damaged one is written again, but not one of a newer version
+            _check_format(folder.config.read_bytes(), folder.config)
         place = f"the description in the newest checkpoint of {folder}"
         return parse_description(json.dumps(metadata.get(RUN)), place)
     if not folder.config.exists():
@@ -141,18 +143,29 @@ def parse_description(text: str | bytes, place: object, remedy: str | None = Non
     Raises:
         UsageError: the text is no such JSON, or has another format or other fields: another version wrote it.
     """
-    content: Any = None
-    with contextlib.suppress(ValueError, RecursionError):  # `parse_json` rejects the text
-        content = json.loads(text)
-    is_object = isinstance(content, dict) and "config" in content
-    if is_object and not (type(content.get("format")) is int and content["format"] == FORMAT):
-        found = f"{shown(content.get('format'))}, {_writer(content)}"
-        raise _of_another_version(place, f"have format {FORMAT}", found, remedy)
+    content = _check_format(text, place, remedy)
     description = parse_json(RunDescription, text, place, remedy or _REMEDY)
-    if is_object and (name := _first_difference(content, json.loads(json.dumps(description.to_json())))):
+    if content is not None and (name := _first_difference(content, json.loads(json.dumps(description.to_json())))):
         found = f"a difference, {short(name)}, {_writer(content)}"
         raise _of_another_version(place, "have the fields of this format", found, remedy)
     return description
+
+
+def _check_format(text: str | bytes, place: object, remedy: str | None = None) -> dict[str, Any] | None:
+    """Return the object of a description of this format; None for another text, which `parse_json` rejects.
+
+    Raises:
+        UsageError: the object has another format.
+    """
+    content: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.loads(text)
+    if not isinstance(content, dict) or "config" not in content:
+        return None
+    if not (type(content.get("format")) is int and content["format"] == FORMAT):
+        found = f"{shown(content.get('format'))}, {_writer(content)}"
+        raise _of_another_version(place, f"have format {FORMAT}", found, remedy)
+    return content
 
 
 def _of_another_version(place: object, constraint: str, found: str, remedy: str | None) -> UsageError:
