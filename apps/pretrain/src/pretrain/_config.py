@@ -1,7 +1,7 @@
 """The configuration of a run: every option of the command `train`.
 
 The text below a field is the help of its option. A new field makes another format of `config.json`: raise `FORMAT` in
-`_run/description.py`, and name a field that cannot change a result in its `_FREE_FIELDS`.
+`_run/description.py`. A field whose metadata is `FREE` does not change the result: a continued run may change it.
 """
 
 import dataclasses
@@ -26,6 +26,9 @@ MAX_SAMPLE_TOKENS = 1_000_000
 
 MAX_COUNT = 2**31 - 1
 """The largest number of windows in a batch: arrays of such shapes are indexed by 32 bits."""
+
+FREE = {"changes_result": False}
+"""Metadata of a field that does not change the result of a run, except for rounding."""
 
 _MAX_WAIT_S = 1e9  # 31 years; a wait of a thread may not take more than 292
 # From a microcontroller to a warehouse of machines.
@@ -115,23 +118,23 @@ class TrainConfig:
     max_tokens: int | None = None
     """Training tokens of the run, rounded up to a step. With `max_epochs`, the run ends at the first of the two."""
 
-    log_every: int = 10
+    log_every: int = field(default=10, metadata=FREE)
     """Steps between two records of metrics."""
 
-    eval_every: int = 100
+    eval_every: int = field(default=100, metadata=FREE)
     """Steps between two validations."""
 
-    eval_tokens: int | None = 655_360
+    eval_tokens: int | None = field(default=655_360, metadata=FREE)
     """Validation tokens of one validation, as windows spread evenly over all of them; none takes all. After the last
     step, all validation tokens are evaluated once."""
 
-    sample_tokens: int = 64
+    sample_tokens: int = field(default=64, metadata=FREE)
     """Tokens of the sample that each validation takes from each prompt; 0 for no samples, and no text at the end."""
 
-    checkpoint_every: int = 100
+    checkpoint_every: int = field(default=100, metadata=FREE)
     """Steps between two checkpoints."""
 
-    checkpoints_to_keep: int = 2
+    checkpoints_to_keep: int = field(default=2, metadata=FREE)
     """Number of the newest checkpoints to keep."""
 
     grad_accum_steps: int = 1
@@ -150,7 +153,7 @@ class TrainConfig:
     """Restrict attention to a token's own document. Otherwise a token sees the documents before it in its window, as in
     GPT-2."""
 
-    max_failures: int = 3
+    max_failures: int = field(default=3, metadata=FREE)
     """Failures without progress since the last checkpoint to recover from; -1 for any number."""
 
     def __post_init__(self) -> None:
@@ -211,7 +214,7 @@ class PretrainConfig:
         ValueError: a field is out of its range.
     """
 
-    preset: PresetName = "quickstart"
+    preset: PresetName = field(default="quickstart", metadata=FREE)
     """Source of every other default."""
 
     data: str = "builtin"
@@ -224,42 +227,42 @@ class PretrainConfig:
     Ray cluster or by processes of this machine; the first epoch then has the order of the text, and `--split auto` is
     `start`."""
 
-    verify_data: VerifyMode = "background"
+    verify_data: VerifyMode = field(default="background", metadata=FREE)
     """Comparison of the token files with the SHA-256 in their manifest, once per file: `background` while the run
     trains, `first` before the training. A damaged file ends the run."""
 
-    hardware: str = "auto"
+    hardware: str = field(default="auto", metadata=FREE)
     """auto, local (in this process, without Ray), cpu:WORKERS, cpu:WORKERSxDEVICES, gpu:WORKERS, gpu:WORKERSxGPUS,
     either with :TYPE such as gpu:8:h100, tpu:TYPE:TOPOLOGY or tpu:TYPE:TOPOLOGY:SLICES; a range of WORKERS or SLICES,
     such as 1-4, is elastic."""
 
-    storage_path: str = "runs"
+    storage_path: str = field(default="runs", metadata=FREE)
     """Folder of all runs, shared by all nodes; or s3://... or gs://..."""
 
-    name: str | None = None
+    name: str | None = field(default=None, metadata=FREE)
     """Name of the run, a folder in the storage path; none takes the preset's and the data's."""
 
-    wait_for_resources_s: float = 0.0
+    wait_for_resources_s: float = field(default=0.0, metadata=FREE)
     """Seconds to wait for nodes that the Ray cluster lacks, for instance until its autoscaler adds them."""
 
     seed: int = 2357
     """Seed of the initial parameters, of dropout and of the window order."""
 
-    prompts: tuple[str, ...] = ("\n",)
+    prompts: tuple[str, ...] = field(default=("\n",), metadata=FREE)
     """Prompts of the samples. The first is also that of the text at the end."""
 
-    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    trackers: tuple[TrackerName, ...] = field(default=("tensorboard",), metadata=FREE)
     """Programs that get the metrics, the samples and the configuration: any of tensorboard, wandb, trackio; no value
     for no program. wandb and trackio need `uv run --extra NAME`."""
 
-    profile: str | None = None
+    profile: str | None = field(default=None, metadata=FREE)
     """Steps to profile on the first worker, as FIRST:END without END: 100:105 is the steps 100 to 104. TensorBoard
     with the package xprof shows the trace."""
 
-    peak_tflops: float | None = None
+    peak_tflops: float | None = field(default=None, metadata=FREE)
     """Peak of one device in TFLOP/s, for the MFU; none takes the known peak of the device, or no MFU."""
 
-    dashboard: bool = False
+    dashboard: bool = field(default=False, metadata=FREE)
     """Start Ray's dashboard, and print its URL."""
 
     prepare: PrepareConfig
@@ -274,7 +277,7 @@ class PretrainConfig:
     optimizer: OptimizerConfig
     """The optimizer."""
 
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig, metadata=FREE)
     """The mesh of devices."""
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """The configuration of the model, and the published sizes. Imports no jax."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from nnx_gpt2._errors import INT32_MAX, is_number, is_one_of, is_whole, plain, require, shown
@@ -22,6 +22,9 @@ VOCAB_MULTIPLE = 128
 # A million layers were not traced within four minutes. The deepest published transformers have a thousand.
 _MOST = {"vocab_size": INT32_MAX, "loss_chunk_tokens": INT32_MAX, "num_layers": 10_000}
 _MOST_OTHERWISE = 1 << 20
+
+# Metadata of a field that says how the model is computed: it changes the results by rounding only.
+_FREE = {"changes_result": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,16 +72,16 @@ class GPT2Config:
     """Type in which devices and microbatches add the gradients of a bfloat16 model's kernels. Biases, norms and
     embeddings are added in float32 always."""
 
-    attention: AttentionBackend = "auto"
+    attention: AttentionBackend = field(default="auto", metadata=_FREE)
     """Attention kernel: `cudnn` (NVIDIA, bfloat16), `splash` (TPU), `xla` (any device), or `auto`."""
 
-    remat: RematPolicy = "none"
+    remat: RematPolicy = field(default="none", metadata=_FREE)
     """Recomputation in the backward pass to save memory: nothing, all but matrix products, or entire blocks."""
 
     scan_layers: bool = False
     """Compile one block and loop over it. A deep model compiles faster, and its parameters are stacked."""
 
-    loss_chunk_tokens: int = 4096
+    loss_chunk_tokens: int = field(default=4096, metadata=_FREE)
     """Upper limit on the tokens per device whose logits are in memory at once; at least one position per window."""
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from owt_data import WINDOW_ORDER_VERSION, PrepareOptions, TokenData
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, short, shown
+from pretrain._run.differences import changes_result, option_values
 from pretrain._run.files import check_kind, flatten, parse_json, write_json
 from pretrain._run.folder import RunFolder
 from ray_jax_launch import newest_metadata
@@ -28,13 +29,6 @@ _REMEDY_OF_VERSION = "Use that version for this run, or choose another --name fo
 _PACKAGES = (
     "pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ray",
     "numpy",
-)  # fmt: skip
-
-# A continued run may change these settings: they do not change the result.
-_FREE_FIELDS = (
-    "preset", "data", "verify_data", "hardware", "storage_path", "name", "prepare", "prompts", "train.max_failures",
-    "mesh", "model.attention", "model.remat", "model.loss_chunk_tokens", "wait_for_resources_s", "dashboard",
-    "trackers", "profile", "peak_tflops", "train.sample_tokens",
 )  # fmt: skip
 
 
@@ -208,11 +202,12 @@ def check_same_settings(stored: RunDescription, config: PretrainConfig, folder: 
     Raises:
         UsageError: a setting differs; the message names it.
     """
-    before, now = flatten(dataclasses.asdict(stored.config)), flatten(dataclasses.asdict(config))
-    free = tuple(f"{name}." for name in _FREE_FIELDS)
-    _check_equal(
-        {name: value for name, value in before.items() if not f"{name}.".startswith(free)}, now, folder, "settings"
-    )
+    before = {  # the tokens, which follow from `data` and `prepare`, are compared by their digests
+        name: value
+        for name, value in option_values(stored.config).items()
+        if changes_result(name) and not (name == "data" or name.startswith("prepare."))
+    }
+    _check_equal(before, option_values(config), folder, "settings")
 
 
 def check_same_source(stored: RunDescription, sha256: str, options: PrepareOptions, folder: RunFolder) -> None:
