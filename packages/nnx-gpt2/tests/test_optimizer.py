@@ -47,6 +47,24 @@ def test_the_last_step_has_exactly_the_minimum(schedule, max_steps, warmup):
         assert learning_rate_schedule(config, max_steps)(max_steps - 1) == jnp.float32(smallest)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize(
+    ("fields", "last"),
+    [
+        ({}, 6e-5),
+        ({"learning_rate": 3e-5}, 3e-6),  # a peak below the default minimum of GPT-2 124M
+        ({"learning_rate": 2.0, "min_learning_rate_ratio": 0.25}, 0.5),
+        ({"min_learning_rate_ratio": 0.0}, 0.0),
+        ({"min_learning_rate_ratio": 1.0}, 6e-4),
+        ({"min_learning_rate_ratio": 0.5, "min_learning_rate": 1e-5}, 1e-5),
+        ({"min_learning_rate_ratio": 0.5, "min_learning_rate": 0.0}, 0.0),
+    ],
+)
+def test_the_last_step_has_a_share_of_the_peak_or_the_given_minimum(schedule, fields, last):
+    config = OptimizerConfig(schedule=schedule, warmup_steps=2, **fields)
+    assert learning_rate_schedule(config, 13)(12) == jnp.float32(last) == jnp.float32(config.final_learning_rate)
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_a_run_that_ends_in_its_warmup_has_the_rates_of_the_warmup(schedule):
     config = OptimizerConfig(schedule=schedule, learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=4)

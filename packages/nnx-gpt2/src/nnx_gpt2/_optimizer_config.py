@@ -26,8 +26,11 @@ class OptimizerConfig:
     learning_rate: float = 6e-4
     """Peak learning rate, reached at the end of the warmup."""
 
-    min_learning_rate: float = 6e-5
-    """Learning rate of the last step of `cosine` and `wsd`. `constant` does not use it."""
+    min_learning_rate: float | None = None
+    """Learning rate of the last step of `cosine` and `wsd`; None is `min_learning_rate_ratio` of the peak."""
+
+    min_learning_rate_ratio: float = 0.1
+    """Learning rate of that step as a share of the peak. A given `min_learning_rate` comes first."""
 
     warmup_steps: int = 0
     """Steps of linear warmup. 0 starts at the peak."""
@@ -53,14 +56,17 @@ class OptimizerConfig:
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         peak = self.learning_rate
         end = self.min_learning_rate
+        ratio = self.min_learning_rate_ratio
         decay = self.decay_steps
         between = f"lie between 0 and learning_rate ({shown(peak)})"
+        is_end = end is None or (is_number(peak) and is_number(end) and 0 <= end <= peak)
         in_float32 = f"be between 0 and {FLOAT32_MAX}"
         for name, constraint, holds in (
             ("name", f"be {' or '.join(get_args(OptimizerName))}", is_one_of(self.name, get_args(OptimizerName))),
             ("schedule", "be cosine, wsd or constant", is_one_of(self.schedule, get_args(ScheduleName))),
             ("learning_rate", f"be above 0 and at most {FLOAT32_MAX}", is_number(peak) and peak > 0),
-            ("min_learning_rate", between, is_number(peak) and is_number(end) and 0 <= end <= peak),
+            ("min_learning_rate", between, is_end),
+            ("min_learning_rate_ratio", "be in [0, 1]", is_number(ratio) and 0 <= ratio <= 1),
             ("warmup_steps", f"be a whole number from 0 to {INT32_MAX}", is_whole(self.warmup_steps, 0, INT32_MAX)),
             ("decay_steps", f"be a whole number from 1 to {INT32_MAX}", decay is None or is_whole(decay, 1, INT32_MAX)),
             ("weight_decay", in_float32, is_number(self.weight_decay) and self.weight_decay >= 0),
@@ -71,6 +77,13 @@ class OptimizerConfig:
             is_above = name == "min_learning_rate" and is_number(end) and end > peak
             remedy = "Lower it too, or raise the peak." if is_above else ""
             require(holds, name, constraint, shown(getattr(self, name)), remedy)
+
+    @property
+    def final_learning_rate(self) -> float:
+        """Learning rate of the last step of `cosine` and `wsd`, which `constant` does not use."""
+        if self.min_learning_rate is None:
+            return self.min_learning_rate_ratio * self.learning_rate
+        return self.min_learning_rate
 
     def wsd_decay_steps(self, max_steps: int) -> int:
         """Return the steps of the decay of `wsd` in a run of `max_steps` steps.
