@@ -257,6 +257,11 @@ CASES = {
     "unstack_layers(None)": f"{PARAMS} None. {SOURCE}",
     "create_optimizer(None, 5)": f"{OPTIMIZER} None.",
     "learning_rate_schedule('x', 5)": f"{OPTIMIZER} 'x'.",
+    "settings.num_steps_before_decay(0)": "max_steps must be at least 1 and at most 2147483647, got 0.",
+    "settings.num_steps_before_decay(2.5)": "max_steps must be at least 1 and at most 2147483647, got 2.5.",
+    "OptimizerConfig(**wsd).num_steps_before_decay(100)":
+        "warmup_steps and decay_steps must fit into the 100 steps of the run, got 0 and 200. Lower one of the two, or"
+        " raise the number of steps.",
     "learning_rate_schedule(settings, None)": "max_steps must be at least 1 and at most 2147483647, got None.",
     "create_train_state(None, rule, key)": f"{CONFIG} None.",
     "create_train_state(rule, config, key)": f"{CONFIG} an object of type GradientTransformationExtraArgs.",

@@ -9,8 +9,8 @@ import optax
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, muon
 
-from nnx_gpt2._errors import INT32_MAX, check_type, is_number, is_whole, kind, plain, require, shown
-from nnx_gpt2._optimizer_config import OptimizerConfig
+from nnx_gpt2._errors import INT32_MAX, check_type, is_number, kind, plain, require
+from nnx_gpt2._optimizer_config import OptimizerConfig, checked_length
 from nnx_gpt2._params import dotted_name
 from nnx_gpt2._token_ids import has_type
 
@@ -33,9 +33,7 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
             ValueError if a step is no number, or above the largest int32.
     """
     check_type("config", config, OptimizerConfig)
-    max_steps = plain(max_steps)
-    is_length = is_whole(max_steps, 1, INT32_MAX)
-    require(is_length, "max_steps", f"be at least 1 and at most {INT32_MAX}", shown(max_steps))
+    max_steps = checked_length(max_steps)
     peak = config.learning_rate
     end = config.final_learning_rate
     warmup = config.warmup_steps

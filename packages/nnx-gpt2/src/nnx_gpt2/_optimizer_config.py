@@ -1,7 +1,7 @@
 """The configuration of the optimizer. Imports no jax."""
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, assert_never, get_args
 
 from nnx_gpt2._errors import FLOAT32_MAX, INT32_MAX, is_number, is_one_of, is_whole, plain, require, shown
 
@@ -85,6 +85,32 @@ class OptimizerConfig:
             return self.min_learning_rate_ratio * self.learning_rate
         return self.min_learning_rate
 
+    def num_steps_before_decay(self, max_steps: int) -> int:
+        """Return how many first steps have a learning rate that does not depend on the length of the run.
+
+        Runs of two lengths have the same rates in the first `n` steps, where `n` is the smaller of the two results. A
+        run of at most `n` steps so far may therefore continue as one of the other length. `constant` never decays, and
+        `wsd` decays at the end. `cosine` decays from the step after the peak on; its last step has
+        `final_learning_rate`, also if that step would have the peak.
+
+        Args:
+            max_steps: length of the run in steps.
+
+        Raises:
+            ValueError: `max_steps` is below 1, or warmup and decay of `wsd` are longer than the run.
+        """
+        max_steps = checked_length(max_steps)
+        match self.schedule:
+            case "cosine":
+                peak_step = self.warmup_steps
+                return peak_step + 1 if peak_step < max_steps - 1 else min(peak_step, max_steps)
+            case "wsd":
+                return max_steps - self.wsd_decay_steps(max_steps)
+            case "constant":
+                return max_steps
+            case _:
+                assert_never(self.schedule)
+
     def wsd_decay_steps(self, max_steps: int) -> int:
         """Return the steps of the decay of `wsd` in a run of `max_steps` steps.
 
@@ -100,3 +126,15 @@ class OptimizerConfig:
             "Lower one of the two, or raise the number of steps.",
         )
         return decay
+
+
+def checked_length(max_steps: Any) -> int:
+    """Return the length of a run in steps as an int.
+
+    Raises:
+        ValueError: it is no whole number, below 1, or above the largest int32.
+    """
+    max_steps = plain(max_steps)
+    is_length = is_whole(max_steps, 1, INT32_MAX)
+    require(is_length, "max_steps", f"be at least 1 and at most {INT32_MAX}", shown(max_steps))
+    return max_steps
