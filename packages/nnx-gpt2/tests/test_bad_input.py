@@ -151,11 +151,15 @@ CASES = {
         " heads.",
     "GPT2Config(embed_dim=5)":
         "embed_dim must be a multiple of num_heads, got 5 and 12. Choose 12, or another number of heads.",
-    "OptimizerConfig(learning_rate=1e-5)":
+    "OptimizerConfig(learning_rate=1e-5, min_learning_rate=6e-5)":
         "min_learning_rate must lie between 0 and learning_rate (1e-05), got 6e-05. Lower it too,"
         " or raise the peak.",
     "OptimizerConfig(min_learning_rate=-1)":
         "min_learning_rate must lie between 0 and learning_rate (0.0006), got -1.",
+    "OptimizerConfig(min_learning_rate='x')":
+        "min_learning_rate must lie between 0 and learning_rate (0.0006), got 'x'.",
+    "OptimizerConfig(min_learning_rate_ratio=1.01)": "min_learning_rate_ratio must be in [0, 1], got 1.01.",
+    "OptimizerConfig(min_learning_rate_ratio=None)": "min_learning_rate_ratio must be in [0, 1], got None.",
     "evaluate_tokens(model, ids[0], progress=5)": f"progress {FUNCTION} 5.",
     "list(read_questions(None))": "path must be of type str | os.PathLike, got None.",
     "evaluate_choices(model, None, list)": "questions must be of type Iterable, got None.",
@@ -253,6 +257,11 @@ CASES = {
     "unstack_layers(None)": f"{PARAMS} None. {SOURCE}",
     "create_optimizer(None, 5)": f"{OPTIMIZER} None.",
     "learning_rate_schedule('x', 5)": f"{OPTIMIZER} 'x'.",
+    "settings.num_steps_before_decay(0)": "max_steps must be at least 1 and at most 2147483647, got 0.",
+    "settings.num_steps_before_decay(2.5)": "max_steps must be at least 1 and at most 2147483647, got 2.5.",
+    "OptimizerConfig(**wsd).num_steps_before_decay(100)":
+        "warmup_steps and decay_steps must fit into the 100 steps of the run, got 0 and 200. Lower one of the two, or"
+        " raise the number of steps.",
     "learning_rate_schedule(settings, None)": "max_steps must be at least 1 and at most 2147483647, got None.",
     "create_train_state(None, rule, key)": f"{CONFIG} None.",
     "create_train_state(rule, config, key)": f"{CONFIG} an object of type GradientTransformationExtraArgs.",

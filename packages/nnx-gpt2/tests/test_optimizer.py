@@ -1,4 +1,5 @@
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -45,6 +46,56 @@ def test_the_last_step_has_exactly_the_minimum(schedule, max_steps, warmup):
     for smallest in (3e-5, 0.0):
         config = OptimizerConfig(schedule=schedule, learning_rate=7e-4, min_learning_rate=smallest, warmup_steps=warmup)
         assert learning_rate_schedule(config, max_steps)(max_steps - 1) == jnp.float32(smallest)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize(
+    ("fields", "last"),
+    [
+        ({}, 6e-5),
+        ({"learning_rate": 3e-5}, 3e-6),  # a peak below the default minimum of GPT-2 124M
+        ({"learning_rate": 2.0, "min_learning_rate_ratio": 0.25}, 0.5),
+        ({"min_learning_rate_ratio": 0.0}, 0.0),
+        ({"min_learning_rate_ratio": 1.0}, 6e-4),
+        ({"min_learning_rate_ratio": 0.5, "min_learning_rate": 1e-5}, 1e-5),
+        ({"min_learning_rate_ratio": 0.5, "min_learning_rate": 0.0}, 0.0),
+    ],
+)
+def test_the_last_step_has_a_share_of_the_peak_or_the_given_minimum(schedule, fields, last):
+    config = OptimizerConfig(schedule=schedule, warmup_steps=2, **fields)
+    assert learning_rate_schedule(config, 13)(12) == jnp.float32(last) == jnp.float32(config.final_learning_rate)
+
+
+LENGTHS = [1, 2, 3, 5, 7, 8, 9, 11, 13, 20, 31, 50, 97, 1000]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize(("warmup", "decay"), [(0, None), (1, None), (7, None), (7, 1), (3, 4)])
+def test_runs_of_two_lengths_have_the_same_rates_before_the_decay_and_different_ones_after(schedule, warmup, decay):
+    config = OptimizerConfig(schedule=schedule, learning_rate=7e-4, warmup_steps=warmup, decay_steps=decay)
+    lengths = [x for x in LENGTHS if schedule != "wsd" or warmup + (decay or max(x // 5, 1)) <= x]
+    rates = {x: np.asarray(jax.vmap(learning_rate_schedule(config, x))(np.arange(x))) for x in lengths}
+    assert {x.dtype for x in rates.values()} == {np.dtype(np.float32)}
+    num_different = 0
+    for one, other in itertools.combinations(lengths, 2):
+        same = min(config.num_steps_before_decay(one), config.num_steps_before_decay(other))
+        np.testing.assert_array_equal(rates[one][:same], rates[other][:same])
+        if same < one and schedule != "constant":
+            assert rates[one][same] != rates[other][same], (one, other)
+            num_different += 1
+    assert num_different > 20 or schedule == "constant"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "max_steps", "expected"),
+    [
+        ("cosine", 9, 5), ("cosine", 6, 5), ("cosine", 5, 4), ("cosine", 4, 4), ("cosine", 3, 3),
+        ("wsd", 15, 12), ("wsd", 14, 12), ("wsd", 5, 4), ("constant", 15, 15), ("constant", 1, 1),
+    ],
+)  # fmt: skip
+def test_steps_before_the_decay_of_a_warmup_of_four_steps(schedule, max_steps, expected):
+    """Step 4 of a cosine has the peak, unless it is the last step. A fifth of 14 steps is 2."""
+    assert OptimizerConfig(schedule=schedule, warmup_steps=4).num_steps_before_decay(max_steps) == expected
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])

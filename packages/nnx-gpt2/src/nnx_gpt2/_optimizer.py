@@ -9,8 +9,8 @@ import optax
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, muon
 
-from nnx_gpt2._errors import INT32_MAX, check_type, is_number, is_whole, kind, plain, require, shown
-from nnx_gpt2._optimizer_config import OptimizerConfig
+from nnx_gpt2._errors import INT32_MAX, check_type, is_number, kind, plain, require
+from nnx_gpt2._optimizer_config import OptimizerConfig, checked_length
 from nnx_gpt2._params import dotted_name
 from nnx_gpt2._token_ids import has_type
 
@@ -23,21 +23,19 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
     """Return the learning rate schedule: linear warmup to the peak, then the schedule of the config.
 
     The first step is 0, the last one `max_steps - 1`. Step `i` of a warmup of `w` steps has `(i + 1) / (w + 1)` of the
-    peak: no step has rate zero. `cosine` decays from the peak at step `w` to the minimum at the last step (Loshchilov
-    and Hutter, 2017, arXiv:1608.03983, without restarts). `wsd` stays at the peak, and over the last `decay_steps` the
-    rate falls by equal amounts, to the minimum at the last step (Hu et al., 2024, arXiv:2404.06395). `constant` stays
-    at the peak. A run of `cosine` or `constant` may be shorter than its warmup.
+    peak: no step has rate zero. `cosine` decays from the peak at step `w` to `config.final_learning_rate` at the last
+    step (Loshchilov and Hutter, 2017, arXiv:1608.03983, without restarts). `wsd` stays at the peak, and over the last
+    `decay_steps` the rate falls by equal amounts, to the same rate at the last step (Hu et al., 2024,
+    arXiv:2404.06395). `constant` stays at the peak. A run of `cosine` or `constant` may be shorter than its warmup.
 
     Raises:
         ValueError: `max_steps` is below 1, or warmup and decay of `wsd` are longer than the run. The schedule raises
             ValueError if a step is no number, or above the largest int32.
     """
     check_type("config", config, OptimizerConfig)
-    max_steps = plain(max_steps)
-    is_length = is_whole(max_steps, 1, INT32_MAX)
-    require(is_length, "max_steps", f"be at least 1 and at most {INT32_MAX}", shown(max_steps))
+    max_steps = checked_length(max_steps)
     peak = config.learning_rate
-    end = config.min_learning_rate
+    end = config.final_learning_rate
     warmup = config.warmup_steps
     parts = [optax.linear_schedule(peak / (warmup + 1), peak, warmup)]
     starts = [warmup]

@@ -1,7 +1,7 @@
 """The configuration of the optimizer. Imports no jax."""
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, assert_never, get_args
 
 from nnx_gpt2._errors import FLOAT32_MAX, INT32_MAX, is_number, is_one_of, is_whole, plain, require, shown
 
@@ -26,8 +26,11 @@ class OptimizerConfig:
     learning_rate: float = 6e-4
     """Peak learning rate, reached at the end of the warmup."""
 
-    min_learning_rate: float = 6e-5
-    """Learning rate of the last step of `cosine` and `wsd`. `constant` does not use it."""
+    min_learning_rate: float | None = None
+    """Learning rate of the last step of `cosine` and `wsd`; None is `min_learning_rate_ratio` of the peak."""
+
+    min_learning_rate_ratio: float = 0.1
+    """Learning rate of that step as a share of the peak. A given `min_learning_rate` comes first."""
 
     warmup_steps: int = 0
     """Steps of linear warmup. 0 starts at the peak."""
@@ -53,14 +56,17 @@ class OptimizerConfig:
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         peak = self.learning_rate
         end = self.min_learning_rate
+        ratio = self.min_learning_rate_ratio
         decay = self.decay_steps
         between = f"lie between 0 and learning_rate ({shown(peak)})"
+        is_end = end is None or (is_number(peak) and is_number(end) and 0 <= end <= peak)
         in_float32 = f"be between 0 and {FLOAT32_MAX}"
         for name, constraint, holds in (
             ("name", f"be {' or '.join(get_args(OptimizerName))}", is_one_of(self.name, get_args(OptimizerName))),
             ("schedule", "be cosine, wsd or constant", is_one_of(self.schedule, get_args(ScheduleName))),
             ("learning_rate", f"be above 0 and at most {FLOAT32_MAX}", is_number(peak) and peak > 0),
-            ("min_learning_rate", between, is_number(peak) and is_number(end) and 0 <= end <= peak),
+            ("min_learning_rate", between, is_end),
+            ("min_learning_rate_ratio", "be in [0, 1]", is_number(ratio) and 0 <= ratio <= 1),
             ("warmup_steps", f"be a whole number from 0 to {INT32_MAX}", is_whole(self.warmup_steps, 0, INT32_MAX)),
             ("decay_steps", f"be a whole number from 1 to {INT32_MAX}", decay is None or is_whole(decay, 1, INT32_MAX)),
             ("weight_decay", in_float32, is_number(self.weight_decay) and self.weight_decay >= 0),
@@ -71,6 +77,39 @@ class OptimizerConfig:
             is_above = name == "min_learning_rate" and is_number(end) and end > peak
             remedy = "Lower it too, or raise the peak." if is_above else ""
             require(holds, name, constraint, shown(getattr(self, name)), remedy)
+
+    @property
+    def final_learning_rate(self) -> float:
+        """Learning rate of the last step of `cosine` and `wsd`, which `constant` does not use."""
+        if self.min_learning_rate is None:
+            return self.min_learning_rate_ratio * self.learning_rate
+        return self.min_learning_rate
+
+    def num_steps_before_decay(self, max_steps: int) -> int:
+        """Return how many first steps have a learning rate that does not depend on the length of the run.
+
+        Runs of two lengths have the same rates in the first `n` steps, where `n` is the smaller of the two results. A
+        run of at most `n` steps so far may therefore continue as one of the other length. `constant` never decays, and
+        `wsd` decays at the end. `cosine` decays from the step after the peak on; its last step has
+        `final_learning_rate`, also if that step would have the peak.
+
+        Args:
+            max_steps: length of the run in steps.
+
+        Raises:
+            ValueError: `max_steps` is below 1, or warmup and decay of `wsd` are longer than the run.
+        """
+        max_steps = checked_length(max_steps)
+        match self.schedule:
+            case "cosine":
+                peak_step = self.warmup_steps
+                return peak_step + 1 if peak_step < max_steps - 1 else min(peak_step, max_steps)
+            case "wsd":
+                return max_steps - self.wsd_decay_steps(max_steps)
+            case "constant":
+                return max_steps
+            case _:
+                assert_never(self.schedule)
 
     def wsd_decay_steps(self, max_steps: int) -> int:
         """Return the steps of the decay of `wsd` in a run of `max_steps` steps.
@@ -87,3 +126,15 @@ class OptimizerConfig:
             "Lower one of the two, or raise the number of steps.",
         )
         return decay
+
+
+def checked_length(max_steps: Any) -> int:
+    """Return the length of a run in steps as an int.
+
+    Raises:
+        ValueError: it is no whole number, below 1, or above the largest int32.
+    """
+    max_steps = plain(max_steps)
+    is_length = is_whole(max_steps, 1, INT32_MAX)
+    require(is_length, "max_steps", f"be at least 1 and at most {INT32_MAX}", shown(max_steps))
+    return max_steps
