@@ -80,13 +80,13 @@ def opening(name, make, action: Callable[[Path], Any] = Checkpoints):
     return call
 
 
-def saving(step: Any = 1, items: Any = None, metadata: Any = "default", score: Any = None):
+def saving(step: Any = 1, items: Any = None, metadata: Any = "default"):
     items = {"params": {"w": jnp.ones(1)}} if items is None else items
     metadata = {} if metadata == "default" else metadata
 
     def call(folder):
         with Checkpoints(folder / "runs") as checkpoints:
-            checkpoints.save(step, items, metadata=metadata, score=score)
+            checkpoints.save(step, items, metadata=metadata)
 
     def call_and_clean_up(folder):
         try:
@@ -201,10 +201,6 @@ CASES = {
             "5,000 digits": {"a": 10**5000}, "levels": {"a": functools.reduce(lambda a, _: [a], range(100_000), 1)},
         }.items()
     },
-    **{
-        f"score={name}": (saving(score=value), "score must be a number or None, got ")
-        for name, value in {"a": "a", "1": "1", "huge": 10**400, "array": np.ones(2)}.items()
-    },
     "restore None": (lambda folder: closed(folder).restore(1, None), "like must be trees by name, got None"),  # pyright: ignore[reportArgumentType]
     "restore latest": (lambda folder: closed(folder).restore_latest([1]), "like must be trees by name, got [1]"),  # pyright: ignore[reportArgumentType]
     "closed": (lambda folder: closed(folder).restore_latest({}), "are closed. Make a new"),
@@ -265,10 +261,11 @@ CASES = {
     "checkpoints nowhere": (lambda _: Checkpoints(3), f"{NO_PLACE}3"),  # pyright: ignore[reportArgumentType]
     "none kept": (keeping(num_to_keep=0), "num_to_keep must be a whole number of at least 1, got 0"),
     **{
-        f"{name}={value!r}": (keeping(**{name: value}), f"{name} must be a whole number of at least ")
-        for name in ("num_to_keep", "num_best_to_keep")
+        f"num_to_keep={value!r}": (keeping(num_to_keep=value), "num_to_keep must be a whole number of at least 1, got ")
         for value in BAD_INTS
+        if value is not None
     },
+    "keep a step": (keeping(keep=10), "keep must be a function of a step, or None, got 10."),
     **{
         f"step={value!r}": (saving(value), f"/runs must be a whole number of at least 0, got {value!r}")
         for value in (True, NAN, float("inf"), np.int64(-1))

@@ -18,11 +18,11 @@ from ray_jax_launch import (
     Checkpoints,
     DamagedCheckpointError,
     LaunchError,
+    checkpoint_steps,
     intact_step,
     latest_step,
     newest_metadata,
 )
-from ray_jax_launch._checkpoint.catalog import list_steps
 from ray_jax_launch._checkpoint.checksums import to_json
 from ray_jax_launch._storage import open_uri
 
@@ -35,7 +35,7 @@ def save_two(place):
     """Save checkpoints 10 and 20."""
     with Checkpoints(place) as checkpoints:
         for step in (10, 20):
-            checkpoints.save(step, {"params": TREE}, metadata={"step": step}, score=step)
+            checkpoints.save(step, {"params": TREE}, metadata={"step": step})
     return place
 
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_a_newer_version_is_rejected_and_stays(saved, caplog, ch
         ):
             with pytest.raises(LaunchError, match=re.escape(expected)):
                 read()
-    assert sorted(list_steps(saved)) == [10, 20]
+    assert checkpoint_steps(saved) == [10, 20]
     assert not caplog.records
 
 
@@ -188,12 +188,12 @@ QUICK = (
 )
 def test_a_damaged_description_is_damage(saved, caplog, damage, record_property):
     write_description(saved, DAMAGED[damage](saved))
-    with Checkpoints(saved, read_only=True, num_best_to_keep=1) as checkpoints:
+    with Checkpoints(saved, read_only=True) as checkpoints:
         found = checkpoints.restore_latest({"params": TREE})
     assert found is not None
     assert found.step == 10
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(saved, num_best_to_keep=1) as checkpoints:
+    with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(saved) as checkpoints:
         assert checkpoints.latest_step() == 10
     (line,) = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
     name = "checksums.json" if isinstance(saved, Path) else "checkpoint.json"
@@ -221,13 +221,13 @@ def test_a_file_that_the_checksums_do_not_list_is_damage(in_folder, caplog, forg
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("change", ["archives", "metadata", "score", "files"])
+@pytest.mark.parametrize("change", ["archives", "metadata", "files"])
 def test_a_changed_listing_in_object_storage_is_damage(in_storage, caplog, change, record_property):
     fields = read_description(in_storage)
     if change == "archives":
         forget(in_storage, lambda archive: "params" in archive)
     else:
-        changed = {"metadata": {"step": 21}, "score": 1.0, "files": {"process-0.params.tar": []}}
+        changed = {"metadata": {"step": 21}, "files": {"process-0.params.tar": []}}
         write_description(in_storage, json.dumps(fields | {change: changed[change]}))
     check_that_20_is_damaged(in_storage, caplog, "checkpoint.json does not have the checksum it was written with")
     record_property("fault", f"the listing of the newest checkpoint in object storage has other {change}")
@@ -314,16 +314,16 @@ def folder(path):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("name", ["checksums.json", "metadata/metadata", "metrics/metadata", "params/_METADATA"])
+@pytest.mark.parametrize("name", ["checksums.json", "metadata/metadata", "params/_METADATA"])
 @pytest.mark.parametrize("make", [pipe, device, folder])
 def test_a_file_that_is_no_regular_file_is_damage(in_folder, name, make, record_property):
     (in_folder / "20" / name).unlink()
     make(in_folder / "20" / name)
     if name in ("checksums.json", "metadata/metadata"):
         assert newest_metadata(in_folder) == {"step": 10}
-    with Checkpoints(in_folder, read_only=True, num_best_to_keep=1) as checkpoints:
+    with Checkpoints(in_folder, read_only=True) as checkpoints:
         assert checkpoints.latest_step() == 20
-    with Checkpoints(in_folder, num_best_to_keep=1) as checkpoints:
+    with Checkpoints(in_folder) as checkpoints:
         assert checkpoints.latest_step() == 10
     assert (in_folder / "20.damaged").is_dir()
     record_property("fault", f"a {make.__name__} in place of {name} of the newest checkpoint")
@@ -345,14 +345,6 @@ def test_metadata_that_is_nested_too_deeply_is_damage(in_folder, record_property
     assert intact_step(in_folder) == 10
     record_property("fault", "the metadata of the newest checkpoint is JSON of 100,000 levels")
     record_property("lost", "steps since the checkpoint before it")
-
-
-@pytest.mark.parametrize("score", ["1e400", "NaN", "true", '"low"', "1" + "0" * 400, DEEP])
-def test_a_score_that_is_no_number_is_ignored(in_folder, score):
-    (in_folder / "20/metrics/metadata").write_text(f'{{"score": {score}}}')
-    with Checkpoints(in_folder, num_to_keep=1, num_best_to_keep=1, verify=False) as checkpoints:
-        checkpoints.save(30, {"params": TREE}, metadata={}, score=30.0)
-    assert sorted(list_steps(in_folder)) == [10, 30]
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from ray_jax_launch import (
     DamagedCheckpointError,
     LaunchError,
     UnsavedCheckpointError,
+    checkpoint_steps,
     intact_step,
     newest_metadata,
 )
-from ray_jax_launch._checkpoint.catalog import list_steps
 from ray_jax_launch._checkpoint.checksums import to_json
 from ray_jax_launch._checkpoint.folder_store import FolderStore
 from ray_jax_launch._checkpoint.save_events import notify_of_saves
@@ -233,7 +233,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_announced(tmp_path, monkeypatc
         Checkpoints(place) as checkpoints,
     ):
         assert {inode(tmp_path), inode(tmp_path / "runs")} <= synced["before"]
-        checkpoints.save(10, {"params": TREE, "opt_state": TREE}, metadata={}, score=1.0)
+        checkpoints.save(10, {"params": TREE, "opt_state": TREE}, metadata={})
     assert announced == [(10, True)]
     files = [
         path for path in (place / "10").rglob("*") if path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -343,7 +343,7 @@ def test_a_checkpoint_is_deleted_while_an_older_one_cannot_be(folder: Path, monk
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
     FolderStore(folder).delete(10)
     FolderStore(folder).delete(20)
-    assert sorted(list_steps(folder)) == [30]
+    assert checkpoint_steps(folder) == [30]
     assert len([*(folder / ".trash").iterdir()]) == 2
     monkeypatch.setattr(shutil, "rmtree", remove)
     FolderStore(folder).delete(30)
@@ -374,7 +374,7 @@ def test_a_process_killed_during_a_deletion_leaves_no_incomplete_checkpoint(fold
     finally:
         process.kill()
         process.wait()
-    assert sorted(list_steps(folder)) == [10, 20]
+    assert checkpoint_steps(folder) == [10, 20]
     with Checkpoints(folder):
         assert {path.name for path in folder.iterdir()} == {"10", "20"}
 

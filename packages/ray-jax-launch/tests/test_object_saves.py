@@ -206,12 +206,12 @@ def test_a_checkpoint_of_three_processes_has_the_archives_of_each(s3: str, tmp_p
                 (leaf / name).write_text(f"{item} {name} of {rank}")
         if rank == 1:
             with pytest.raises(FileNotFoundError, match="process 1 has not uploaded its shards of checkpoint 7"):
-                store.commit(7, 3, "0a-1", {}, None)
+                store.commit(7, 3, "0a-1", {})
             assert store.steps() == []
         store.upload(7, rank, "0a-1", tmp_path / f"rank{rank}")
-    store.commit(7, 3, "0a-1", {"seed": 9}, 0.5)
+    store.commit(7, 3, "0a-1", {"seed": 9})
     assert ObjectStore(f"{s3}/{tmp_path.name}").steps() == store.steps() == [7]
-    assert (store.metadata(7), store.score(7), store.find_damage(7)) == ({"seed": 9}, 0.5, None)
+    assert (store.metadata(7), store.find_damage(7)) == ({"seed": 9}, None)
     listing = store.listing(7)
     of_items = {
         f"process-{rank}.{item}.tar": [f"items/{item}.w/{rank}.0"]

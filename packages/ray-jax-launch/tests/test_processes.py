@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ray_jax_launch import Checkpoints, intact_step, latest_step
-from ray_jax_launch._checkpoint.catalog import list_steps
+from ray_jax_launch import Checkpoints, checkpoint_steps, intact_step, latest_step
 
 SHARDED = """
 import sys
@@ -41,8 +40,7 @@ tree = {name: place(name, value) for name, value in values.items()}
 tree["put"] = jax.device_put(jax.numpy.ones(2) * 3, NamedSharding(mesh, PartitionSpec()))
 values["put"] = np.array([3, 3], np.float32)
 make_key = jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(mesh, PartitionSpec()))
-score = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(tree["w"])
-with Checkpoints(folder, num_best_to_keep=1) as checkpoints:
+with Checkpoints(folder) as checkpoints:
     if action == "save":
         try:
             checkpoints.save(5, {"params": {"own": jax.numpy.ones(2)}}, metadata={})
@@ -51,7 +49,7 @@ with Checkpoints(folder, num_best_to_keep=1) as checkpoints:
         else:
             raise AssertionError
         items = {"params": tree, "rng": {"key": make_key()}}
-        checkpoints.save(5, items, metadata={"by": int(num_processes)}, score=score)
+        checkpoints.save(5, items, metadata={"by": int(num_processes)})
         checkpoints.wait()
     else:
         assert checkpoints.latest_step() == 5
@@ -146,7 +144,7 @@ def test_every_listed_checkpoint_can_be_read_after_kills_during_a_save(place, nu
         finally:
             process.kill()
             process.wait()
-        steps = sorted(list_steps(place))
+        steps = checkpoint_steps(place)
         assert steps[-1] >= before + 2
         with Checkpoints(place, read_only=True) as checkpoints:
             for step in steps:

@@ -15,9 +15,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from ray_jax_launch import Checkpoints, UnsavedCheckpointError, intact_step
+from ray_jax_launch import Checkpoints, UnsavedCheckpointError, checkpoint_steps, intact_step
 from ray_jax_launch._checkpoint import writers
-from ray_jax_launch._checkpoint.catalog import list_steps
 from ray_jax_launch._checkpoint.folder_store import FolderStore
 from ray_jax_launch._checkpoint.save_events import notify_of_saves
 
@@ -145,7 +144,7 @@ def test_a_save_that_fails_is_reported_once(
     assert "broken disk" in str(failed[0])
     expected = [str(failed[0])] if raised == "other" else []
     assert [record.message for record in caplog.records if record.name == "ray_jax_launch"] == expected
-    assert sorted(list_steps(tmp_path)) == [1]
+    assert checkpoint_steps(tmp_path) == [1]
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_logged_and_deleted_after_the_next_start(
@@ -165,9 +164,9 @@ def test_a_checkpoint_that_cannot_be_deleted_is_logged_and_deleted_after_the_nex
         for step in (7, 9):
             checkpoints.save(step, {"params": TREE}, metadata={})
             checkpoints.wait()
-    assert sorted(list_steps(tmp_path)) == [3, 9]
+    assert checkpoint_steps(tmp_path) == [3, 9]
     assert f"checkpoint 3 in {tmp_path} cannot be deleted: busy" in caplog.messages
     monkeypatch.undo()
     with Checkpoints(tmp_path, num_to_keep=1) as checkpoints:
         checkpoints.save(11, {"params": TREE}, metadata={})
-    assert list_steps(tmp_path) == [11]
+    assert checkpoint_steps(tmp_path) == [11]

@@ -43,12 +43,18 @@ def latest_step(folder: StoragePath) -> int | None:
 
     A checkpoint that is being written does not count. The files are not read; `intact_step` verifies them.
     """
-    return max(list_steps(folder), default=None)
+    return max(checkpoint_steps(folder), default=None)
 
 
-def list_steps(folder: StoragePath) -> list[int]:
-    """Return the numbers of all complete checkpoints in a folder or below a URI, in no order."""
-    return open_store(folder).steps()
+def checkpoint_steps(folder: StoragePath) -> list[int]:
+    """Return the numbers of all complete checkpoints in a folder or below a URI, the newest last.
+
+    The list is empty if there is no such folder. The files are not read; `intact_step` verifies them.
+
+    Raises:
+        LaunchError: the storage cannot be read.
+    """
+    return sorted(open_store(folder).steps())
 
 
 def newest_metadata(folder: StoragePath) -> dict[str, Any] | None:

@@ -15,16 +15,18 @@ import jax
 from ray_jax_launch._checkpoint.broadcast import from_leader
 from ray_jax_launch._checkpoint.catalog import all_damaged, newest_intact, open_store, unsaved
 from ray_jax_launch._checkpoint.checksums import STEP_NAME
-from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_finite, to_metadata, to_save
+from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_metadata, to_save
 from ray_jax_launch._checkpoint.save_events import notify, notify_of_failure
 from ray_jax_launch._checkpoint.writers import complete, make_writer
 from ray_jax_launch._control.session import current_session
 from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError, shown
-from ray_jax_launch._numbers import check_flag, check_number
+from ray_jax_launch._numbers import check_flag, check_number, check_type
 from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
 
 # `restore_latest` tries newer checkpoints at least this often, and for this time.
 _MIN_ATTEMPTS, _PATIENCE_S = 5, 60.0
+# The steps that an error lists.
+_MAX_CHOICES = 20
 # Errors of Orbax, tensorstore and the file system if files are deleted while they are read.
 _READ_ERRORS = (OSError, ValueError, LookupError, RuntimeError)
 
@@ -49,8 +51,8 @@ class _Pending(NamedTuple):
     """A save in the background."""
 
     step: int
-    scores: dict[int, float | None]
-    """Scores of the checkpoints to keep once this save is durable."""
+    kept: set[int]
+    """Checkpoints to keep once this save is durable."""
 
     done: Future[None]
 
@@ -72,8 +74,10 @@ class Checkpoints:
             writes its shards to the local disk (see `TMPDIR`) before it uploads them. To restore, one process of each
             node downloads the requested items to the local disk, without archives that hold no shard of the node.
             Default in a loop that `launch` runs: `checkpoints` in the run's folder.
-        num_to_keep: number of newest checkpoints to keep.
-        num_best_to_keep: number of checkpoints with the lowest scores to keep in addition (see `save`).
+        num_to_keep: number of newest checkpoints to keep, or None to keep all.
+        keep: returns whether to keep the checkpoint of a step that is not one of the newest. Every `save` asks about
+            each such step, in every process, before it writes: a step that was kept can be deleted later. It must
+            return the same in all processes.
         read_only: change nothing in the folder, and do not clean up after a crash.
         verify: read the newest checkpoint and compare its checksums. A damaged checkpoint is quarantined with a
             warning, and the one before it becomes the newest. Only the first process reads. No effect if `read_only`.
@@ -94,8 +98,8 @@ class Checkpoints:
         self,
         folder: StoragePath | None = None,
         *,
-        num_to_keep: int = 2,
-        num_best_to_keep: int = 0,
+        num_to_keep: int | None = 2,
+        keep: Callable[[int], bool] | None = None,
         read_only: bool = False,
         verify: bool = True,
     ) -> None:
@@ -108,25 +112,26 @@ class Checkpoints:
             folder = join_path(run_path, "checkpoints")
         path = as_storage_path(folder)
         self._folder = path.absolute() if isinstance(path, Path) else path
-        self._num_to_keep = check_number("num_to_keep", num_to_keep, at_least=1)
-        self._num_best_to_keep = check_number("num_best_to_keep", num_best_to_keep, at_least=0)
+        self._num_to_keep = None if num_to_keep is None else check_number("num_to_keep", num_to_keep, at_least=1)
+        check_type("keep", keep, Callable | None, "a function of a step, or None")
+        self._keep = keep or (lambda step: False)
         check_flag("read_only", read_only)
         check_flag("verify", verify)
         self._read_only = read_only
         self._closed = False
         self._pending: _Pending | None = None
 
-        def open_and_list() -> tuple[list[tuple[int, float | None]], str]:
+        def open_and_list() -> tuple[list[int], str]:
             self._store = open_store(self._folder)
             if not read_only:
                 self._store.prepare()
                 if verify:
                     newest_intact(self._store, self._folder, quarantine=True)
-            return self._list(), uuid.uuid4().hex
+            return self._store.steps(), uuid.uuid4().hex
 
         # Only the first process opens the storage before the others know whether it succeeds.
         listed, run_id = from_leader(open_and_list)
-        self._scores: dict[int, float | None] = dict(listed)
+        self._steps: set[int] = set(listed)
         self._durable_step = self.latest_step()
         if self._durable_step is not None and not read_only and jax.process_index() == 0:
             notify(self._folder, self._durable_step)
@@ -162,7 +167,7 @@ class Checkpoints:
 
         A checkpoint that is being saved counts when `wait` or the next `save` has returned.
         """
-        return max(self._scores, default=None)
+        return max(self._steps, default=None)
 
     def durable_step(self) -> int | None:
         """Return the number of the newest checkpoint that is known to be durable, or None. Does not wait.
@@ -172,9 +177,7 @@ class Checkpoints:
         """
         return self._durable_step
 
-    def save(
-        self, step: int, items: Mapping[str, Any], *, metadata: Mapping[str, Any], score: float | None = None
-    ) -> None:
+    def save(self, step: int, items: Mapping[str, Any], *, metadata: Mapping[str, Any]) -> None:
         """Copy arrays to host memory and begin to write them in the background. Every process must call this.
 
         This first waits for the save before. The checkpoint is durable when `wait` or the next `save` has returned, or
@@ -187,14 +190,12 @@ class Checkpoints:
                 change them when this returns. With several processes, the arrays are global arrays with shards on
                 all of them.
             metadata: a JSON object.
-            score: a number such as a validation loss. The checkpoints with the lowest scores are the best. A score
-                that is not finite is ignored.
 
         Raises:
             ValueError: the step is not greater than that of the newest checkpoint; the name of an item is not valid;
                 an item is not a tree; a leaf is not a number, is empty, belongs to this process only, or has the name
-                of another leaf when the keys are joined by dots; the metadata cannot be JSON; the score is not a
-                number; or this object is read-only or closed.
+                of another leaf when the keys are joined by dots; the metadata cannot be JSON; or this object is
+                read-only or closed.
             UnsavedCheckpointError: this save cannot begin, or the save before failed; a `StorageFullError` if the
                 storage is full.
         """
@@ -209,14 +210,14 @@ class Checkpoints:
         )
         if not STEP_NAME.fullmatch(str(step)):
             raise LaunchError(f"step must be less than 10**18, got {str(step)[:40]}. Count steps from 0.")
-        trees, fields, score = to_save(items), to_metadata(metadata), to_finite(score)
+        trees, fields = to_save(items), to_metadata(metadata)
+        kept = self._select({*self._steps, step})
         try:
-            self._writer.begin(step, trees, fields, score)
+            self._writer.begin(step, trees, fields)
         except (OSError, ValueError) as error:  # of the file system, and of tensorstore
             raise unsaved(self._folder, step, error) from error
-        scores = self._select({**self._scores, step: score})
-        done = self._thread.submit(self._finish, step, scores)
-        self._pending = _Pending(step, scores, done)
+        done = self._thread.submit(self._finish, step, kept)
+        self._pending = _Pending(step, kept, done)
         done.add_done_callback(partial(self._report_failure, step))
 
     def _report_failure(self, step: int, done: Future[None]) -> None:
@@ -236,11 +237,11 @@ class Checkpoints:
         """
         if self._pending is None:
             return
-        (step, scores, done), self._pending = self._pending, None
+        (step, kept, done), self._pending = self._pending, None
         error = done.exception()
         if error is not None:
             raise unsaved(self._folder, step, error) from error
-        self._scores = scores
+        self._steps = kept
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """Read items of a checkpoint, in all processes together: every process must call this.
@@ -284,13 +285,13 @@ class Checkpoints:
         self._check_open()
         if not self._read_only or jax.process_count() > 1:
             step = self._newest()
-            return None if step is None else Restored(step, self.restore(step, like), self.broadcast_metadata(step))
+            return None if step is None else self.restore_step(step, like)
         damaged: dict[int, str] = {}
         deadline = time.monotonic() + _PATIENCE_S
         num_attempts = 0
         while num_attempts < _MIN_ATTEMPTS or time.monotonic() < deadline:
-            self._scores = dict(self._list())
-            left = self._scores.keys() - damaged.keys()
+            self._steps = set(self._store.steps())
+            left = self._steps - damaged.keys()
             if not left and damaged:
                 raise all_damaged(self._folder, damaged)
             if not left:
@@ -309,6 +310,38 @@ class Checkpoints:
             "more checkpoints."
         )
 
+    def restore_step(self, step: int, like: Mapping[str, Any]) -> Restored:
+        """Read items of one checkpoint as `restore_latest` does, in all processes together.
+
+        Read-only and with one process, this looks for the step in the storage, copies the files of the items to the
+        local disk, and compares their checksums. Otherwise this calls `restore`. No other checkpoint is read.
+
+        Args:
+            step: number of the checkpoint.
+            like: see `restore`.
+
+        Raises:
+            ValueError: there is no checkpoint of this number. The message lists those that exist.
+            MismatchedCheckpointError: the checkpoint does not have these items, leaves or shapes.
+            DamagedCheckpointError: the checkpoint is damaged.
+            DeletedCheckpointError: the run deleted the checkpoint while it was read.
+            LaunchError: the storage cannot be read.
+        """
+        check_items("like", like)
+        self._check_open()
+        copies = self._read_only and jax.process_count() == 1
+        if copies:
+            self._steps = set(self._store.steps())
+        step = self._check_exists(step)
+        if not copies:
+            return Restored(step, self.restore(step, like), self.broadcast_metadata(step))
+        try:
+            return self._reading(step, lambda: self._read_copy(step, like))
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                f"checkpoint {step} in {self._folder} is damaged ({error}). {self._choices(without=step)}"
+            ) from error
+
     def broadcast_metadata(self, step: int) -> dict[str, Any]:
         """Read a checkpoint's metadata in the first process, and send it to all. Every process must call this.
 
@@ -322,9 +355,6 @@ class Checkpoints:
     def _read_copy(self, step: int, like: Mapping[str, Any]) -> Restored:
         items = items_as_wanted(like, self._writer.restore_copy(step, like))
         return Restored(step, items, self._store.metadata(step))
-
-    def _list(self) -> list[tuple[int, float | None]]:
-        return [(step, self._store.score(step) if self._num_best_to_keep else None) for step in self._store.steps()]
 
     def _newest(self) -> int | None:
         if not self._read_only:
@@ -342,13 +372,18 @@ class Checkpoints:
         step = check_number("step", step, at_least=0)
         if self._pending is not None and step == self._pending.step:
             self.wait()
-        if step not in self._scores and self._read_only:
-            self._scores = dict(from_leader(self._list))
-        if step not in self._scores:
-            raise ValueError(
-                f"step must be a checkpoint in {self._folder}, got {shown(step)}. Choose one of {sorted(self._scores)}."
-            )
+        if step not in self._steps and self._read_only:
+            self._steps = set(from_leader(self._store.steps))
+        if step not in self._steps:
+            raise ValueError(f"step must be a checkpoint in {self._folder}, got {shown(step)}. {self._choices()}")
         return step
+
+    def _choices(self, without: int | None = None) -> str:
+        """Return a sentence that lists the newest checkpoints."""
+        steps = [str(step) for step in sorted(self._steps) if step != without]
+        if not steps:
+            return "There is no other checkpoint." if without in self._steps else "There is none yet."
+        return f"Choose one of {'..., ' if len(steps) > _MAX_CHOICES else ''}{', '.join(steps[-_MAX_CHOICES:])}."
 
     def _reading(self, step: int, read: Callable[[], T]) -> T:
         """Read a checkpoint. If this object is read-only, detect that the run deletes the checkpoint."""
@@ -371,21 +406,19 @@ class Checkpoints:
             f"the run has deleted checkpoint {step} in {self._folder} while it was read. Read the newest one."
         )
 
-    def _select(self, scores: dict[int, float | None]) -> dict[int, float | None]:
-        """Select the checkpoints to keep: the newest and the best."""
-        steps = sorted(scores)
-        ranked = sorted((score, step) for step, score in scores.items() if score is not None)
-        kept = {*steps[-self._num_to_keep :], *(step for _, step in ranked[: self._num_best_to_keep])}
-        return {step: scores[step] for step in steps if step in kept}
+    def _select(self, steps: set[int]) -> set[int]:
+        """Select the checkpoints to keep: the newest, and those that the caller keeps."""
+        num_old = 0 if self._num_to_keep is None else len(steps) - self._num_to_keep
+        return steps - {step for step in sorted(steps)[: max(num_old, 0)] if not self._keep(step)}
 
-    def _finish(self, step: int, scores: dict[int, float | None]) -> None:
+    def _finish(self, step: int, kept: set[int]) -> None:
         """Write and list a checkpoint, then delete old checkpoints. Runs in the background."""
         self._writer.commit(step)
         self._durable_step = step
         if jax.process_index() > 0:
             return
         notify(self._folder, step)
-        for old in self._scores.keys() - scores.keys():
+        for old in self._steps - kept:
             try:
                 self._store.delete(old)
             except (OSError, LaunchError) as error:

@@ -5,7 +5,6 @@ ray-jax-launch that wrote them, and a checksum of the whole, beside their own fi
 """
 
 import json
-import math
 import os
 import re
 import stat
@@ -210,16 +209,6 @@ def check_name(name: str) -> str:
     if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in path.parts):
         raise ValueError("a name that is too long")
     return name
-
-
-def to_score(found: Any) -> float | None:
-    """Return a score from JSON; None if it is no finite number.
-
-    Raises:
-        OverflowError: it is a larger number than a float can be.
-    """
-    is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
-    return float(found) if is_number else None
 
 
 def compare(name: str, found: Checksum, written: Checksum) -> None:

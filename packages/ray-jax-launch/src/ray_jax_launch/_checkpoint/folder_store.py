@@ -16,10 +16,10 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection, Hashable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ray_jax_launch._checkpoint.checksums import (
     BLOCK_BYTES,
@@ -34,20 +34,17 @@ from ray_jax_launch._checkpoint.checksums import (
     read_present,
     to_checksums,
     to_json,
-    to_score,
     write_copy,
 )
 from ray_jax_launch._checkpoint.retry import ABSENT, STORAGE_FULL, retry
 from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, StorageFullError, shown
 
-METADATA, METRICS, SCORE = "metadata", "metrics", "score"
+METADATA = "metadata"
 CHECKSUMS = "checksums.json"
 TEMPORARY = ".orbax-checkpoint-tmp"
 # Orbax writes these after the checksums, and restores without them.
 _UNCHECKED = (CHECKSUMS, "_CHECKPOINT_METADATA", "commit_success.txt")
 _TRASH = ".trash"
-
-T = TypeVar("T")
 
 
 class FolderStore:
@@ -116,14 +113,8 @@ class FolderStore:
         files, name = self.files(step), f"{METADATA}/{METADATA}"  # the format comes first
         if name in files:
             self._read_file(self._path(step) / name, name, files[name])
-        return self._read_json(step, METADATA, lambda found: {**found})
-
-    def score(self, step: int) -> float | None:
-        """Return a checkpoint's score."""
-        try:
-            return self._read_json(step, METRICS, lambda found: to_score(found[SCORE]))
-        except DamagedCheckpointError:
-            return None
+        content = _read_content(self._path(step) / METADATA / METADATA, METADATA)
+        return parse(METADATA, content, lambda found: {**found})
 
     def files(self, step: int, *, compare_names: bool = False) -> dict[str, Checksum]:
         """Return the checksums of a checkpoint's files by name.
@@ -177,7 +168,7 @@ class FolderStore:
             if Path(name).parts[0] in items:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 self._read_file(self._path(step) / name, name, expected, copy=target / name)
-        return {Path(name).parts[0] for name in files if len(Path(name).parts) > 1} - {METADATA, METRICS}
+        return {Path(name).parts[0] for name in files if len(Path(name).parts) > 1} - {METADATA}
 
     def find_missing(self, step: int) -> str | None:
         """Return the first file of a checkpoint that this host does not see in the size that was written, or None."""
@@ -257,10 +248,6 @@ class FolderStore:
 
     def _read_file(self, path: Path, name: str, expected: Checksum, copy: Path | None = None) -> None:
         compare(name, read_present(name, str(path), partial(_read, path, name, expected[0], copy=copy)), expected)
-
-    def _read_json(self, step: int, name: str, convert: Callable[[Any], T]) -> T:
-        """Convert the JSON file that Orbax keeps in the folder METADATA or METRICS, beside the items."""
-        return parse(name, _read_content(self._path(step) / name / METADATA, name), convert)
 
     def _empty_trash(self) -> None:
         shutil.rmtree(self._folder / _TRASH, ignore_errors=True)

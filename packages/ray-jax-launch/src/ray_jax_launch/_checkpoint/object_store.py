@@ -3,7 +3,7 @@
 <uri>/<step>/<save>/process-0.tar           what Orbax keeps about all items: the tree, shapes and types
 <uri>/<step>/<save>/process-<N>.<item>.tar  the shards of an item that process N wrote
 <uri>/<step>/<save>/checksums-<N>.json      checksums of process N's archives, for process 0
-<uri>/<step>/checkpoint.json                written last: step, name of the save, checksums, metadata, score
+<uri>/<step>/checkpoint.json                written last: step, name of the save, checksums, metadata
 <uri>/<step>/checkpoint.json.damaged        the same, of a quarantined checkpoint
 
 All archives unpacked into one folder are an Orbax checkpoint. Each save has a name of its own, so no archive is written
@@ -36,7 +36,6 @@ from ray_jax_launch._checkpoint.checksums import (
     read_present,
     to_checksums,
     to_json,
-    to_score,
     write_copy,
 )
 from ray_jax_launch._checkpoint.retry import retry
@@ -68,9 +67,6 @@ class Listing:
 
     metadata: dict[str, Any]
     """The user's metadata."""
-
-    score: float | None
-    """The best checkpoints have the lowest scores."""
 
 
 class ObjectStore:
@@ -132,13 +128,6 @@ class ObjectStore:
             DamagedCheckpointError: the metadata cannot be read.
         """
         return self.listing(step).metadata
-
-    def score(self, step: int) -> float | None:
-        """Return a checkpoint's score."""
-        try:
-            return self.listing(step).score
-        except DamagedCheckpointError:
-            return None
 
     def find_damage(self, step: int) -> str | None:
         """Read all archives of a checkpoint. Return a description of the damage, or None.
@@ -217,7 +206,7 @@ class ObjectStore:
         files = {archive: names for archive, names in archives.items() if archive != _COMMON}
         self._write(_checksums_name(step, rank, save), json.dumps([checksums, files]).encode())
 
-    def commit(self, step: int, num_processes: int, save: str, metadata: dict[str, Any], score: float | None) -> None:
+    def commit(self, step: int, num_processes: int, save: str, metadata: dict[str, Any]) -> None:
         """List a checkpoint that all processes have uploaded.
 
         Raises:
@@ -237,7 +226,7 @@ class ObjectStore:
             files |= names if num_processes > 1 else {}
         if self.version(step) is not None:
             raise FileExistsError(f"another run has listed checkpoint {step} in {self._uri}. Stop that run.")
-        contents = {"archives": archives, "files": files, "metadata": metadata, "score": score}
+        contents = {"archives": archives, "files": files, "metadata": metadata}
         self._write(f"{step}/{_LISTING}", to_json({"step": step, "save": save, **contents}).encode())
 
     def download(
@@ -345,7 +334,6 @@ _FIELDS = {
     "archives": to_checksums,
     "files": _to_files,
     "metadata": lambda found: {**found},
-    "score": to_score,
 }
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -13,12 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ray_jax_launch._checkpoint.folder_store import METADATA, METRICS
+from ray_jax_launch._checkpoint.folder_store import METADATA
 from ray_jax_launch._errors import LaunchError, MismatchedCheckpointError, shown
 from ray_jax_launch._numbers import check_type
 
-# Folders that Orbax keeps beside the items.
-RESERVED = (METADATA, METRICS)
 # What 64 bits hold, with and without a sign.
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 # NumPy's kinds of arrays without numbers: objects, strings, bytes, records, dates and times. Its characters of long
@@ -37,10 +34,10 @@ def to_save(items: Mapping[str, Any]) -> dict[str, Any]:
     trees: dict[str, Any] = {}
     for name, tree in items.items():
         is_name = isinstance(name, str) and re.fullmatch(r"[a-zA-Z][\w-]{0,99}", name, re.ASCII)
-        if not is_name or name in RESERVED:
+        if not is_name or name == METADATA:
             raise ValueError(
                 "the name of an item must be a letter followed by letters, digits, - and _, and not "
-                f"{' or '.join(RESERVED)}, got {shown(name)}. Rename the item."
+                f"{METADATA}, got {shown(name)}. Rename the item."
             )
         if tree is not None and jax.tree_util.all_leaves([tree]):
             raise ValueError(
@@ -106,21 +103,6 @@ def _has_text_keys(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _has_text_keys(of_key) for key, of_key in value.items())
     return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
-
-
-def to_finite(score: Any) -> float | None:
-    """Return a score as a float, or None if it is None or not finite. Numbers of jax and NumPy are not JSON.
-
-    Raises:
-        LaunchError: it is no number.
-    """
-    try:
-        number = math.nan if score is None else float(score)
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or isinstance(score, str):
-        raise LaunchError(f"score must be a number or None, got {shown(score)}.")
-    return number if math.isfinite(number) else None
 
 
 def to_restore(like: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

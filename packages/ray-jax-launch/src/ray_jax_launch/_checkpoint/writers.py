@@ -20,9 +20,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler, ScalarHandler, create_type_handler_registry
 
 from ray_jax_launch._checkpoint.broadcast import from_leader, gather
-from ray_jax_launch._checkpoint.folder_store import METADATA, METRICS, SCORE, FolderStore
+from ray_jax_launch._checkpoint.folder_store import METADATA, FolderStore
 from ray_jax_launch._checkpoint.object_store import ObjectStore
-from ray_jax_launch._checkpoint.pytree import RESERVED, holds_shards, to_restore
+from ray_jax_launch._checkpoint.pytree import holds_shards, to_restore
 from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._checkpoint.staging import Staging
 from ray_jax_launch._errors import LaunchError
@@ -63,7 +63,7 @@ class FolderWriter:
         self._writer = ocp.AsyncCheckpointer(handler, async_options=options)
         self._reader = ocp.Checkpointer(_arrays_handler())
 
-    def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
+    def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any]) -> None:
         """Copy the arrays, and begin to write the copies. The copies are complete when this returns."""
         self._step = step
         if jax.process_index() == 0:
@@ -72,8 +72,6 @@ class FolderWriter:
                 raise FileExistsError(f"another run has written {self._folder / str(step)}. Stop that run.")
         args: dict[str, Any] = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
         args[METADATA] = ocp.args.JsonSave(metadata)
-        if score is not None:
-            args[METRICS] = ocp.args.JsonSave({SCORE: score})
         # Without `force`, a process looks for the step, and fails if it exists. With `force`, the first process deletes
         # it. The others do nothing: they would look in their own, perhaps old, listing of the folder.
         self._writer.save(self._folder / str(step), args=ocp.args.Composite(**args), force=jax.process_index() > 0)
@@ -93,7 +91,7 @@ class FolderWriter:
         checkpoint = self._folder / str(step)
 
         def read_trees() -> dict[str, Any]:
-            folders = [path for path in checkpoint.iterdir() if path.is_dir() and path.name not in RESERVED]
+            folders = [path for path in checkpoint.iterdir() if path.is_dir() and path.name != METADATA]
             return {path.name: _saved_tree(path) for path in folders}
 
         wanted = to_restore(like, _read(checkpoint, read_trees))
@@ -150,7 +148,7 @@ class ObjectWriter:
         self._staging = Staging(uri)
         _silence_tracebacks()
         self._folder = self._staging.path
-        self._listed: tuple[dict[str, Any], float | None] = ({}, None)
+        self._metadata: dict[str, Any] = {}
         rank = jax.process_index()
         # Every process is the primary host of its own disk. Of equal replicas, one process writes.
         options = ocp.options.MultiprocessingOptions(
@@ -177,10 +175,10 @@ class ObjectWriter:
         self._reader = ocp.Checkpointer(handler, multiprocessing_options=options)
         self._wait_for_all = partial(ocp.multihost.get_barrier_sync_fn(), timeout_ms=_WRITE_TIMEOUT_S * 1000)
 
-    def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any], score: float | None) -> None:
+    def begin(self, step: int, items: Mapping[str, Any], metadata: dict[str, Any]) -> None:
         self._num_saves += 1
         self._folder = self._staging.make_folder()
-        self._listed = metadata, score
+        self._metadata = metadata
         self._writer.save(self._folder / "items", args=ocp.args.PyTreeSave(dict(items)))
 
     def commit(self, step: int) -> None:
@@ -194,7 +192,7 @@ class ObjectWriter:
                 self._writer.wait_until_finished()
                 self._store.upload(step, jax.process_index(), save, self._folder)
             if jax.process_index() == 0:
-                self._store.commit(step, jax.process_count(), save, *self._listed)
+                self._store.commit(step, jax.process_count(), save, self._metadata)
         if jax.process_index() > 0 and not self._store.is_listed(step, save):
             raise FileNotFoundError(f"process 0 has not listed checkpoint {step}. See its own error.")
 
