@@ -47,7 +47,7 @@ def test_quickstart_is_a_run_of_minutes():
     assert (train.global_batch_size, train.max_steps, train.grad_accum_steps) == (16, 1500, 1)
     assert (train.log_every, train.eval_every, train.checkpoint_every) == (25, 250, 250)
     assert (train.eval_tokens, train.order) == (20_480, None)
-    assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps) == (2e-3, 2e-4, 50)
+    assert (optimizer.learning_rate, optimizer.final_learning_rate, optimizer.warmup_steps) == (2e-3, 2e-4, 50)
     assert (optimizer.schedule, optimizer.beta1, optimizer.beta2) == ("cosine", 0.9, 0.99)
 
 
@@ -62,7 +62,7 @@ def test_baby_is_nanogpts_cpu_setting():
     assert (model.num_layers, model.num_heads, model.embed_dim, model.seq_len) == (4, 4, 128, 64)
     assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.0, "float32", "float32")
     assert (train.global_batch_size, train.max_steps) == (12, 2000)
-    assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps) == (1e-3, 1e-4, 100)
+    assert (optimizer.learning_rate, optimizer.final_learning_rate, optimizer.warmup_steps) == (1e-3, 1e-4, 100)
     assert (optimizer.beta1, optimizer.beta2) == (0.9, 0.99)
 
 
@@ -76,7 +76,7 @@ def test_tutorial_is_the_reference_job():
     assert (train.eval_every, train.checkpoint_every) == (100, 100)
     assert train.eval_tokens == 655_360
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (5e-4, 0.1)
-    assert (config.optimizer.min_learning_rate, config.optimizer.warmup_steps) == (0.0, 0)
+    assert (config.optimizer.final_learning_rate, config.optimizer.warmup_steps) == (0.0, 0)
     assert (config.optimizer.schedule, config.optimizer.beta2) == ("cosine", 0.999)
 
 
@@ -115,7 +115,7 @@ def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(
     config = with_vocab_size(PRESETS[name](), 50257)
     model, train, optimizer = config.model, config.train, config.optimizer
     assert num_params(model) == published
-    assert (optimizer.learning_rate, optimizer.min_learning_rate) == pytest.approx((learning_rate, learning_rate / 10))
+    assert (optimizer.learning_rate, optimizer.final_learning_rate) == pytest.approx((learning_rate, learning_rate / 10))
     assert (optimizer.schedule, optimizer.warmup_steps, optimizer.weight_decay) == ("cosine", 2000, 0.1)
     assert (optimizer.beta1, optimizer.beta2, optimizer.clip_norm) == (0.9, 0.95, 1.0)
     assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.0, "bfloat16", "float32")

@@ -30,6 +30,9 @@ MAX_COUNT = 2**31 - 1
 FREE = {"changes_result": False}
 """Metadata of a field that does not change the result of a run, except for rounding."""
 
+LENGTHS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
+"""The options of the length of a run. Those after the first replace it."""
+
 _MAX_WAIT_S = 1e9  # 31 years; a wait of a thread may not take more than 292
 # From a microcontroller to a warehouse of machines.
 _PEAKS_TFLOPS = 1e-6, 1e9
@@ -40,7 +43,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 VerifyMode = Literal["first", "background", "off"]
 
-PresetName = Literal["quickstart", "baby", "tutorial", "wikitext", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+PresetName = Literal["quickstart", "baby", "tutorial", "wikitext", "finetune", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +137,17 @@ class TrainConfig:
     checkpoint_every: int = field(default=100, metadata=FREE)
     """Steps between two checkpoints."""
 
-    checkpoints_to_keep: int = field(default=2, metadata=FREE)
-    """Number of the newest checkpoints to keep."""
+    checkpoints_to_keep: int | None = field(default=2, metadata=FREE)
+    """Number of the newest checkpoints to keep; none keeps all."""
+
+    keep_every: int | None = field(default=None, metadata=FREE)
+    """Steps between two checkpoints that are kept for good; none keeps no such checkpoints."""
+
+    keep_best: bool = field(default=True, metadata=FREE)
+    """Keep the checkpoint with the lowest validation loss too."""
+
+    early_stop_evals: int | None = None
+    """Validations without a lower loss after which the run ends; none runs to the last step."""
 
     grad_accum_steps: int = 1
     """Microbatches per step, computed one after the other to save memory. `micro_batch_size` replaces this number."""
@@ -168,6 +180,8 @@ class TrainConfig:
             ("sample_tokens", 0, MAX_SAMPLE_TOKENS + 1),
             ("checkpoint_every", 1, math.inf),
             ("checkpoints_to_keep", 1, math.inf),
+            ("keep_every", 1, math.inf),
+            ("early_stop_evals", 1, math.inf),
             ("grad_accum_steps", 1, math.inf),
             ("micro_batch_size", 1, math.inf),
             ("max_failures", -1, math.inf),
@@ -216,6 +230,22 @@ class PretrainConfig:
 
     preset: PresetName = field(default="quickstart", metadata=FREE)
     """Source of every other default."""
+
+    from_checkpoint: str | None = None
+    """Start a new run from all that a checkpoint holds: RUN, RUN@STEP or RUN@best. Every other default is the setting
+    of that run. With the same settings, the new run repeats it to the bit."""
+
+    anneal: int | None = None
+    """Steps in which a run of --from lowers its learning rate to the minimum, and after which it ends."""
+
+    init_from: str | None = None
+    """Start a new run from weights alone: RUN, RUN@STEP or RUN@best, a folder of `export`, or published weights, such
+    as gpt2, gpt2-medium, gpt2-large or gpt2-xl. The weights decide the size of the model; --model.seq-len may be
+    shorter."""
+
+    extend: bool = field(default=False, metadata=FREE)
+    """Continue a run to another number of steps although its past learning rates depend on that number. From there
+    on, the rate is that of the new length."""
 
     data: str = "builtin"
     """Training data: builtin (Python's standard library), a folder of token files, a .bin, .txt, .jsonl or .parquet
@@ -288,6 +318,15 @@ class PretrainConfig:
         if self.hardware != "auto":
             parse_hardware(self.hardware)
         _check_range("seed", self.seed, 0, NUM_SEEDS)
+        if self.anneal is not None:
+            _check_range("anneal", self.anneal, 1, MAX_STEPS + 1)
+            if self.from_checkpoint is None:
+                raise ValueError(f"anneal must be given with from_checkpoint, got {self.anneal} alone. Name a checkpoint.")
+        if self.from_checkpoint is not None and self.init_from is not None:
+            raise ValueError(
+                f"from_checkpoint and init_from must not be given together, got {short(self.from_checkpoint)} and "
+                f"{short(self.init_from)}. Leave one out."
+            )
         _check_range("wait_for_resources_s", self.wait_for_resources_s, 0, _MAX_WAIT_S)
         if self.name is not None:
             check_run_name(self.name)

@@ -32,7 +32,7 @@ def quickstart() -> PretrainConfig:
             eval_tokens=20_480,
             checkpoint_every=250,
         ),
-        optimizer=OptimizerConfig(learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=50, beta2=0.99),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, beta2=0.99),
     )
 
 
@@ -54,7 +54,7 @@ def baby() -> PretrainConfig:
             eval_tokens=115_200,
             checkpoint_every=250,
         ),
-        optimizer=OptimizerConfig(learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=100, beta2=0.99),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, beta2=0.99),
     )
 
 
@@ -83,7 +83,7 @@ def tutorial() -> PretrainConfig:
             checkpoint_every=100,
             order="random",
         ),
-        optimizer=OptimizerConfig(learning_rate=5e-4, min_learning_rate=0.0, beta2=0.999),
+        optimizer=OptimizerConfig(learning_rate=5e-4, min_learning_rate_ratio=0.0, beta2=0.999),
     )
 
 
@@ -116,6 +116,30 @@ def wikitext() -> PretrainConfig:
     )
 
 
+def finetune() -> PretrainConfig:
+    """Fine-tune GPT-2 124M on one text at a small constant rate, as nanoGPT does on Shakespeare.
+
+    32 windows * 1 024 tokens = 32 768 tokens a step; 20 steps are 2 epochs of Shakespeare's 300 000 tokens. NanoGPT
+    takes `--init-from gpt2-xl`.
+    """
+    return PretrainConfig(
+        preset="finetune",
+        init_from="gpt2",
+        prepare=PrepareConfig(tokenizer="gpt2"),
+        model=dataclasses.replace(_fit_to_tokenizer(gpt2(**_MIXED)), vocab_size=gpt2().vocab_size),
+        train=TrainConfig(
+            global_batch_size=32,
+            max_steps=20,
+            log_every=1,
+            eval_every=5,
+            eval_tokens=40_960,
+            checkpoint_every=5,
+            micro_batch_size=1,
+        ),
+        optimizer=OptimizerConfig(schedule="constant", learning_rate=3e-5, beta2=0.95),
+    )
+
+
 def _fit_to_tokenizer(model: GPT2Config) -> ModelConfig:
     fields = dataclasses.asdict(model)
     del fields["vocab_size"]
@@ -141,9 +165,7 @@ def _openwebtext(preset: PresetName, model: GPT2Config, learning_rate: float, mi
             checkpoint_every=1000,
             micro_batch_size=micro_batch_size,
         ),
-        optimizer=OptimizerConfig(
-            learning_rate=learning_rate, min_learning_rate=learning_rate / 10, warmup_steps=2000, beta2=0.95
-        ),
+        optimizer=OptimizerConfig(learning_rate=learning_rate, warmup_steps=2000, beta2=0.95),
     )
 
 
@@ -176,6 +198,7 @@ PRESETS: dict[str, Callable[[], PretrainConfig]] = {
     "baby": baby,
     "tutorial": tutorial,
     "wikitext": wikitext,
+    "finetune": finetune,
     "gpt2": gpt2_small,
     "gpt2-medium": medium,
     "gpt2-large": large,

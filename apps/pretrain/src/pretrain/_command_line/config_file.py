@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 
 from pretrain._command_line.option_table import options_of, value_of
-from pretrain._config import PretrainConfig
+from pretrain._config import LENGTHS, PretrainConfig
 from pretrain._errors import UsageError, short, shown
 from pretrain._presets import PRESETS
 from pretrain._suggestions import did_you_mean, nearest_option
@@ -26,7 +26,6 @@ _PIPES_OF_A_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _SILENCE_S = 10.0
 # Python's parser of TOML takes time that grows with the square of a key's length. A description of a run may be long.
 _MOST_BYTES = {"TOML": 32_000, "JSON": 16_000_000}
-_LENGTHS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
 _MICROBATCHES = ("train.grad_accum_steps", "train.micro_batch_size")
 
 
@@ -145,13 +144,13 @@ def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainCo
     Raises:
         UsageError: a value is out of its range, or the command line has two options of which one replaces the other.
     """
-    for replaced, *others in (_LENGTHS, _MICROBATCHES):
+    for replaced, *others in (LENGTHS, _MICROBATCHES):
         given = [name for name in others if line.get(name) is not None]
         if given and replaced in line:
             one, other = (f"--{name.replace('_', '-')}" for name in (replaced, given[0]))
             raise UsageError(f"{one} cannot be given with {other}, which replaces it. Leave one of them out.")
     values = {**_with_alternatives(file), **_with_alternatives(line)}
-    preset = PRESETS[values.get("preset", "quickstart")]()
+    preset = _base(values)
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         section, _, last = name.rpartition(".")
@@ -163,6 +162,27 @@ def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainCo
         return dataclasses.replace(preset, **top)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _base(values: Mapping[str, Any]) -> PretrainConfig:
+    """Return the configuration that options replace: a preset, with the model of `init_from`, or a run's.
+
+    Raises:
+        UsageError: a preset is given beside a run, or the run or the weights do not exist.
+    """
+    parent, weights = values.get("from_checkpoint"), values.get("init_from")
+    if parent is not None and weights is None:
+        if "preset" in values:
+            raise UsageError("--preset cannot be given with --from, which gives every default. Leave one of them out.")
+        from pretrain._resolve.origin import settings_of  # imports of a second, which `--help` does without
+
+        return settings_of(parent)
+    preset = PRESETS[values.get("preset", "quickstart")]()
+    if weights is None or parent is not None:
+        return preset
+    from pretrain._resolve.origin import with_weights_of
+
+    return with_weights_of(preset, weights)
 
 
 def _with_fields(preset: PretrainConfig, section: str, fields: Mapping[str, Any]) -> Any:
@@ -188,7 +208,7 @@ def to_toml(config: PretrainConfig) -> str:
             section = own
             lines.append(f"\n[{section}]")
         value = value_of(config, option)
-        if value is None and (value_of(preset, option) is None or name in _LENGTHS):  # `max_steps` is always given
+        if value is None and (value_of(preset, option) is None or name in LENGTHS):  # `max_steps` is always given
             lines.append(f"# {last} = none")
         else:
             toml = "none" if value is None else list(value) if isinstance(value, tuple) else value
@@ -199,7 +219,7 @@ def to_toml(config: PretrainConfig) -> str:
 def _with_alternatives(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return options whose length and microbatches replace those of the preset or of the file."""
     unset: dict[str, Any] = {}
-    for alternatives in (_LENGTHS, _MICROBATCHES):
+    for alternatives in (LENGTHS, _MICROBATCHES):
         if any(name in values for name in alternatives):
             unset |= dict.fromkeys(alternatives[1:])
     return {**unset, **values}

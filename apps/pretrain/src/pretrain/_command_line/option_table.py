@@ -37,6 +37,8 @@ class Option(FieldType):
         """The names on the command line. The first is the one to show."""
         section, _, last = self.name.rpartition(".")
         flag = "--" + self.name.replace("_", "-")
+        if self.name == "from_checkpoint":
+            return "--from", flag  # a field cannot be named `from`
         return ("--" + last.replace("_", "-"), flag) if section == "prepare" and last in _SHORT_NAMES else (flag,)
 
     @property

@@ -30,6 +30,7 @@ from pretrain._config import PretrainConfig
 from pretrain._data import find_texts, open_prepared
 from pretrain._errors import UsageError, one_line
 from pretrain._resolve.devices import data_devices, given_hardware, with_microbatches
+from pretrain._resolve.origin import find_origin, resolve_anneal
 from pretrain._resolve.settings import DataFacts, resolve_from_data, resolve_order
 from pretrain._screen.plan_table import MFU_RANGE, Plan
 from pretrain._screen.printing import waiting
@@ -81,7 +82,7 @@ def plan(
         )
     hardware = given_hardware(config)
     try:
-        config = resolve_from_data(resolve_order(config), data.facts)
+        config = resolve_from_data(resolve_anneal(resolve_order(config), find_origin(config)), data.facts)
         target = find_target(hardware, only_here=measure)
         mesh = make_mesh(devices=target.devices, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
         with waiting(console or Console(quiet=True), f"compiling for {target}"):

@@ -17,6 +17,8 @@ from pretrain._errors import UsageError, rejecting, shown
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
 from pretrain._resolve.devices import given_hardware
+from pretrain._resolve.length import has_same_length
+from pretrain._resolve.origin import find_origin
 from pretrain._resolve.resolve import resolve_settings, resolving
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._run.description import (
@@ -103,16 +105,18 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         with rejecting():
             folder = stack.enter_context(lock_run(join_path(as_storage_path(config.storage_path), name)))
         stored = read_description(folder)
-        config = resolve_settings(config, stored, folder)
-        if stored is not None and (result := read_result(folder)) is not None:
+        origin = find_origin(config) if stored is None else stored.origin
+        config = resolve_settings(config, stored, origin, folder)
+        if stored is not None and has_same_length(config, stored.config) and (result := read_result(folder)) is not None:
             return _finished(config, stored, folder, name, result, console)
         tokenizing = Tokenizing() if config.data_mode == "stream" else None
-        run = stack.enter_context(resolving(config, hardware, folder, stored, console, report=tokenizing))
+        run = stack.enter_context(resolving(config, hardware, folder, stored, origin, console, report=tokenizing))
         write_description(folder, run.description)
+        folder.delete_result()  # that of a run that is extended
         folder.push()
         introduce(run.config, run.data, run.hardware, folder, console)
         stack.enter_context(verified_data(run.data, config.verify_data, console, stop=ray_jax_launch.request_stop))
-        view = _view(read_history(folder), run.hardware, tokenizing, began_s)
+        view = _view(read_history(folder, run.description), run.hardware, tokenizing, began_s)
         try:
             sample = _run_workers(run, name, view, console, began_s)
         except KeyboardInterrupt:

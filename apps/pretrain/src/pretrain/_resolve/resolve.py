@@ -1,6 +1,7 @@
 """From a configuration to a run that can start: the data is opened, Ray has the devices, and all fit each other."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import ray
@@ -9,27 +10,40 @@ from rich.console import Console
 from owt_data import DataError, Progress, TokenData, load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, load_tokens, stream_tokens
+from pretrain._errors import UsageError
 from pretrain._resolve.devices import check_shares, connect, data_devices, with_microbatches
+from pretrain._resolve.length import check_length, has_same_length
+from pretrain._resolve.origin import resolve_anneal
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._resolve.settings import DataFacts, resolve_as_before, resolve_from_data, resolve_order
-from pretrain._run.description import RunDescription, check_same_data, check_same_settings, describe, describe_data
+from pretrain._run.description import (
+    Origin,
+    RunDescription,
+    check_same_data,
+    check_same_settings,
+    describe,
+    describe_data,
+)
 from pretrain._run.folder import RunFolder
 from pretrain._screen.printing import print_line
-from ray_jax_launch import Hardware
+from ray_jax_launch import Hardware, latest_step
 
 
-def resolve_settings(config: PretrainConfig, stored: RunDescription | None, folder: RunFolder) -> PretrainConfig:
+def resolve_settings(
+    config: PretrainConfig, stored: RunDescription | None, origin: Origin | None, folder: RunFolder
+) -> PretrainConfig:
     """Return the configuration with the settings that are known before the data is: for a run that continues, all.
 
     Args:
         config: the configuration.
         stored: the description of a run that continues; None for a new run.
+        origin: the checkpoint or the weights that the run starts from, or None.
         folder: the run's folder.
 
     Raises:
         UsageError: settings do not fit each other, or one that changes the result is not that of the run.
     """
-    config = resolve_order(config)
+    config = resolve_anneal(resolve_order(config), origin)
     if stored is not None:
         config = resolve_as_before(config, stored.config)
         check_same_settings(stored, config, folder)
@@ -42,6 +56,7 @@ def resolving(
     hardware: Hardware | None,
     folder: RunFolder,
     stored: RunDescription | None,
+    origin: Origin | None,
     console: Console,
     *,
     report: Callable[[Progress], None] | None,
@@ -53,6 +68,7 @@ def resolving(
         hardware: the checked hardware; None takes the best of the cluster.
         folder: the run's folder.
         stored: the description of a run that continues; None for a new run.
+        origin: the checkpoint or the weights that the run starts from, or None.
         console: shows the progress.
         report: gets the progress of a stream; None if the data is prepared.
 
@@ -64,7 +80,7 @@ def resolving(
     with contextlib.ExitStack() as stack:
         if config.data_mode == "prepared":
             data = load_tokens(config, console)
-            config = _resolve_data(config, data, stored, folder, console)  # before Ray starts, which takes seconds
+            config = _resolve_data(config, data, stored, origin, folder, console)  # before Ray starts, which takes seconds
             hardware = connect(config, hardware, console)
         else:
             assert report is not None, "a stream has one"
@@ -72,25 +88,47 @@ def resolving(
             hardware = connect(config, hardware, console)
             num_tasks = _num_tokenizing_tasks(config, hardware)
             data = stack.enter_context(stream_tokens(stream, config, console, num_tasks=num_tasks, report=report))
-            config = _resolve_data(config, data, stored, folder, console)
+            config = _resolve_data(config, data, stored, origin, folder, console)
         num_devices = data_devices(config, hardware)
         if stored is None:
             config = with_microbatches(config, num_devices)
         check_shares(config, num_devices)
-        description = stored or describe(config, describe_data(data, config.data_mode), str(hardware))
+        if stored is None:
+            description = describe(config, describe_data(data, config.data_mode), str(hardware), origin)
+        else:
+            description = dataclasses.replace(stored, config=config)
         yield ResolvedRun(config=config, folder=folder, data=data, hardware=hardware, description=description)
 
 
 def _resolve_data(
-    config: PretrainConfig, data: TokenData, stored: RunDescription | None, folder: RunFolder, console: Console
+    config: PretrainConfig,
+    data: TokenData,
+    stored: RunDescription | None,
+    origin: Origin | None,
+    folder: RunFolder,
+    console: Console,
 ) -> PretrainConfig:
-    """Return the configuration with the values that follow from the data, or check the data of a continued run."""
+    """Return the configuration with the values that follow from the data. Check the data and length of a known run."""
     _check_tokenizer(config, data, console)
     if stored is not None:
         check_same_data(stored, describe_data(data, config.data_mode), folder)
-        return config
+        if has_same_length(config, stored.config):
+            return config
+    elif origin is not None and origin.tokenizer not in (None, data.tokenizer):
+        raise UsageError(
+            f"{config.data} must have tokens of {origin.tokenizer}, the tokenizer of the run in {origin.place}, got "
+            f"tokens of {data.tokenizer}. Give other --data or --tokenizer."
+        )
     num_windows = 0 if config.data_mode == "stream" else data.train.num_windows(config.model.seq_len)
-    return resolve_from_data(config, DataFacts(data.tokenizer, data.vocab_size, num_windows))
+    config = resolve_from_data(config, DataFacts(data.tokenizer, data.vocab_size, num_windows))
+    if stored is not None:
+        check_length(config, stored.config, latest_step(folder.checkpoints) or 0)
+    elif origin is not None and config.train.max_steps <= origin.start_step:
+        raise UsageError(
+            f"train.max_steps must be above {origin.start_step}, the step that the run starts at, got "
+            f"{config.train.max_steps}."
+        )
+    return config
 
 
 def _check_tokenizer(config: PretrainConfig, data: TokenData, console: Console) -> None:

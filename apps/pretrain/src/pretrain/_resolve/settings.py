@@ -8,6 +8,7 @@ from typing import NamedTuple
 from owt_data import STREAM_ORDERS, OrderKind
 from pretrain._config import MAX_STEPS, PretrainConfig, with_vocab_size
 from pretrain._errors import UsageError
+from pretrain._resolve.length import has_same_length
 
 
 class DataFacts(NamedTuple):
@@ -56,7 +57,7 @@ def resolve_as_before(config: PretrainConfig, stored: PretrainConfig) -> Pretrai
     train = config.train
     if config.model.vocab_size is None and stored.model.vocab_size is not None:
         config = with_vocab_size(config, stored.model.vocab_size)
-    if (train.max_epochs, train.max_tokens) != (None, None):
+    if has_same_length(config, stored):
         config = _with_train(config, max_steps=stored.train.max_steps)
     # With another batch, which is an error, the number of microbatches may not divide it.
     if train.micro_batch_size is not None and train.global_batch_size == stored.train.global_batch_size:

@@ -11,21 +11,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from owt_data import WINDOW_ORDER_VERSION, PrepareOptions, TokenData
-from pretrain._config import PretrainConfig
+from pretrain._config import LENGTHS, PretrainConfig
 from pretrain._errors import UsageError, short, shown
 from pretrain._run.differences import changes_result, option_values
 from pretrain._run.files import check_kind, flatten, parse_json, write_json
 from pretrain._run.folder import RunFolder
-from ray_jax_launch import newest_metadata
+from ray_jax_launch import StoragePath, as_storage_path, join_path, newest_metadata
 
 RUN = "run"
 """The key of the description in a checkpoint's metadata."""
 
-FORMAT = 1
+FORMAT = 2
 """The format of descriptions that this version writes, and the only one that it reads."""
 
 _REMEDY = "Restore it from a copy, or choose another --name for a new run."
 _REMEDY_OF_VERSION = "Use that version for this run, or choose another --name for a new run."
+# Settings with a check of their own: that of the tokens, by their digests, and `check_length`.
+_CHECKED_APART = ("data", "prepare.", *LENGTHS)
 _PACKAGES = (
     "pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ray",
     "numpy",
@@ -50,11 +52,38 @@ class DataDescription:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """The checkpoint, or the published weights, that a run starts from."""
+
+    place: str
+    """Folder or URI of a run, or the name or folder of published weights."""
+
+    step: int | None
+    """Step of the run's checkpoint; None for published weights."""
+
+    tokenizer: str | None
+    """Tokenizer of the run; None for published weights."""
+
+    weights_only: bool
+    """True if the run takes the weights, and is at step 0 with a new optimizer; False if it takes everything."""
+
+    @property
+    def start_step(self) -> int:
+        """The step that the run starts at."""
+        return 0 if self.weights_only or self.step is None else self.step
+
+    @property
+    def checkpoints(self) -> StoragePath:
+        """The folder or URI of the checkpoints of the run."""
+        return join_path(as_storage_path(self.place), "checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunDescription:
     """The configuration, the data, the hardware and the versions of a run."""
 
     config: PretrainConfig
-    """The resolved configuration."""
+    """The resolved configuration of the last start."""
 
     data: DataDescription
     """The tokens."""
@@ -68,6 +97,9 @@ class RunDescription:
     commit: str | None = None
     """Commit of the source code at the first start, with `-dirty` if files differed; None without git."""
 
+    origin: Origin | None = None
+    """The start of a run that does not start from random weights."""
+
     format: int = FORMAT
     """Number of the format. It is raised when a field is added, removed, or gets another meaning."""
 
@@ -76,10 +108,14 @@ class RunDescription:
         return dataclasses.asdict(self)
 
 
-def describe(config: PretrainConfig, data: DataDescription, hardware: str) -> RunDescription:
+def describe(
+    config: PretrainConfig, data: DataDescription, hardware: str, origin: Origin | None = None
+) -> RunDescription:
     """Describe a new run."""
     versions = {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
-    return RunDescription(config=config, data=data, hardware=hardware, versions=versions, commit=_commit())
+    return RunDescription(
+        config=config, data=data, hardware=hardware, versions=versions, commit=_commit(), origin=origin
+    )
 
 
 def _commit() -> str | None:
@@ -202,10 +238,10 @@ def check_same_settings(stored: RunDescription, config: PretrainConfig, folder: 
     Raises:
         UsageError: a setting differs; the message names it.
     """
-    before = {  # the tokens, which follow from `data` and `prepare`, are compared by their digests
+    before = {
         name: value
         for name, value in option_values(stored.config).items()
-        if changes_result(name) and not (name == "data" or name.startswith("prepare."))
+        if changes_result(name) and not name.startswith(_CHECKED_APART)
     }
     _check_equal(before, option_values(config), folder, "settings")
 

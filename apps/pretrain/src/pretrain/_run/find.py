@@ -1,16 +1,79 @@
-"""Runs by their names."""
+"""Runs and their checkpoints by their names: RUN, RUN@STEP, RUN@best."""
 
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 from pretrain._errors import UsageError, short
 from pretrain._run.description import RunDescription, read_description
+from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder, locate
+from pretrain._run.metrics import Record, finite
 from pretrain._run.remote_copy import pull_changed, reader_copy
 from pretrain._suggestions import nearest
-from ray_jax_launch import is_uri
+from ray_jax_launch import checkpoint_steps, is_uri
+
+BEST = "best"
+"""The checkpoint with the lowest validation loss."""
 
 DEFAULT_STORAGE = Path("runs")
 _MOST_NAMES = 8
+_MOST_STEPS = 12
+_CHECKPOINT = re.compile(rf"(?P<run>.+)@(?P<step>[0-9]+|{BEST})")
+
+
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint of a run."""
+
+    folder: RunFolder
+    """The run's folder."""
+
+    description: RunDescription
+    """The run's description."""
+
+    step: int
+    """The step of the checkpoint."""
+
+
+def names_a_checkpoint(name: str) -> bool:
+    """Return whether a name is RUN@STEP or RUN@best, and not that of a run alone."""
+    return _CHECKPOINT.fullmatch(name) is not None
+
+
+def find_checkpoint(name: str) -> FoundCheckpoint:
+    """Find a checkpoint of a run, by its number. Its files are not read.
+
+    Args:
+        name: the run as for `find_run`, for its newest checkpoint; or `RUN@STEP`, or `RUN@best` for the lowest
+            validation loss.
+
+    Raises:
+        UsageError: the run or the checkpoint does not exist.
+        OSError: the folder cannot be read.
+    """
+    found = _CHECKPOINT.fullmatch(name)
+    run, wanted = (found["run"], found["step"]) if found else (name, None)
+    folder, description = find_run(run)
+    steps = checkpoint_steps(folder.checkpoints)
+    if not steps:
+        raise UsageError(f"{folder} has no checkpoint yet. Continue its training.")
+    if wanted is None:
+        return FoundCheckpoint(folder, description, steps[-1])
+    if wanted == BEST:
+        step = best_step(read_lines(folder.metrics), steps)
+        if step is None:
+            raise UsageError(f"{folder} has no validation loss of a checkpoint. Give {short(run)}@STEP.")
+        return FoundCheckpoint(folder, description, step)
+    if int(wanted) not in steps:
+        shown = ", ".join(map(str, steps[-_MOST_STEPS:]))
+        raise UsageError(f"{short(name)} must be a checkpoint of {folder}, got none of this step. There are {shown}.")
+    return FoundCheckpoint(folder, description, int(wanted))
+
+
+def best_step(records: list[Record], steps: list[int]) -> int | None:
+    """Return the step with the lowest validation loss, among some steps; None if none has a loss."""
+    losses = [(record["val_loss"], record["step"]) for record in map(finite, records) if "val_loss" in record]
+    return min((found for found in losses if found[1] in steps), default=(None, None))[1]
 
 
 def find_run(name: str) -> tuple[RunFolder, RunDescription]:

@@ -196,6 +196,14 @@ class RunFolder:
                 copy_files(str(path), f"{root}/{path.relative_to(self.path)}", LocalFileSystem(), filesystem)
                 self._pushed[path] = state
 
+    def delete_result(self) -> None:
+        """Delete `result.json`, here and in object storage: the run is not finished any more."""
+        if self.result.exists():
+            self.result.unlink()
+            if self.uri is not None:
+                filesystem, root = open_uri(self.uri)
+                filesystem.delete_file(f"{root}/{self.result.name}")
+
     def delete_copy(self) -> None:
         """Delete the local copy of a run in object storage."""
         if self.uri is not None:

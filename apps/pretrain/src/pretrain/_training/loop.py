@@ -6,10 +6,9 @@ record of that step again, from the checkpoint. After a stop request, the loop s
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import ray.train
 
 from nnx_gpt2 import TrainState, put_batch
@@ -17,17 +16,15 @@ from pretrain._config import TrainConfig
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._run.description import RUN, RunDescription
 from pretrain._run.metrics import Record, rounded
+from pretrain._training.load_state import COUNTERS, first_step, items, load_state
 from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
 from pretrain._training.setup import Setup, set_up
 from pretrain._training.step_meter import Metrics, StepMeter
 from pretrain._training.train_batches import train_batches
 from pretrain._training.validation import Validation
+from pretrain._training.validations import Validations
 from ray_jax_launch import Checkpoints, log_metrics, mark_finished, stop_requested
-
-# Counters of the state in a checkpoint's metadata, beside the step.
-_COUNTERS = ("num_skipped", "num_skipped_in_a_row")
-
 
 def run(resolved: ResolvedRun, *, began_s: float) -> str:
     """Train from the newest checkpoint, or from the start, to the last step.
@@ -43,19 +40,24 @@ def run(resolved: ResolvedRun, *, began_s: float) -> str:
     folder = resolved.folder
     description = resolved.description
     setup = set_up(config, resolved.data)
+    validations = Validations(config.train)
     with (
         RunLog(folder, config, description, send=log_metrics) as log,
-        Checkpoints(folder.checkpoints, num_to_keep=config.train.checkpoints_to_keep) as checkpoints,
+        Checkpoints(
+            folder.checkpoints, num_to_keep=config.train.checkpoints_to_keep, keep=validations.keep
+        ) as checkpoints,
         Profiling(config.profile, log.folder.profiles) as profiling,
         ThreadPoolExecutor(1) as thread,
     ):
-        start = checkpoints.latest_step() or 0  # verified, and the same on every process
+        start = first_step(checkpoints, description.origin)  # verified, and the same on every process
         log.begin(start, began_s)
-        loop = Loop(setup, log, checkpoints, profiling, description)
+        loop = Loop(setup, log, checkpoints, profiling, validations, description)
         batches = train_batches(config, resolved.data, start, uses_ray_data=resolved.uses_ray_data)
         first_windows = thread.submit(setup.first_windows, batches)
         loop.load(start)
         for step in range(start + 1, config.train.max_steps + 1):
+            if validations.have_stalled:
+                break
             if step == start + 1:
                 loop.train_first(step, first_windows.result())
             else:
@@ -91,35 +93,45 @@ class Loop:
         log: the run's log.
         checkpoints: the run's checkpoints.
         profiling: the profile of some steps.
+        validations: the validation losses so far.
         description: the run's description.
     """
 
     def __init__(
-        self, setup: Setup, log: RunLog, checkpoints: Checkpoints, profiling: Profiling, description: RunDescription
+        self,
+        setup: Setup,
+        log: RunLog,
+        checkpoints: Checkpoints,
+        profiling: Profiling,
+        validations: Validations,
+        description: RunDescription,
     ) -> None:
         self._setup = setup
         self._log = log
         self._checkpoints = checkpoints
         self._profiling = profiling
+        self._validations = validations
         self._description, self._train = description, setup.config.train
         self.meter = StepMeter(setup.config, setup.data.train, setup.device, setup.mesh.size)
         self._state: TrainState
         self._has_unwritten_record = False
 
     def load(self, start: int) -> None:
-        """Read the state of a checkpoint, or create that of step 0, and write the record that is due at that step.
+        """Read the state of a checkpoint, or make the first one, and write the record that is due at its step.
 
-        The state of step 0 is not saved: it follows from the seed.
+        A first state from random parameters is not saved: it follows from the seed.
         """
-        if start:
-            self._state, record, unrecorded = restore(self._checkpoints, start, self._setup.like)
-            self.meter.restore(unrecorded)
-        else:
-            self._state, record = self._setup.new_state(), {}
+        origin = self._description.origin
+        self._state, metadata = load_state(self._checkpoints, origin, self._setup)
+        self.meter.restore(metadata["unrecorded"])
+        self._validations.restore(metadata["validations"])
         self._log.open(self._setup.device.device_kind, self._setup.mesh.size)
         self._profiling.limit_steps(start, self._train.max_steps)
+        record = self.meter.progress(start) | metadata["record"]
+        if origin is not None and self._checkpoints.latest_step() is None:
+            self._save(record)
         if any(due(self._train, start)):
-            self._write(self.meter.progress(start) | record, is_evaluated=due(self._train, start).validation)
+            self._write(record, is_evaluated=due(self._train, start).validation)
         if start < self._train.max_steps:
             self._log.phase(start, "compiling")
 
@@ -151,6 +163,8 @@ class Loop:
         if is_saved:
             self._save(record)
         self._write(record, is_evaluated=is_evaluated)
+        if self._validations.have_stalled and not is_saved:
+            self._save(record)
         if step < self._train.max_steps:
             self._resume(step)
 
@@ -165,10 +179,11 @@ class Loop:
         self._log.push()
         if jax.process_index() == 0:
             mark_finished("")
-        self._log.phase(self._train.max_steps, "sampling")
+        step = int(self._state.step)
+        self._log.phase(step, "sampling")
         text = self._setup.sampler.text(self._state.params)
         self._log.write_text(text)
-        self._log.phase(self._train.max_steps, "finished")
+        self._log.phase(step, "finished")
         return text
 
     def _resume(self, step: int) -> None:
@@ -186,8 +201,9 @@ class Loop:
             metadata={
                 "record": record,
                 "unrecorded": unrecorded,
+                "validations": self._validations.to_json(),
                 RUN: self._description.to_json(),
-                **{name: int(getattr(self._state, name)) for name in _COUNTERS},
+                **{name: int(getattr(self._state, name)) for name in COUNTERS},
             },
         )
 
@@ -205,7 +221,8 @@ class Loop:
         self._log.phase(step, "evaluating")
         losses = self._measure(setup.validation)
         record = record | losses
-        if step == self._train.max_steps:
+        self._validations.add(step, losses["val_loss"], is_saved=due(self._train, step).checkpoint)
+        if step == self._train.max_steps or self._validations.have_stalled:
             losses = losses if setup.validation.is_full else self._measure(setup.full_validation)
             record |= {f"full_{name}": loss for name, loss in losses.items()}
         self._log.phase(step, "sampling")
@@ -218,25 +235,3 @@ class Loop:
         if jax.process_index() == 0 and self._setup.tokenizer is not None:
             bits = validation.bits_per_byte(loss, self._setup.tokenizer)
         return rounded({"val_loss": loss} | ({} if bits is None else {"val_bits_per_byte": bits}))
-
-
-def items(state: TrainState) -> dict[str, Any]:
-    """Return the items of a checkpoint: the arrays of a state, by the names of its fields."""
-    return {"params": state.params, "opt_state": state.opt_state}
-
-
-def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, Record, dict[str, Any]]:
-    """Read the state of a checkpoint, the record of its step, and what `StepMeter.wait_for_unrecorded` returned.
-
-    Args:
-        checkpoints: the checkpoints of the run.
-        step: the step of the checkpoint.
-        like: the shapes, types and shardings of the state.
-    """
-    arrays = checkpoints.restore(step, items(like))
-    metadata = checkpoints.broadcast_metadata(step)
-    counters = {"step": step, **{name: metadata[name] for name in _COUNTERS}}
-    state = TrainState(
-        **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()}, **arrays
-    )
-    return state, metadata["record"], metadata["unrecorded"]

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,6 +32,9 @@ from pretrain._training.validation import Validation
 if TYPE_CHECKING:
     import tiktoken
 
+# The key of the initial parameters. No step has this number, so that no other key is the same.
+_INITIALIZATION = 2**32 - 1
+
 _logger = logging.getLogger("pretrain")
 
 
@@ -48,8 +52,8 @@ class Setup:
     key: jax.Array
     """The key of dropout."""
     train_step: Any
-    new_state: Callable[[], TrainState]
-    """Creates the state of step 0."""
+    new_state: Callable[..., TrainState]
+    """Creates the state of step 0, with random parameters or with `params`."""
     like: TrainState
     """Shapes, types and shardings of the state."""
     validation: Validation
@@ -114,8 +118,7 @@ def set_up(config: PretrainConfig, data: TokenData) -> Setup:
         train_step=make_train_step(
             config.model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text
         ),
-        # No step has this number, so that no other key is the same.
-        new_state=lambda: create_train_state(config.model, optimizer, jax.random.fold_in(key, train.max_steps), mesh),
+        new_state=partial(create_train_state, config.model, optimizer, jax.random.fold_in(key, _INITIALIZATION), mesh),
         like=abstract_train_state(config.model, optimizer, mesh),
         validation=validation,
         full_validation=full_validation,

@@ -1,0 +1,186 @@
+"""The checkpoint, or the published weights, that a run starts from, and the settings that follow from it."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from nnx_gpt2 import GPT2Config, pretrained_config
+from pretrain._config import ModelConfig, PretrainConfig
+from pretrain._errors import UsageError, short
+from pretrain._run.description import Origin
+from pretrain._run.find import FoundCheckpoint, find_checkpoint
+
+_PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+_GPT2_VOCABULARY = 50_257
+# The fields that decide the names and shapes of the parameters.
+_SHAPE = ("vocab_size", "num_layers", "num_heads", "embed_dim", "mlp_dim", "scan_layers")
+# The settings that the state of the optimizer, or the count of tokens, depends on.
+_OF_STATE = (
+    *(("model", field) for field in (*_SHAPE, "seq_len", "param_dtype")),
+    ("train", "global_batch_size"),
+    ("optimizer", "name"),
+)
+
+
+def settings_of(name: str) -> PretrainConfig:
+    """Return the settings of the run of a checkpoint, for a run that starts from all that the checkpoint holds.
+
+    Args:
+        name: see `find_checkpoint`.
+
+    Raises:
+        UsageError: the run or the checkpoint does not exist.
+    """
+    parent = find_checkpoint(name).description.config
+    return dataclasses.replace(
+        parent, from_checkpoint=name, name=None, anneal=None, init_from=None, extend=False, profile=None
+    )
+
+
+def with_weights_of(config: PretrainConfig, name: str) -> PretrainConfig:
+    """Return the configuration with the model, and if it is known the tokenizer, that weights are made for.
+
+    Args:
+        config: the configuration.
+        name: a checkpoint as for `find_checkpoint`, or published weights.
+
+    Raises:
+        UsageError: there are no such weights.
+        ValueError: the published weights cannot be read, or downloaded.
+    """
+    if (found := _find_run_of(name)) is not None:
+        model: GPT2Config | ModelConfig = found.description.config.model
+        tokenizer = found.description.data.tokenizer
+    else:
+        model = _published_model(name)
+        tokenizer = "gpt2" if model.vocab_size == _GPT2_VOCABULARY else config.prepare.tokenizer
+    sizes = {field: getattr(model, field) for field in (*_SHAPE, "seq_len", "norm_epsilon")}
+    return dataclasses.replace(
+        config,
+        init_from=name,
+        model=dataclasses.replace(config.model, **sizes),
+        prepare=dataclasses.replace(config.prepare, tokenizer=tokenizer),
+    )
+
+
+def find_origin(config: PretrainConfig) -> Origin | None:
+    """Return the origin of a new run, checked; None for a run from random weights.
+
+    Raises:
+        UsageError: it does not exist, or does not fit the settings.
+        ValueError: published weights cannot be read, or downloaded.
+    """
+    if config.from_checkpoint is not None:
+        parent = find_checkpoint(config.from_checkpoint)
+        _check_fork(config, parent)
+        return _of_run(parent, weights_only=False)
+    if config.init_from is None:
+        return None
+    if (found := _find_run_of(config.init_from)) is not None:
+        _check_weights(config, found.description.config.model, config.init_from)
+        return _of_run(found, weights_only=True)
+    _check_weights(config, _published_model(config.init_from), config.init_from)
+    is_folder = Path(config.init_from).is_dir()
+    place = str(Path(config.init_from).absolute()) if is_folder else config.init_from
+    return Origin(place=place, step=None, tokenizer=None, weights_only=True)
+
+
+def resolve_anneal(config: PretrainConfig, origin: Origin | None) -> PretrainConfig:
+    """Return the configuration with the schedule that `anneal` asks for."""
+    if config.anneal is None:
+        return config
+    assert origin is not None, "checked by the configuration"
+    return dataclasses.replace(
+        config,
+        optimizer=dataclasses.replace(config.optimizer, schedule="wsd", decay_steps=config.anneal),
+        train=dataclasses.replace(
+            config.train, max_steps=origin.start_step + config.anneal, max_epochs=None, max_tokens=None
+        ),
+    )
+
+
+def _of_run(found: FoundCheckpoint, *, weights_only: bool) -> Origin:
+    return Origin(
+        place=str(found.folder),
+        step=found.step,
+        tokenizer=found.description.data.tokenizer,
+        weights_only=weights_only,
+    )
+
+
+def _find_run_of(name: str) -> FoundCheckpoint | None:
+    """Return the checkpoint of a run; None for a folder of published weights, or a name on the hub."""
+    config = Path(name) / "config.json"
+    if config.is_file() and "model_type" in _object(config):
+        return None
+    try:
+        return find_checkpoint(name)
+    except UsageError:
+        # A name of the hub is OWNER/NAME, or one of the first four models.
+        is_hub_name = name in _PUBLISHED or (name.count("/") == 1 and not name.startswith((".", "/", "runs/")))
+        if is_hub_name and not Path(name).exists():
+            return None
+        raise
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _published_model(name: str) -> GPT2Config:
+    return pretrained_config(name if os.path.isdir(name) or "/" in name else f"openai-community/{name}")
+
+
+def _check_fork(config: PretrainConfig, parent: FoundCheckpoint) -> None:
+    """Check that a run can go on from all that a checkpoint holds.
+
+    Raises:
+        UsageError: a setting differs that the state of the optimizer, or the count of tokens, depends on.
+    """
+    before = parent.description.config
+    name = short(str(config.from_checkpoint))
+    for section, field in _OF_STATE:
+        found, needed = (getattr(getattr(of, section), field) for of in (config, before))
+        if found != needed and not _is_open(field, found):
+            raise UsageError(
+                f"{section}.{field} must be {needed}, as in {name}, got {found}. Leave it out, or take the weights "
+                "alone by --init-from."
+            )
+    for option in ("clip_norm", "average_decay"):
+        found, needed = getattr(config.optimizer, option, 0), getattr(before.optimizer, option, 0)
+        if (found == 0) != (needed == 0):
+            constraint = "be 0" if needed == 0 else "be above 0"
+            raise UsageError(f"optimizer.{option} must {constraint}, as in {name}, got {found}.")
+    last_at_peak = before.optimizer.num_steps_before_decay(before.train.max_steps)
+    if config.anneal is not None and parent.step > last_at_peak:
+        raise UsageError(
+            f"{name} must be a checkpoint before the learning rate of its run falls, at most step "
+            f"{last_at_peak}, got {parent.step}. Give an earlier RUN@STEP."
+        )
+
+
+def _is_open(field: str, value: Any) -> bool:
+    """Return whether a setting is not known before the data is: a vocabulary of None takes the tokenizer's."""
+    return field == "vocab_size" and value is None
+
+
+def _check_weights(config: PretrainConfig, weights: GPT2Config, name: str) -> None:
+    """Check that the model of a run can take weights.
+
+    Raises:
+        UsageError: a size differs, or the windows are longer.
+    """
+    for field in _SHAPE:
+        found, needed = getattr(config.model, field), getattr(weights, field)
+        if found != needed and not _is_open(field, found):
+            raise UsageError(f"model.{field} must be {needed}, as in {short(name)}, got {found}. Leave it out.")
+    if config.model.seq_len > weights.seq_len:
+        raise UsageError(
+            f"model.seq_len must be at most {weights.seq_len}, that of {short(name)}, got {config.model.seq_len}."
+        )

@@ -1,0 +1,90 @@
+"""The state that a start of a run begins with: that of its newest checkpoint, of another run, of weights, or random."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nnx_gpt2 import GPT2, TrainState, abstract_train_state, create_optimizer, split_params
+from pretrain._config import PretrainConfig
+from pretrain._run.description import RUN, Origin
+from pretrain._training.setup import Setup
+from pretrain._training.step_meter import NOTHING_UNRECORDED
+from pretrain._training.validations import without_checkpoints
+from ray_jax_launch import Checkpoints
+
+# Counters of the state in a checkpoint's metadata, beside the step.
+COUNTERS = ("num_skipped", "num_skipped_in_a_row")
+
+
+_NEW: dict[str, Any] = {"record": {}, "unrecorded": NOTHING_UNRECORDED, "validations": {}}
+
+
+def first_step(checkpoints: Checkpoints, origin: Origin | None) -> int:
+    """Return the step of the state that `load_state` returns."""
+    saved = checkpoints.latest_step()
+    if saved is None:
+        return 0 if origin is None else origin.start_step
+    return saved
+
+
+def load_state(checkpoints: Checkpoints, origin: Origin | None, setup: Setup) -> tuple[TrainState, dict[str, Any]]:
+    """Return the state of the newest checkpoint, or that which the run begins with, and its metadata. A collective.
+
+    Args:
+        checkpoints: the checkpoints of the run.
+        origin: the checkpoint or the weights that a run without checkpoints starts from; None for random parameters,
+            which follow from the seed.
+        setup: the parts of the run.
+
+    Returns:
+        The state, and its metadata: `record`, of its step; `unrecorded`, of `StepMeter.wait_for_unrecorded`;
+        `validations`, of `Validations.to_json`.
+    """
+    step = checkpoints.latest_step()
+    if step is not None:
+        return _restore(checkpoints, step, setup.like)
+    if origin is None:
+        return setup.new_state(), _NEW
+    if origin.step is None:
+        return setup.new_state(params=_published(origin.place, setup.config)), _NEW
+    with Checkpoints(origin.checkpoints, read_only=True) as parent:
+        if origin.weights_only:
+            return setup.new_state(params=_weights(parent, origin.step, setup)), _NEW
+        state, metadata = _restore(parent, origin.step, setup.like)
+    record = {name: value for name, value in metadata["record"].items() if name != "time_s"}
+    # The best checkpoint of the parent is none of this run.
+    return state, metadata | {"record": record, "validations": without_checkpoints(metadata["validations"])}
+
+
+def _restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """Read the state of a checkpoint, and its metadata. A collective."""
+    found = checkpoints.restore_step(step, items(like))
+    counters = {"step": step, **{name: found.metadata[name] for name in COUNTERS}}
+    state = TrainState(
+        **{name: jax.device_put(jnp.int32(value), like.step.sharding) for name, value in counters.items()},
+        **found.items,
+    )
+    return state, found.metadata
+
+
+def items(state: TrainState) -> dict[str, Any]:
+    """Return the items of a checkpoint: the arrays of a state, by the names of its fields."""
+    return {"params": state.params, "opt_state": state.opt_state}
+
+
+def _weights(checkpoints: Checkpoints, step: int, setup: Setup) -> Any:
+    """Read the parameters of a checkpoint, whose windows may be longer than those of this run."""
+    seq_len = checkpoints.broadcast_metadata(step)[RUN]["config"]["model"]["seq_len"]
+    model = dataclasses.replace(setup.config.model, seq_len=seq_len)
+    optimizer = create_optimizer(setup.config.optimizer, setup.config.train.max_steps)
+    like = abstract_train_state(model, optimizer, setup.mesh).params
+    return checkpoints.restore_step(step, {"params": like}).items["params"]
+
+
+def _published(name: str, config: PretrainConfig) -> Any:
+    model = config.model
+    return split_params(
+        GPT2.from_pretrained(name, seq_len=model.seq_len, scan_layers=model.scan_layers, param_dtype=model.param_dtype)
+    )

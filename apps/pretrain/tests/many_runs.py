@@ -1,0 +1,103 @@
+"""Many short runs in one process, for tests that compare them: a script, and what it prints as JSON."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+# A digest is that of all arrays of a checkpoint.
+SCRIPT = """
+import dataclasses, hashlib, json, shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from nnx_gpt2 import abstract_train_state, create_optimizer, split_params
+from pretrain import PRESETS, load_trained, train
+from pretrain._run.description import read_description
+from pretrain._run.files import read_lines
+from pretrain._run.folder import RunFolder
+from ray_jax_launch import Checkpoints, checkpoint_steps
+
+quickstart = PRESETS["quickstart"]()
+BASE = dataclasses.replace(
+    quickstart, data="train=book.txt,val=end.txt", hardware="local", prompts=("a",), trackers=(),
+    model=dataclasses.replace(quickstart.model, num_layers=1, num_heads=2, embed_dim=16, seq_len=24, dropout_rate=0.1),
+    train=dataclasses.replace(
+        quickstart.train, global_batch_size=6, max_steps=13, log_every=1, eval_every=4, eval_tokens=120,
+        sample_tokens=0, checkpoint_every=4, checkpoints_to_keep=None,
+    ),
+    optimizer=dataclasses.replace(quickstart.optimizer, schedule="constant", warmup_steps=3),
+)
+
+def changed(config, **changes):
+    for name, value in changes.items():
+        section, _, field = name.rpartition("__")
+        if section:
+            value, field = dataclasses.replace(getattr(config, section), **{field: value}), section
+        config = dataclasses.replace(config, **{field: value})
+    return config
+
+def arrays(name, step):
+    folder = RunFolder(Path("runs", name).absolute())
+    config = read_description(folder).config
+    like = abstract_train_state(config.model, create_optimizer(config.optimizer, config.train.max_steps))
+    with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
+        return checkpoints.restore(step, {"params": like.params, "opt_state": like.opt_state})
+
+def digest(name, step):
+    leaves = jax.tree.leaves(arrays(name, step))
+    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()[:12]
+
+def params_digest(params):
+    leaves = jax.tree.leaves(params)
+    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()[:12]
+
+def losses(name):
+    kept = ("step", "loss", "learning_rate", "grad_norm_max", "val_loss", "tokens")
+    return [{key: line[key] for key in kept if key in line} for line in read_lines(Path("runs", name, "metrics.jsonl"))]
+
+def steps(name):
+    return checkpoint_steps(Path("runs", name, "checkpoints"))
+
+def rewind(name, step):
+    "Make the run what a kill after a checkpoint leaves."
+    Path("runs", name, "result.json").unlink()
+    for number in steps(name):
+        if number > step:
+            shutil.rmtree(Path("runs", name, "checkpoints", str(number)))
+
+def refusal(config):
+    try:
+        train(config)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+found = {}
+"""
+
+
+def results(script: str, place: Path) -> dict[str, Any]:
+    """Run a script after `SCRIPT` in a folder with two texts, and return the object that it found."""
+    (place / "book.txt").write_text("A short book, of some words. " * 600)
+    (place / "end.txt").write_text("The end of a short book, of some words. " * 60)
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=f"{SCRIPT}{script}\nprint(json.dumps(found))\n",
+        cwd=place,
+        env=environment(place),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def environment(place: Path) -> dict[str, str]:
+    """Return the variables of a process that trains in a folder, with a cache of its own."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache")}

@@ -1,0 +1,91 @@
+"""Runs that start from all that a checkpoint of another run holds."""
+
+import pytest
+from many_runs import results
+
+SCRIPT = """
+wsd = changed(BASE, optimizer__schedule="wsd", optimizer__decay_steps=5, train__max_steps=18)
+train(changed(wsd, name="parent"))
+same = changed(wsd, name="same", from_checkpoint="parent@8")
+train(same)
+found["same"] = [digest("same", step) == digest("parent", step) for step in (8, 12, 18)]
+found["same steps"] = steps("same")
+found["same losses"] = [losses("same"), losses("parent")[8:]]
+other = changed(wsd, name="other", from_checkpoint="runs/parent@8", optimizer__learning_rate=1e-3)
+train(other)
+found["other losses"] = losses("other")
+found["other"] = digest("other", 18) == digest("parent", 18)
+end = digest("other", 18)
+
+annealed = changed(wsd, name="annealed", from_checkpoint="parent@8", anneal=3)
+train(annealed)
+train(changed(wsd, name="annealed-once", optimizer__decay_steps=3, train__max_steps=11))
+found["annealed"] = digest("annealed", 11) == digest("annealed-once", 11)
+found["annealed again"] = train(annealed).metrics["step"]
+found["too late"] = refusal(changed(annealed, name="late", from_checkpoint="parent@16"))
+found["too short"] = refusal(changed(wsd, name="short", from_checkpoint="parent@8", train__max_steps=8))
+found["no such step"] = refusal(changed(wsd, name="none", from_checkpoint="parent@9"))
+found["other batch"] = refusal(changed(wsd, name="none", from_checkpoint="parent@8", train__global_batch_size=12))
+found["other optimizer"] = refusal(changed(wsd, name="none", from_checkpoint="parent@8", optimizer__name="muon"))
+found["no clipping"] = refusal(changed(wsd, name="none", from_checkpoint="parent@8", optimizer__clip_norm=0.0))
+found["another parent"] = refusal(changed(other, from_checkpoint="parent@12"))
+best = min((line["val_loss"], line["step"]) for line in losses("parent") if "val_loss" in line)[1]
+found["best"] = [load_trained("parent@best").step, best, load_trained("parent@4").step, load_trained("parent").step]
+
+shutil.rmtree("runs/parent")
+rewind("other", 8)
+train(other)
+found["without its parent"] = digest("other", 18) == end
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return results(SCRIPT, tmp_path_factory.mktemp("runs"))
+
+
+def test_a_fork_without_changes_is_its_parent_to_the_bit(found):
+    assert found["same"] == [True, True, True]
+    assert found["same steps"] == [8, 12, 16, 18]
+    forked, parent = found["same losses"]
+    assert len(forked) == 11
+    assert forked == parent
+
+
+def test_a_fork_reads_the_batches_of_its_parent_at_another_rate(found):
+    forked, parent = found["other losses"], found["same losses"][1]
+    assert forked[0] == parent[0]
+    assert forked[1]["learning_rate"] == 0.001
+    assert forked[1]["loss"] == parent[1]["loss"]  # before the update
+    assert forked[2]["loss"] != parent[2]["loss"]
+    assert not found["other"]
+
+
+def test_a_fork_continues_after_its_parent_is_deleted(found):
+    assert found["without its parent"]
+
+
+def test_an_annealed_run_is_a_shorter_run_of_wsd_to_the_bit(found):
+    assert found["annealed"]
+    assert found["annealed again"] == 11
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("too late", "must be a checkpoint before the learning rate of its run falls, at most step 13, got 16"),
+        ("too short", "train.max_steps must be above 8, the step that the run starts at, got 8"),
+        ("no such step", "got none of this step. There are 4, 8, 12, 16, 18"),
+        ("other batch", "train.global_batch_size must be 6, as in parent@8, got 12"),
+        ("other optimizer", "optimizer.name must be adamw, as in parent@8, got muon"),
+        ("no clipping", "optimizer.clip_norm must be above 0, as in parent@8, got 0.0"),
+        ("another parent", "from_checkpoint must be runs/parent@8, its value at the start of the run"),
+    ],
+)
+def test_what_a_fork_cannot_take_is_rejected(found, name, sentence):
+    assert sentence in found[name]
+
+
+def test_a_checkpoint_is_named_by_its_step_or_as_the_best(found):
+    best, expected, fourth, newest = found["best"]
+    assert (best, fourth, newest) == (expected, 4, 18)
