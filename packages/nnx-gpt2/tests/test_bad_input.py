@@ -73,7 +73,7 @@ DEVICES = "devices must be None, or at least 1 device of jax, each once, got"
 WHOLE = "must be a whole number of at least 1, got"
 FIELD = (
     "a changed field must be one of dropout_rate, dtype, param_dtype, residual_dtype, grad_dtype, attention, remat,"
-    " scan_layers, loss_chunk_tokens"
+    " scan_layers, loss_chunk_tokens, seq_len"
 )
 ABSENT = (
     "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4, l4, a100, h100, h200, b200), got"
@@ -267,6 +267,28 @@ CASES = {
     "create_train_state(rule, config, key)": f"{CONFIG} an object of type GradientTransformationExtraArgs.",
     "create_train_state(config, settings, key)": f"{RULE} an object of type OptimizerConfig. {MAKE}",
     "create_train_state(config, rule, key, 'mesh')": f"{MESH} 'mesh'. {MAKE_MESH}",
+    "create_train_state(config, rule, key, params=5)": f"{PARAMS} 5. {SOURCE}",
+    "create_train_state(config, rule, key, params=model)": f"{PARAMS} an object of type GPT2. {SOURCE}",
+    "create_train_state(config, rule, key, params=unstack_layers(stack_layers(state.params)))": "accepted",
+    "create_train_state(config, rule, key, params=stack_layers(state.params))":
+        "layers must be separate, got stacked layers. Call unstack_layers.",
+    "create_train_state(dataclasses.replace(config, num_layers=2), rule, key, params=state.params)":
+        "params must have 2 layers, as the config, got 1.",
+    "create_train_state(wide, rule, key, params=state.params)":
+        "params.h.0.attn.c_attn.bias must be (3, 16), as in the config, got (3, 8).",
+    "create_train_state(dataclasses.replace(config, seq_len=17), rule, key, params=state.params)":
+        "params.wpe.embedding must be (17, 8), as in the config, got (16, 8).",
+    "create_train_state(dataclasses.replace(config, seq_len=9), rule, key, params={**state.params, 'wpe': {}})":
+        "params.wpe.embedding must be (9, 8), as in the config, got no such parameter.",
+    "create_train_state(dataclasses.replace(wide, seq_len=9), rule, key,"
+    " params={**create_train_state(wide, rule, key).params, 'wpe': state.params['wpe']})":
+        "params.wpe.embedding must be (16, 16), as in the config, got (16, 8).",
+    "create_train_state(config, rule, key, params={**state.params, 'ln_f': {'bias': 'x', 'scale': 2.5}})":
+        "params.ln_f.bias must be an array of floating-point numbers, got 'x'.",
+    "create_train_state(config, rule, key, params={**state.params, 'wpe': {'embedding': np.ones((16, 8), int)}})":
+        "params.wpe.embedding must be an array of floating-point numbers, got int64[16, 8].",
+    "create_train_state(config, rule, key, params=abstract_train_state(config, rule).params)":
+        "params.h.0.attn.c_attn.bias must be an array of floating-point numbers, got float32[3, 8].",
     "abstract_train_state(config, 'x')": f"{RULE} 'x'. {MAKE}",
     "make_train_step(None, rule)": f"{CONFIG} None.",
     "make_train_step(config, settings)": f"{RULE} an object of type OptimizerConfig. {MAKE}",
@@ -323,6 +345,10 @@ CASES = {
     "GPT2.from_pretrained('x', num_layers=2)": f"{FIELD}, got num_layers.",
     "GPT2.from_pretrained('x', bogus=5)": f"{FIELD}, got bogus.",
     "GPT2.from_pretrained('x', dtype='x')": "dtype must be bfloat16, float32 or float64, got 'x'.",
+    "GPT2.from_pretrained('x', seq_len=0)": f"seq_len {SIZE} 0.",
+    "pretrained_config('x', bogus=5)": f"{FIELD}, got bogus.",
+    "pretrained_config(5)": "path or name must be of type str | os.PathLike, got 5.",
+    "pretrained_config('x', revision=5)": "revision must be of type str | None, got 5.",
     "GPT2.from_pretrained(5)": "path or name must be of type str | os.PathLike, got 5.",
     "model.save_pretrained('x', max_shard_bytes='5')": f"max_shard_bytes {WHOLE} '5'.",
     "model.save_pretrained('x', max_shard_bytes=0)": f"max_shard_bytes {WHOLE} 0.",

@@ -1,10 +1,12 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import nnx_gpt2
 
+PUBLISHED = Path(__file__).parent / "fixtures" / "hf-gpt2-tiny"
 PUBLIC = vars(nnx_gpt2)["__all__"]  # made from the stub, which itself does not declare it
 
 
@@ -23,9 +25,9 @@ def test_an_unknown_name_raises_attribute_error():
         nnx_gpt2.GPT3  # noqa: B018 # pyright: ignore[reportAttributeAccessIssue] - that is what is tested
 
 
-def test_importing_it_imports_no_jax():
+def test_importing_it_and_its_configs_imports_no_jax():
     code = (
         "import sys, nnx_gpt2; nnx_gpt2.GPT2Config(); nnx_gpt2.OptimizerConfig().num_steps_before_decay(9);"
-        " sys.exit('jax' in sys.modules)"
+        f" nnx_gpt2.pretrained_config({str(PUBLISHED)!r}); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

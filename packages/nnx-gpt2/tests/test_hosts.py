@@ -19,7 +19,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 # Each process has two devices. It trains on its half of each batch, and evaluates one batch.
 CODE = """
-import json, sys
+import dataclasses, json, sys
 
 import jax
 import numpy as np
@@ -33,7 +33,19 @@ assert jax.process_index() == rank
 config = GPT2Config(vocab_size=65, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
 optimizer = create_optimizer(OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4), 200)
 mesh = make_mesh(fsdp=fsdp, tensor=tensor)
-state = create_train_state(config, optimizer, jax.random.key(0), mesh)
+# The parameters go from one device of each process to the mesh, and from there into the state of training.
+params = create_train_state(config, optimizer, jax.random.key(0)).params
+first = create_train_state(config, optimizer, jax.random.key(1), mesh, params=params)
+state = create_train_state(config, optimizer, jax.random.key(2), mesh, params=first.params)
+shorter = dataclasses.replace(config, seq_len=9)
+short = create_train_state(shorter, optimizer, jax.random.key(2), mesh, params=first.params)
+assert [leaf.shape for leaf in jax.tree.leaves(short.params["wpe"])] == [(9, 32)]
+created = create_train_state(config, optimizer, jax.random.key(0), mesh)
+for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(created)):
+    assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+    for shard, other in zip(leaf.addressable_shards, like.addressable_shards):
+        np.testing.assert_allclose(shard.data, other.data, rtol=1e-6)
+jax.tree.map(lambda leaf: leaf.delete(), first)
 step, evaluate = make_train_step(config, optimizer, mesh, end_of_text=64), make_eval_step(config, mesh, end_of_text=64)
 rows = slice(rank * 8 // num_processes, (rank + 1) * 8 // num_processes)
 

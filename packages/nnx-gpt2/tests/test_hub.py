@@ -91,6 +91,22 @@ def test_a_revision_is_downloaded_without_its_pickles(hub, tmp_path, revision, d
     assert Hub.requested == FILES[COMMITS[downloaded]].keys() - PICKLE.keys()
 
 
+@pytest.mark.parametrize("revision", [None, "indexed"])
+def test_the_config_alone_is_downloaded_without_jax(hub, tmp_path, revision):
+    code = (
+        "import sys; from nnx_gpt2 import pretrained_config\n"
+        f"print(pretrained_config('org/tiny', revision={revision!r}, seq_len=9).seq_len, 'jax' in sys.modules)"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "9 False\n"
+    assert Hub.requested == {"config.json"}
+    # The rest follows into the same cache.
+    assert load("org/tiny", hub, tmp_path, revision).startswith("GPT2Config(vocab_size=")
+    assert Hub.requested == FILES[COMMITS[revision or "main"]].keys() - PICKLE.keys()
+
+
 def test_an_unknown_name_is_rejected(hub, tmp_path):
     expected = "path or name must be a folder, or a repository on the hub that can be reached, got org/none"
     assert load("org/none", hub, tmp_path).startswith(expected)

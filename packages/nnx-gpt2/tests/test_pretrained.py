@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from nnx_gpt2 import GPT2, GPT2Config, generate, mean_loss, split_params
+from nnx_gpt2 import GPT2, GPT2Config, generate, mean_loss, pretrained_config, split_params
 from nnx_gpt2._errors import one_line
 
 FOLDER = Path(__file__).parent / "fixtures" / "hf-gpt2-tiny"
@@ -116,6 +116,24 @@ def test_gpt2s_vocabulary_ends_documents_by_its_last_id(tmp_path, size, given, e
     GPT2(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path, end_of_text=given)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["bos_token_id"], saved["eos_token_id"]) == (expected, expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"seq_len": 5, "scan_layers": True, "dropout_rate": 0.1}, {"dtype": "bfloat16", "param_dtype": "bfloat16"}],
+    ids=str,
+)
+def test_the_config_without_the_weights_is_that_of_the_loaded_model(copy, changes):
+    expected = GPT2.from_pretrained(copy, **changes).config
+    (copy / "model.safetensors").unlink()
+    assert pretrained_config(copy, **changes) == expected
+    assert expected.vocab_size == 300
+
+
+def test_the_config_of_something_else_has_no_sizes(copy):
+    change_config(copy, model_type="llama")
+    with pytest.raises(ValueError, match=r"config.json must be 'gpt2', got 'llama'\. Only GPT-2 can be loaded\."):
+        pretrained_config(copy)
 
 
 def test_fields_that_a_config_lacks_are_the_callers_or_gpt2s(copy):

@@ -34,6 +34,7 @@ from ._optimizer_config import OptimizerName as OptimizerName
 from ._optimizer_config import ScheduleName as ScheduleName
 from ._params import stack_layers as stack_layers
 from ._params import unstack_layers as unstack_layers
+from ._pretrained_config import pretrained_config as pretrained_config
 from ._sharding import batch_sharding as batch_sharding
 from ._sharding import make_mesh as make_mesh
 from ._sharding import param_spec as param_spec

@@ -25,8 +25,9 @@ from nnx_gpt2._embedding import add_positions, logits, lookup
 from nnx_gpt2._errors import check_type, is_whole, plain, require, shown, value_error
 from nnx_gpt2._linear import Linear
 from nnx_gpt2._model_config import DType, GPT2Config
-from nnx_gpt2._params import Params, check_layers, dotted_name
-from nnx_gpt2._pretrained import check_changes, locate_pretrained, read_config, read_params, write_pretrained
+from nnx_gpt2._params import GivenParams, Params, check_layers, dotted_name
+from nnx_gpt2._pretrained import MODEL_FILES, read_params, write_pretrained
+from nnx_gpt2._pretrained_config import check_changes, locate_pretrained, read_config, with_changes
 from nnx_gpt2._sharding import BATCH_AXES, TENSOR_AXIS, constrain
 from nnx_gpt2._token_ids import as_native, check_ids, check_range
 
@@ -206,21 +207,24 @@ class GPT2(nnx.Module):
             param_dtype: type of the parameters.
             revision: branch, tag or commit on the hub.
             changes: further fields of `GPT2Config` that do not describe the weights: `attention`, `remat`,
-                `scan_layers`, `loss_chunk_tokens`, and `dropout_rate` (0 by default).
+                `scan_layers`, `loss_chunk_tokens`, and `dropout_rate` (0 by default). `seq_len` shortens the context:
+                the model has the first positions.
 
         Raises:
             ValueError: the files are not those of a GPT-2 that this class can compute. The message names the
-                difference. Or a field describes the weights, or has a wrong value.
+                difference. Or a field describes the weights, or has a wrong value, or `seq_len` exceeds the saved
+                positions.
         """
         fields = {"dtype": dtype, "param_dtype": param_dtype, **changes}
         check_changes(fields)
-        folder = locate_pretrained(path_or_name, revision)
-        config = read_config(folder, fields)
+        folder = locate_pretrained(path_or_name, revision, MODEL_FILES)
+        saved = read_config(folder)
+        config = with_changes(saved, fields)
 
         def shapes() -> Any:
             return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))))
 
-        return merge(config, read_params(folder, config, shapes))
+        return merge(config, read_params(folder, saved, config, shapes))
 
     def save_pretrained(
         self, path: str | os.PathLike[str], *, end_of_text: int | None = None, max_shard_bytes: int = 5 * 10**9
@@ -348,6 +352,9 @@ class GPT2(nnx.Module):
         return nnx.merge(graphdef, jax.tree.map(lambda x: x[i], states))
 
 
+_POSITIONS = "wpe.embedding"
+
+
 @cache
 def _structure(config: GPT2Config) -> tuple[nnx.GraphDef, dict[str, tuple[int, ...]]]:
     """Return the graph of a model, and the shapes of its parameters by dotted name."""
@@ -359,6 +366,27 @@ def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
     return {dotted_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
+def check_params(config: GPT2Config, params: GivenParams, *, has_more_positions: bool = False) -> None:
+    """Check the layout, names and shapes of parameters.
+
+    Args:
+        config: the model's shape.
+        params: the parameters.
+        has_more_positions: whether `wpe` may have more positions than the model.
+
+    Raises:
+        ValueError: the message names a parameter that does not fit.
+    """
+    check_layers(params, config.scan_layers, config.num_layers)
+    expected, found = _structure(config)[1], _shapes(params)
+    if has_more_positions and (num_positions := found.get(_POSITIONS, ())[:1]) > (config.seq_len,):
+        expected = {**expected, _POSITIONS: (*num_positions, config.embed_dim)}
+    if found != expected:
+        name = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        shape, wanted = (shapes.get(name, "no such parameter") for shapes in (found, expected))
+        raise value_error(f"params.{name}", f"be {wanted}, as in the config", str(shape))
+
+
 def merge(config: GPT2Config, params: Params) -> GPT2:
     """Build a model from the parameters of a `TrainState`, without a copy.
 
@@ -367,13 +395,8 @@ def merge(config: GPT2Config, params: Params) -> GPT2:
             of the vocabulary with the same padded size have the same shapes.)
     """
     check_type("config", config, GPT2Config)
-    check_layers(params, config.scan_layers, config.num_layers)
-    graphdef, expected = _structure(config)
-    if (found := _shapes(params)) != expected:
-        name = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        shape, wanted = (shapes.get(name, "no such parameter") for shapes in (found, expected))
-        raise value_error(f"params.{name}", f"be {wanted}, as in the config", str(shape))
-    return nnx.merge(graphdef, params)
+    check_params(config, params)
+    return nnx.merge(_structure(config)[0], params)
 
 
 def split_params(model: GPT2) -> Params:

@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_gpt2._errors import kind, require
 
 Params = PyTree[Array]
+GivenParams = PyTree[Array | np.ndarray]  # not yet on the devices of a state
 
 
 def dotted_name(path: tuple[Any, ...]) -> str:
@@ -39,7 +41,7 @@ def unstack_layers(params: Params) -> Params:
     return {**params, "h": {i: jax.tree.map(lambda x, i=i: x[i], params["h"]) for i in range(num_layers)}}
 
 
-def check_layers(params: Params, is_stacked: bool, num_layers: int | None = None) -> None:
+def check_layers(params: GivenParams, is_stacked: bool, num_layers: int | None = None) -> None:
     """Check the layout of the layers, and their number if it is given.
 
     Raises:

@@ -7,10 +7,8 @@ Shapes: C width.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,38 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from nnx_gpt2._errors import check_path, check_type, is_whole, one_line, plain, require, shown, value_error
+from nnx_gpt2._errors import check_path, is_whole, one_line, plain, require, shown, value_error
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import Params
+from nnx_gpt2._pretrained_config import AGAIN, CONFIG_FILE, check_regular, read_object
 from nnx_gpt2._token_ids import check_end_of_text
 
 _PREFIX = "transformer."
-_CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+MODEL_FILES = [CONFIG_FILE, "*.safetensors", _INDEX]
 
-# Sizes of a model: the fields of `GPT2Config`, and their names in `config.json`.
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "seq_len": "n_positions",
-    "num_layers": "n_layer",
-    "num_heads": "n_head",
-    "embed_dim": "n_embd",
-    "mlp_dim": "n_inner",
-}
-# Fields of `config.json` that change the network, and the values that this model supports.
-_SUPPORTED = {
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "tie_word_embeddings": (True,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-}
 # Buffers, not parameters: old versions of transformers stored the causal mask of every layer.
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 _HEAD = "lm_head.weight"
-_AGAIN = "Save or download the model again."
 
 # Names of types in safetensors: those that weights may have, and those of this model.
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -98,44 +78,24 @@ def _published(config: GPT2Config) -> dict[str, _Tensor]:
     return tensors | layer("ln_f", None, "scale", width)
 
 
-def check_changes(fields: dict[str, Any]) -> None:
-    """Check the fields of `GPT2Config` that a caller sets, before any file is read.
-
-    Raises:
-        ValueError: a field does not exist, describes the weights, or has a wrong value.
-    """
-    names = [x.name for x in dataclasses.fields(GPT2Config) if x.name not in (*_SIZES, "norm_epsilon")]
-    for name in fields:
-        require(name in names, "a changed field", f"be one of {', '.join(names)}", one_line(name))
-    GPT2Config(**fields)
-
-
-def locate_pretrained(path_or_name: str | os.PathLike[str], revision: str | None) -> Path:
-    """Return the folder of a saved model. A name that is not a folder is downloaded from the hub."""
-    folder = check_path("path or name", path_or_name)
-    check_type("revision", revision, str | None)
-    with contextlib.suppress(OSError):  # such as a name that no file can have
-        if folder.exists():
-            require(folder.is_dir(), "path or name", "be a folder", one_line(folder))
-            return folder
-    return _download(os.fsdecode(path_or_name), revision)
-
-
-def read_params(folder: Path, config: GPT2Config, make_shapes: Callable[[], Any]) -> Params:
+def read_params(folder: Path, saved: GPT2Config, config: GPT2Config, make_shapes: Callable[[], Any]) -> Params:
     """Read the parameters of a saved model into a tree.
 
     Args:
         folder: see `locate_pretrained`.
-        config: see `read_config`.
+        saved: see `read_config`.
+        config: see `with_changes`. With fewer positions, the tree has the first ones.
         make_shapes: returns the tree's shapes and types. It is called after the config has been compared with the
             files: those of a wrong config could be of any size.
     """
+    has_type = jax.config.read("jax_enable_x64") or "float64" not in (config.dtype, config.param_dtype)
+    require(has_type, "jax_enable_x64", "be on for float64", "off", "Turn it on, or choose float32.")
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
         has_layers = config.num_layers <= len(tensors)
-        found = f"{config.num_layers} layers in {_CONFIG}, and {len(tensors)} tensors"
-        require(has_layers, f"tensors in {folder}", f"be those of the GPT-2 in {_CONFIG}", found, _AGAIN)
-        expected = _published(config)
+        found = f"{config.num_layers} layers in {CONFIG_FILE}, and {len(tensors)} tensors"
+        require(has_layers, f"tensors in {folder}", f"be those of the GPT-2 in {CONFIG_FILE}", found, AGAIN)
+        expected = _published(saved)
         _check_tensors(folder, tensors, expected)
         params = make_shapes()
         fill = jax.jit(lambda stacked, leaf, layer: stacked.at[layer].set(leaf), donate_argnums=0)
@@ -164,9 +124,9 @@ def write_pretrained(
     check_end_of_text(end_of_text, config.vocab_size)
     require(is_whole(max_shard_bytes, 1), "max_shard_bytes", "be a whole number of at least 1", shown(max_shard_bytes))
     folder = check_path("path", path)
-    if (folder / _CONFIG).exists():
-        is_model = "model_type" in _read_object(folder / _CONFIG)
-        require(is_model, str(folder / _CONFIG), "be that of a model", "another", "Give another folder.")
+    if (folder / CONFIG_FILE).exists():
+        is_model = "model_type" in read_object(folder / CONFIG_FILE)
+        require(is_model, str(folder / CONFIG_FILE), "be that of a model", "another", "Give another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     itemsize = jnp.dtype(config.param_dtype).itemsize
     shards: list[dict[str, _Tensor]] = [{}]
@@ -192,64 +152,12 @@ def write_pretrained(
     if len(shards) > 1:
         weight_map = {name: file_name(i) for i, shard in enumerate(shards) for name in shard}
         _write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    _write_json(folder / _CONFIG, _describe(config, plain(end_of_text)))
+    _write_json(folder / CONFIG_FILE, _describe(config, plain(end_of_text)))
     # Remove files of an earlier model that would be read instead of these files, or with them.
     names = {file_name(i) for i in range(len(shards))} | ({_INDEX} if len(shards) > 1 else set())
     for stale in [*folder.glob("model*.safetensors"), folder / _INDEX]:
         if stale.name not in names:
             stale.unlink(missing_ok=True)
-
-
-def _download(name: str, revision: str | None) -> Path:
-    try:
-        from huggingface_hub import snapshot_download  # an extra: local folders do not need it
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-    except ImportError as error:
-        remedy = "To download it from the hub, install nnx-gpt2[hub]."
-        raise value_error("path or name", "be a folder", one_line(name), remedy) from error
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[_CONFIG, "*.safetensors", _INDEX]))
-    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
-        constraint = "be a folder, or a repository on the hub that can be reached"
-        raise value_error("path or name", constraint, f"{one_line(name)}: {error}") from error
-
-
-def read_config(folder: Path, fields: dict[str, Any]) -> GPT2Config:
-    """Read the config of a saved model, and set further fields."""
-    path = folder / _CONFIG
-    published = _read_object(path)
-    for name, values in _SUPPORTED.items():
-        value = published.get(name, values[0])
-        choices = " or ".join(map(repr, values))
-        require(value in values, f"{name} in {path}", f"be {choices}", shown(value), "Only GPT-2 can be loaded.")
-    rest: dict[str, Any] = {"norm_epsilon": published.get("layer_norm_epsilon", 1e-5)}
-    try:
-        config = GPT2Config(**{ours: published.get(theirs) for ours, theirs in _SIZES.items()}, **rest, **fields)
-    except ValueError as error:
-        found = f"an error in it: {str(error).rstrip('.')}"
-        raise value_error(str(path), "describe a GPT-2", found, _AGAIN) from error
-    has_type = jax.config.read("jax_enable_x64") or "float64" not in (config.dtype, config.param_dtype)
-    require(has_type, "jax_enable_x64", "be on for float64", "off", "Turn it on, or choose float32.")
-    return config
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file."""
-    try:
-        _check_regular(path)
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise value_error(str(path), "be a file with a JSON object", f"an error ({error})", _AGAIN) from error
-
-
-def _check_regular(path: Path) -> None:
-    """Reject pipes and devices, which could block or have no end, before they are opened.
-
-    Raises:
-        OSError: the path is no regular file.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is no regular file")
 
 
 def _describe(config: GPT2Config, end_of_text: int | None) -> dict[str, Any]:
@@ -293,7 +201,8 @@ def _locate(params: Any, tensor: _Tensor, config: GPT2Config) -> tuple[Any, str]
 def _to_ours(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if array.size == np.prod(shape):
         return array.reshape(shape)
-    return np.pad(array, ((0, shape[0] - array.shape[0]), (0, 0)))  # the vocabulary
+    rows = array[: shape[0]]  # the positions
+    return np.pad(rows, ((0, shape[0] - len(rows)), (0, 0)))  # the vocabulary
 
 
 def _to_published(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -324,26 +233,24 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Store
     tensors = {}
     for path in files:
         try:
-            _check_regular(path)
+            check_regular(path)
             file = stack.enter_context(safe_open(path, framework="numpy"))
         except (OSError, ValueError, SafetensorError) as error:
-            raise value_error(str(path), "be a safetensors file", f"an error ({error})", _AGAIN) from error
+            raise value_error(str(path), "be a safetensors file", f"an error ({error})", AGAIN) from error
         for name in file.keys():  # noqa: SIM118 - no dict
             ours = name.removeprefix(_PREFIX)
-            require(
-                ours not in tensors, f"each tensor in {folder}", "be stored once", f"{one_line(ours)} twice", _AGAIN
-            )
+            require(ours not in tensors, f"each tensor in {folder}", "be stored once", f"{one_line(ours)} twice", AGAIN)
             tensors[ours] = _Stored(file, name)
     return {name: stored for name, stored in tensors.items() if not name.endswith(_BUFFERS)}
 
 
 def _indexed_files(index: Path) -> list[str]:
     try:
-        names = sorted(set(_read_object(index)["weight_map"].values()))
+        names = sorted(set(read_object(index)["weight_map"].values()))
         is_valid = all(name == Path(name).name for name in names)  # not a path to somewhere else
     except (KeyError, TypeError, AttributeError):
         names, is_valid = [], False
-    require(is_valid, str(index), "have a weight_map from tensors to files in its folder", "another", _AGAIN)
+    require(is_valid, str(index), "have a weight_map from tensors to files in its folder", "another", AGAIN)
     return names
 
 
@@ -360,7 +267,7 @@ def _check_tensors(folder: Path, tensors: dict[str, _Stored], expected: dict[str
         problems = [f"{_HEAD} is not wte.weight, to which GPT-2's head is tied"]
     more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
     found = "; ".join(problems[:5]) + more
-    require(not problems, f"tensors in {folder}", f"be those of the GPT-2 in {_CONFIG}", found, _AGAIN)
+    require(not problems, f"tensors in {folder}", f"be those of the GPT-2 in {CONFIG_FILE}", found, AGAIN)
 
 
 def _write_tensors(

@@ -10,17 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import PRNGKeyArray
 
 from nnx_gpt2._dropout import check_key
-from nnx_gpt2._errors import check_type
-from nnx_gpt2._model import GPT2, split_params
+from nnx_gpt2._errors import check_type, kind, require
+from nnx_gpt2._model import GPT2, check_params, split_params
 from nnx_gpt2._model_config import GPT2Config
+from nnx_gpt2._params import GivenParams, Params, check_layers, dotted_name
 from nnx_gpt2._sharding import FSDP_AXIS, TENSOR_AXIS, check_axis_names, tree_shardings
 from nnx_gpt2._target import default_device
+from nnx_gpt2._token_ids import has_type
 
 
 @jax.tree_util.register_dataclass
@@ -49,21 +52,32 @@ def create_train_state(
     optimizer: optax.GradientTransformation,
     key: PRNGKeyArray,
     mesh: Mesh | None = None,
+    *,
+    params: GivenParams | None = None,
 ) -> TrainState:
-    """Create an initial state on its devices. No device holds more than its own shards.
+    """Create a state before its first step on its devices. No device holds more than its own shards.
+
+    To continue from trained parameters, such as those of `GPT2.from_pretrained` or of another run, pass `params`. The
+    state has copies of them in `config.param_dtype`, and a new state of the optimizer. If they have more positions than
+    `config.seq_len`, the state has the first ones: the context becomes shorter, as by nanoGPT's `crop_block_size`.
 
     Args:
         config: the model's shape.
         optimizer: see `create_optimizer`.
-        key: random key of the initial parameters, the same on each process.
+        key: random key of the initial parameters, the same on each process. It is not used if `params` are given.
         mesh: the devices. None is the default device.
+        params: initial parameters, from `split_params` or `TrainState.params`: arrays of numpy, or of jax on any
+            devices. Each process passes the same values. An array that lies on devices of several processes must lie
+            on those of `mesh`. The parameters pass through the memory of the host one array at a time.
 
     Raises:
-        ValueError: an argument has another type, the parameters are bfloat16 (see `GPT2Config.check_trainable`), or the
-            mesh does not divide the model.
+        ValueError: an argument has another type, the parameters are bfloat16 (see `GPT2Config.check_trainable`), the
+            mesh does not divide the model, or `params` have another layout, names or shapes than those of `config`.
     """
     _check(config, optimizer, mesh)
     check_key(key)
+    if params is not None:
+        return _create_from(config, optimizer, mesh, params)
     create = partial(_create, config, optimizer)
     if mesh is None:
         return jax.jit(create)(key)
@@ -100,7 +114,37 @@ def _check(config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Me
 
 
 def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:
-    params = split_params(GPT2(config, rngs=nnx.Rngs(key)))
+    return _before_first_step(optimizer, split_params(GPT2(config, rngs=nnx.Rngs(key))))
+
+
+def _create_from(
+    config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None, params: GivenParams
+) -> TrainState:
+    check_layers(params, config.scan_layers, config.num_layers)
+    leaves = {dotted_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    for name, leaf in leaves.items():
+        is_float = has_type(leaf, jnp.floating)
+        require(is_float, f"params.{name}", "be an array of floating-point numbers", kind(leaf))
+    check_params(config, params, has_more_positions=True)
+    shapes = abstract_train_state(config, optimizer, mesh)
+    placed = jax.tree_util.tree_map_with_path(lambda path, like: _place(leaves[dotted_name(path)], like), shapes.params)
+    shardings = jax.tree.map(lambda like: like.sharding, shapes)
+    return jax.jit(partial(_before_first_step, optimizer), out_shardings=shardings, donate_argnums=0)(placed)
+
+
+def _place(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return a copy of a parameter, or of its first rows, with the type and sharding of another one.
+
+    A copy, because a step may donate the state.
+    """
+    num_rows = like.shape[0]
+    if not getattr(leaf, "is_fully_addressable", True):
+        return jax.jit(lambda x: jnp.array(x[:num_rows], like.dtype), out_shardings=like.sharding)(leaf)
+    rows = np.asarray(leaf)[:num_rows]
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: np.array(rows[index], like.dtype))
+
+
+def _before_first_step(optimizer: optax.GradientTransformation, params: Params) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero, num_skipped=zero, num_skipped_in_a_row=zero, params=params, opt_state=optimizer.init(params)
