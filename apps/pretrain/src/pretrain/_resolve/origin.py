@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _published_model(name: str) -> GPT2Config:
-    return pretrained_config(name if os.path.isdir(name) or "/" in name else f"openai-community/{name}")
+    return pretrained_config(name)
 
 
 def _check_fork(config: PretrainConfig, parent: FoundCheckpoint) -> None:

@@ -94,12 +94,12 @@ def _check_values(value: Any, depth: int) -> None:
         raise ValueError("a number is too large")
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace a file. A power cut leaves the old content or the new one; once this returns, the new one."""
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Replace a file. A text is written as UTF-8. A power cut leaves the old content or the new one; once this returns, the new one."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

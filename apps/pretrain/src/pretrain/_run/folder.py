@@ -12,11 +12,12 @@ from pyarrow.fs import FileInfo, FileSelector, LocalFileSystem, copy_files
 from pretrain._errors import UsageError
 from pretrain._run.files import check_kind, load_json, read_text
 from pretrain._run.log_parts import LOG, METRICS, PHASES, SAMPLES, STARTS, TEXTS, LogWriter, pull_log
+from pretrain._run.step_losses import STEP_LOSSES, VAL_LOSSES
 from pretrain._surroundings.private_cache import private_cache
 from ray_jax_launch import LaunchError, StoragePath, as_storage_path, join_path, open_uri
 
 # Names of a run in object storage that have no copy on this machine, or a copy of their own.
-_APART = ("checkpoints/", f"{LOG}/", ".", *TEXTS)
+_APART = ("checkpoints/", f"{LOG}/", ".", *TEXTS, STEP_LOSSES)
 
 
 # Characters of a run's name in that of its local copy. A file system has names of at most 255 bytes.
@@ -85,6 +86,16 @@ class RunFolder:
     def samples(self) -> Path:
         """One JSON object per sample of a validation: see `pretrain._run.history.Sample`."""
         return self.path / SAMPLES
+
+    @property
+    def step_losses(self) -> Path:
+        """The loss of each step: see `pretrain._run.step_losses`."""
+        return self.path / STEP_LOSSES
+
+    @property
+    def val_losses(self) -> Path:
+        """The loss of each validation window after the last step: see `pretrain._run.step_losses`."""
+        return self.path / VAL_LOSSES
 
     @property
     def profiles(self) -> Path:
@@ -188,7 +199,7 @@ class RunFolder:
         if self.uri is None:
             return
         filesystem, root = open_uri(self.uri)
-        logs = [path for path in map(self.path.joinpath, TEXTS) if with_logs and path.exists()]
+        logs = [path for path in map(self.path.joinpath, (*TEXTS, STEP_LOSSES)) if with_logs and path.exists()]
         for path in [*logs, *self._files()]:
             stat = path.stat()
             state = (stat.st_mtime_ns, stat.st_size)
@@ -222,7 +233,7 @@ class RunFolder:
         """
         if not os.access(self.path, os.W_OK):
             raise UsageError(f"{self.path} must be writable, got a read-only folder. Choose another --name.")
-        logs = (self.metrics, self.starts, self.phases, self.samples)
+        logs = (self.metrics, self.starts, self.phases, self.samples, self.step_losses, self.val_losses)
         for path in (self.config, *logs, self.result):
             check_kind(path)
             if path.is_dir():

@@ -1,15 +1,17 @@
-"""The logs of a run: files of lines, and in object storage numbered parts of one journal.
+"""The logs of a run: files, and in object storage numbered parts of one journal.
 
-<folder>/metrics.jsonl, samples.jsonl, starts.jsonl, phases.jsonl
+<folder>/metrics.jsonl, samples.jsonl, starts.jsonl, phases.jsonl, step_losses.f32
 <uri>/log/<start>-<id>-<first>-<last>.jsonl   lines of all logs, in the order of time
 
 Object storage cannot append. Every 30 s, the lines since the last upload become a new part, so each line is uploaded
 once, whatever the length of the run. 32 parts become one part: a line is copied a few times more, and readers request
 few objects. Each writer has its own number (`start`, one more than those it finds) and a random `id`: no two writers
 write one object. A line of a part is `{"file": ..., "line": ...}`, or `{"cut": STEP}`: a run that continues from a
-checkpoint drops the metrics and samples of that step and of later ones, and writes them again.
+checkpoint drops the metrics and samples of that step and of later ones, and writes them again. The losses of the steps
+after the checkpoint are dropped too. The losses of some steps are a line `{"first_step": ..., "losses": BASE64}`.
 """
 
+import base64
 import contextlib
 import json
 import logging
@@ -23,8 +25,17 @@ from typing import Any, NamedTuple
 
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, LocalFileSystem, copy_files
 
+from pretrain._config import MAX_STEPS
 from pretrain._run.files import append_line, is_line, load_json, read_text, replacing, sync_file, sync_folder
 from pretrain._run.metrics import cut_lines
+from pretrain._run.step_losses import (
+    STEP_LOSSES,
+    cut_step_losses,
+    decode_losses,
+    encode_losses,
+    resize_losses,
+    write_step_losses,
+)
 from ray_jax_launch import open_uri
 
 LOG = "log"
@@ -91,11 +102,23 @@ class LogWriter:
             append_line(self._folder / name, line)
             self._add({"file": name, "line": line})
 
+    def append_losses(self, first_step: int, losses: Sequence[float]) -> None:
+        """Append the losses of consecutive steps. Entries that are missing before them become NaN.
+
+        Args:
+            first_step: the first of the steps.
+            losses: a loss for each step.
+        """
+        with self._lock:
+            write_step_losses(self._folder / STEP_LOSSES, first_step, losses)
+            self._add({"first_step": first_step, "losses": base64.b64encode(encode_losses(losses)).decode()})
+
     def cut(self, step: int) -> None:
-        """Drop the metrics and the samples of a step and of later ones."""
+        """Drop the metrics and the samples of a step and of later ones, and the losses of later steps."""
         with self._lock:
             for name in _CUT:
                 cut_lines(self._folder / name, step - 1, TEXTS[name])
+            cut_step_losses(self._folder / STEP_LOSSES, step)
             self._add({"cut": step})
 
     def flush(self) -> None:
@@ -108,7 +131,7 @@ class LogWriter:
         if self._uri is not None:
             self._upload(self._uri)
             return
-        for name in TEXTS:
+        for name in (*TEXTS, STEP_LOSSES):
             with contextlib.suppress(FileNotFoundError):  # a run may have no samples
                 sync_file(self._folder / name)
         sync_folder(self._folder)
@@ -203,13 +226,17 @@ def pull_log(filesystem: FileSystem, root: str, folder: Path) -> bool:
 
 def _write_logs(parts: Sequence[Path], folder: Path, *, has_changed: bool) -> bool:
     """Write the logs if the parts have changed, or a log is missing. Return whether any has changed."""
+    names = (*TEXTS, STEP_LOSSES)
     if not parts:
-        for name in TEXTS:
+        for name in names:
             (folder / name).unlink(missing_ok=True)
-    elif has_changed or not all((folder / name).exists() for name in TEXTS):
-        for name, lines in _replay(parts).items():
+    elif has_changed or not all((folder / name).exists() for name in names):
+        logs, losses = _replay(parts)
+        for name, lines in logs.items():
             with replacing(folder / name) as partial:
                 partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        with replacing(folder / STEP_LOSSES) as partial:
+            partial.write_bytes(losses)
         has_changed = True
     return has_changed
 
@@ -230,9 +257,10 @@ def _pull_parts(filesystem: FileSystem, place: str, copies: Path) -> tuple[list[
     return [copies / part.name for part in parts], bool(missing or left)
 
 
-def _replay(parts: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Return the lines of each log."""
+def _replay(parts: Iterable[Path]) -> tuple[dict[str, list[dict[str, Any]]], bytearray]:
+    """Return the lines of each log, and the losses of the steps."""
     logs: dict[str, list[dict[str, Any]]] = {name: [] for name in TEXTS}
+    losses = bytearray()
     for path in parts:
         for event in read_text(path).split("\n"):
             try:
@@ -244,12 +272,27 @@ def _replay(parts: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
             name = value.get("file")
             line = value.get("line")
             step = value.get("cut")
-            if type(step) is int:
+            if type(step) is int and 0 <= step <= MAX_STEPS:
                 for name in _CUT:
                     logs[name] = [line for line in logs[name] if line["step"] < step]
+                resize_losses(losses, step)
+            elif (found := _losses_of(value)) is not None:
+                resize_losses(losses, found[0] - 1)
+                losses += found[1]
             elif name in logs and is_line(line, TEXTS[name]):
                 logs[name].append(line)
-    return logs
+    return logs, losses
+
+
+def _losses_of(event: dict[str, Any]) -> tuple[int, bytes] | None:
+    """Return the first step and the losses of an event; None if it has none."""
+    first_step, text = event.get("first_step"), event.get("losses")
+    if type(first_step) is not int or not isinstance(text, str) or not 1 <= first_step <= MAX_STEPS:
+        return None
+    try:
+        return first_step, encode_losses(decode_losses(base64.b64decode(text, validate=True)))
+    except ValueError:
+        return None
 
 
 def _list(filesystem: FileSystem, place: str) -> dict[_Part, FileInfo]:

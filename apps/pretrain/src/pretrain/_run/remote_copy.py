@@ -36,7 +36,7 @@ def pull_changed(folder: RunFolder) -> bool:
     infos = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
     of_names = {info.base_name: info for info in infos if info.is_file}
     has_changed = pull_log(filesystem, root, folder.path)
-    for path in (folder.config, folder.result):
+    for path in (folder.config, folder.result, folder.val_losses):
         if path.name in of_names:
             has_changed |= _download(of_names[path.name], path, filesystem)
         elif path.exists():

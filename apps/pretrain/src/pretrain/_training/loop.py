@@ -147,7 +147,9 @@ class Loop:
         self._profiling.after_step(step, metrics)
         # The metrics of a step are read after the next step has started: the device never waits.
         if self._has_unwritten_record:
-            self._log.write(self.meter.wait_for_record(step - 1))
+            record = self.meter.wait_for_record(step - 1)
+            self._log.write_losses(step - 1, self.meter.take_losses())
+            self._log.write(record)
         self.meter.add(metrics)
         self._has_unwritten_record = due(self._train, step).record
         return metrics
@@ -193,6 +195,7 @@ class Loop:
     def _save(self, record: Record) -> None:
         """Start a save, which continues in the background."""
         unrecorded = self.meter.wait_for_unrecorded()
+        self._log.write_losses(record["step"], self.meter.take_losses())
         self._log.phase(record["step"], "saving")
         self._log.push()  # a continued run expects the records before its checkpoint in the log
         self._checkpoints.save(
@@ -209,6 +212,7 @@ class Loop:
 
     def _write(self, record: Record, *, is_evaluated: bool) -> None:
         """Write a record, with the validation losses and the samples if it is evaluated."""
+        self._log.write_losses(record["step"], self.meter.take_losses())
         if is_evaluated:
             record = self._evaluate(record)
         self._log.write(record)
@@ -219,19 +223,21 @@ class Loop:
         """Return the record with the validation losses, and take the samples."""
         setup, step = self._setup, record["step"]
         self._log.phase(step, "evaluating")
-        losses = self._measure(setup.validation)
+        losses = self._measure(setup.validation, step)
         record = record | losses
         self._validations.add(step, losses["val_loss"], is_saved=due(self._train, step).checkpoint)
         if step == self._train.max_steps or self._validations.have_stalled:
-            losses = losses if setup.validation.is_full else self._measure(setup.full_validation)
+            losses = losses if setup.validation.is_full else self._measure(setup.full_validation, step)
             record |= {f"full_{name}": loss for name, loss in losses.items()}
         self._log.phase(step, "sampling")
         for sample in setup.sampler.samples(self._state.params, step):
             self._log.write_sample(sample)
         return record
 
-    def _measure(self, validation: Validation) -> Record:
-        loss, bits = validation.loss(self._state.params), None
+    def _measure(self, validation: Validation, step: int) -> Record:
+        (loss, of_windows), bits = validation.evaluate(self._state.params), None
+        if validation.is_full and step == self._train.max_steps:
+            self._log.write_val_losses(of_windows)
         if jax.process_index() == 0 and self._setup.tokenizer is not None:
             bits = validation.bits_per_byte(loss, self._setup.tokenizer)
         return rounded({"val_loss": loss} | ({} if bits is None else {"val_bits_per_byte": bits}))

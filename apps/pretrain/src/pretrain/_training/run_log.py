@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ from pretrain._run.folder import RunFolder
 from pretrain._run.history import ENDS, Phase, PhaseName, Sample, last_sign_of_life, read_phases, read_starts
 from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, STARTS
 from pretrain._run.metrics import Record, finite
+from pretrain._run.step_losses import ValLosses, write_val_losses
 from pretrain._trackers.tracker import Trackers, open_trackers
 
 
@@ -160,6 +161,18 @@ class RunLog:
         self._last_step = record["step"]
         if self._trackers is not None:
             self._trackers.write(record)
+
+    def write_losses(self, last_step: int, losses: Sequence[float]) -> None:
+        """Write the losses of the steps up to `last_step`, one for each; NaN for a step without an update."""
+        if self._writes and losses:
+            self._folder.check_place()
+            self._writer.append_losses(last_step - len(losses) + 1, losses)
+
+    def write_val_losses(self, losses: ValLosses) -> None:
+        """Write the losses of the validation windows after the last step. `push` uploads them."""
+        if self._writes:
+            self._folder.check_place()
+            write_val_losses(self._folder.val_losses, losses)
 
     def write_sample(self, sample: Sample) -> None:
         """Write a sample."""

@@ -61,6 +61,7 @@ class StepMeter:
         self._clock = clock
         self._wall_clock = wall_clock
         self._steps: list[Metrics] = []
+        self._losses: list[float] = []
         self._loss_sum = 0.0
         self._num_losses = 0
         self._grad_norm_max = -math.inf
@@ -160,6 +161,11 @@ class StepMeter:
             "grad_norm_max": self._grad_norm_max if self._num_losses else None,
         }
 
+    def take_losses(self) -> list[float]:
+        """Return the losses of the steps that were waited for since the last call; NaN for a step without an update."""
+        losses, self._losses = self._losses, []
+        return losses
+
     def restore(self, unrecorded: dict[str, Any]) -> None:
         """Continue an unfinished record.
 
@@ -174,7 +180,9 @@ class StepMeter:
         """Wait for the added steps, and add their metrics up, in the order of steps."""
         for metrics in jax.device_get(self._steps):
             loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
-            if math.isfinite(loss) and math.isfinite(grad_norm):
+            is_update = math.isfinite(loss) and math.isfinite(grad_norm)
+            self._losses.append(loss if is_update else math.nan)
+            if is_update:
                 self._loss_sum += loss
                 self._num_losses += 1
                 self._grad_norm_max = max(self._grad_norm_max, grad_norm)

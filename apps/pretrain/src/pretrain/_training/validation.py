@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from nnx_gpt2 import GPT2Config, make_eval_step, put_batch
 from owt_data import Tokens
+from pretrain._run.step_losses import ValLosses
 from pretrain._training.device_memory import compile_what_fits
 
 if TYPE_CHECKING:
@@ -78,7 +79,11 @@ class Validation:
         self._step, self._batch_size = compile_what_fits(self._step, params, largest, self._seq_len)
 
     def loss(self, params: Any, track: Callable[[range], Iterable[int]] = iter) -> float:
-        """Return the mean loss in nats per token.
+        """Return the mean loss in nats per token. See `evaluate`."""
+        return self.evaluate(params, track)[0]
+
+    def evaluate(self, params: Any, track: Callable[[range], Iterable[int]] = iter) -> tuple[float, ValLosses]:
+        """Return the mean loss in nats per token, and those of the windows.
 
         Args:
             params: the parameters.
@@ -95,8 +100,11 @@ class Validation:
             sums.append(
                 _sum_last(self._step(params, batch), np.where(rows < len(self._indices), self._counts(rows), 0))
             )
-        total = sum(float(np.asarray(of_batch, np.float64).sum()) for of_batch in sums)
-        return total / self.num_tokens
+        sums = [np.asarray(of_batch, np.float64) for of_batch in sums]
+        rows = np.arange(len(self._indices))
+        losses = (np.concatenate(sums)[: len(rows)] / self._counts(rows)).astype(np.float32)
+        total = sum(float(of_batch.sum()) for of_batch in sums)
+        return total / self.num_tokens, ValLosses(losses=losses, last_count=self._rest or self._seq_len)
 
     def bits_per_byte(self, loss: float, tokenizer: "tiktoken.Encoding") -> float | None:
         """Return a loss in bits per byte of the text of the predicted tokens, or None if this text is empty.
