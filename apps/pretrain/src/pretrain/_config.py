@@ -43,7 +43,9 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 VerifyMode = Literal["first", "background", "off"]
 
-PresetName = Literal["quickstart", "baby", "tutorial", "wikitext", "finetune", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+PresetName = Literal[
+    "quickstart", "baby", "tutorial", "wikitext", "finetune", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,7 +323,9 @@ class PretrainConfig:
         if self.anneal is not None:
             _check_range("anneal", self.anneal, 1, MAX_STEPS + 1)
             if self.from_checkpoint is None:
-                raise ValueError(f"anneal must be given with from_checkpoint, got {self.anneal} alone. Name a checkpoint.")
+                raise ValueError(
+                    f"anneal must be given with from_checkpoint, got {self.anneal} alone. Name a checkpoint."
+                )
         if self.from_checkpoint is not None and self.init_from is not None:
             raise ValueError(
                 f"from_checkpoint and init_from must not be given together, got {short(self.from_checkpoint)} and "

@@ -107,7 +107,11 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         stored = read_description(folder)
         origin = find_origin(config) if stored is None else stored.origin
         config = resolve_settings(config, stored, origin, folder)
-        if stored is not None and has_same_length(config, stored.config) and (result := read_result(folder)) is not None:
+        if (
+            stored is not None
+            and has_same_length(config, stored.config)
+            and (result := read_result(folder)) is not None
+        ):
             return _finished(config, stored, folder, name, result, console)
         tokenizing = Tokenizing() if config.data_mode == "stream" else None
         run = stack.enter_context(resolving(config, hardware, folder, stored, origin, console, report=tokenizing))
