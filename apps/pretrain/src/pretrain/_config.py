@@ -324,7 +324,7 @@ class PretrainConfig:
             _check_range("anneal", self.anneal, 1, MAX_STEPS + 1)
             if self.from_checkpoint is None:
                 raise ValueError(
-                    f"anneal must be given with from_checkpoint, got {self.anneal} alone. Name a checkpoint."
+                    f"anneal must be given with from_checkpoint, got {self.anneal} alone. Name a run."
                 )
         if self.from_checkpoint is not None and self.init_from is not None:
             raise ValueError(

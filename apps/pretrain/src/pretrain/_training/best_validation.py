@@ -1,4 +1,4 @@
-"""The validation losses of a run so far: the checkpoint to keep for the best one, and whether the run still improves."""
+"""The best validation of a run so far: the checkpoint to keep for it, and whether the run still improves."""
 
 import dataclasses
 from dataclasses import dataclass
