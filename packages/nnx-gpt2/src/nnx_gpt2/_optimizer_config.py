@@ -79,7 +79,7 @@ class OptimizerConfig:
             ("beta2", "be in [0, 1)", is_number(self.beta2) and 0 <= self.beta2 < 1),
             ("average_decay", "be in [0, 1)", is_number(self.average_decay) and 0 <= self.average_decay < 1),
         ):
-            is_above = name == "min_learning_rate" and is_number(end) and end > peak
+            is_above = name == "min_learning_rate" and end is not None and is_number(end) and end > peak
             remedy = "Lower it too, or raise the peak." if is_above else ""
             require(holds, name, constraint, shown(getattr(self, name)), remedy)
 

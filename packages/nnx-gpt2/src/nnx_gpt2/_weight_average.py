@@ -34,7 +34,7 @@ def weight_average(decay: float) -> optax.GradientTransformation:
         # Copies, because a step donates both the parameters and the average.
         return WeightAverageState(jnp.zeros((), jnp.float32), jax.tree.map(jnp.copy, params))
 
-    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, WeightAverageState]:
+    def update(updates: Params, state: Any, params: Any = None) -> tuple[Params, WeightAverageState]:
         total_weight = 1 + decay * state.total_weight
         new = optax.apply_updates(params, updates)
         return updates, WeightAverageState(total_weight, optax.incremental_update(new, state.average, 1 / total_weight))
