@@ -16,6 +16,7 @@ from rich.console import Console
 from pretrain._command_line.arguments import build_command, split_command
 from pretrain._command_line.command_classes import (
     Command,
+    CompareCommand,
     EvalCommand,
     ExportCommand,
     PlanCommand,
@@ -190,6 +191,8 @@ def _run(command: Command) -> int:
             print_line(console, f"wrote the model of step {step} to {out}")
         case ReportCommand(runs=runs, out=out):
             _imported("report.report")(runs, out=out, console=console)
+        case CompareCommand(runs=runs, against=against, at=at, json=as_json):
+            _imported("compare.compare")(runs, against=against, at=at, as_json=as_json, console=console)
         case RunsCommand(storage_path=storage_path):
             _imported("runs.show_runs")(storage_path, console=console)
         case WatchCommand(run=run):
