@@ -5,7 +5,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from nnx_gpt2 import num_params
-from pretrain._formats import axis_number, count
+from pretrain._formats import axis_number, count, four_digits, loss
 from pretrain._report.curves import points, robust_range, smooth, spread
 from pretrain._run.history import RunHistory
 from pretrain._run.metrics import last_values
@@ -99,11 +99,13 @@ def _draw_curves(axes: "matplotlib.axes.Axes", history: RunHistory) -> None:
     heights = spread([(y - low) / (high - low) for _, _, y, _ in ends], _LABEL_HEIGHT)
     for (label, value, _, color), height in zip(ends, heights, strict=True):
         place = {"xycoords": ("axes fraction", "axes fraction"), "textcoords": "offset points", "va": "center"}
-        axes.annotate(f"{label} {value:.4f}", (1, height), (6, 0), color=color, fontsize="medium", **place)
+        axes.annotate(f"{label} {loss(float(value))}", (1, height), (6, 0), color=color, fontsize="medium", **place)
     notes = []
     above = max(((losses.max(), steps[losses.argmax()]) for steps, losses in curves.values()), key=lambda at: at[0])
     if above[0] > high:
-        notes.append(f"\N{BLACK UP-POINTING TRIANGLE} above the axis: up to {above[0]:.2f}, at step {above[1]:,.0f}")
+        notes.append(
+            f"\N{BLACK UP-POINTING TRIANGLE} above the axis: up to {four_digits(float(above[0]))}, at step {above[1]:,.0f}"
+        )
     restarts = [start["step"] for start in history.starts[1:]]
     if restarts:
         axes.vlines(restarts, 0, 0.05, transform=axes.get_xaxis_transform(), color=_NOTE, linewidth=1.5)
@@ -122,5 +124,5 @@ def _subtitle(history: RunHistory) -> str:
     else:
         words.append(f"data {textwrap.shorten(config.data, 40)}")
     if "full_val_loss" in final:
-        words.append(f"loss on all validation tokens {final['full_val_loss']:.4f}")
+        words.append(f"loss on all validation tokens {loss(final['full_val_loss'])}")
     return "  ·  ".join(words)
