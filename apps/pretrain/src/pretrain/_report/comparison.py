@@ -26,17 +26,17 @@ class Series:
 
     @property
     def number(self) -> int:
-        """Number of the line."""
+        """Return the number of the line."""
         return self.runs[0].series
 
     @property
     def color(self) -> str:
-        """CSS classes of the color and of the dashes."""
+        """Return the CSS classes of the color and of the dashes."""
         return self.runs[0].color
 
     @property
     def is_group(self) -> bool:
-        """Whether the line is a mean."""
+        """Return whether the line is a mean."""
         return len(self.runs) > 1
 
 
@@ -51,7 +51,7 @@ class Row:
     """CSS classes of its line."""
 
     is_single: bool
-    """Whether it is one of the runs of the mean above."""
+    """True for one of the runs of the mean above."""
 
     rank: int | None
     """1 for the lowest loss, equal for equal losses; None if the losses cannot be compared, or for a single run."""
@@ -120,9 +120,9 @@ def compare(runs: Sequence[ReportedRun], series: Sequence[Series]) -> Comparison
         ordered = list(series)
     rows = []
     for line in ordered:
-        own = losses[line.number]
-        is_ranked = ranked_by is not None and own is not None
-        rank = 1 + sum(other is not None and other < own for other in losses.values()) if is_ranked else None
+        own, rank = losses[line.number], None
+        if ranked_by is not None and own is not None:
+            rank = 1 + sum(other is not None and other < own for other in losses.values())
         options = [_joined([cells[id(run)][at] for run in line.runs]) for at in range(len(texts))]
         rows.append(
             Row(

@@ -103,9 +103,8 @@ def _draw_curves(axes: "matplotlib.axes.Axes", history: RunHistory) -> None:
     notes = []
     above = max(((losses.max(), steps[losses.argmax()]) for steps, losses in curves.values()), key=lambda at: at[0])
     if above[0] > high:
-        notes.append(
-            f"\N{BLACK UP-POINTING TRIANGLE} above the axis: up to {four_digits(float(above[0]))}, at step {above[1]:,.0f}"
-        )
+        highest = four_digits(float(above[0]))
+        notes.append(f"\N{BLACK UP-POINTING TRIANGLE} above the axis: up to {highest}, at step {above[1]:,.0f}")
     restarts = [start["step"] for start in history.starts[1:]]
     if restarts:
         axes.vlines(restarts, 0, 0.05, transform=axes.get_xaxis_transform(), color=_NOTE, linewidth=1.5)

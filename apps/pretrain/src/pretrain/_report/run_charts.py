@@ -1,7 +1,7 @@
 """The charts of runs: which metrics, in which units, on which axes."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -11,7 +11,7 @@ from markupsafe import Markup
 from pretrain._report.comparison import Series
 from pretrain._report.curves import Array, smooth
 from pretrain._report.reported_run import ReportedRun
-from pretrain._report.svg_chart import Axis, Line, line_chart
+from pretrain._report.svg_chart import Axis, Line, Look, line_chart
 
 _POINTS_OF_CHART = 2400  # of all lines together; the page of many long runs stays below 2 MB
 _POINTS_OF_LINE, _FEWEST_POINTS = 500, 24
@@ -106,23 +106,20 @@ def _lines(chart: Chart, series: Series, x_name: str, num_series: int) -> Iterat
     validation = [run.curve("val_loss", x_name) for run in series.runs] if chart is _LOSS else []
     has_validation = any(len(x) for x, _, _ in validation)
     for run in series.runs:
-        classes = f"grey s{run.series}" + " single" * series.is_group
-        yield from _drawn("", run.inherited(chart.metric, x_name), classes, "light", chart)
-        if chart is _LOSS:
-            yield from _drawn("", run.inherited("val_loss", x_name), classes, "light", chart)
+        yield from _inherited(chart, run, x_name)
     names = [f"{label}, training" if chart is _LOSS else label for label in (series.label, *_labels(series))]
     if has_validation and num_series > _MOST_NAMED:
         names = [""] * len(names)
-    look = "light" if has_validation else "line"
-    yield from _lines_of_series(names, series, training, look, has_details=not has_validation)
+    yield from _lines_of_series(
+        names, series, training, "light" if has_validation else "line", has_details=not has_validation
+    )
     if has_validation:
         names = [f"{label}, validation" for label in (series.label, *_labels(series))]
         yield from _lines_of_series(names, series, validation, "dotted", has_details=True)
 
 
 def _lines_of_one_run(chart: Chart, run: ReportedRun, x_name: str) -> Iterator[Line]:
-    for metric in (chart.metric, *(["val_loss"] if chart is _LOSS else [])):
-        yield from _drawn("", run.inherited(metric, x_name), "grey s0", "light", chart)
+    yield from _inherited(chart, run, x_name)
     name = f"{run.label}, training" if chart is _LOSS else run.label
     x, y = run.points(chart.metric, x_name)
     if len(x):
@@ -139,7 +136,7 @@ def _lines_of_one_run(chart: Chart, run: ReportedRun, x_name: str) -> Iterator[L
 
 
 def _lines_of_series(
-    names: Sequence[str], series: Series, curves: Sequence[Curve], look: str, *, has_details: bool
+    names: Sequence[str], series: Series, curves: Sequence[Curve], look: Look, *, has_details: bool
 ) -> Iterator[Line]:
     """Yield the line of a run, or the mean of several with its band and the single runs.
 
@@ -203,9 +200,16 @@ def _scaled(curve: Curve, chart: Chart) -> Curve:
     return steps, x, (smooth(y) if chart.is_smoothed else y) * chart.scale
 
 
-def _drawn(label: str, curve: Curve, color: str, look: str, chart: Chart) -> Iterable[Line]:
-    _, x, y = _scaled(curve, chart)
-    return [Line(label=label, x=x, y=y, color=color, look=look)] if len(x) else []
+def _inherited(chart: Chart, run: ReportedRun, x_name: str) -> Iterator[Line]:
+    """Yield the part of a run that its parents have trained, in grey. A forked run is never part of a mean."""
+    color = f"grey s{run.series}"
+    _, x, y = _scaled(run.inherited(chart.metric, x_name), chart)
+    if len(x):
+        yield Line(label="", x=x, y=y, color=color, look="light")
+    if chart is _LOSS:
+        _, x, y = run.inherited("val_loss", x_name)
+        if len(x):
+            yield Line(label="", x=x, y=y, color=color, look="dotted")
 
 
 def _labels(series: Series) -> list[str]:

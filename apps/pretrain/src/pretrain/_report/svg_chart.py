@@ -9,7 +9,7 @@ without one.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from markupsafe import Markup
@@ -24,7 +24,9 @@ _MARGIN = 0.04  # above and below the values, as a share of the height
 _X_TICKS, _Y_TICKS = 6, 8  # about so many; more would not fit a phone
 _MOST_DOTS = 50
 _MOST_LABELS = 12  # at the lines' ends; more would not fit
-_DEPTHS = ("band", "pale", "light", "line", "dotted")  # the background first
+
+Look = Literal["band", "pale", "light", "line", "dotted"]
+_DEPTHS = get_args(Look)  # the background first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +45,7 @@ class Line:
     color: str
     """CSS classes: one that sets the property `color`, and others."""
 
-    look: Literal["pale", "band", "light", "line", "dotted"] = "line"
+    look: Look = "line"
     """`pale` is a background for another line, and `band` the area from `low` to `y`: both have no read-out. `light` is
     a thin line; `dotted` has a dot at each point."""
 
