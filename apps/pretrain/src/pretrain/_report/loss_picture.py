@@ -5,7 +5,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from nnx_gpt2 import num_params
-from pretrain._formats import axis_number, count, four_digits, loss
+from pretrain._formats import axis_number, count, four_digits, loss, plain
 from pretrain._report.curves import points, robust_range, smooth, spread
 from pretrain._run.history import RunHistory
 from pretrain._run.metrics import last_values
@@ -45,7 +45,7 @@ def loss_figure(history: RunHistory, name: str) -> "matplotlib.figure.Figure":
 
     figure = Figure(figsize=(8, 5))
     # Fixed margins: matplotlib's layouts shrink the axes to nothing beside long labels.
-    margins = {"left": 0.095, "right": 0.82, "top": 0.81, "bottom": 0.1, "hspace": 0.12}
+    margins = {"left": 0.11, "right": 0.82, "top": 0.81, "bottom": 0.1, "hspace": 0.12}
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(5, 1), gridspec_kw=margins)
     _draw_curves(upper, history)
     upper.set_ylabel("loss (nats per token)")
@@ -58,9 +58,9 @@ def loss_figure(history: RunHistory, name: str) -> "matplotlib.figure.Figure":
     lower.plot(*rates, color=_RATE, marker="." if len(rates[0]) == 1 else None)
     lower.set_ylim(0, 1.15 * max(rates[1], default=1.0) or 1.0)
     lower.set_ylabel("learning\nrate", fontsize="small")
-    lower.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
-    lower.yaxis.get_offset_text().set_fontsize("small")
+    lower.tick_params(axis="y", labelsize="small")
     lower.yaxis.set_major_locator(MaxNLocator(2))
+    lower.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: plain(rate)))
     lower.set_xlabel("step")
     lower.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     lower.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
