@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
 from pretrain._report.curves import robust_range, smooth, spread
@@ -70,7 +71,7 @@ def test_the_picture_has_numbers_as_people_write_them(write_run):
         for step in range(0, 1501, 100)
     ]
     figure = loss_figure(read_history(write_run(records=lines)), "run")
-    figure.canvas.draw()
+    FigureCanvasAgg(figure).draw()
     upper, lower = figure.axes
     assert [label.get_text() for label in lower.get_yticklabels()][:2] == ["0", "2e-4"]
     assert lower.yaxis.get_offset_text().get_text() == ""
