@@ -40,6 +40,7 @@ os.fsync, Checkpoints.save = note_sync, note_save
 quickstart = PRESETS["quickstart"]()
 config = dataclasses.replace(
     quickstart,
+    name="quickstart-data",
     data="train=book.txt,val=end.txt",
     hardware="local",
     prompts=("a", "of"),

@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 
 from pretrain._command_line.option_table import options_of, value_of
-from pretrain._config import LENGTHS, PretrainConfig
+from pretrain._config import LENGTHS, MICROBATCHES, PretrainConfig, replace_options, without_replaced
 from pretrain._errors import UsageError, short, shown
 from pretrain._presets import PRESETS
 from pretrain._suggestions import did_you_mean, nearest_option
@@ -26,7 +26,6 @@ _PIPES_OF_A_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _SILENCE_S = 10.0
 # Python's parser of TOML takes time that grows with the square of a key's length. A description of a run may be long.
 _MOST_BYTES = {"TOML": 32_000, "JSON": 16_000_000}
-_MICROBATCHES = ("train.grad_accum_steps", "train.micro_batch_size")
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -144,22 +143,15 @@ def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainCo
     Raises:
         UsageError: a value is out of its range, or the command line has two options of which one replaces the other.
     """
-    for replaced, *others in (LENGTHS, _MICROBATCHES):
+    for replaced, *others in (LENGTHS, MICROBATCHES):
         given = [name for name in others if line.get(name) is not None]
         if given and replaced in line:
             one, other = (f"--{name.replace('_', '-')}" for name in (replaced, given[0]))
             raise UsageError(f"{one} cannot be given with {other}, which replaces it. Leave one of them out.")
-    values = {**_with_alternatives(file), **_with_alternatives(line)}
+    values = {**without_replaced(file), **without_replaced(line)}
     preset = _base(values)
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        section, _, last = name.rpartition(".")
-        sections.setdefault(section, {})[last] = value
     try:
-        top = sections.pop("", {})
-        for section, fields in sections.items():
-            top[section] = _with_fields(preset, section, fields)
-        return dataclasses.replace(preset, **top)
+        return replace_options(preset, values)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -185,15 +177,6 @@ def _base(values: Mapping[str, Any]) -> PretrainConfig:
     return with_weights_of(preset, weights)
 
 
-def _with_fields(preset: PretrainConfig, section: str, fields: Mapping[str, Any]) -> Any:
-    """Return a section of a preset with other fields. The optimizer, of another package, does not name its section."""
-    try:
-        return dataclasses.replace(getattr(preset, section), **fields)
-    except ValueError as error:
-        name = "" if str(error).startswith(f"{section}.") else f"{section}."
-        raise UsageError(f"{name}{error}") from error
-
-
 def to_toml(config: PretrainConfig) -> str:
     """Return a configuration as TOML, with every option. `read_config` and `build_config` give it back.
 
@@ -214,15 +197,6 @@ def to_toml(config: PretrainConfig) -> str:
             toml = "none" if value is None else list(value) if isinstance(value, tuple) else value
             lines.append(tomli_w.dumps({last: toml}).rstrip("\n"))
     return "\n".join(lines) + "\n"
-
-
-def _with_alternatives(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options whose length and microbatches replace those of the preset or of the file."""
-    unset: dict[str, Any] = {}
-    for alternatives in (LENGTHS, _MICROBATCHES):
-        if any(name in values for name in alternatives):
-            unset |= dict.fromkeys(alternatives[1:])
-    return {**unset, **values}
 
 
 def _read_value(name: str, value: Any, path: str) -> Any:

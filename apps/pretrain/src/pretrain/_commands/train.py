@@ -12,7 +12,6 @@ from pretrain._best_effort import best_effort
 from pretrain._commands.verify_data import verified_data
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, load_tokens
-from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError, rejecting, shown
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
@@ -34,6 +33,7 @@ from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize, write_end
 from pretrain._run.lock import lock_run
 from pretrain._run.metrics import last_values
+from pretrain._run.names import run_name
 from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_finished, show_result, show_stopped
@@ -99,7 +99,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
     console = console or Console(quiet=True)
     hardware = given_hardware(config)
     check_trackers(config)
-    name = config.name or f"{config.preset}-{label_of(parse_data(config.data))}"
+    name = run_name(config)
     check_run_name(name)
     with contextlib.ExitStack() as stack:
         with rejecting():
@@ -107,7 +107,11 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         stored = read_description(folder)
         origin = find_origin(config) if stored is None else stored.origin
         config = resolve_settings(config, stored, origin, folder)
-        if stored is not None and has_same_length(config, stored.config) and (result := read_result(folder)) is not None:
+        if (
+            stored is not None
+            and has_same_length(config, stored.config)
+            and (result := read_result(folder)) is not None
+        ):
             return _finished(config, stored, folder, name, result, console)
         tokenizing = Tokenizing() if config.data_mode == "stream" else None
         run = stack.enter_context(resolving(config, hardware, folder, stored, origin, console, report=tokenizing))
