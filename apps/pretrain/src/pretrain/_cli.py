@@ -190,8 +190,10 @@ def _run(command: Command) -> int:
             print_line(console, f"wrote the model of step {step} to {out}")
         case ReportCommand(runs=runs, out=out):
             _imported("report.report")(runs, out=out, console=console)
-        case RunsCommand(storage_path=storage_path):
-            _imported("runs.show_runs")(storage_path, console=console)
+        case RunsCommand(json=as_json):
+            given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+            del given["json"]
+            _imported("runs.show_runs")(**given, as_json=as_json, console=console)
         case WatchCommand(run=run):
             _imported("watch.watch")(run, console=console)
     return 0

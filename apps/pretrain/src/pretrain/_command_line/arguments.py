@@ -80,11 +80,11 @@ def build_command(command: str, arguments: Sequence[str]) -> Command:
 
 def usage(command: str) -> str:
     """Return the usage of a command, without the word for its options."""
-    words = [
-        f"{one.placeholder}{'...' if one.is_tuple else ''}" if one.default is MISSING else f"[{one.placeholder}]"
-        for one in command_options(command)
-        if one.placeholder is not None
-    ]
+    words: list[str] = []
+    for one in command_options(command):
+        if one.placeholder is not None:
+            word = f"{one.placeholder}{'...' if one.is_tuple else ''}"
+            words.append(word if one.default is MISSING else f"[{word}]")
     return " ".join(["pretrain", command, *words])
 
 

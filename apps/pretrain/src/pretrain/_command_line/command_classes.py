@@ -1,6 +1,7 @@
 """The commands, each with its options and its examples."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pretrain._config import PretrainConfig
 
@@ -78,6 +79,24 @@ class RunsCommand:
 
     storage_path: str = field(default="runs", metadata={"placeholder": "STORAGE_PATH"})
     """Folder of all runs, or s3://... or gs://..."""
+
+    globs: tuple[str, ...] = field(default=(), metadata={"placeholder": "GLOB"})
+    """Patterns of names, such as 'baby-*-seed1'; none for all runs. The first may stand for STORAGE_PATH."""
+
+    sort: str | None = None
+    """Column to sort by, such as val_loss, loss, step, age, name, or an option that differs, such as lr. Default: the
+    newest run last."""
+
+    columns: str | None = None
+    """Columns to show, such as run,lr,val. Default: all that fit, and each option that changes the result and differs
+    between the runs."""
+
+    group_by: Literal["seed"] | None = None
+    """Make one row of the runs that are equal but for the seed: the mean of their validation losses, its spread
+    (standard deviation), and the rank. Finished runs alone count."""
+
+    json: bool = False
+    """Print one line of JSON, with all numbers and the options that differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +203,7 @@ EXAMPLES = {
         "pretrain report quickstart-builtin",
         "pretrain report runs/first runs/second --out comparison.html",
     ),
-    "runs": ("pretrain runs", "pretrain runs s3://bucket/runs"),
+    "runs": ("pretrain runs s3://bucket/runs", "pretrain runs 'baby-*' --group-by seed"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),
 }
 """Two command lines of each command, for its help."""
