@@ -136,6 +136,38 @@ class PlanCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SweepOptions:
+    """Train a run for each combination of values of some options. Takes every option of `train`."""
+
+    file: str | None = field(default=None, metadata={"placeholder": "FILE"})
+    """A .toml file of options, as for --config, with a table [grid]: lists of values, by the names of the options."""
+
+    grid: tuple[str, ...] = ()
+    """Options with their values, such as optimizer.learning-rate=1e-4,3e-4 seed=1,2,3. Each combination is a run, with
+    its default name."""
+
+    parallel: int = 1
+    """Runs at once, each with the devices of --hardware."""
+
+    dry_run: bool = False
+    """Print the names and the commands of the runs, and start nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepCommand:
+    """The request to train several runs."""
+
+    configs: tuple[PretrainConfig, ...]
+    """Configuration of each run."""
+
+    parallel: int
+    """Runs at once."""
+
+    dry_run: bool
+    """True to print the commands alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigOptions:
     """Options of the commands `train` and `plan` that are not part of a configuration."""
 
@@ -164,12 +196,14 @@ Command = (
     | RunsCommand
     | WatchCommand
     | PlanCommand
+    | SweepCommand
     | ShowConfig
 )
 
 COMMANDS: dict[str, type] = {
     "train": PretrainConfig,
     "plan": PlanOptions,
+    "sweep": SweepOptions,
     "sample": SampleCommand,
     "eval": EvalCommand,
     "export": ExportCommand,
@@ -186,6 +220,10 @@ EXAMPLES = {
     "plan": (
         "pretrain plan --preset gpt2 --hardware gpu:8:h100 --price-per-hour 24",
         "pretrain plan --preset baby --train.global-batch-size 48",
+    ),
+    "sweep": (
+        "pretrain sweep --preset baby --data book.txt --grid optimizer.learning-rate=3e-4,1e-3 seed=1,2,3",
+        "pretrain sweep sweep.toml --hardware gpu:1 --parallel 8",
     ),
     "sample": (
         "pretrain sample quickstart-builtin --prompt 'def ' --num-samples 3",

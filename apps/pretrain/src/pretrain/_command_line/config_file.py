@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli_w
 
-from pretrain._command_line.option_table import options_of, value_of
+from pretrain._command_line.option_table import Option, options_of, value_of
 from pretrain._config import LENGTHS, MICROBATCHES, PretrainConfig, replace_options, without_replaced
 from pretrain._errors import UsageError, short, shown
 from pretrain._presets import PRESETS
@@ -21,6 +21,7 @@ from pretrain._suggestions import did_you_mean, nearest_option
 
 _OPTIONS = {option.name: option for option in options_of(PretrainConfig)}
 _SECTIONS = {name.partition(".")[0] for name in _OPTIONS if "." in name}
+_GRID = "grid."
 # Where a shell puts the pipe of `<(command)`, and the standard input.
 _PIPES_OF_A_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _SILENCE_S = 10.0
@@ -41,13 +42,31 @@ def read_config(path: str) -> dict[str, Any]:
         UsageError: the file is not TOML or JSON, or has an unknown name or a value of a wrong type.
         OSError: the file cannot be read.
     """
+    return {name: _read_value(name, value, path) for name, value in _read_values(path).items()}
+
+
+def read_sweep(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the options of a file of `sweep`, and the values of its table `[grid]` as they are.
+
+    Raises:
+        UsageError: the file is not TOML or JSON, or has an unknown name or a value of a wrong type beside the grid.
+        OSError: the file cannot be read.
+    """
+    values = _read_values(path)
+    grid = {name.removeprefix(_GRID): value for name, value in values.items() if name.startswith(_GRID)}
+    options = {name: value for name, value in values.items() if not name.startswith(_GRID)}
+    return {name: _read_value(name, value, path) for name, value in options.items()}, grid
+
+
+def _read_values(path: str) -> dict[str, Any]:
+    """Return the values of a file by their dotted names."""
     try:
-        return _read_options(path)
+        return _parse(path)
     except RecursionError:
         raise UsageError(f"{path} must be options in sections, got too many levels of them.") from None
 
 
-def _read_options(path: str) -> dict[str, Any]:
+def _parse(path: str) -> dict[str, Any]:
     if "\0" in path:
         raise UsageError("--config must be the name of a file, got one with a null character.")
     kind = "JSON" if path.lower().endswith(".json") else "TOML"
@@ -73,7 +92,7 @@ def _read_options(path: str) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"{path} must give each option once, got {short(twice)} twice.")
-    return {name: _read_value(name, value, path) for name, value in values.items()}
+    return values
 
 
 def _leaves(content: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
@@ -197,6 +216,43 @@ def to_toml(config: PretrainConfig) -> str:
             toml = "none" if value is None else list(value) if isinstance(value, tuple) else value
             lines.append(tomli_w.dumps({last: toml}).rstrip("\n"))
     return "\n".join(lines) + "\n"
+
+
+def to_arguments(config: PretrainConfig) -> list[str]:
+    """Return the arguments of the command `train` that give a configuration. `build_command` gives it back.
+
+    Raises:
+        UsageError: no arguments give it: one of several texts would be read as an option.
+    """
+    origin = {name: getattr(config, name) for name in ("from_checkpoint", "init_from") if getattr(config, name)}
+    if config.from_checkpoint is None:
+        origin["preset"] = config.preset
+    base = _base(origin)
+    changed = {
+        name: value_of(config, option)
+        for name, option in _OPTIONS.items()
+        if name in origin or (value_of(config, option) != value_of(base, option) and name != "preset")
+    }
+    for replaced, *others in (LENGTHS, MICROBATCHES):
+        if not {replaced, *others} & changed.keys():
+            continue
+        given = {name: value for name in others if (value := value_of(config, _OPTIONS[name])) is not None}
+        changed = {name: value for name, value in changed.items() if name not in (replaced, *others)}
+        changed |= given or {replaced: value_of(config, _OPTIONS[replaced])}
+    return [word for name, value in changed.items() for word in _words(_OPTIONS[name], value)]
+
+
+def _words(option: Option, value: Any) -> list[str]:
+    """Return the words of the command line for a value of an option."""
+    flag = option.flags[0]
+    if option.type is bool:
+        return [flag if value else option.off_flags[0]]
+    texts = ["none"] if value is None else list(map(str, value)) if option.is_tuple else [str(value)]
+    if not any(text.startswith("-") for text in texts):
+        return [flag, *texts]
+    if len(texts) > 1:
+        raise UsageError(f"{option.name} must be texts that begin with no -, got {shown(texts)}. Put a space before.")
+    return [f"{flag}={texts[0]}"]
 
 
 def _read_value(name: str, value: Any, path: str) -> Any:

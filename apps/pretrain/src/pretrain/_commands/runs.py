@@ -141,8 +141,8 @@ def _read_rows(storage_path: str, globs: Sequence[str], now_s: float) -> list[_R
         ]
         if folders and not chosen:
             raise UsageError(
-                f"the patterns must match the name of a run in {storage_path}, got {short(' '.join(globs))}. Leave them "
-                "out to see all runs."
+                f"the patterns must match the name of a run in {storage_path}, got {short(' '.join(globs))}. Leave "
+                "them out to see all runs."
             )
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
             rows = [row for row in threads.map(lambda folder: _row(folder, now_s), chosen) if row is not None]
