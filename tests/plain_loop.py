@@ -40,7 +40,7 @@ def run_plain_loop(arguments: list[str]) -> PlainRun:
     model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
     max_steps, batch_size = config.train.max_steps, config.train.global_batch_size
     optimizer, mesh, key = create_optimizer(config.optimizer, max_steps), make_mesh(), jax.random.key(config.seed)
-    state = create_train_state(model, optimizer, jax.random.fold_in(key, max_steps), mesh)
+    state = create_train_state(model, optimizer, jax.random.fold_in(key, 2**32 - 1), mesh)
     end_of_text = data.vocab_size - 1 if config.train.mask_documents else None
     train_step = make_train_step(model, optimizer, mesh, end_of_text=end_of_text)
     order, records = config.train.order or "shuffle", []

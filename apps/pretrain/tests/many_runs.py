@@ -70,7 +70,7 @@ def rewind(name, step):
         if number > step:
             shutil.rmtree(Path("runs", name, "checkpoints", str(number)))
 
-def refusal(config):
+def rejection(config):
     try:
         train(config)
     except ValueError as error:

@@ -45,9 +45,6 @@ CHANGED = {
     "model.param_dtype": "float64",
     "model.scan_layers": True,
     "train.global_batch_size": 64,
-    "train.max_steps": 7,
-    "train.max_epochs": 0.5,
-    "train.max_tokens": 7,
     "train.grad_accum_steps": 4,
     "train.micro_batch_size": 2,
     "train.order": "random",
@@ -58,6 +55,11 @@ CHANGED = {
     "optimizer.schedule": "wsd",
     "optimizer.learning_rate": 0.01,
     "optimizer.min_learning_rate": 1e-6,
+    "optimizer.min_learning_rate_ratio": 0.5,
+    "optimizer.average_decay": 0.5,
+    "from_checkpoint": "run@5",
+    "init_from": "gpt2",
+    "train.early_stop_evals": 3,
     "optimizer.warmup_steps": 7,
     "optimizer.decay_steps": 7,
     "optimizer.weight_decay": 0.5,
@@ -101,7 +103,12 @@ FREE = {
     "train.checkpoints_to_keep": 7,
     "mesh.fsdp": 2,
     "mesh.tensor": 2,
+    "extend": True,
+    "train.keep_every": 7,
+    "train.keep_best": False,
 }
+# `check_length` compares the lengths. `anneal` is given with `from_checkpoint` alone.
+APART = {"train.max_steps": 7, "train.max_epochs": 0.5, "train.max_tokens": 7, "anneal": 7}
 DATA = DataDescription(tokens="a", tokenizer="bytes", fingerprint={"train.bin": "x", "tokenizer": "bytes"})
 
 
@@ -125,7 +132,7 @@ def stored():
 
 
 def test_every_setting_is_tested():
-    assert {*names(PRESETS["quickstart"]())} == CHANGED.keys() | FREE.keys()
+    assert {*names(PRESETS["quickstart"]())} == CHANGED.keys() | FREE.keys() | APART.keys()
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -17,7 +17,7 @@ wsd = changed(BASE, optimizer__schedule="wsd", optimizer__decay_steps=5, train__
 for name in ("wsd", "wsd-once"):
     train(changed(wsd, name=name, train__max_steps=16 if name == "wsd" else 22))
 too_late = changed(wsd, name="wsd", train__max_steps=22)
-found["wsd in its decay"] = refusal(too_late)
+found["wsd in its decay"] = rejection(too_late)
 rewind("wsd", 8)
 train(too_late)
 found["wsd"] = digest("wsd", 22) == digest("wsd-once", 22)
@@ -26,11 +26,11 @@ found["wsd losses"] = [losses("wsd"), losses("wsd-once")]
 cosine = changed(BASE, name="cosine", optimizer__schedule="cosine")
 train(cosine)
 longer = changed(cosine, train__max_steps=19)
-found["cosine"] = refusal(longer)
+found["cosine"] = rejection(longer)
 train(changed(longer, extend=True))
 train(changed(longer, name="cosine-once"))
 found["rates"] = [[line.get("learning_rate") for line in losses(name)] for name in ("cosine", "cosine-once")]
-found["shorter"] = refusal(changed(longer, train__max_steps=7, extend=True))
+found["shorter"] = rejection(changed(longer, train__max_steps=7, extend=True))
 
 intervals = changed(BASE, name="intervals")
 train(intervals)

@@ -22,13 +22,13 @@ train(annealed)
 train(changed(wsd, name="annealed-once", optimizer__decay_steps=3, train__max_steps=11))
 found["annealed"] = digest("annealed", 11) == digest("annealed-once", 11)
 found["annealed again"] = train(annealed).metrics["step"]
-found["too late"] = refusal(changed(annealed, name="late", from_checkpoint="parent@16"))
-found["too short"] = refusal(changed(wsd, name="short", from_checkpoint="parent@8", train__max_steps=8))
-found["no such step"] = refusal(changed(wsd, name="none", from_checkpoint="parent@9"))
-found["other batch"] = refusal(changed(wsd, name="none", from_checkpoint="parent@8", train__global_batch_size=12))
-found["other optimizer"] = refusal(changed(wsd, name="none", from_checkpoint="parent@8", optimizer__name="muon"))
-found["no clipping"] = refusal(changed(wsd, name="none", from_checkpoint="parent@8", optimizer__clip_norm=0.0))
-found["another parent"] = refusal(changed(other, from_checkpoint="parent@12"))
+found["too late"] = rejection(changed(annealed, name="late", from_checkpoint="parent@16"))
+found["too short"] = rejection(changed(wsd, name="short", from_checkpoint="parent@8", train__max_steps=8))
+found["no such step"] = rejection(changed(wsd, name="none", from_checkpoint="parent@9"))
+found["other batch"] = rejection(changed(wsd, name="none", from_checkpoint="parent@8", train__global_batch_size=12))
+found["other optimizer"] = rejection(changed(wsd, name="none", from_checkpoint="parent@8", optimizer__name="muon"))
+found["no clipping"] = rejection(changed(wsd, name="none", from_checkpoint="parent@8", optimizer__clip_norm=0.0))
+found["another parent"] = rejection(changed(other, from_checkpoint="parent@12"))
 best = min((line["val_loss"], line["step"]) for line in losses("parent") if "val_loss" in line)[1]
 found["best"] = [load_trained("parent@best").step, best, load_trained("parent@4").step, load_trained("parent").step]
 

@@ -22,7 +22,8 @@ from nnx_gpt2 import (
 from owt_data import PrepareOptions, open_tokens, prepare, read_steps_by_tasks
 from pretrain import PRESETS, TrainConfig, main
 from pretrain._training import loop, setup, train_batches
-from pretrain._training.loop import due, restore
+from pretrain._training.load_state import load_state
+from pretrain._training.loop import due
 from pretrain._training.setup import warn_of_bfloat16
 from pretrain._training.step_meter import StepMeter
 from ray_jax_launch import Checkpoints, latest_step
@@ -47,10 +48,10 @@ def test_a_state_comes_back_with_its_counters_and_its_record(tmp_path):
             metadata={"record": record, "num_skipped": 7, "num_skipped_in_a_row": 3, "unrecorded": unrecorded},
         )
         checkpoints.wait()
-        found, found_record, found_unrecorded = restore(checkpoints, 30, abstract_train_state(MODEL, optimizer, mesh))
+        setup = SimpleNamespace(like=abstract_train_state(MODEL, optimizer, mesh))
+        found, metadata = load_state(checkpoints, None, setup)
     assert (int(found.step), int(found.num_skipped), int(found.num_skipped_in_a_row)) == (30, 7, 3)
-    assert found_record == record
-    assert found_unrecorded == unrecorded
+    assert (metadata["record"], metadata["unrecorded"]) == (record, unrecorded)
     for name in ("params", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, getattr(found, name), getattr(state, name))
 

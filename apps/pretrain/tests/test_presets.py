@@ -115,7 +115,9 @@ def test_openwebtext_presets_are_half_a_million_tokens_a_step_on_eight_devices(
     config = with_vocab_size(PRESETS[name](), 50257)
     model, train, optimizer = config.model, config.train, config.optimizer
     assert num_params(model) == published
-    assert (optimizer.learning_rate, optimizer.final_learning_rate) == pytest.approx((learning_rate, learning_rate / 10))
+    assert (optimizer.learning_rate, optimizer.final_learning_rate) == pytest.approx(
+        (learning_rate, learning_rate / 10)
+    )
     assert (optimizer.schedule, optimizer.warmup_steps, optimizer.weight_decay) == ("cosine", 2000, 0.1)
     assert (optimizer.beta1, optimizer.beta2, optimizer.clip_norm) == (0.9, 0.95, 1.0)
     assert (model.dropout_rate, model.dtype, model.param_dtype) == (0.0, "bfloat16", "float32")

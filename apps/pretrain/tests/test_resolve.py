@@ -33,8 +33,8 @@ def config(tmp_path: Path) -> PretrainConfig:
 
 def resolved(config: PretrainConfig, folder: RunFolder, stored: ResolvedRun | None = None) -> ResolvedRun:
     description = None if stored is None else stored.description
-    config = resolve_settings(config, description, folder)
-    with resolving(config, LOCAL, folder, description, QUIET, report=None) as run:
+    config = resolve_settings(config, description, None, folder)
+    with resolving(config, LOCAL, folder, description, None, QUIET, report=None) as run:
         return run
 
 

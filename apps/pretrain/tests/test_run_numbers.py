@@ -97,7 +97,7 @@ def plain_run(place: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str, s
         Validation(model, data.val, num_tokens=num_tokens, batch_size=9, mesh=mesh, end_of_text=END_OF_TEXT)
         for num_tokens in (100, None)
     )
-    state = create_train_state(model, optimizer, jax.random.fold_in(key, MAX_STEPS), mesh)
+    state = create_train_state(model, optimizer, jax.random.fold_in(key, 2**32 - 1), mesh)
     records, samples, losses, norms = [], [], list[float](), list[float]()
     for step in range(MAX_STEPS + 1):
         if step:

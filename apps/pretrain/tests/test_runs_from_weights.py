@@ -13,8 +13,8 @@ found["begun"] = [params_digest(arrays("begun", 0)["params"]) == params_digest(w
 found["begun losses"] = losses("begun")
 found["origin"] = json.loads(Path("runs/begun/config.json").read_text())["origin"] | {"place": None}
 end = digest("begun", 13)
-found["longer windows"] = refusal(changed(begun, name="none", model__seq_len=33))
-found["other width"] = refusal(changed(begun, name="none", model__embed_dim=32))
+found["longer windows"] = rejection(changed(begun, name="none", model__seq_len=33))
+found["other width"] = rejection(changed(begun, name="none", model__embed_dim=32))
 
 load_trained("parent@8").model.save_pretrained("exported", end_of_text=256)
 exported = changed(begun, name="exported", init_from="exported")
@@ -25,7 +25,7 @@ shutil.rmtree("runs/parent")
 rewind("begun", 0)
 train(begun)
 found["without its weights"] = digest("begun", 13) == end
-found["missing"] = refusal(changed(begun, name="none", init_from="parent@8"))
+found["missing"] = rejection(changed(begun, name="none", init_from="parent@8"))
 """
 
 

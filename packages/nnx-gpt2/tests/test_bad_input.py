@@ -160,6 +160,15 @@ CASES = {
         "min_learning_rate must lie between 0 and learning_rate (0.0006), got 'x'.",
     "OptimizerConfig(min_learning_rate_ratio=1.01)": "min_learning_rate_ratio must be in [0, 1], got 1.01.",
     "OptimizerConfig(min_learning_rate_ratio=None)": "min_learning_rate_ratio must be in [0, 1], got None.",
+    "OptimizerConfig(average_decay=1)": "average_decay must be in [0, 1), got 1.",
+    "OptimizerConfig(average_decay=-0.1)": "average_decay must be in [0, 1), got -0.1.",
+    "OptimizerConfig(average_decay=None)": "average_decay must be in [0, 1), got None.",
+    "averaged_params(state.opt_state)":
+        "opt_state must have an average of the parameters, got an object of type tuple. Set average_decay in the"
+        " OptimizerConfig of the run.",
+    "averaged_params(None)":
+        "opt_state must have an average of the parameters, got None. Set average_decay in the OptimizerConfig of the"
+        " run.",
     "evaluate_tokens(model, ids[0], progress=5)": f"progress {FUNCTION} 5.",
     "list(read_questions(None))": "path must be of type str | os.PathLike, got None.",
     "evaluate_choices(model, None, list)": "questions must be of type Iterable, got None.",

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and reading one of them."""
+"""The checkpoints that stay, and the reading of one of them."""
 
 import re
 import signal

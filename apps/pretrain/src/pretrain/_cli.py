@@ -16,6 +16,7 @@ from rich.console import Console
 from pretrain._command_line.arguments import build_command, split_command
 from pretrain._command_line.command_classes import (
     Command,
+    CompareCommand,
     EvalCommand,
     ExportCommand,
     PlanCommand,
@@ -201,6 +202,8 @@ def _run(command: Command) -> int:
             print_line(console, f"wrote the model of step {step} to {out}")
         case ReportCommand(runs=runs, out=out):
             _imported("report.report")(runs, out=out, console=console)
+        case CompareCommand(runs=runs, against=against, at=at, json=as_json):
+            _imported("compare.compare")(runs, against=against, at=at, as_json=as_json, console=console)
         case RunsCommand(json=as_json):
             given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
             del given["json"]

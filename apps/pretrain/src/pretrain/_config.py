@@ -330,12 +330,10 @@ class PretrainConfig:
         if self.anneal is not None:
             _check_range("anneal", self.anneal, 1, MAX_STEPS + 1)
             if self.from_checkpoint is None:
-                raise ValueError(
-                    f"anneal must be given with from_checkpoint, got {self.anneal} alone. Name a checkpoint."
-                )
+                raise ValueError(f"anneal must be given with --from, got {self.anneal} alone. Name a checkpoint.")
         if self.from_checkpoint is not None and self.init_from is not None:
             raise ValueError(
-                f"from_checkpoint and init_from must not be given together, got {short(self.from_checkpoint)} and "
+                f"--from and --init-from must not be given together, got {short(self.from_checkpoint)} and "
                 f"{short(self.init_from)}. Leave one out."
             )
         _check_range("wait_for_resources_s", self.wait_for_resources_s, 0, _MAX_WAIT_S)

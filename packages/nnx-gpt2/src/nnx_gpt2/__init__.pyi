@@ -48,5 +48,6 @@ from ._train_state import create_train_state as create_train_state
 from ._train_step import document_ids as document_ids
 from ._train_step import make_eval_step as make_eval_step
 from ._train_step import make_train_step as make_train_step
+from ._weight_average import averaged_params as averaged_params
 
 __version__: str

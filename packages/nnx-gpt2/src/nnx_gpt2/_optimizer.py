@@ -13,6 +13,7 @@ from nnx_gpt2._errors import INT32_MAX, check_type, is_number, kind, plain, requ
 from nnx_gpt2._optimizer_config import OptimizerConfig, checked_length
 from nnx_gpt2._params import dotted_name
 from nnx_gpt2._token_ids import has_type
+from nnx_gpt2._weight_average import weight_average
 
 # Muon's updates are scaled to this root mean square, which is about that of AdamW's updates. One learning rate then
 # fits both: Liu et al., 2025, arXiv:2502.16982, section 2.2.
@@ -94,7 +95,7 @@ def _matrix_axes(params: Any) -> Any:
 
 
 def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
-    """Create the optimizer: clipping by the global norm, then AdamW or Muon.
+    """Create the optimizer: clipping by the global norm, then AdamW or Muon, then the average of the parameters.
 
     Muon (Jordan et al., 2024, in optax.contrib) updates the matrices of the blocks, with queries, keys and values as
     separate matrices. AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) updates embeddings, biases and norms.
@@ -125,4 +126,6 @@ def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientT
             rule = optax.partition({"muon": matrices, "adamw": adamw}, _update_rule)
         case _:
             assert_never(config.name)
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule
+    if config.clip_norm:
+        rule = optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+    return optax.chain(rule, weight_average(config.average_decay)) if config.average_decay else rule

@@ -50,6 +50,10 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down. 0 disables clipping."""
 
+    average_decay: float = 0.0
+    """Decay per update of a moving average of the parameters, such as 0.999; see `averaged_params`. The average needs
+    the memory of the parameters once more. 0 keeps none."""
+
     def __post_init__(self) -> None:
         """Check every field."""
         for field in fields(self):
@@ -73,8 +77,9 @@ class OptimizerConfig:
             ("clip_norm", in_float32, is_number(self.clip_norm) and self.clip_norm >= 0),
             ("beta1", "be in [0, 1)", is_number(self.beta1) and 0 <= self.beta1 < 1),
             ("beta2", "be in [0, 1)", is_number(self.beta2) and 0 <= self.beta2 < 1),
+            ("average_decay", "be in [0, 1)", is_number(self.average_decay) and 0 <= self.average_decay < 1),
         ):
-            is_above = name == "min_learning_rate" and is_number(end) and end > peak
+            is_above = name == "min_learning_rate" and end is not None and is_number(end) and end > peak
             remedy = "Lower it too, or raise the peak." if is_above else ""
             require(holds, name, constraint, shown(getattr(self, name)), remedy)
 

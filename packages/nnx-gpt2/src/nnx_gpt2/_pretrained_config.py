@@ -97,7 +97,7 @@ def read_config(folder: Path) -> GPT2Config:
         value = published.get(name, values[0])
         choices = " or ".join(map(repr, values))
         require(value in values, f"{name} in {path}", f"be {choices}", shown(value), "Only GPT-2 can be loaded.")
-    sizes = {ours: published.get(theirs) for ours, theirs in _SIZES.items()}
+    sizes: dict[str, Any] = {ours: published.get(theirs) for ours, theirs in _SIZES.items()}
     epsilon = published.get("layer_norm_epsilon", 1e-5)
     try:
         return GPT2Config(**sizes, norm_epsilon=epsilon)

@@ -45,8 +45,8 @@ def make_train_step(
 
     The metrics stay on the device: `loss` (nats per token) and `grad_norm` (before clipping), float32; `num_skipped`
     and `num_skipped_in_a_row`, int32. If the loss or the gradient is not finite, the step is skipped: it keeps the
-    parameters and the moments of the optimizer, and counts itself as skipped. The loss of a batch with ids outside the
-    vocabulary is NaN.
+    parameters, their average and the moments of the optimizer, and counts itself as skipped. The loss of a batch with
+    ids outside the vocabulary is NaN.
 
     The learning rate is a function of the step: a skipped step advances the schedules of optax in the optimizer state
     (`optax.ScaleByScheduleState`), which count from 0 as `state.step`. Adam's count for its bias correction is the

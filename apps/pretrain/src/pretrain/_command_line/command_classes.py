@@ -74,6 +74,23 @@ class ReportCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CompareCommand:
+    """Say whether a run is better than another one, with intervals, from the losses of the same windows."""
+
+    runs: tuple[str, ...] = field(metadata={"placeholder": "RUN"})
+    """Two runs, A and B: folders, URIs, or names in ./runs."""
+
+    against: tuple[str, ...] | None = None
+    """The runs B, if there are several of each: RUN... are the runs A, and each seed has an A and a B."""
+
+    at: int | None = None
+    """The last step to compare, at least 40; none takes the last one that all runs have."""
+
+    json: bool = False
+    """Print one line of JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunsCommand:
     """List all runs, with their losses."""
 
@@ -193,6 +210,7 @@ Command = (
     | EvalCommand
     | ExportCommand
     | ReportCommand
+    | CompareCommand
     | RunsCommand
     | WatchCommand
     | PlanCommand
@@ -208,6 +226,7 @@ COMMANDS: dict[str, type] = {
     "eval": EvalCommand,
     "export": ExportCommand,
     "report": ReportCommand,
+    "compare": CompareCommand,
     "runs": RunsCommand,
     "watch": WatchCommand,
 }
@@ -240,6 +259,10 @@ EXAMPLES = {
     "report": (
         "pretrain report quickstart-builtin",
         "pretrain report runs/first runs/second --out comparison.html",
+    ),
+    "compare": (
+        "pretrain compare runs/first runs/second",
+        "pretrain compare a-1 a-2 a-3 --against b-1 b-2 b-3 --at 2000",
     ),
     "runs": ("pretrain runs s3://bucket/runs", "pretrain runs 'baby-*' --group-by seed"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),

@@ -189,7 +189,7 @@ def _base(values: Mapping[str, Any]) -> PretrainConfig:
 
         return settings_of(parent)
     preset = PRESETS[values.get("preset", "quickstart")]()
-    if weights is None or parent is not None:
+    if weights in (None, preset.init_from) or parent is not None:
         return preset
     from pretrain._resolve.origin import with_weights_of
 

@@ -47,4 +47,3 @@ def check_length(config: PretrainConfig, stored: PretrainConfig, num_steps_done:
             f"at step {num_steps_done:,}. Give --extend to continue at the rate of the new length; a run of the "
             "schedule constant, or of wsd before its decay, continues without a change of its rate."
         )
-

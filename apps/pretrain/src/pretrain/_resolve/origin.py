@@ -46,8 +46,7 @@ def with_weights_of(config: PretrainConfig, name: str) -> PretrainConfig:
         name: a checkpoint as for `find_checkpoint`, or published weights.
 
     Raises:
-        UsageError: there are no such weights.
-        ValueError: the published weights cannot be read, or downloaded.
+        UsageError: there are no such weights, or they cannot be read or downloaded.
     """
     if (found := _find_run_of(name)) is not None:
         model: GPT2Config | ModelConfig = found.description.config.model
@@ -68,8 +67,7 @@ def find_origin(config: PretrainConfig) -> Origin | None:
     """Return the origin of a new run, checked; None for a run from random weights.
 
     Raises:
-        UsageError: it does not exist, or does not fit the settings.
-        ValueError: published weights cannot be read, or downloaded.
+        UsageError: it does not exist, cannot be read or downloaded, or does not fit the settings.
     """
     if config.from_checkpoint is not None:
         parent = find_checkpoint(config.from_checkpoint)
@@ -133,7 +131,17 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _published_model(name: str) -> GPT2Config:
-    return pretrained_config(name)
+    """Return the model of published weights.
+
+    Raises:
+        UsageError: they are not here, and cannot be downloaded, or are no weights of a GPT-2.
+    """
+    try:
+        return pretrained_config(name)
+    except ValueError as error:
+        raise UsageError(
+            f"init_from must be a run, a folder of `export`, or published weights, got {short(name)} ({error})"
+        ) from None
 
 
 def _check_fork(config: PretrainConfig, parent: FoundCheckpoint) -> None:

@@ -80,7 +80,8 @@ def resolving(
     with contextlib.ExitStack() as stack:
         if config.data_mode == "prepared":
             data = load_tokens(config, console)
-            config = _resolve_data(config, data, stored, origin, folder, console)  # before Ray starts, which takes seconds
+            # Before Ray starts, which takes seconds.
+            config = _resolve_data(config, data, stored, origin, folder, console)
             hardware = connect(config, hardware, console)
         else:
             assert report is not None, "a stream has one"

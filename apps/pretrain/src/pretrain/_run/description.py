@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from owt_data import WINDOW_ORDER_VERSION, PrepareOptions, TokenData
-from pretrain._config import LENGTHS, PretrainConfig
+from pretrain._config import LENGTHS, PrepareConfig, PretrainConfig
 from pretrain._errors import UsageError, short, shown
 from pretrain._run.differences import changes_result, option_values
 from pretrain._run.files import check_kind, flatten, parse_json, write_json
@@ -21,13 +21,13 @@ from ray_jax_launch import StoragePath, as_storage_path, join_path, newest_metad
 RUN = "run"
 """The key of the description in a checkpoint's metadata."""
 
-FORMAT = 2
+FORMAT = 1
 """The format of descriptions that this version writes, and the only one that it reads."""
 
 _REMEDY = "Restore it from a copy, or choose another --name for a new run."
 _REMEDY_OF_VERSION = "Use that version for this run, or choose another --name for a new run."
 # Settings with a check of their own: that of the tokens, by their digests, and `check_length`.
-_CHECKED_APART = ("data", "prepare.", *LENGTHS)
+_CHECKED_APART = {"data", *LENGTHS, *(f"prepare.{field.name}" for field in dataclasses.fields(PrepareConfig))}
 _PACKAGES = (
     "pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "ray",
     "numpy",
@@ -241,7 +241,7 @@ def check_same_settings(stored: RunDescription, config: PretrainConfig, folder: 
     before = {
         name: value
         for name, value in option_values(stored.config).items()
-        if changes_result(name) and not name.startswith(_CHECKED_APART)
+        if changes_result(name) and name not in _CHECKED_APART
     }
     _check_equal(before, option_values(config), folder, "settings")
 

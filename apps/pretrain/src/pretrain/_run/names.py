@@ -25,6 +25,7 @@ from pretrain._run.find import find_checkpoint
 _SHORT = {
     "optimizer.learning_rate": "lr",
     "optimizer.min_learning_rate": "minlr",
+    "optimizer.min_learning_rate_ratio": "minratio",
     "optimizer.weight_decay": "wd",
     "optimizer.warmup_steps": "warmup",
     "optimizer.decay_steps": "decay",

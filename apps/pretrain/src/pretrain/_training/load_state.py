@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from nnx_gpt2 import GPT2, TrainState, abstract_train_state, create_optimizer, split_params
 from pretrain._config import PretrainConfig
 from pretrain._run.description import RUN, Origin
+from pretrain._training.best_validation import without_checkpoints
 from pretrain._training.setup import Setup
 from pretrain._training.step_meter import NOTHING_UNRECORDED
-from pretrain._training.validations import without_checkpoints
 from ray_jax_launch import Checkpoints
 
 # Counters of the state in a checkpoint's metadata, beside the step.
 COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 
 
-_NEW: dict[str, Any] = {"record": {}, "unrecorded": NOTHING_UNRECORDED, "validations": {}}
+_NEW: dict[str, Any] = {"record": {}, "unrecorded": NOTHING_UNRECORDED, "best": {}}
 
 
 def first_step(checkpoints: Checkpoints, origin: Origin | None) -> int:
@@ -40,7 +40,7 @@ def load_state(checkpoints: Checkpoints, origin: Origin | None, setup: Setup) ->
 
     Returns:
         The state, and its metadata: `record`, of its step; `unrecorded`, of `StepMeter.wait_for_unrecorded`;
-        `validations`, of `Validations.to_json`.
+        `best`, of `BestValidation.to_json`.
     """
     step = checkpoints.latest_step()
     if step is not None:
@@ -55,7 +55,7 @@ def load_state(checkpoints: Checkpoints, origin: Origin | None, setup: Setup) ->
         state, metadata = _restore(parent, origin.step, setup.like)
     record = {name: value for name, value in metadata["record"].items() if name != "time_s"}
     # The best checkpoint of the parent is none of this run.
-    return state, metadata | {"record": record, "validations": without_checkpoints(metadata["validations"])}
+    return state, metadata | {"record": record, "best": without_checkpoints(metadata["best"])}
 
 
 def _restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:

@@ -16,6 +16,8 @@ from pretrain._config import TrainConfig
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._run.description import RUN, RunDescription
 from pretrain._run.metrics import Record, rounded
+from pretrain._run.step_losses import ValLosses
+from pretrain._training.best_validation import BestValidation
 from pretrain._training.load_state import COUNTERS, first_step, items, load_state
 from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
@@ -23,8 +25,8 @@ from pretrain._training.setup import Setup, set_up
 from pretrain._training.step_meter import Metrics, StepMeter
 from pretrain._training.train_batches import train_batches
 from pretrain._training.validation import Validation
-from pretrain._training.validations import Validations
 from ray_jax_launch import Checkpoints, log_metrics, mark_finished, stop_requested
+
 
 def run(resolved: ResolvedRun, *, began_s: float) -> str:
     """Train from the newest checkpoint, or from the start, to the last step.
@@ -40,23 +42,21 @@ def run(resolved: ResolvedRun, *, began_s: float) -> str:
     folder = resolved.folder
     description = resolved.description
     setup = set_up(config, resolved.data)
-    validations = Validations(config.train)
+    best = BestValidation(config.train)
     with (
         RunLog(folder, config, description, send=log_metrics) as log,
-        Checkpoints(
-            folder.checkpoints, num_to_keep=config.train.checkpoints_to_keep, keep=validations.keep
-        ) as checkpoints,
+        Checkpoints(folder.checkpoints, num_to_keep=config.train.checkpoints_to_keep, keep=best.keep) as checkpoints,
         Profiling(config.profile, log.folder.profiles) as profiling,
         ThreadPoolExecutor(1) as thread,
     ):
         start = first_step(checkpoints, description.origin)  # verified, and the same on every process
         log.begin(start, began_s)
-        loop = Loop(setup, log, checkpoints, profiling, validations, description)
+        loop = Loop(setup, log, checkpoints, profiling, best, description)
         batches = train_batches(config, resolved.data, start, uses_ray_data=resolved.uses_ray_data)
         first_windows = thread.submit(setup.first_windows, batches)
         loop.load(start)
         for step in range(start + 1, config.train.max_steps + 1):
-            if validations.have_stalled:
+            if best.has_stalled:
                 break
             if step == start + 1:
                 loop.train_first(step, first_windows.result())
@@ -93,7 +93,7 @@ class Loop:
         log: the run's log.
         checkpoints: the run's checkpoints.
         profiling: the profile of some steps.
-        validations: the validation losses so far.
+        best: the best validation so far.
         description: the run's description.
     """
 
@@ -103,14 +103,14 @@ class Loop:
         log: RunLog,
         checkpoints: Checkpoints,
         profiling: Profiling,
-        validations: Validations,
+        best: BestValidation,
         description: RunDescription,
     ) -> None:
         self._setup = setup
         self._log = log
         self._checkpoints = checkpoints
         self._profiling = profiling
-        self._validations = validations
+        self._best = best
         self._description, self._train = description, setup.config.train
         self.meter = StepMeter(setup.config, setup.data.train, setup.device, setup.mesh.size)
         self._state: TrainState
@@ -124,7 +124,7 @@ class Loop:
         origin = self._description.origin
         self._state, metadata = load_state(self._checkpoints, origin, self._setup)
         self.meter.restore(metadata["unrecorded"])
-        self._validations.restore(metadata["validations"])
+        self._best.restore(metadata["best"])
         self._log.open(self._setup.device.device_kind, self._setup.mesh.size)
         self._profiling.limit_steps(start, self._train.max_steps)
         record = self.meter.progress(start) | metadata["record"]
@@ -165,7 +165,7 @@ class Loop:
         if is_saved:
             self._save(record)
         self._write(record, is_evaluated=is_evaluated)
-        if self._validations.have_stalled and not is_saved:
+        if self._best.has_stalled and not is_saved:
             self._save(record)
         if step < self._train.max_steps:
             self._resume(step)
@@ -204,7 +204,7 @@ class Loop:
             metadata={
                 "record": record,
                 "unrecorded": unrecorded,
-                "validations": self._validations.to_json(),
+                "best": self._best.to_json(),
                 RUN: self._description.to_json(),
                 **{name: int(getattr(self._state, name)) for name in COUNTERS},
             },
@@ -223,21 +223,22 @@ class Loop:
         """Return the record with the validation losses, and take the samples."""
         setup, step = self._setup, record["step"]
         self._log.phase(step, "evaluating")
-        losses = self._measure(setup.validation, step)
+        losses, of_windows = self._measure(setup.validation)
         record = record | losses
-        self._validations.add(step, losses["val_loss"], is_saved=due(self._train, step).checkpoint)
-        if step == self._train.max_steps or self._validations.have_stalled:
-            losses = losses if setup.validation.is_full else self._measure(setup.full_validation, step)
+        self._best.add(step, losses["val_loss"], is_saved=due(self._train, step).checkpoint)
+        if step == self._train.max_steps or self._best.has_stalled:
+            if not setup.validation.is_full:
+                losses, of_windows = self._measure(setup.full_validation)
+            self._log.write_val_losses(of_windows)
             record |= {f"full_{name}": loss for name, loss in losses.items()}
         self._log.phase(step, "sampling")
         for sample in setup.sampler.samples(self._state.params, step):
             self._log.write_sample(sample)
         return record
 
-    def _measure(self, validation: Validation, step: int) -> Record:
+    def _measure(self, validation: Validation) -> tuple[Record, ValLosses]:
+        """Return the mean losses of a validation, and the loss of each window."""
         (loss, of_windows), bits = validation.evaluate(self._state.params), None
-        if validation.is_full and step == self._train.max_steps:
-            self._log.write_val_losses(of_windows)
         if jax.process_index() == 0 and self._setup.tokenizer is not None:
             bits = validation.bits_per_byte(loss, self._setup.tokenizer)
-        return rounded({"val_loss": loss} | ({} if bits is None else {"val_bits_per_byte": bits}))
+        return rounded({"val_loss": loss} | ({} if bits is None else {"val_bits_per_byte": bits})), of_windows

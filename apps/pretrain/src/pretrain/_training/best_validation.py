@@ -1,4 +1,4 @@
-"""The validation losses of a run so far: the checkpoint to keep for the best one, and whether the run still improves."""
+"""The best validation of a run so far: the checkpoint to keep for it, and whether the run still improves."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from pretrain._config import TrainConfig
 
 
 @dataclass(slots=True)
-class Validations:
-    """The best validation losses so far. All processes have the same."""
+class BestValidation:
+    """The lowest validation losses so far. All processes have the same."""
 
     train: TrainConfig
     """The intervals of the run."""
@@ -46,7 +46,7 @@ class Validations:
         return is_kept_for_good or (self.train.keep_best and step == self.best_saved_step)
 
     @property
-    def have_stalled(self) -> bool:
+    def has_stalled(self) -> bool:
         """True if the run ends because its loss has not fallen for long."""
         patience = self.train.early_stop_evals
         return patience is not None and self.num_since_best >= patience
@@ -65,7 +65,7 @@ class Validations:
             setattr(self, name, value)
 
 
-_STORED = tuple(field.name for field in dataclasses.fields(Validations))[1:]
+_STORED = tuple(field.name for field in dataclasses.fields(BestValidation))[1:]
 
 
 def without_checkpoints(stored: dict[str, Any]) -> dict[str, Any]:

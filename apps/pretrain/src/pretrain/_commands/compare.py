@@ -1,0 +1,133 @@
+"""The command `compare`: are the runs B better than the runs A?"""
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+
+from pretrain._compare.comparison import ComparedRun, Comparison, Pair, compare_runs
+from pretrain._compare.paired import Interval
+from pretrain._errors import UsageError, one_line, rejecting, shown
+from pretrain._formats import count, loss
+from pretrain._run.find import find_run
+from pretrain._run.step_losses import read_step_losses, read_val_losses
+from pretrain._screen.printing import print_line
+
+_WIDTH = 80
+
+
+def compare(
+    runs: Sequence[str], *, against: Sequence[str] | None = None, at: int | None = None, as_json: bool, console: Console
+) -> Comparison:
+    """Compare runs, and print the comparison.
+
+    Args:
+        runs: two runs, A and B; with `against`, the runs A.
+        against: the runs B, of the same seeds as the runs A.
+        at: the last step to compare; None takes the last one that all runs have.
+        as_json: print one line of JSON.
+        console: the output.
+
+    Raises:
+        UsageError: a run does not exist or is damaged, the runs did not read the same windows, do not form pairs, or
+            have too few losses.
+    """
+    first, second = (runs[:1], runs[1:]) if against is None else (runs, against)
+    if not first or len(first) != len(second):
+        given = shown([*runs]) + ("" if against is None else f" --against {shown([*against])}")
+        raise UsageError(f"RUN must be two runs, or as many runs as --against has, got {given}. Write: compare A B")
+    found = compare_runs([_read(name) for name in first], [_read(name) for name in second], at)
+    if as_json:
+        console.file.write(_json_line(found))
+        return found
+    for paragraph in _paragraphs(found):
+        for line in textwrap.wrap(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False):
+            print_line(console, line)
+    return found
+
+
+def _read(name: str) -> ComparedRun:
+    with rejecting():
+        folder, description = find_run(name)
+        return ComparedRun(
+            name=str(folder),
+            description=description,
+            losses=read_step_losses(folder.step_losses),
+            val_losses=read_val_losses(folder.val_losses, description.config.model.seq_len),
+        )
+
+
+def _json_line(found: Comparison) -> str:
+    return json.dumps(found.to_json(), allow_nan=False) + "\n"
+
+
+def _paragraphs(found: Comparison) -> Iterator[str]:
+    yield f"A: {one_line(', '.join(found.first))}"
+    yield f"B: {one_line(', '.join(found.second))}"
+    for name, (of_a, of_b) in found.differing_options.items():
+        yield f"{name}: {shown(of_a)} in A, {shown(of_b)} in B"
+    yield from _single(found, found.pairs[0]) if found.seeds is None else _several(found, found.seeds)
+
+
+def _single(found: Comparison, pair: Pair) -> Iterator[str]:
+    """Yield the sentences about one pair."""
+    if pair.same_losses:
+        yield f"The losses of all steps up to {found.step} are equal."
+        return
+    yield f"{_verdict(pair.options)} at step {found.step}."
+    is_paired = pair.seeds[0] == pair.seeds[1]
+    windows = "on the same windows" if is_paired else "unpaired, on other windows, because the seeds differ"
+    yield (
+        f"This is the training loss of the steps {found.from_step} to {found.step}, {loss(pair.losses[0])} and "
+        f"{loss(pair.losses[1])}, {windows}. The interval is for the noise of the training, as far as one pair shows it. "
+        "It knows no other seed: --against compares several."
+    )
+    if pair.unpaired_steps is not None:
+        yield (
+            f"The noise of the batches alone is {_width(pair.batches)}. Without the same windows, that would take about "
+            f"{count(pair.unpaired_steps, exact_below=1e5)} steps at the same loss."
+        )
+    if pair.val_losses is not None and pair.models is not None:
+        model = _verdict(pair.models, "the model of A", "the model of B")
+        yield (
+            f"On the validation text after the last step, {loss(pair.val_losses[0])} and {loss(pair.val_losses[1])}, "
+            f"{model}. This interval is for other text of this kind. It holds for these two models, not for "
+            "another seed."
+        )
+
+
+def _several(found: Comparison, over_seeds: Interval) -> Iterator[str]:
+    """Yield the sentences about pairs of several seeds."""
+    yield f"{_verdict(over_seeds)} at step {found.step}, over {len(found.pairs)} seeds."
+    yield (
+        f"This is the training loss of the steps {found.from_step} to {found.step}. The interval is for other seeds: "
+        f"Student's t with {over_seeds.df} degree{'s' if over_seeds.df > 1 else ''} of freedom."
+    )
+    if found.val_seeds is not None:
+        yield f"On the validation text after the last step, {_verdict(found.val_seeds, 'A', 'B')}."
+    for pair in found.pairs:
+        validation = "" if pair.models is None else f", validation {_nats(pair.models.mean, sign='+')}"
+        yield f"seed {pair.seeds[0]}: B - A is {_nats(pair.options.mean, sign='+')}{validation}"
+
+
+def _verdict(interval: Interval, first: str = "A", second: str = "B") -> str:
+    """Return which one is better, and by how much."""
+    if interval.is_different:
+        better = first if interval.mean > 0 else second
+        return f"{better} is better by {_nats(abs(interval.mean))} {_width(interval)} nats (95 %)"
+    difference = f"B - A is {_nats(interval.mean, sign='+')} {_width(interval)} nats (95 %)"
+    return f"{first} and {second} cannot be told apart: {difference}"
+
+
+def _width(interval: Interval) -> str:
+    return f"+- {_nats(interval.half_width)}"
+
+
+def _nats(value: float, *, sign: str = "") -> str:
+    """Return a difference with 4 decimals, or 2 digits if it is small.
+
+    >>> _nats(0.01234), _nats(-0.000012), _nats(0.5, sign="+")
+    ('0.0123', '-1.2e-05', '+0.5000')
+    """
+    return f"{value:{sign}.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:{sign}.1e}"
