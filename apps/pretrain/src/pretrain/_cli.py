@@ -73,7 +73,9 @@ def main(args: Sequence[str] | None = None) -> int:
             if isinstance(command, _USERS_OF_JAX):
                 check_limits()
                 check_variables()
-            hint = ": run the same command again to continue" if isinstance(command, PretrainConfig | SweepCommand) else ""
+            hint = (
+                ": run the same command again to continue" if isinstance(command, PretrainConfig | SweepCommand) else ""
+            )
             code = _run(command)
         sys.stdout.flush()
         return code

@@ -4,6 +4,8 @@ import contextlib
 import time
 import traceback
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 from rich.console import Console
 
@@ -62,6 +64,10 @@ class TrainResult:
 
     metrics: dict[str, float]
     """The last value of each metric: step, epoch, tokens, loss, val_loss and others."""
+
+    history: list[dict[str, Any]]
+    """The records of `metrics.jsonl`, in the order of steps, for `pandas.DataFrame(result.history)`: step, tokens,
+    time_s, loss, val_loss and others. A record lacks what is unknown at its step."""
 
     checkpoint: SavedCheckpoint | None
     """The newest checkpoint, with `step` and `path`; None if there is none."""
@@ -240,8 +246,10 @@ def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResu
     if error is None and folder.sample.is_file():  # a run without a tokenizer has no sample
         with best_effort(f"the sample {folder.sample}"):
             sample = read_text(folder.sample)
+    records = sorted(read_lines(folder.metrics), key=itemgetter("step"))
     return TrainResult(
-        metrics=last_values(read_lines(folder.metrics)),
+        metrics=last_values(records),
+        history=records,
         checkpoint=None if step is None else SavedCheckpoint(folder.checkpoints, step),
         folder=folder.uri or folder.path,
         error=error,
