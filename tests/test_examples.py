@@ -110,3 +110,13 @@ def test_own_text_is_prepared_and_trained(own_text):
 def test_a_trained_model_is_loaded_and_exported(own_text, run):
     printed = run("load_trained.py", "runs/own-text", "--max-new-tokens", 20, "--export", "exported")
     assert printed.startswith("step 40 of 40, 4 layers\nThe ")
+
+
+def test_a_sweep_in_a_notebook_shows_a_table(run, tmp_path):
+    (tmp_path / "book.txt").write_text("The cat sat on the mat. " * 1000)
+    printed = [run("sweep.py", tmp_path / "book.txt") for _ in range(2)]
+    lines = printed[0].splitlines()
+    assert [line.split("\t")[0] for line in lines[:-1]] == ["step", "10", "20", "30", "40"]
+    assert lines[-1].startswith("best: rate 0.01, validation loss ")
+    assert lines[-1].endswith("in quickstart-book-lr0.01-layers2-heads2-width32")
+    assert printed[0] == printed[1]

@@ -40,6 +40,7 @@ os.fsync, Checkpoints.save = note_sync, note_save
 quickstart = PRESETS["quickstart"]()
 config = dataclasses.replace(
     quickstart,
+    name="quickstart-data",
     data="train=book.txt,val=end.txt",
     hardware="local",
     prompts=("a", "of"),
@@ -70,6 +71,7 @@ too_fast = dataclasses.replace(
 diverged = train(too_fast)
 print(json.dumps({
     "metrics": result.metrics,
+    "history": result.history,
     "is_on_disk": is_on_disk,
     "checkpoint": [result.checkpoint.step, result.checkpoint.path],
     "is_folder": Path(result.checkpoint.path).is_dir(),
@@ -135,6 +137,13 @@ def test_the_result_has_the_metrics_and_the_checkpoint(found, place):
     assert found["is_folder"]
     assert found["error"] is None
     assert found["sample"] > 100
+
+
+def test_the_history_has_the_records_of_the_run(found, place):
+    assert found["history"] == [
+        json.loads(line) for line in (place / "runs" / "quickstart-data" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [record["step"] for record in found["history"] if "val_loss" in record] == [0, 10, 20, 25]
 
 
 def test_the_log_is_on_disk_before_each_checkpoint(found):

@@ -1,14 +1,14 @@
 """The command `runs`: a table of all runs of a storage path."""
 
-import dataclasses
 import io
+import json
 import subprocess
 import sys
 
 import pytest
 from rich.console import Console
 
-from pretrain import PRESETS
+from pretrain import PRESETS, main
 from pretrain._commands.runs import show_runs
 from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription, describe, write_description
@@ -19,12 +19,11 @@ from pretrain._run.result import RunResult, write_result
 BEGAN_S = 1_700_000_000.0
 
 
-def make_run(path, last_phase, after_s, *, hardware="cpu:2", **metrics):
+def make_run(path, last_phase, after_s, *, hardware="cpu:2", options=None, **metrics):
     """A run of 1 500 steps at step 750, whose last phase began some seconds after its start."""
     run = RunFolder(path)
     run.path.mkdir(parents=True)
-    config = PRESETS["quickstart"]()
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=257))
+    config = PRESETS["quickstart"]().with_options({"model.vocab_size": 257, **(options or {})})
     data = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={"sha256": "1"})
     write_description(run, describe(config, data, hardware))
     append_line(run.phases, {"step": 0, "time_s": BEGAN_S, "phase": "training"})
@@ -131,3 +130,125 @@ def test_a_run_without_phases_has_the_time_of_its_result(tmp_path):
     write_result(run, RunResult(steps=1500, metrics={}, wall_s=208.0, restarts=0, workers=1))
     rows = [line.split() for line in shown(tmp_path / "storage").splitlines()]
     assert rows[1] == ["first", "finished", "1500/1500", "1.8123", "1.9000*", "1.54M", "TPU", "v4", "3:28", "1", "d"]
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two learning rates with three seeds each, of which one run is stopped and one has no loss, and another run."""
+    root = tmp_path / "sweep"
+    losses = {1e-2: (2.0, 2.5, 3.0), 3e-4: (1.5, 1.75, 1.0)}
+    for number, (rate, seed) in enumerate((rate, seed) for rate in losses for seed in (1, 2, 3)):
+        is_stopped = (rate, seed) == (3e-4, 3)
+        make_run(
+            root / f"quickstart-x-lr{rate:g}-seed{seed}",
+            "stopped" if is_stopped else "finished",
+            number,
+            options={"optimizer.learning_rate": rate, "seed": seed},
+            val_loss=losses[rate][seed - 1],
+            **({} if is_stopped else {"full_val_loss": losses[rate][seed - 1]}),
+        )
+    make_run(root / "other-x", "finished", 9, options={"train.mask_documents": True, "train.max_steps": 800})
+    return root
+
+
+def table(root, *globs, **options):
+    out = io.StringIO()
+    show_runs(str(root), globs, console=Console(file=out), clock=lambda: BEGAN_S + 86_460, **options)
+    return [line.split() for line in out.getvalue().splitlines() if not line.startswith("*")]
+
+
+def test_options_that_differ_are_columns(sweep):
+    head, *rows = table(sweep, "quickstart-x-*")
+    assert head[:6] == ["run", "state", "seed", "lr", "step", "loss"]
+    assert [row[2:4] for row in rows] == [[str(seed), rate] for rate in ("0.01", "3e-4") for seed in (1, 2, 3)]
+    head, *rows = table(sweep)  # the length is no column: it is beside the step
+    assert head[:6] == ["run", "state", "seed", "mask_documents", "lr", "step"]
+    assert rows[-1][:6] == ["other-x", "finished", "2357", "true", "2e-3", "750/800"]
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        ("val_loss", ["lr0.0003-seed3", "lr0.0003-seed1", "lr0.0003-seed2", "lr0.01-seed1", "lr0.01-seed2"]),
+        ("lr", ["lr0.0003-seed1", "lr0.0003-seed2", "lr0.0003-seed3", "lr0.01-seed1", "lr0.01-seed2"]),
+        ("optimizer.learning-rate", ["lr0.0003-seed1", "lr0.0003-seed2", "lr0.0003-seed3", "lr0.01-seed1"]),
+        ("age", ["lr0.0003-seed3", "lr0.0003-seed2", "lr0.0003-seed1", "lr0.01-seed3"]),
+        ("name", ["lr0.0003-seed1", "lr0.0003-seed2", "lr0.0003-seed3", "lr0.01-seed1", "lr0.01-seed2"]),
+    ],
+)
+def test_runs_are_sorted_by_a_column(sweep, column, expected):
+    _, *rows = table(sweep, "quickstart-*", sort=column)
+    assert [row[0].removeprefix("quickstart-x-") for row in rows][: len(expected)] == expected
+
+
+def test_the_columns_are_those_asked_for(sweep):
+    assert table(sweep, "*lr0.01*", columns="lr,run,val,batch")[:2] == [
+        ["lr", "run", "val", "batch"],
+        ["0.01", "quickstart-x-lr0.01-seed1", "2.0000", "16"],
+    ]
+
+
+def test_globs_filter_names(sweep):
+    assert [row[0] for row in table(sweep, "*-seed1", "other*")[1:]] == [
+        "quickstart-x-lr0.01-seed1", "quickstart-x-lr0.0003-seed1", "other-x",
+    ]  # fmt: skip
+    with pytest.raises(
+        UsageError, match=r"the patterns must match the name of a run in .*, got no-\* none\. Leave them"
+    ):
+        table(sweep, "no-*", "none")
+
+
+def test_a_glob_may_stand_for_the_storage_path(sweep, monkeypatch, capsys):
+    monkeypatch.chdir(sweep.parent)
+    sweep.rename("runs")
+    assert main(["runs", "*-seed2"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "run", "quickstart-x-lr0.01-seed2", "quickstart-x-lr0.0003-seed2",
+    ]  # fmt: skip
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_row(sweep):
+    """The stopped run of 3e-4 does not count; the spread of 2, 2.5 and 3 is 0.5, that of 1.5 and 1.75 is 0.1768."""
+    assert table(sweep, group_by="seed", columns="rank,run,runs,lr,val,spread") == [
+        ["rank", "run", "runs", "lr", "val", "spread"],
+        ["1", "quickstart-x-lr0.0003", "2/3", "3e-4", "1.6250", "0.1768"],
+        ["2", "other-x", "1/1", "2e-3", "1.9000*"],
+        ["3", "quickstart-x-lr0.01", "3/3", "0.01", "2.5000", "0.5000"],
+    ]
+    (line,) = table(sweep, "q*", group_by="seed", as_json=True)
+    first, second = json.loads(" ".join(line))
+    assert (first["rank"], first["num_finished"], first["val_loss"]) == (1, 2, 1.625)
+    assert first["runs"] == [f"quickstart-x-lr0.0003-seed{seed}" for seed in (1, 2, 3)]
+    assert second["options"] == {"optimizer.learning_rate": 0.01}
+    assert second["val_loss_std"] == 0.5
+
+
+def test_json_has_all_numbers_and_the_options_that_differ(sweep, storage):
+    (line,) = table(sweep, "*0.0003-seed[12]", as_json=True)
+    first, second = json.loads(" ".join(line))
+    assert (first["name"], first["step"], first["max_steps"]) == ("quickstart-x-lr0.0003-seed1", 750, 1500)
+    assert (first["val_loss"], first["val_is_full"], first["metrics"]["tokens"]) == (1.5, True, 768000)
+    assert [first["options"], second["options"]] == [{"seed": 1}, {"seed": 2}]
+    (line,) = table(storage, "broken", as_json=True)
+    (broken,) = json.loads(" ".join(line))
+    assert broken["state"] == "damaged"
+    assert "must be JSON as a run writes it" in broken["problem"]
+
+
+def test_an_unknown_column_is_rejected(sweep):
+    with pytest.raises(
+        UsageError, match=r"--sort must be columns, such as run, state, .*, got vall\. Did you mean val"
+    ):
+        table(sweep, sort="vall")
+    with pytest.raises(UsageError, match=r"--columns must be columns, such as rank, .*, got steps of"):
+        table(sweep, group_by="seed", columns="run,steps of")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_table_with_options_fits_a_terminal(sweep, width):
+    out = io.StringIO()
+    show_runs(str(sweep), console=Console(file=out, force_terminal=True, width=width, color_system=None))
+    lines = out.getvalue().partition("* validation")[0].splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0].split()[:2] == ["run", "state"]
+    assert ("lr" in lines[0].split()) == (width == 80)

@@ -24,13 +24,14 @@ from pretrain._command_line.command_classes import (
     RunsCommand,
     SampleCommand,
     ShowConfig,
+    SweepCommand,
     WatchCommand,
 )
 from pretrain._command_line.config_file import to_toml
 from pretrain._command_line.help_page import help_page
 from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import raise_interrupts
-from pretrain._errors import RunFailedError, UsageError, rejection, shown
+from pretrain._errors import RunFailedError, UsageError, one_line, rejection, shown
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
 from pretrain._screen.plan_table import show_plan
 from pretrain._screen.printing import print_line
@@ -40,7 +41,7 @@ _FAILED = 1
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 _NO_READER = 141
-_USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, PlanCommand)
+_USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, PlanCommand, SweepCommand)
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
@@ -72,7 +73,9 @@ def main(args: Sequence[str] | None = None) -> int:
             if isinstance(command, _USERS_OF_JAX):
                 check_limits()
                 check_variables()
-            hint = ": run the same command again to continue" if isinstance(command, PretrainConfig) else ""
+            hint = (
+                ": run the same command again to continue" if isinstance(command, PretrainConfig | SweepCommand) else ""
+            )
             code = _run(command)
         sys.stdout.flush()
         return code
@@ -176,6 +179,16 @@ def _run(command: Command) -> int:
             found = _imported("plan_run.plan")(config, **given, console=Console(stderr=True, emoji=False))
             show_plan(found, console=console, as_json=as_json)
             return 0 if found.fits else _FAILED
+        case SweepCommand(configs=configs, parallel=parallel, dry_run=dry_run):
+            if dry_run:
+                _imported("sweep.show_commands")(_imported("sweep.plan_sweep")(configs), console=console)
+                return 0
+            print_line(console, "loading JAX and Ray")
+            failed = _imported("sweep.sweep")(configs, parallel=parallel, console=console)
+            if failed:
+                sentence = f"{len(failed)} of {len(configs)} runs have failed: {', '.join(failed)}"
+                print_error(f"error: {one_line(sentence)}: the same command continues them")
+                return _FAILED
         case SampleCommand():
             texts = _imported("sample.sample")(**dataclasses.asdict(command))
             for number, text in enumerate(texts):
@@ -193,8 +206,10 @@ def _run(command: Command) -> int:
             _imported("report.report")(runs, out=out, console=console)
         case CompareCommand(runs=runs, against=against, at=at, json=as_json):
             _imported("compare.compare")(runs, against=against, at=at, as_json=as_json, console=console)
-        case RunsCommand(storage_path=storage_path):
-            _imported("runs.show_runs")(storage_path, console=console)
+        case RunsCommand(json=as_json):
+            given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+            del given["json"]
+            _imported("runs.show_runs")(**given, as_json=as_json, console=console)
         case WatchCommand(run=run):
             _imported("watch.watch")(run, console=console)
     return 0

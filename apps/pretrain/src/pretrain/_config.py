@@ -6,13 +6,15 @@ The text below a field is the help of its option. A new field makes another form
 
 import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from nnx_gpt2 import GPT2Config, OptimizerConfig
 from owt_data import OrderKind, PrepareOptions
-from pretrain._errors import short, shown
+from pretrain._errors import UsageError, short, shown
 from pretrain._field_types import MAX_FLOAT, MAX_INTEGER, check_fields
+from pretrain._suggestions import nearest_option
 from ray_jax_launch import check_no_credentials, check_run_name, parse_hardware
 
 MAX_STEPS = 2**31 - 1
@@ -32,6 +34,9 @@ FREE = {"changes_result": False}
 
 LENGTHS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
 """The options of the length of a run. Those after the first replace it."""
+
+MICROBATCHES = ("train.grad_accum_steps", "train.micro_batch_size")
+"""The options of the microbatches of a step. The second replaces the first."""
 
 _MAX_WAIT_S = 1e9  # 31 years; a wait of a thread may not take more than 292
 # From a microcontroller to a warehouse of machines.
@@ -58,13 +63,13 @@ class PrepareConfig(PrepareOptions):
         ValueError: a field is out of its range.
     """
 
-    num_processes: int | None = None
+    num_processes: int | None = field(default=None, metadata=FREE)
     """Tokenizing processes; none is one for each usable CPU."""
 
-    on_cluster: bool = False
+    on_cluster: bool = field(default=False, metadata=FREE)
     """Tokenize as tasks of the Ray cluster. All its nodes must share `cache_path`."""
 
-    cache_path: str | None = None
+    cache_path: str | None = field(default=None, metadata=FREE)
     """Folder of prepared tokens, shared by all nodes; none takes the user's cache."""
 
     def __post_init__(self) -> None:
@@ -272,7 +277,9 @@ class PretrainConfig:
     """Folder of all runs, shared by all nodes; or s3://... or gs://..."""
 
     name: str | None = field(default=None, metadata=FREE)
-    """Name of the run, a folder in the storage path; none takes the preset's and the data's."""
+    """Name of the run, a folder in the storage path; none takes the preset's, the data's, and each option that changes
+    the result and differs from the preset, such as baby-book-lr3e-4-seed2. The length is not in it: a run may be
+    extended."""
 
     wait_for_resources_s: float = field(default=0.0, metadata=FREE)
     """Seconds to wait for nodes that the Ray cluster lacks, for instance until its autoscaler adds them."""
@@ -347,6 +354,76 @@ class PretrainConfig:
             _check_range("peak_tflops", self.peak_tflops, *_PEAKS_TFLOPS)
         if self.profile is not None:
             profiled_steps(self.profile)
+
+    def with_options(self, options: Mapping[str, Any]) -> "PretrainConfig":
+        """Return the configuration with other values of some options, as in a file of `--config`.
+
+        >>> from pretrain import PRESETS
+        >>> config = PRESETS["wikitext"]().with_options({"train.max_steps": 40, "optimizer.learning_rate": 1e-3})
+        >>> config.train.max_steps, config.train.max_epochs, config.optimizer.learning_rate
+        (40, None, 0.001)
+
+        Args:
+            options: values by the names of the options, with `_` or `-`. A new length replaces the former one, and new
+                microbatches the former ones.
+
+        Raises:
+            UsageError: there is no such option.
+            ValueError: a value has another type, or is out of its range.
+        """
+        known, values = [*_option_names(self)], dict[str, Any]()
+        for given, value in options.items():
+            name = given.replace("-", "_") if isinstance(given, str) else given
+            if name not in known:
+                similar = nearest_option(str(name).replace("_", "-"), [one.replace("_", "-") for one in known])
+                remedy = f"; did you mean {similar.replace('-', '_')}?" if similar else "."
+                raise UsageError(f"no option {shown(given)} of a configuration{remedy}")
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return replace_options(self, without_replaced(values))
+
+
+def without_replaced(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options whose length and microbatches replace those of the preset, of a file or of another run."""
+    unset: dict[str, Any] = {}
+    for alternatives in (LENGTHS, MICROBATCHES):
+        if any(name in values for name in alternatives):
+            unset |= dict.fromkeys(alternatives[1:])
+    return {**unset, **values}
+
+
+def replace_options(config: PretrainConfig, values: Mapping[str, Any]) -> PretrainConfig:
+    """Return a configuration with other values of options, by their dotted names.
+
+    Raises:
+        ValueError: a value has another type, or is out of its range.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, _, last = name.rpartition(".")
+        sections.setdefault(section, {})[last] = value
+    top = sections.pop("", {})
+    for section, changes in sections.items():
+        top[section] = _with_fields(config, section, changes)
+    return dataclasses.replace(config, **top)
+
+
+def _with_fields(config: PretrainConfig, section: str, changes: Mapping[str, Any]) -> Any:
+    """Return a section with other fields. The optimizer, of another package, does not name its section in errors."""
+    try:
+        return dataclasses.replace(getattr(config, section), **changes)
+    except ValueError as error:
+        name = "" if str(error).startswith(f"{section}.") else f"{section}."
+        raise UsageError(f"{name}{error}") from error
+
+
+def _option_names(config: PretrainConfig) -> Iterator[str]:
+    """Yield the names of all options but `preset`, which is the origin of the values."""
+    for one in fields(config):
+        section = getattr(config, one.name)
+        if dataclasses.is_dataclass(section):
+            yield from (f"{one.name}.{inner.name}" for inner in fields(section))
+        elif one.name != "preset":
+            yield one.name
 
 
 def profiled_steps(text: str) -> range:

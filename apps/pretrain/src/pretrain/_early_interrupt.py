@@ -56,6 +56,17 @@ def keeping_handlers() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def interrupt_after_parent() -> None:
+    """Send SIGTERM to this process when the process at the other end of standard input has ended, however it ended."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def end_at_interrupts(code: int) -> None:
     """End the process at the next signal, if it is handled here: only the clean-up of libraries is left to do.
 

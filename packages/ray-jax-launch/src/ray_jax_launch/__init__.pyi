@@ -10,6 +10,7 @@ from ._cluster import auto as auto
 from ._cluster import check_resources as check_resources
 from ._cluster import connect as connect
 from ._cluster import dashboard_url as dashboard_url
+from ._cluster import joining_variables as joining_variables
 from ._control.events import Event as Event
 from ._control.events import Restarting as Restarting
 from ._control.events import WaitingForNodes as WaitingForNodes

@@ -26,6 +26,7 @@ from ray_jax_launch._ray_internals.ray_cluster import (
     lacks_dashboard,
     only_this_machine,
     own_processes,
+    variables_to_join,
 )
 from ray_jax_launch._reaper import Reaper
 
@@ -157,6 +158,19 @@ def dashboard_url() -> str | None:
     """Return the URL of the connected cluster's dashboard, or None if it has no dashboard or there is no cluster."""
     address = dashboard_address() if ray.is_initialized() else None
     return address if address is None or "://" in address else f"http://{address}"
+
+
+def joining_variables() -> dict[str, str]:
+    """Return the environment variables with which other processes of this machine join the connected cluster.
+
+    A cluster that this process started listens on the loopback address, where Ray does not look otherwise.
+
+    Raises:
+        LaunchError: this process is not connected.
+    """
+    if not ray.is_initialized():
+        raise LaunchError("no Ray cluster is connected. Call connect() first.")
+    return variables_to_join(is_local=is_started_here())
 
 
 def is_silent() -> bool:

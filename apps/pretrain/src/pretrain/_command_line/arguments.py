@@ -22,8 +22,11 @@ from pretrain._command_line.command_classes import (
     PlanCommand,
     PlanOptions,
     ShowConfig,
+    SweepCommand,
+    SweepOptions,
 )
-from pretrain._command_line.config_file import build_config, read_config
+from pretrain._command_line.config_file import build_config, read_config, read_sweep
+from pretrain._command_line.grid import check_grid, grid_configs, read_grid
 from pretrain._command_line.option_table import Option, options_of
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, short
@@ -56,6 +59,9 @@ def command_options(command: str) -> tuple[Option, ...]:
             return (*options_of(ConfigOptions), *own)
         case "plan":
             return (*own, *options_of(ConfigOptions), *options_of(PretrainConfig))
+        case "sweep":
+            config = (option for option in options_of(ConfigOptions) if option.name == "config")
+            return (*own, *config, *options_of(PretrainConfig))
         case _:
             return own
 
@@ -68,6 +74,8 @@ def build_command(command: str, arguments: Sequence[str]) -> Command:
         OSError: the file of a configuration cannot be read.
     """
     values = _read_values(command, arguments)
+    if command == "sweep":
+        return _build_sweep(values)
     if command not in ("train", "plan"):
         return COMMANDS[command](**values)
     planned = {one.name: values.pop(one.name) for one in options_of(PlanOptions) if one.name in values}
@@ -78,13 +86,26 @@ def build_command(command: str, arguments: Sequence[str]) -> Command:
     return config if command == "train" else PlanCommand(config=config, options=PlanOptions(**planned))
 
 
+def _build_sweep(values: dict[str, Any]) -> SweepCommand:
+    own = {one.name: values.pop(one.name, one.default) for one in options_of(SweepOptions)}
+    if own["parallel"] < 1:
+        raise UsageError(f"--parallel must be at least 1, got {own['parallel']}.")
+    config = values.pop("config", None)
+    file, grid = read_config(config) if config is not None else {}, dict[str, Any]()
+    if own["file"] is not None:
+        options, found = read_sweep(own["file"])
+        file, grid = {**file, **options}, check_grid(found, own["file"])
+    configs = grid_configs(file, values, {**grid, **read_grid(own["grid"])})
+    return SweepCommand(configs=configs, parallel=own["parallel"], dry_run=own["dry_run"])
+
+
 def usage(command: str) -> str:
     """Return the usage of a command, without the word for its options."""
-    words = [
-        f"{one.placeholder}{'...' if one.is_tuple else ''}" if one.default is MISSING else f"[{one.placeholder}]"
-        for one in command_options(command)
-        if one.placeholder is not None
-    ]
+    words: list[str] = []
+    for one in command_options(command):
+        if one.placeholder is not None:
+            word = f"{one.placeholder}{'...' if one.is_tuple else ''}"
+            words.append(word if one.default is MISSING else f"[{word}]")
     return " ".join(["pretrain", command, *words])
 
 

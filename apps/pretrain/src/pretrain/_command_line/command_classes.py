@@ -1,6 +1,7 @@
 """The commands, each with its options and its examples."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pretrain._config import PretrainConfig
 
@@ -96,6 +97,24 @@ class RunsCommand:
     storage_path: str = field(default="runs", metadata={"placeholder": "STORAGE_PATH"})
     """Folder of all runs, or s3://... or gs://..."""
 
+    globs: tuple[str, ...] = field(default=(), metadata={"placeholder": "GLOB"})
+    """Patterns of names, such as 'baby-*-seed1'; none for all runs. The first may stand for STORAGE_PATH."""
+
+    sort: str | None = None
+    """Column to sort by, such as val_loss, loss, step, age, name, or an option that differs, such as lr. Default: the
+    newest run last."""
+
+    columns: str | None = None
+    """Columns to show, such as run,lr,val. Default: all that fit, and each option that changes the result and differs
+    between the runs."""
+
+    group_by: Literal["seed"] | None = None
+    """Make one row of the runs that are equal but for the seed: the mean of their validation losses, its spread
+    (standard deviation), and the rank. Finished runs alone count."""
+
+    json: bool = False
+    """Print one line of JSON, with all numbers and the options that differ."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchCommand:
@@ -134,6 +153,38 @@ class PlanCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SweepOptions:
+    """Train a run for each combination of values of some options. Takes every option of `train`."""
+
+    file: str | None = field(default=None, metadata={"placeholder": "FILE"})
+    """A .toml file of options, as for --config, with a table [grid]: lists of values, by the names of the options."""
+
+    grid: tuple[str, ...] = ()
+    """Options with their values, such as optimizer.learning-rate=1e-4,3e-4 seed=1,2,3. Each combination is a run, with
+    its default name."""
+
+    parallel: int = 1
+    """Runs at once, each with the devices of --hardware."""
+
+    dry_run: bool = False
+    """Print the names and the commands of the runs, and start nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepCommand:
+    """The request to train several runs."""
+
+    configs: tuple[PretrainConfig, ...]
+    """Configuration of each run."""
+
+    parallel: int
+    """Runs at once."""
+
+    dry_run: bool
+    """True to print the commands alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigOptions:
     """Options of the commands `train` and `plan` that are not part of a configuration."""
 
@@ -163,12 +214,14 @@ Command = (
     | RunsCommand
     | WatchCommand
     | PlanCommand
+    | SweepCommand
     | ShowConfig
 )
 
 COMMANDS: dict[str, type] = {
     "train": PretrainConfig,
     "plan": PlanOptions,
+    "sweep": SweepOptions,
     "sample": SampleCommand,
     "eval": EvalCommand,
     "export": ExportCommand,
@@ -186,6 +239,10 @@ EXAMPLES = {
     "plan": (
         "pretrain plan --preset gpt2 --hardware gpu:8:h100 --price-per-hour 24",
         "pretrain plan --preset baby --train.global-batch-size 48",
+    ),
+    "sweep": (
+        "pretrain sweep --preset baby --data book.txt --grid optimizer.learning-rate=3e-4,1e-3 seed=1,2,3",
+        "pretrain sweep sweep.toml --hardware gpu:1 --parallel 8",
     ),
     "sample": (
         "pretrain sample quickstart-builtin --prompt 'def ' --num-samples 3",
@@ -208,7 +265,7 @@ EXAMPLES = {
         "pretrain compare runs/first runs/second",
         "pretrain compare a-1 a-2 a-3 --against b-1 b-2 b-3 --at 2000",
     ),
-    "runs": ("pretrain runs", "pretrain runs s3://bucket/runs"),
+    "runs": ("pretrain runs s3://bucket/runs", "pretrain runs 'baby-*' --group-by seed"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),
 }
 """Two command lines of each command, for its help."""

@@ -13,20 +13,20 @@ from typing import Any
 
 import tomli_w
 
-from pretrain._command_line.option_table import options_of, value_of
-from pretrain._config import LENGTHS, PretrainConfig
+from pretrain._command_line.option_table import Option, options_of, value_of
+from pretrain._config import LENGTHS, MICROBATCHES, PretrainConfig, replace_options, without_replaced
 from pretrain._errors import UsageError, short, shown
 from pretrain._presets import PRESETS
 from pretrain._suggestions import did_you_mean, nearest_option
 
 _OPTIONS = {option.name: option for option in options_of(PretrainConfig)}
 _SECTIONS = {name.partition(".")[0] for name in _OPTIONS if "." in name}
+_GRID = "grid."
 # Where a shell puts the pipe of `<(command)`, and the standard input.
 _PIPES_OF_A_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _SILENCE_S = 10.0
 # Python's parser of TOML takes time that grows with the square of a key's length. A description of a run may be long.
 _MOST_BYTES = {"TOML": 32_000, "JSON": 16_000_000}
-_MICROBATCHES = ("train.grad_accum_steps", "train.micro_batch_size")
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -42,13 +42,31 @@ def read_config(path: str) -> dict[str, Any]:
         UsageError: the file is not TOML or JSON, or has an unknown name or a value of a wrong type.
         OSError: the file cannot be read.
     """
+    return {name: _read_value(name, value, path) for name, value in _read_values(path).items()}
+
+
+def read_sweep(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the options of a file of `sweep`, and the values of its table `[grid]` as they are.
+
+    Raises:
+        UsageError: the file is not TOML or JSON, or has an unknown name or a value of a wrong type beside the grid.
+        OSError: the file cannot be read.
+    """
+    values = _read_values(path)
+    grid = {name.removeprefix(_GRID): value for name, value in values.items() if name.startswith(_GRID)}
+    options = {name: value for name, value in values.items() if not name.startswith(_GRID)}
+    return {name: _read_value(name, value, path) for name, value in options.items()}, grid
+
+
+def _read_values(path: str) -> dict[str, Any]:
+    """Return the values of a file by their dotted names."""
     try:
-        return _read_options(path)
+        return _parse(path)
     except RecursionError:
         raise UsageError(f"{path} must be options in sections, got too many levels of them.") from None
 
 
-def _read_options(path: str) -> dict[str, Any]:
+def _parse(path: str) -> dict[str, Any]:
     if "\0" in path:
         raise UsageError("--config must be the name of a file, got one with a null character.")
     kind = "JSON" if path.lower().endswith(".json") else "TOML"
@@ -74,7 +92,7 @@ def _read_options(path: str) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"{path} must give each option once, got {short(twice)} twice.")
-    return {name: _read_value(name, value, path) for name, value in values.items()}
+    return values
 
 
 def _leaves(content: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
@@ -144,22 +162,15 @@ def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainCo
     Raises:
         UsageError: a value is out of its range, or the command line has two options of which one replaces the other.
     """
-    for replaced, *others in (LENGTHS, _MICROBATCHES):
+    for replaced, *others in (LENGTHS, MICROBATCHES):
         given = [name for name in others if line.get(name) is not None]
         if given and replaced in line:
             one, other = (f"--{name.replace('_', '-')}" for name in (replaced, given[0]))
             raise UsageError(f"{one} cannot be given with {other}, which replaces it. Leave one of them out.")
-    values = {**_with_alternatives(file), **_with_alternatives(line)}
+    values = {**without_replaced(file), **without_replaced(line)}
     preset = _base(values)
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        section, _, last = name.rpartition(".")
-        sections.setdefault(section, {})[last] = value
     try:
-        top = sections.pop("", {})
-        for section, fields in sections.items():
-            top[section] = _with_fields(preset, section, fields)
-        return dataclasses.replace(preset, **top)
+        return replace_options(preset, values)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -185,15 +196,6 @@ def _base(values: Mapping[str, Any]) -> PretrainConfig:
     return with_weights_of(preset, weights)
 
 
-def _with_fields(preset: PretrainConfig, section: str, fields: Mapping[str, Any]) -> Any:
-    """Return a section of a preset with other fields. The optimizer, of another package, does not name its section."""
-    try:
-        return dataclasses.replace(getattr(preset, section), **fields)
-    except ValueError as error:
-        name = "" if str(error).startswith(f"{section}.") else f"{section}."
-        raise UsageError(f"{name}{error}") from error
-
-
 def to_toml(config: PretrainConfig) -> str:
     """Return a configuration as TOML, with every option. `read_config` and `build_config` give it back.
 
@@ -216,13 +218,41 @@ def to_toml(config: PretrainConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _with_alternatives(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options whose length and microbatches replace those of the preset or of the file."""
-    unset: dict[str, Any] = {}
-    for alternatives in (LENGTHS, _MICROBATCHES):
-        if any(name in values for name in alternatives):
-            unset |= dict.fromkeys(alternatives[1:])
-    return {**unset, **values}
+def to_arguments(config: PretrainConfig) -> list[str]:
+    """Return the arguments of the command `train` that give a configuration. `build_command` gives it back.
+
+    Raises:
+        UsageError: no arguments give it: one of several texts would be read as an option.
+    """
+    origin = {name: getattr(config, name) for name in ("from_checkpoint", "init_from") if getattr(config, name)}
+    if config.from_checkpoint is None:
+        origin["preset"] = config.preset
+    base = _base(origin)
+    changed = {
+        name: value_of(config, option)
+        for name, option in _OPTIONS.items()
+        if name in origin or (value_of(config, option) != value_of(base, option) and name != "preset")
+    }
+    for replaced, *others in (LENGTHS, MICROBATCHES):
+        if not {replaced, *others} & changed.keys():
+            continue
+        given = {name: value for name in others if (value := value_of(config, _OPTIONS[name])) is not None}
+        changed = {name: value for name, value in changed.items() if name not in (replaced, *others)}
+        changed |= given or {replaced: value_of(config, _OPTIONS[replaced])}
+    return [word for name, value in changed.items() for word in _words(_OPTIONS[name], value)]
+
+
+def _words(option: Option, value: Any) -> list[str]:
+    """Return the words of the command line for a value of an option."""
+    flag = option.flags[0]
+    if option.type is bool:
+        return [flag if value else option.off_flags[0]]
+    texts = ["none"] if value is None else list(map(str, value)) if option.is_tuple else [str(value)]
+    if not any(text.startswith("-") for text in texts):
+        return [flag, *texts]
+    if len(texts) > 1:
+        raise UsageError(f"{option.name} must be texts that begin with no -, got {shown(texts)}. Put a space before.")
+    return [f"{flag}={texts[0]}"]
 
 
 def _read_value(name: str, value: Any, path: str) -> Any:

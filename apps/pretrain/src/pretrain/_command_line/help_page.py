@@ -72,7 +72,7 @@ def _page(
         yield [(title, 0), *(paragraph for option in options for paragraph in _entry(option))]
     if command == "train" and not shows_all:
         more.append("--help-all shows all options, and --preset NAME --help the defaults of a preset.")
-    if command == "plan":
+    if command in ("plan", "sweep"):
         more.append("pretrain train --help-all shows the other options.")
     if is_overview:
         more.append("COMMAND --help shows the options of a command, and --version the versions.")

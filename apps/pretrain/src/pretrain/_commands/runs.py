@@ -1,76 +1,127 @@
-"""The command `runs`: a table of all runs of a storage path."""
+"""The command `runs`: a table of the runs of a storage path."""
 
+import fnmatch
+import json
+import re
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 from pyarrow.fs import FileSelector, FileType
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from pretrain._config import LENGTHS, PretrainConfig
 from pretrain._errors import UsageError, one_line, short
 from pretrain._formats import age, count, duration, loss
+from pretrain._presets import PRESETS
+from pretrain._run.differences import changes_result, differing_options, option_values
+from pretrain._run.find import DEFAULT_STORAGE
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_history, seconds_by_phase
 from pretrain._run.metrics import last_values
+from pretrain._run.names import short_name, short_value
 from pretrain._run.remote_copy import pull_changed
 from pretrain._run.state import last_seen_s, run_state
 from pretrain._screen.printing import print_line, print_table
-from ray_jax_launch import LaunchError, as_storage_path, join_path, latest_step, open_uri
+from pretrain._screen.runs_table import runs_table
+from pretrain._suggestions import did_you_mean
+from ray_jax_launch import LaunchError, as_storage_path, is_uri, join_path, latest_step, open_uri
 
 PART = "*"
 """The mark of a validation loss that is not of all validation tokens."""
 
-_COLUMNS = {
-    "run": "name",
-    "state": "state",
-    "step": "step",
-    "loss": "loss",
-    "val": "val_loss",
-    "tokens": "tokens",
-    "device": "device",
-    "time": "time",
-    "age": "age",
-}
-# The least width of columns whose texts may be wrapped.
-_WRAPPED = {"run": 16, "state": 8, "device": 8}
-_LEAST_IMPORTANT = ("device", "tokens", "time", "loss", "age", "val")
-_GAP = 1
+_BEFORE_OPTIONS, _AFTER_OPTIONS = ("run", "state"), ("step", "loss", "val", "tokens", "device", "time", "age")
+_GROUP_BEFORE, _GROUP_AFTER = ("rank", "run", "runs"), ("val", "spread")
+# Other names of columns, those of the files of a run.
+_SAME = {"name": "run", "val_loss": "val"}
 _NUM_THREADS = 8  # requests to object storage take long, and wait for each other otherwise
+_SEED = re.compile(r"-seed\d+$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
-    """A run in the table. An unknown value is an empty text."""
+    """A row of the table: a run, or several that are equal but for the seed."""
 
-    name: str
-    state: str
-    step: str = ""
-    loss: str = ""
-    val_loss: str = ""
-    tokens: str = ""
-    device: str = ""
-    time: str = ""
-    age: str = ""
+    values: Mapping[str, Any]
+    """Values to sort by, by the names of the columns. An unknown value is missing."""
+
+    texts: Mapping[str, str]
+    """Texts of the columns."""
+
+    facts: Mapping[str, Any]
+    """The object of `--json`."""
+
+    config: PretrainConfig | None = None
+    """The resolved configuration; None if it cannot be read."""
+
     seen_s: float = 0.0
     problem: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Values of the options that differ, by their dotted names."""
 
 
-def show_runs(storage_path: str, *, console: Console, clock: Callable[[], float] = time.time) -> None:
-    """Print a table of all runs of a storage path, the newest last.
+def show_runs(
+    storage_path: str = str(DEFAULT_STORAGE),
+    globs: Sequence[str] = (),
+    *,
+    sort: str | None = None,
+    columns: str | None = None,
+    group_by: Literal["seed"] | None = None,
+    as_json: bool = False,
+    console: Console,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Print a table of runs, the newest last.
 
     Args:
-        storage_path: a folder or URI.
+        storage_path: a folder or URI. A name with `*`, `?` or `[` is a glob of runs in `runs`.
+        globs: patterns of the names of runs; none for all runs.
+        sort: the column to sort by, in ascending order.
+        columns: the columns to show, with commas; None for all that fit.
+        group_by: make one row of the runs that are equal but for this option.
+        as_json: print one line of JSON, with all numbers.
         console: the output.
         clock: returns the Unix time.
 
     Raises:
-        UsageError: the storage path holds no run.
+        UsageError: the storage path holds no such run, or there is no such column.
         LaunchError: the object storage cannot be reached.
+    """
+    if not is_uri(storage_path) and {*storage_path} & {*"*?["} and not Path(storage_path).exists():
+        storage_path, globs = str(DEFAULT_STORAGE), (storage_path, *globs)
+    rows = _with_options(_read_rows(storage_path, globs, clock()))
+    options = [*dict.fromkeys(name for row in rows for name in row.options)]
+    problems = [row for row in rows if row.problem]
+    if group_by is not None:
+        rows = _groups(rows)
+    before, after = (_BEFORE_OPTIONS, _AFTER_OPTIONS) if group_by is None else (_GROUP_BEFORE, _GROUP_AFTER)
+    shown = [short_name(name) for name in options if name not in (*LENGTHS, group_by)]
+    names = [*before, *shown, *after]
+    known = [*names, *map(short_name, filter(changes_result, option_values(PRESETS["quickstart"]())))]
+    if sort is not None:
+        rows = sorted(rows, key=lambda row: _sort_key(row.values.get(_column(sort, known, "--sort"))))
+    if columns is not None:
+        names = [_column(name.strip(), known, "--columns") for name in columns.split(",")]
+    if as_json:
+        print_line(console, json.dumps([{**row.facts, "options": row.options} for row in rows]))
+        return
+    print_table(console, runs_table([row.texts for row in rows], names, console))
+    if "val" in names and any(row.texts.get("val", "").endswith(PART) for row in rows):
+        print_line(console, f"{PART} validation loss on a part of the validation tokens (train.eval_tokens)")
+    for row in problems:
+        print_line(console, f"{row.texts['run']}: {row.problem}")
+
+
+def _read_rows(storage_path: str, globs: Sequence[str], now_s: float) -> list[_Row]:
+    """Return the rows of the runs, the newest last.
+
+    Raises:
+        UsageError: there are none.
     """
     place = as_storage_path(storage_path)
     if isinstance(place, Path):
@@ -83,20 +134,24 @@ def show_runs(storage_path: str, *, console: Console, clock: Callable[[], float]
             infos = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
             names = sorted(info.base_name for info in infos if info.type == FileType.Directory)
             folders = [RunFolder(Path(copies, name), str(join_path(place, name))) for name in names]
+        chosen = [
+            folder
+            for folder in folders
+            if not globs or any(fnmatch.fnmatchcase(folder.path.name, glob) for glob in globs)
+        ]
+        if folders and not chosen:
+            raise UsageError(
+                f"the patterns must match the name of a run in {storage_path}, got {short(' '.join(globs))}. Leave "
+                "them out to see all runs."
+            )
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            rows = list(threads.map(lambda folder: _row(folder, clock()), folders))
-    rows = [row for row in rows if row is not None]
+            rows = [row for row in threads.map(lambda folder: _row(folder, now_s), chosen) if row is not None]
     if not rows:
         raise UsageError(
             f"the storage path must hold the folder of a run, got {storage_path} without any. Give the folder or URI "
             "of --storage-path, or train a run."
         )
-    print_table(console, _table(sorted(rows, key=lambda row: row.seen_s), console))
-    if any(row.val_loss.endswith(PART) for row in rows):
-        print_line(console, f"{PART} validation loss on a part of the validation tokens (train.eval_tokens)")
-    for row in rows:
-        if row.problem:
-            print_line(console, f"{row.name}: {row.problem}")
+    return sorted(rows, key=lambda row: row.seen_s)
 
 
 def _check_folder(place: Path) -> None:
@@ -136,48 +191,127 @@ def _row(folder: RunFolder, now_s: float) -> _Row | None:
         is_unreadable = isinstance(error, LaunchError | PermissionError)
         if is_unreadable and folder.uri is not None:
             raise  # the storage cannot be reached
-        state = "unreadable" if is_unreadable else "damaged"
-        return _Row(name=one_line(folder.path.name), state=state, problem=one_line(str(error)))
+        name, state = one_line(folder.path.name), "unreadable" if is_unreadable else "damaged"
+        texts, problem = {"run": name, "state": state}, one_line(str(error))
+        return _Row(
+            values=texts, texts=texts, facts={"name": name, "state": state, "problem": problem}, problem=problem
+        )
 
 
 def _read_row(folder: RunFolder, now_s: float) -> _Row:
     history = read_history(folder)
+    config = history.description.config
     last, result = last_values(history.records), history.result
     start = history.starts[-1] if history.starts else {}
     seen_s, num_devices = last_seen_s(history), start.get("devices", 1)
     device = start.get("device", history.description.hardware)
+    device = one_line(f"{num_devices} x {device}" if num_devices > 1 else device)
     val_loss, is_full = last.get("full_val_loss", last.get("val_loss")), "full_val_loss" in last
     seconds = sum(seconds_by_phase(history.phases, seen_s).values())
     if not history.phases and result is not None:
         seconds = result.wall_s
-    return _Row(
-        name=one_line(folder.path.name),
-        state=run_state(history, now_s),
-        step=f"{last.get('step', 0)}/{history.description.config.train.max_steps}",
-        loss=loss(last["loss"]) if "loss" in last else "",
-        val_loss="" if val_loss is None else loss(val_loss) + ("" if is_full else PART),
-        tokens=count(last["tokens"], exact_below=1e3) if "tokens" in last else "",
-        device=one_line(f"{num_devices} x {device}" if num_devices > 1 else device),
-        time=duration(seconds) if seconds else "",
-        age=age(now_s - seen_s),
-        seen_s=seen_s,
-    )
+    name, state = one_line(folder.path.name), run_state(history, now_s)
+    values = {
+        "run": name, "state": state, "step": last.get("step", 0), "loss": last.get("loss"), "val": val_loss,
+        "tokens": last.get("tokens"), "device": device, "time": seconds, "age": now_s - seen_s,
+    }  # fmt: skip
+    texts = {
+        "run": name,
+        "state": state,
+        "step": f"{last.get('step', 0)}/{config.train.max_steps}",
+        "loss": loss(last["loss"]) if "loss" in last else "",
+        "val": "" if val_loss is None else loss(val_loss) + ("" if is_full else PART),
+        "tokens": count(last["tokens"], exact_below=1e3) if "tokens" in last else "",
+        "device": device,
+        "time": duration(seconds) if seconds else "",
+        "age": age(now_s - seen_s),
+    }
+    facts = {
+        "name": name, "place": str(folder), "state": state, "step": last.get("step", 0),
+        "max_steps": config.train.max_steps, "val_loss": val_loss, "val_is_full": is_full, "device": device,
+        "seconds": round(seconds, 3), "seen_s": seen_s, "metrics": last,
+    }  # fmt: skip
+    return _Row(values=values, texts=texts, facts=facts, config=config, seen_s=seen_s)
 
 
-def _table(rows: list[_Row], console: Console) -> Table:
-    """Return the table. On a terminal that is too narrow, texts wrap and the least important columns are left out."""
-    full = {name: max(len(name), *(len(getattr(row, field)) for row in rows)) for name, field in _COLUMNS.items()}
-    least = {name: min(width, _WRAPPED.get(name, width)) for name, width in full.items()}
-    spare = console.width + _GAP - sum(width + _GAP for width in least.values())
-    for name in _LEAST_IMPORTANT if console.is_terminal else ():
-        if spare < 0:
-            spare += least.pop(name) + _GAP
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
-    for name, width in least.items():
-        wanted = full[name] - width
-        extra = max(0, min(wanted, spare)) if console.is_terminal else wanted
-        spare -= extra
-        table.add_column(name, width=width + extra, overflow="fold", justify="left" if name in _WRAPPED else "right")
+def _with_options(rows: Sequence[_Row]) -> list[_Row]:
+    """Return the rows with the values of all options, and with those that differ between the runs by themselves."""
+    read = [row for row in rows if row.config is not None]
+    differing = differing_options([row.config for row in read if row.config is not None]) if read else {}
+    found: dict[int, _Row] = {}
+    for number, row in enumerate(read):
+        every = {name: value for name, value in option_values(row.config).items() if changes_result(name)}
+        found[id(row)] = _Row(
+            values={short_name(name): value for name, value in every.items()} | row.values,
+            texts={short_name(name): one_line(short_value(value)) for name, value in every.items()} | row.texts,
+            facts=row.facts,
+            config=row.config,
+            seen_s=row.seen_s,
+            options={name: column[number] for name, column in differing.items()},
+        )
+    return [found.get(id(row), row) for row in rows]
+
+
+def _groups(rows: Iterable[_Row]) -> list[_Row]:
+    """Return a row for the runs that are equal but for the seed, ranked by their mean validation loss.
+
+    Finished runs alone count. The spread is the standard deviation, with the divisor n - 1.
+    """
+    members: dict[str, list[_Row]] = {}
     for row in rows:
-        table.add_row(*(Text(getattr(row, _COLUMNS[name])) for name in least))
-    return table
+        if row.config is not None:
+            options = {name: value for name, value in option_values(row.config).items() if changes_result(name)}
+            members.setdefault(repr({**options, "seed": None}), []).append(row)
+    groups = [_group(group) for group in members.values()]
+    groups.sort(key=lambda group: _sort_key(group.values.get("val")))
+    ranked: list[_Row] = []
+    for rank, group in enumerate(groups, 1):
+        of_rank = {"rank": rank} if "val" in group.values else {}
+        ranked.append(
+            _Row(
+                values={**group.values, **of_rank},
+                texts={**group.texts, **{name: str(value) for name, value in of_rank.items()}},
+                facts={**group.facts, **of_rank},
+                config=group.config,
+                options=group.options,
+            )
+        )
+    return ranked
+
+
+def _group(group: Sequence[_Row]) -> _Row:
+    first = group[0]
+    finished = [row for row in group if row.values["state"] == "finished" and row.values["val"] is not None]
+    losses = [row.values["val"] for row in finished]
+    name = min((_SEED.sub("", row.values["run"]) for row in group), key=len)
+    values = {**first.values, "run": name, "runs": len(losses)}
+    texts = {**first.texts, "run": name, "runs": f"{len(losses)}/{len(group)}", "val": "", "spread": ""}
+    facts = {"name": name, "runs": [row.values["run"] for row in group], "num_finished": len(losses)}
+    values.pop("val")
+    if losses:
+        mark = PART if any(row.texts["val"].endswith(PART) for row in finished) else ""
+        values["val"] = facts["val_loss"] = statistics.fmean(losses)
+        texts["val"] = loss(values["val"]) + mark
+    if len(losses) > 1:
+        values["spread"] = facts["val_loss_std"] = statistics.stdev(losses)
+        texts["spread"] = f"{values['spread']:.4f}"
+    options = {name: value for name, value in first.options.items() if name != "seed"}
+    return _Row(values=values, texts=texts, facts=facts, config=first.config, options=options)
+
+
+def _column(name: str, known: Sequence[str], option: str) -> str:
+    """Return the name of a column.
+
+    Raises:
+        UsageError: there is no such column.
+    """
+    name = _SAME.get(name, short_name(name.replace("-", "_")))
+    if name not in known:
+        shown = ", ".join(dict.fromkeys(known[:12]))
+        raise UsageError(f"{option} must be columns, such as {shown}, got {short(name)}.{did_you_mean(name, known)}")
+    return name
+
+
+def _sort_key(value: Any) -> tuple[bool, bool, Any]:
+    """Return a key that sorts numbers before texts, and what is unknown last."""
+    return value is None, isinstance(value, str), 0 if value is None else value

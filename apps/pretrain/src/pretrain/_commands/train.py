@@ -4,6 +4,8 @@ import contextlib
 import time
 import traceback
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 from rich.console import Console
 
@@ -12,7 +14,6 @@ from pretrain._best_effort import best_effort
 from pretrain._commands.verify_data import verified_data
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, load_tokens
-from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError, rejecting, shown
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
@@ -34,6 +35,7 @@ from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize, write_end
 from pretrain._run.lock import lock_run
 from pretrain._run.metrics import last_values
+from pretrain._run.names import run_name
 from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_finished, show_result, show_stopped
@@ -62,6 +64,10 @@ class TrainResult:
 
     metrics: dict[str, float]
     """The last value of each metric: step, epoch, tokens, loss, val_loss and others."""
+
+    history: list[dict[str, Any]]
+    """The records of `metrics.jsonl`, in the order of steps, for `pandas.DataFrame(result.history)`: step, tokens,
+    time_s, loss, val_loss and others. A record lacks what is unknown at its step."""
 
     checkpoint: SavedCheckpoint | None
     """The newest checkpoint, with `step` and `path`; None if there is none."""
@@ -99,7 +105,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
     console = console or Console(quiet=True)
     hardware = given_hardware(config)
     check_trackers(config)
-    name = config.name or f"{config.preset}-{label_of(parse_data(config.data))}"
+    name = run_name(config)
     check_run_name(name)
     with contextlib.ExitStack() as stack:
         with rejecting():
@@ -240,8 +246,10 @@ def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResu
     if error is None and folder.sample.is_file():  # a run without a tokenizer has no sample
         with best_effort(f"the sample {folder.sample}"):
             sample = read_text(folder.sample)
+    records = sorted(read_lines(folder.metrics), key=itemgetter("step"))
     return TrainResult(
-        metrics=last_values(read_lines(folder.metrics)),
+        metrics=last_values(records),
+        history=records,
         checkpoint=None if step is None else SavedCheckpoint(folder.checkpoints, step),
         folder=folder.uri or folder.path,
         error=error,

@@ -44,9 +44,9 @@ def show_result(history: RunHistory, result: RunResult, console: Console, *, sam
         print_line(console, sample)
         console.rule()
     print_line(console, f"\nrun folder: {history.folder}")
-    name = _as_typed(history.folder)
+    name = as_typed(history.folder)
     for command in (f"sample {name}", f"eval {name}", f"report {name}", f"export {name} OUT"):
-        print_line(console, f"  {_application()} {command}")
+        print_line(console, f"  {application()} {command}")
 
 
 def show_finished(history: RunHistory, result: RunResult, console: Console) -> None:
@@ -142,7 +142,7 @@ def _visible(text: str) -> str:
     return "".join(character if character.isprintable() else "·" for character in text)
 
 
-def _application() -> str:
+def application() -> str:
     """Return the beginning of this command line. From Python, the installed command."""
     program = Path(sys.argv[0])
     if program.name == "pretrain" and program.is_dir():
@@ -152,7 +152,7 @@ def _application() -> str:
     return "pretrain"
 
 
-def _as_typed(folder: RunFolder) -> str:
+def as_typed(folder: RunFolder) -> str:
     """Return the run as an argument of a command: a name in the default storage, a relative path, or a URI."""
     if folder.uri is not None:
         return shlex.quote(folder.uri)

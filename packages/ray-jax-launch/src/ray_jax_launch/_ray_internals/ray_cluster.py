@@ -84,6 +84,16 @@ def only_this_machine() -> Iterator[None]:
             os.environ[name] = in_environment
 
 
+def variables_to_join(*, is_local: bool) -> dict[str, str]:
+    """Return environment variables with which a process joins the connected cluster.
+
+    Args:
+        is_local: the cluster is one of `only_this_machine`: Ray would replace the loopback address by another one.
+    """
+    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    return address | ({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"} if is_local else {})
+
+
 def find_address(address: str) -> str:
     """Return host and port at which Ray looks for the cluster of this address, which may be `auto`.
 

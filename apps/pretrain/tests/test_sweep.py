@@ -1,0 +1,303 @@
+"""The command `sweep`: its grid, and the runs that it trains."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain import PRESETS, main
+from pretrain._command_line.arguments import build_command
+from pretrain._command_line.command_classes import SweepCommand
+from pretrain._command_line.config_file import to_arguments
+from pretrain._errors import UsageError
+from pretrain._run.files import read_lines
+from pretrain._run.names import run_name
+
+TINY = (
+    "--data book.txt --hardware local --trackers --train.sample-tokens 0 --model.seq-len 16 --model.num-layers 1 "
+    "--model.num-heads 1 --model.embed-dim 8 --train.global-batch-size 4 --optimizer.warmup-steps 0"
+)
+SIZES = "batch4-layers1-heads1-width8-context16"
+
+
+def name(rate, end=""):
+    return f"quickstart-book-lr{rate}-warmup0-{SIZES}{end}"
+
+
+def configs(line):
+    command = build_command("sweep", line.split())
+    assert isinstance(command, SweepCommand)
+    return command.configs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_cache(tmp_path_factory):
+    """All tests share the tokens of the text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield os.environ["XDG_CACHE_HOME"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, one_cache):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", one_cache)
+    Path("book.txt").write_text("A short book, of some words. " * 400)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def started(line):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pretrain", "sweep", *line.split()],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def swept(line):
+    """Run a sweep to its end. Return its exit code and its lines."""
+    with started(line) as process:
+        lines = process.communicate()[0].splitlines()
+        return process.returncode, lines
+
+
+def results(place):
+    """The losses of all runs."""
+    kept = ("step", "loss", "val_loss", "full_val_loss", "learning_rate")
+    return {
+        path.parent.name: [{key: line[key] for key in kept if key in line} for line in read_lines(path)]
+        for path in (place / "runs").glob("*/metrics.jsonl")
+    }
+
+
+def wait_for(holds, process):
+    until = time.monotonic() + 120
+    while not holds():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# The grid
+
+
+def test_each_combination_is_a_run_and_the_last_option_changes_first():
+    found = configs("--preset baby --grid optimizer.learning-rate=1e-3,5e-4 seed=1,2 --train.max-steps 7 --parallel 2")
+    assert [(one.optimizer.learning_rate, one.seed, one.train.max_steps) for one in found] == [
+        (1e-3, 1, 7), (1e-3, 2, 7), (5e-4, 1, 7), (5e-4, 2, 7),
+    ]  # fmt: skip
+
+
+def test_values_are_those_of_the_command_line():
+    (found,) = configs("--grid train.mask_documents=true tokenizer=gpt2 train.order=none trackers=wandb seed=3")
+    assert (found.train.mask_documents, found.prepare.tokenizer, found.train.order) == (True, "gpt2", None)
+    assert (found.trackers, found.seed) == (("wandb",), 3)
+
+
+def test_a_file_has_options_and_a_grid(place):
+    Path("sweep.toml").write_text(
+        'preset = "baby"\n[train]\nmax_steps = 9\n[grid]\nseed = [1, 2]\n"data" = ["train=a,val=b", "x"]\n'
+        "[grid.optimizer]\nlearning-rate = [1e-3]\nwarmup_steps = [3]\n"
+    )
+    found = configs("sweep.toml --grid seed=5 --model.num-layers 1")
+    assert [(one.preset, one.data, one.seed) for one in found] == [("baby", "train=a,val=b", 5), ("baby", "x", 5)]
+    assert {(one.train.max_steps, one.optimizer.warmup_steps, one.model.num_layers) for one in found} == {(9, 3, 1)}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("", "sweep must have a grid, got none. Give --grid OPTION=VALUE,VALUE, or a FILE with [grid]."),
+        ("--grid seed", "--grid must be OPTION=VALUE,VALUE such as seed=1,2,3, got seed."),
+        ("--grid sed=1", "no option sed, of --grid; did you mean seed?"),
+        ("--grid seed=1,x", "--grid seed must be an integer, got x."),
+        ("--grid seed=1,", "--grid seed must be an integer, got ''."),
+        ("--grid train.mask-documents=yes", "--grid train.mask-documents must be true or false, got yes."),
+        ("--grid optimizer.name=adam", "--grid optimizer.name must be adamw or muon, got adam. Did you mean adamw?"),
+        ("--grid seed=1 seed=2", "--grid must have each option once, got seed twice."),
+        ("--grid seed=1 --seed 2", "--seed cannot be given beside its values in the grid. Leave one of them out."),
+        ("--grid seed=1 --name x", "name cannot be given to sweep, which names each run by its options."),
+        ("--grid seed=1 --parallel 0", "--parallel must be at least 1, got 0."),
+        ("--grid seed=1 --trian.max-steps 2", "no option --trian.max-steps of sweep; did you mean --train.max-steps?"),
+        ("--grid optimizer.learning-rate=1e-3,0", "optimizer.learning_rate must be above 0"),
+        ("--grid train.max-epochs=1 --train.max-steps 2", "--train.max-steps cannot be given with --train.max-epochs"),
+        ("a.toml", "grid.seed in a.toml must be a list of values, got 3."),
+        ("b.toml", "each of grid.seed in b.toml must be an integer, got 'x'."),
+        ("c.toml", "no option sede, of grid in c.toml; did you mean seed?"),
+        (f"--grid seed={','.join(map(str, range(1001)))}", "a grid must have at most 1,000 runs, got 1,001."),
+    ],
+)
+def test_a_wrong_grid_is_rejected(place, capsys, line, sentence):
+    Path("a.toml").write_text("[grid]\nseed = 3")
+    Path("b.toml").write_text("[grid]\nseed = [1, 'x']")
+    Path("c.toml").write_text("[grid]\nsede = [1]")
+    assert main(["sweep", *line.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--grid train.max-steps=3,4 seed=1,2", "the runs of a grid must have different names, got "),
+        ("--grid prepare.text-column=x seed=1,1", "the runs of a grid must have different names, got "),
+        ("--grid seed=1,1", "the runs of a grid must have different names, got "),
+        ("--grid seed=1,2 --data none.txt", "none.txt"),
+        ("--grid seed=1,2 --hardware cpu:3", "train.global_batch_size must be divisible by 3"),
+        ("--grid train.order=random,sequential --data-mode stream", "train.order must be sequential or sequential-fir"),
+        ("--grid seed=1,2 --hardware auto --parallel 2", "hardware must be the devices of one run with --parallel"),
+    ],
+)
+def test_runs_that_cannot_be_trained_are_rejected_before_the_first_one_starts(place, capsys, line, sentence):
+    assert main(["sweep", *TINY.split(), *line.split()]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_data_of_one_label_is_rejected(place, capsys):
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(folder, "book.txt").write_text("text " * 100)
+    assert main(["sweep", *TINY.split()[2:], "--grid", "data=a/book.txt,b/book.txt"]) == 2
+    assert "the runs of a grid must have different names, got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--train.max-steps 5",
+        "--train.max-tokens 500",
+        "--train.max-epochs 2 --train.micro-batch-size 1 --train.mask-documents --trackers --seed 3",
+        "--train.grad-accum-steps 2 --prompts=-x --mesh.fsdp 2 --optimizer.decay-steps 3 --train.eval-tokens none",
+        "--prompts a b --name=-n --dashboard --peak-tflops 2.5",
+    ],
+)
+def test_the_arguments_of_a_configuration_give_it_back(preset, line):
+    config = build_command("train", [f"--preset={preset}", *line.split()])
+    assert build_command("train", to_arguments(config)) == config
+
+
+def test_texts_that_no_arguments_give_are_rejected():
+    config = PRESETS["baby"]().with_options({"prompts": ("a", "--b")})
+    with pytest.raises(UsageError, match=r"prompts must be texts that begin with no -, got \['a', '--b'\]"):
+        to_arguments(config)
+
+
+def test_a_dry_run_prints_the_commands_and_starts_nothing(place, capsys):
+    assert main(["sweep", *TINY.split(), "--grid", "seed=1,2", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for seed, line in enumerate(lines, 1):
+        found, _, command = line.partition(": ")
+        config = build_command("train", command.partition("pretrain")[2].split())
+        assert found == run_name(config)
+        assert config.seed == seed
+    assert not Path("runs").exists()
+
+
+# The runs
+
+LONG = f"{TINY} --train.max-steps 400 --train.log-every 20 --train.eval-every 100 --train.checkpoint-every 50"
+GRID = "--grid optimizer.learning-rate=1e-3,2e-3"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, one_cache):
+    """The output of a sweep of two runs, and their losses."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    (place / "book.txt").write_text("A short book, of some words. " * 400)
+    with contextlib.chdir(place):
+        code, lines = swept(f"{LONG} {GRID}")
+        again = swept(f"{LONG} {GRID}")
+    assert code == 0, lines
+    return lines, results(place), again
+
+
+def test_a_sweep_trains_plain_runs_and_shows_their_table(undisturbed):
+    lines, found, (code, again) = undisturbed
+    names = [name("1e-3"), name("2e-3").replace("lr2e-3-", "")]  # 2e-3 is that of the preset
+    assert sorted(found) == sorted(names)
+    assert [line.partition(":")[0] for line in lines if ": started" in line] == names
+    assert sum("finished in" in line for line in lines) == 2
+    head = next(line for line in lines if line.startswith("run "))
+    assert head.split()[:5] == ["run", "state", "lr", "step", "loss"]
+    table = [line.split() for line in lines[lines.index(head) + 1 :][:2]]
+    assert [row[3] for row in table] == ["400/400", "400/400"]
+    assert table[0][5] <= table[1][5]  # the lowest validation loss first
+    assert lines[-1].endswith(f"report {names[0]} {names[1]}")
+    # The second time, no run starts.
+    assert code == 0
+    assert "2 runs, 2 of them finished" in again
+    assert not any("started" in line for line in again)
+
+
+def test_a_sweep_that_is_killed_twice_ends_with_the_same_results(place, undisturbed):
+    """The first kill leaves the process of the run, which saves and ends; the second one kills both."""
+    first, second = (Path("runs", one) for one in (name("1e-3"), name("2e-3").replace("lr2e-3-", "")))
+    with started(f"{LONG} {GRID}") as process:
+        wait_for((first / "checkpoints" / "50").exists, process)
+        process.kill()
+    with started(f"{LONG} {GRID}") as process:
+        wait_for((second / "checkpoints" / "50").exists, process)
+        owner = json.loads((second / ".lock").read_text())["pid"]
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(owner, signal.SIGKILL)
+    code, lines = swept(f"{LONG} {GRID}")
+    assert code == 0, lines
+    assert results(place) == undisturbed[1]
+
+
+def test_a_run_that_fails_does_not_stop_the_others(place):
+    line = f"{TINY} --train.max-steps 100 --train.log-every 10 --optimizer.clip-norm 0 --optimizer.weight-decay 0"
+    grid = "--grid optimizer.learning-rate=1e35,1e-3"
+    code, lines = swept(f"{line} {grid}")
+    failed = next(Path("runs").glob("*lr1e35*")).name
+    assert code == 1
+    assert any(one.startswith(f"{failed}: failed: ") for one in lines), lines
+    assert any("lr1e-3" in one and "finished in" in one for one in lines)
+    assert lines[-1] == f"error: 1 of 2 runs have failed: {failed}: the same command continues them"
+
+
+def test_ctrl_c_saves_the_run_and_the_same_command_continues(place):
+    line = f"{LONG} --grid seed=1,2"
+    first = Path("runs", name("2e-3", "-seed1").replace("lr2e-3-", ""))
+    with started(line) as process:
+        wait_for((first / "checkpoints" / "50").exists, process)
+        process.send_signal(signal.SIGINT)
+        lines = process.communicate()[0].splitlines()
+    assert process.returncode == 130
+    assert any(one.startswith(f"{first.name}: stopped and saved") for one in lines), lines
+    assert lines[-1] == "interrupted: run the same command again to continue"
+    assert [path.name for path in Path("runs").iterdir()] == [first.name]
+    assert json.loads((first / "phases.jsonl").read_text().splitlines()[-1])["phase"] == "stopped"
+
+
+def test_parallel_runs_are_at_once(place):
+    code, lines = swept(f"{TINY} --train.max-steps 5 --grid seed=1,2 --parallel 2")
+    assert code == 0, lines
+    assert ["started" in one for one in lines if "started" in one or "finished in" in one] == [True, True, False, False]
+
+
+@pytest.mark.slow
+def test_runs_on_ray_share_one_cluster(place):
+    ray = TINY.replace("--hardware local", "--hardware cpu:2")
+    code, lines = swept(f"{ray} --train.max-steps 5 --grid seed=1,2 --parallel 2")
+    assert code == 0, lines
+    assert sum("starting Ray" in one for one in lines) == 1
+    starts = [read_lines(path) for path in Path("runs").glob("*/starts.jsonl")]
+    assert [(start["workers"], start["step"]) for (start,) in starts] == [(2, 0)] * 2
