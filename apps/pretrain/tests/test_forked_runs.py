@@ -4,6 +4,10 @@ import pytest
 from many_runs import results
 
 SCRIPT = """
+from rich.console import Console
+
+from pretrain._commands.report import report
+
 wsd = changed(BASE, optimizer__schedule="wsd", optimizer__decay_steps=5, train__max_steps=18)
 train(changed(wsd, name="parent"))
 same = changed(wsd, name="same", from_checkpoint="parent@8")
@@ -32,7 +36,12 @@ found["another parent"] = rejection(changed(other, from_checkpoint="parent@12"))
 best = min((line["val_loss"], line["step"]) for line in losses("parent") if "val_loss" in line)[1]
 found["best"] = [load_trained("parent@best").step, best, load_trained("parent@4").step, load_trained("parent").step]
 
-shutil.rmtree("runs/parent")
+for state in ("with its parent", "alone"):
+    report(["same"], out=f"{state}.html", console=Console(quiet=True))
+    page = Path(f"{state}.html").read_text()
+    found[f"report {state}"] = ["everything of" in page, "grey s0" in page]
+    if state == "with its parent":
+        shutil.rmtree("runs/parent")
 rewind("other", 8)
 train(other)
 found["without its parent"] = digest("other", 18) == end
@@ -59,6 +68,11 @@ def test_a_fork_reads_the_batches_of_its_parent_at_another_rate(found):
     assert forked[1]["loss"] == parent[1]["loss"]  # before the update
     assert forked[2]["loss"] != parent[2]["loss"]
     assert not found["other"]
+
+
+def test_the_report_of_a_fork_has_the_part_of_its_parent_in_grey(found):
+    assert found["report with its parent"] == [True, True]
+    assert found["report alone"] == [True, False]
 
 
 def test_a_fork_continues_after_its_parent_is_deleted(found):

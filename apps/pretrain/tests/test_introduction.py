@@ -24,7 +24,7 @@ def test_the_introduction_has_the_sizes_of_the_run(hardware, per_worker, num_mic
     train = dataclasses.replace(config.train, max_steps=2000, grad_accum_steps=num_microbatches)
     config = with_vocab_size(dataclasses.replace(config, train=train), 257)
     out = io.StringIO()
-    introduce(config, data, parse_hardware(hardware), RunFolder(tmp_path / "run"), Console(file=out, width=80))
+    introduce(config, data, parse_hardware(hardware), RunFolder(tmp_path / "run"), None, Console(file=out, width=80))
     assert out.getvalue().splitlines() == [
         "model     834,432 parameters: 4 layers of width 128",
         "data      90,001 tokens to train on, 10,000 to validate on (bytes)",
@@ -46,7 +46,7 @@ def test_the_introduction_of_a_stream_that_continues(tmp_path):
     folder, out = RunFolder(tmp_path / "a [run]"), io.StringIO()
     with Checkpoints(folder.checkpoints) as checkpoints:
         checkpoints.save(3, {"params": {"bias": jnp.zeros(2)}}, metadata={})
-    introduce(config, data, parse_hardware("cpu:2-9"), folder, Console(file=out, width=20))
+    introduce(config, data, parse_hardware("cpu:2-9"), folder, None, Console(file=out, width=20))
     assert out.getvalue().splitlines() == [
         "model     834,432 parameters: 4 layers of width 128",
         "data      a growing number of tokens to train on, 10,000 to validate on (bytes)",

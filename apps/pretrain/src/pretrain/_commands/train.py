@@ -124,7 +124,7 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         write_description(folder, run.description)
         folder.delete_result()  # that of a run that is extended
         folder.push()
-        introduce(run.config, run.data, run.hardware, folder, console)
+        introduce(run.config, run.data, run.hardware, folder, origin, console)
         stack.enter_context(verified_data(run.data, config.verify_data, console, stop=ray_jax_launch.request_stop))
         view = _view(read_history(folder, run.description), run.hardware, tokenizing, began_s)
         try:

@@ -180,6 +180,7 @@ class ReportedRun:
             "devices": device,
             "workers": _count(result.workers),
             "commit": description.commit or "",
+            "start": "" if description.origin is None else str(description.origin),
             "tokens": tokens,
             "tokenizer": data.tokenizer,
             **{f"fingerprint: {name}": value for name, value in _as_texts(data.fingerprint).items()},

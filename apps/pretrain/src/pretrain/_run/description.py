@@ -67,6 +67,11 @@ class Origin:
     weights_only: bool
     """True if the run takes the weights, and is at step 0 with a new optimizer; False if it takes everything."""
 
+    def __str__(self) -> str:
+        """Return the origin as a text."""
+        checkpoint = self.place if self.step is None else f"{self.place}@{self.step}"
+        return f"{'the weights' if self.weights_only else 'everything'} of {checkpoint}"
+
     @property
     def start_step(self) -> int:
         """The step that the run starts at."""

@@ -5,12 +5,20 @@ from rich.console import Console
 from nnx_gpt2 import num_params
 from owt_data import GrowingTokens, TokenData
 from pretrain._config import PretrainConfig
+from pretrain._run.description import Origin
 from pretrain._run.folder import RunFolder
 from pretrain._screen.printing import print_facts, print_line
 from ray_jax_launch import Hardware, latest_step
 
 
-def introduce(config: PretrainConfig, data: TokenData, hardware: Hardware, folder: RunFolder, console: Console) -> None:
+def introduce(
+    config: PretrainConfig,
+    data: TokenData,
+    hardware: Hardware,
+    folder: RunFolder,
+    origin: Origin | None,
+    console: Console,
+) -> None:
     """Print the size of the model, the data, and the length of a run.
 
     Args:
@@ -18,6 +26,7 @@ def introduce(config: PretrainConfig, data: TokenData, hardware: Hardware, folde
         data: the tokens.
         hardware: the devices.
         folder: the run's folder.
+        origin: the checkpoint or the weights that the run starts from, or None.
         console: the output.
     """
     model = config.model
@@ -45,6 +54,7 @@ def introduce(config: PretrainConfig, data: TokenData, hardware: Hardware, folde
             ),
             ("length", f"{max_steps:,} steps: {max_steps * step_tokens:,} tokens{epochs}"),
             ("hardware", str(hardware)),
+            *([] if origin is None else [("start", str(origin))]),
         ],
     )
     print_line(console, f"run folder: {folder}")
