@@ -67,7 +67,8 @@ def test_the_defaults_are_gpt2s_shape_and_gpt3s_rates():
     """Brown et al., 2020, arXiv:2005.14165, table 2.1 and appendix B."""
     config, optimizer = GPT2Config(), OptimizerConfig()
     assert (config.norm_epsilon, config.dropout_rate, config.loss_chunk_tokens) == (1e-5, 0.0, 4096)
-    assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_steps) == (6e-4, 6e-5, 0)
+    assert (optimizer.learning_rate, optimizer.warmup_steps) == (6e-4, 0)
+    assert (optimizer.min_learning_rate, optimizer.final_learning_rate) == (None, pytest.approx(6e-5))
     assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip_norm) == (0.9, 0.95, 0.1, 1.0)
 
 
