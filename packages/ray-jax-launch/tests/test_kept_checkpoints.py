@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and reading one of them."""
+"""Selection of the checkpoints that stay, and reading one of them."""
 
 import re
 import signal
