@@ -181,9 +181,9 @@ def _run(command: Command) -> int:
                 if number:
                     console.rule()
                 print_line(console, text)
-        case EvalCommand(run=run, data=data, batch_size=batch_size):
+        case EvalCommand():
             evaluate = _imported("evaluate.evaluate")
-            found = evaluate(run, data=data, batch_size=batch_size, console=Console(stderr=True, emoji=False))
+            found = evaluate(**dataclasses.asdict(command), console=Console(stderr=True, emoji=False))
             sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
         case ExportCommand(run=run, out=out):
             step = _imported("export.export")(run, out)

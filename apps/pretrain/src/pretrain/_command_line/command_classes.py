@@ -1,6 +1,7 @@
 """The commands, each with its options and its examples."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pretrain._config import PretrainConfig
 
@@ -38,13 +39,19 @@ class SampleCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalCommand:
-    """Evaluate a trained model on all of its validation tokens, and print the loss as JSON."""
+    """Evaluate a trained model on all validation tokens, or on other data, and print the loss as JSON."""
 
     run: str = field(metadata=_RUN)
     """The run's folder or URI, or its name in ./runs."""
 
     data: str | None = None
-    """Token files to evaluate on, in the forms of the command train; none takes the run's token files."""
+    """Data in the forms of the command train; text is prepared first. None takes the run's token files."""
+
+    split: Literal["val", "all"] | None = None
+    """The part of the data. None is val, or all of data without a validation split of its own, such as a text."""
+
+    text_column: str | None = None
+    """Column with the text of --data; none takes the column of the run's text."""
 
     batch_size: int = 32
     """Windows per step."""
@@ -174,7 +181,7 @@ EXAMPLES = {
     ),
     "eval": (
         "pretrain eval quickstart-builtin",
-        "pretrain eval runs/first --data data/openwebtext --batch-size 8",
+        "pretrain eval runs/first --data book.txt --batch-size 8",
     ),
     "export": (
         "pretrain export quickstart-builtin exported",
