@@ -166,3 +166,10 @@ def test_an_option_is_shown_with_the_kind_of_its_value(page):
         "  --tokenizer, --prepare.tokenizer bytes|gpt2",
     } <= {*lines}  # fmt: skip
     assert any("One of quickstart, baby, tutorial, wikitext" in line for line in lines)
+
+
+def test_the_command_help_is_the_option_help(page):
+    assert page("help") == page("--help")
+    for command in COMMANDS:
+        assert page("help", command) == page(command, "--help")
+    assert page("help", "train", "--preset", "gpt2") == page("train", "--help", "--preset", "gpt2")

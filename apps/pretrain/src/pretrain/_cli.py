@@ -116,7 +116,7 @@ def parse_command(arguments: Sequence[str]) -> Command:
 
 
 def _information(arguments: Sequence[str]) -> str | None:
-    """Return the help or the versions, if the arguments ask for them.
+    """Return the help or the versions, if the arguments ask for them. `help COMMAND` is `COMMAND --help`.
 
     Raises:
         UsageError: they name no command, or no preset.
@@ -124,6 +124,8 @@ def _information(arguments: Sequence[str]) -> str | None:
     if "--version" in arguments:
         names = ("pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "ray")
         return "".join(f"{name} {version(name)}\n" for name in names)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     asked = next((argument for argument in arguments if argument in _HELP), None)
     if asked is None:
         return None

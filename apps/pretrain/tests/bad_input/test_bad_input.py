@@ -155,7 +155,7 @@ LINES = [
         "a product that divides the 8 devices of one TPU slice, got 16 and 1. Choose smaller sizes: only the data",
     ),
     ("--data book.txt --hardware tpu", "hardware"),
-    ("--data book.txt --hardware gpu:2", "The Ray cluster must have 2 GPUs for gpu:2, got 0. Ask for fewer workers"),
+    ("--data book.txt --hardware gpu:2", "This machine must have 2 GPUs for gpu:2, got 0. Ask for other hardware"),
     ("--data book.txt --storage-path book.txt", "must be accessible, got Not a directory."),
     ("--data book.txt --storage-path new/deep --model.vocab-size 100", "--model.vocab-size must be at least 257"),
     ("--data book.txt --name 'a b?c'", "name must be a printable text that begins with no dot or space and has no /"),

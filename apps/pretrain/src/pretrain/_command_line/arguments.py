@@ -31,6 +31,8 @@ from pretrain._suggestions import did_you_mean, nearest, nearest_option
 
 # A word that is no value. A value of this form is written after an equals sign.
 _FLAG = re.compile(r"--[A-Za-z]")
+# What other programs call the continuation of a run.
+_CONTINUING = ("--resume", "--continue", "--restart")
 
 
 def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -147,6 +149,11 @@ def _convert(option: Option, flag: str, texts: list[str]) -> Any:
 
 
 def _unknown_flag(command: str, flag: str) -> UsageError:
+    if command == "train" and flag in _CONTINUING:
+        return UsageError(
+            f"no option {flag}. The same command continues its run from the newest checkpoint; another --name starts "
+            "a new run."
+        )
     frequent_first = sorted(command_options(command), key=lambda option: option.name not in FREQUENT)
     known = nearest_option(flag.lstrip("-"), [one.flags[-1][2:] for one in frequent_first if one.placeholder is None])
     if known is None:

@@ -23,7 +23,7 @@ class EvaluationData(NamedTuple):
     """The tokens."""
 
     split: Split
-    """Whether they are those of the validation, or all."""
+    """The part of the data: its validation tokens, or all."""
 
 
 def tokens_of_run(stored: DataDescription, split: Split) -> EvaluationData:

@@ -48,6 +48,7 @@ from ray_jax_launch import (
     TrainingFailed,
     UnsavedCheckpointError,
     as_storage_path,
+    check_local_resources,
     check_run_name,
     join_path,
     latest_step,
@@ -107,6 +108,8 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         if stored is not None and (result := read_result(folder)) is not None:
             return _finished(config, stored, folder, name, result, console)
         tokenizing = Tokenizing() if config.data_mode == "stream" else None
+        if hardware is not None:
+            check_local_resources(hardware)  # before text is tokenized
         run = stack.enter_context(resolving(config, hardware, folder, stored, console, report=tokenizing))
         write_description(folder, run.description)
         folder.push()
