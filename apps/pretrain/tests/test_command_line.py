@@ -270,7 +270,7 @@ def test_a_wrong_file_gets_a_similar_one_before_anything_is_announced(name, know
 
 
 def test_the_frequent_options_exist_and_are_about_a_dozen():
-    names = {option.name for option in options_of(PretrainConfig)} | {"config", "print_config"}
+    names = {option.name for option in options_of(PretrainConfig)} | {"config", "print_config", "quiet", "verbose"}
     assert set(FREQUENT) <= names
     assert 12 <= len(FREQUENT) <= 16
 

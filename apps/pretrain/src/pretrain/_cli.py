@@ -3,9 +3,11 @@
 import dataclasses
 import importlib
 import json
+import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from itertools import pairwise
@@ -23,6 +25,7 @@ from pretrain._command_line.command_classes import (
     RunsCommand,
     SampleCommand,
     ShowConfig,
+    TrainCommand,
     WatchCommand,
 )
 from pretrain._command_line.config_file import to_toml
@@ -30,16 +33,19 @@ from pretrain._command_line.help_page import help_page
 from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import raise_interrupts
 from pretrain._errors import RunFailedError, UsageError, rejection, shown
-from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
+from pretrain._formats import loss
+from pretrain._output import Output, discard_unwritten, open_streams, print_error, set_log_level, show_warnings
 from pretrain._screen.plan_table import show_plan
 from pretrain._screen.printing import print_line
 from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
+_LOSSES = (("loss", "loss"), ("val loss", "val_loss"))
 _FAILED = 1
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 _NO_READER = 141
-_USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, PlanCommand)
+_TRAINING = (PretrainConfig, TrainCommand)
+_USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand)
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
@@ -56,6 +62,7 @@ def main(args: Sequence[str] | None = None) -> int:
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         if not os.path.isabs(os.environ.get(name, "/")):  # noqa: PTH117 - a text
             del os.environ[name]  # the XDG specification ignores a relative path, but matplotlib and datasets use it
+    began_s = time.time()
     open_streams()
     show_warnings()
     hint = ""
@@ -71,8 +78,8 @@ def main(args: Sequence[str] | None = None) -> int:
             if isinstance(command, _USERS_OF_JAX):
                 check_limits()
                 check_variables()
-            hint = ": run the same command again to continue" if isinstance(command, PretrainConfig) else ""
-            code = _run(command)
+            hint = ": run the same command again to continue" if isinstance(command, _TRAINING) else ""
+            code = _run(command, began_s)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -159,16 +166,17 @@ def standard_output() -> Output:
     return Output(file=sys.stdout, emoji=False)
 
 
-def _run(command: Command) -> int:
+def _run(command: Command, began_s: float) -> int:
     console = standard_output()
     match command:
         case PretrainConfig():
-            print_line(console, "loading JAX and Ray")  # their imports take seconds
-            error = _imported("train.train")(command, console=console).error
-            if error is not None:
-                details, sentence = f"{error.details}\n" if error.details else "", str(error).rstrip(".")
-                print_error(f"{details}error: {sentence}: the same command continues from the newest checkpoint")
-                return _FAILED
+            return _train(command, console, began_s)
+        case TrainCommand(config=config, output="quiet"):
+            set_log_level(logging.ERROR)
+            return _train(config, Output(file=sys.stdout, emoji=False, quiet=True), began_s)
+        case TrainCommand(config=config):
+            set_log_level(logging.INFO)
+            return _train(config, console, began_s)
         case ShowConfig(config=config):
             sys.stdout.write(to_toml(config))
         case PlanCommand(config=config, options=options):
@@ -196,6 +204,19 @@ def _run(command: Command) -> int:
             _imported("runs.show_runs")(storage_path, console=console)
         case WatchCommand(run=run):
             _imported("watch.watch")(run, console=console)
+    return 0
+
+
+def _train(config: PretrainConfig, console: Console, began_s: float) -> int:
+    print_line(console, "loading JAX and Ray")  # their imports take seconds
+    result = _imported("train.train")(config, console=console, began_s=began_s)
+    if result.error is not None:
+        details, sentence = f"{result.error.details}\n" if result.error.details else "", str(result.error).rstrip(".")
+        print_error(f"{details}error: {sentence}: the same command continues from the newest checkpoint")
+        return _FAILED
+    if console.quiet:
+        losses = [f"{name} {loss(result.metrics[key])}" for name, key in _LOSSES if key in result.metrics]
+        print_line(standard_output(), "  ".join([f"{result.folder}", f"step {result.metrics['step']:.0f}", *losses]))
     return 0
 
 

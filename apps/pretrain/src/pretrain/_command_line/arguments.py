@@ -19,9 +19,11 @@ from pretrain._command_line.command_classes import (
     FREQUENT,
     Command,
     ConfigOptions,
+    OutputOptions,
     PlanCommand,
     PlanOptions,
     ShowConfig,
+    TrainCommand,
 )
 from pretrain._command_line.config_file import build_config, read_config
 from pretrain._command_line.option_table import Option, options_of
@@ -55,7 +57,7 @@ def command_options(command: str) -> tuple[Option, ...]:
     own = options_of(COMMANDS[command])
     match command:
         case "train":
-            return (*options_of(ConfigOptions), *own)
+            return (*options_of(ConfigOptions), *options_of(OutputOptions), *own)
         case "plan":
             return (*own, *options_of(ConfigOptions), *options_of(PretrainConfig))
         case _:
@@ -74,10 +76,17 @@ def build_command(command: str, arguments: Sequence[str]) -> Command:
         return COMMANDS[command](**values)
     planned = {one.name: values.pop(one.name) for one in options_of(PlanOptions) if one.name in values}
     file, shows = values.pop("config", None), values.pop("print_config", False)
+    is_quiet, is_verbose = values.pop("quiet", False), values.pop("verbose", False)
+    if is_quiet and is_verbose:
+        raise UsageError("--quiet cannot be given with --verbose. Leave one of them out.")
     config = build_config(read_config(file) if file is not None else {}, values)
     if shows:
         return ShowConfig(config=config)
-    return config if command == "train" else PlanCommand(config=config, options=PlanOptions(**planned))
+    if command == "plan":
+        return PlanCommand(config=config, options=PlanOptions(**planned))
+    if is_quiet or is_verbose:
+        return TrainCommand(config=config, output="quiet" if is_quiet else "verbose")
+    return config
 
 
 def usage(command: str) -> str:

@@ -136,6 +136,17 @@ class ConfigOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions:
+    """Options of the command `train` about its output."""
+
+    quiet: bool = False
+    """Print errors, and one line with the result."""
+
+    verbose: bool = False
+    """Print what the libraries log in the process of the command too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShowConfig:
     """The request to print a configuration."""
 
@@ -143,8 +154,20 @@ class ShowConfig:
     """The configuration."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainCommand:
+    """The request to train with less or with more output."""
+
+    config: PretrainConfig
+    """The configuration."""
+
+    output: Literal["quiet", "verbose"]
+    """Errors and the result alone, or the logs of the libraries too."""
+
+
 Command = (
     PretrainConfig
+    | TrainCommand
     | SampleCommand
     | EvalCommand
     | ExportCommand

@@ -14,6 +14,7 @@ from pretrain._field_types import FieldType, field_type
 # Options of the section `prepare` that have a short name too, as in the command `owt-data prepare`.
 _SHORT_NAMES = ("tokenizer", "split", "val_fraction", "split_seed", "text_column")
 _NONE = ("None", "none")
+_LETTERS = {"quiet": ("-q",), "verbose": ("-v",)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,9 @@ class Option(FieldType):
         """The names on the command line. The first is the one to show."""
         section, _, last = self.name.rpartition(".")
         flag = "--" + self.name.replace("_", "-")
-        return ("--" + last.replace("_", "-"), flag) if section == "prepare" and last in _SHORT_NAMES else (flag,)
+        if section == "prepare" and last in _SHORT_NAMES:
+            return ("--" + last.replace("_", "-"), flag)
+        return (*_LETTERS.get(self.name, ()), flag)
 
     @property
     def off_flags(self) -> tuple[str, ...]:
