@@ -2,13 +2,14 @@
 
 import dataclasses
 import importlib
+import io
 import json
 import logging
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
@@ -186,11 +187,14 @@ def _run(command: Command, began_s: float) -> int:
             show_plan(found, console=console, as_json=as_json)
             return 0 if found.fits else _FAILED
         case SampleCommand():
-            texts = _imported("sample.sample")(**dataclasses.asdict(command))
-            for number, text in enumerate(texts):
+            options = dataclasses.asdict(command)
+            if options.pop("interactive"):
+                options["prompt"] = _typed_prompts(console)
+            for number, text in enumerate(_imported("sample.sample")(**options)):
                 if number:
                     console.rule()
                 print_line(console, text)
+                console.file.flush()
         case EvalCommand():
             evaluate = _imported("evaluate.evaluate")
             found = evaluate(**dataclasses.asdict(command), console=Console(stderr=True, emoji=False))
@@ -205,6 +209,22 @@ def _run(command: Command, began_s: float) -> int:
         case WatchCommand(run=run):
             _imported("watch.watch")(run, console=console)
     return 0
+
+
+def _typed_prompts(console: Console) -> Iterator[str]:
+    """Yield the lines of standard input, until its end."""
+    if sys.stdin is None:
+        return
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    while True:
+        if console.is_terminal and sys.stdin.isatty():
+            console.file.write("> ")
+            console.file.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line.removesuffix("\n")
 
 
 def _train(config: PretrainConfig, console: Console, began_s: float) -> int:

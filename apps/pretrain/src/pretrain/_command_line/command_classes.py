@@ -16,7 +16,10 @@ class SampleCommand:
     """The run's folder or URI, or its name in ./runs."""
 
     prompt: str = "\n"
-    """The beginning of the text."""
+    """The beginning of the text. An empty text starts a document."""
+
+    interactive: bool = False
+    """Read prompts from standard input, a line each, in place of --prompt."""
 
     max_new_tokens: int = 400
     """Number of tokens to add."""
