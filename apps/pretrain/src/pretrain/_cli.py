@@ -29,6 +29,7 @@ from pretrain._command_line.command_classes import (
     TrainCommand,
     WatchCommand,
 )
+from pretrain._command_line.completion import completion_script
 from pretrain._command_line.config_file import to_toml
 from pretrain._command_line.help_page import help_page
 from pretrain._config import PretrainConfig
@@ -124,14 +125,16 @@ def parse_command(arguments: Sequence[str]) -> Command:
 
 
 def _information(arguments: Sequence[str]) -> str | None:
-    """Return the help or the versions, if the arguments ask for them. `help COMMAND` is `COMMAND --help`.
+    """Return the help, the versions or a script for a shell, if the arguments ask for them.
 
     Raises:
-        UsageError: they name no command, or no preset.
+        UsageError: they name no command, no preset, or no shell.
     """
     if "--version" in arguments:
         names = ("pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "ray")
         return "".join(f"{name} {version(name)}\n" for name in names)
+    if arguments[:1] == ["--completion"] or (arguments[:1] and arguments[0].startswith("--completion=")):
+        return completion_script([*arguments[0].split("=")[1:], *arguments[1:]])
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     asked = next((argument for argument in arguments if argument in _HELP), None)

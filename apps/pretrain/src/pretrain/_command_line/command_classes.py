@@ -7,6 +7,9 @@ from pretrain._config import PretrainConfig
 
 _RUN = {"placeholder": "RUN"}
 
+Shell = Literal["bash", "zsh", "fish"]
+"""A shell that completes commands."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleCommand:
