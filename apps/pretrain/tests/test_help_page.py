@@ -95,7 +95,7 @@ def test_a_page_has_two_examples_which_are_valid(page, command):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("sample",), "The beginning of the text. (default: $'\\n')"),
+        (("sample",), "An empty text starts a document. (default: $'\\n')"),
         ((), "(default: 'def ' 'import ')"),
         ((), "tokens. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in corpus). --split-seed"),
         ((), "TensorBoard with the package xprof shows the trace."),

@@ -42,7 +42,6 @@ _pretrain() {{
 complete -F _pretrain pretrain
 """
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
-_HELP = ("--help", "--help-all", "--version", "--completion")
 
 
 def completion_script(arguments: Sequence[str]) -> str:
@@ -74,9 +73,8 @@ def _bash() -> str:
     options, values = [], []
     for command in COMMANDS:
         flags = [flag for option in _flagged(command) for flag in (*option.flags, *option.off_flags)]
-        options.append(
-            f"        {command}) options={shlex.quote(' '.join((*flags, *_HELP[: 2 - (command != 'train')])))} ;;"
-        )
+        flags += ["--help", "--help-all"] if command == "train" else ["--help"]
+        options.append(f"        {command}) options={shlex.quote(' '.join(flags))} ;;")
         for option in _flagged(command):
             if option.choices:
                 names = "|".join(shlex.quote(f"{command} {flag}") for flag in option.flags)
