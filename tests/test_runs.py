@@ -154,7 +154,7 @@ def test_timed_metrics_have_the_documented_keys(finished):
 
 def test_the_command_prints_progress_sample_and_folder(finished):
     storage, printed = finished
-    assert re.search(rf"^step {MAX_STEPS}/{MAX_STEPS}  epoch [0-9.]+  loss ", printed, re.M)
+    assert re.search(rf"^\d\d:\d\d:\d\d  step {MAX_STEPS}/{MAX_STEPS}  epoch [0-9.]+  loss ", printed, re.M)
     assert "left 0:" in printed
     assert len((storage / "run" / "sample.txt").read_text()) > 300
     samples = printed.partition("samples of the prompt")[2].splitlines()[1:4]

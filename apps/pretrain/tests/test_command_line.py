@@ -136,6 +136,24 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
     [
         ("--xyzzyq 3", "options must be those of pretrain train --help-all, got --xyzzyq."),
         ("-x", "options must be those of pretrain train --help-all, got -x."),
+        *(
+            (
+                f"{line} {flag}{value}",
+                f"no option {flag}. The same command continues its run from the newest checkpoint; another --name "
+                "starts a new run.",
+            )
+            for line, flag, value in (
+                ("train", "--resume", ""),
+                ("--seed 3", "--resume", "=runs/first"),
+                ("", "--continue", ""),
+                ("--name first", "--restart", " yes"),
+            )
+        ),
+        ("sample run --resume", "options must be those of pretrain sample --help, got --resume."),
+        (
+            "help trian",
+            "no command trian; there are train, plan, sample, eval, export, report, runs, watch; did you mean train?",
+        ),
         ("sample run --xyzzyq 3", "options must be those of pretrain sample --help, got --xyzzyq."),
         ("--train.max-steps abc", "--train.max-steps must be an integer, got abc."),
         ("--train.max-epochs abc", "--train.max-epochs must be a number or none, got abc."),
@@ -252,7 +270,7 @@ def test_a_wrong_file_gets_a_similar_one_before_anything_is_announced(name, know
 
 
 def test_the_frequent_options_exist_and_are_about_a_dozen():
-    names = {option.name for option in options_of(PretrainConfig)} | {"config", "print_config"}
+    names = {option.name for option in options_of(PretrainConfig)} | {"config", "print_config", "quiet", "verbose"}
     assert set(FREQUENT) <= names
     assert 12 <= len(FREQUENT) <= 16
 

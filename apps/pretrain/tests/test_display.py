@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import time
 
 import pytest
 from rich.console import Console
@@ -70,6 +71,41 @@ def test_records_are_lines_whose_numbers_stand_below_each_other():
         "step   25/1500  epoch 0.03  loss 3.4321                    18,432 tokens/s  MFU 31.2%  left 2:27",
         "about 2:27 for the other 1,475 steps, 100 ms each",
         "step  250/1500  epoch 0.25  loss 1.9321  val loss 1.8992   18,432 tokens/s  MFU 31.2%  left 2:05",
+    ]
+
+
+@pytest.fixture
+def utc(monkeypatch):
+    """The local time is UTC."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_each_line_begins_with_the_time_where_the_output_is_no_terminal(utc, is_terminal):
+    out, clock = io.StringIO(), Clock()
+    view = RunView(1500, clock=clock)
+    view.enter("starting")
+    console = Console(file=out, width=120, force_terminal=is_terminal, force_interactive=is_terminal)
+    with Display(view, console, with_time=True) as display:
+        display.add(phase("training", 10))
+        clock.time_s += 59
+        display.add(record(25, 59, loss=3.4321, val_loss=3.5, **RATES))
+        clock.time_s += 3600
+        display.print("a line", "another")
+    lines = out.getvalue().splitlines()
+    if is_terminal:
+        assert not any("22:14:19  " in line for line in lines)
+        return
+    assert lines == [
+        "22:13:20  starting the workers",
+        "22:14:19  step   25/1500  epoch 0.03  loss 3.4321  val loss 3.5000   18,432 tokens/s  MFU 31.2%  left 2:27",
+        "22:14:19  about 2:27 for the other 1,475 steps, 100 ms each",
+        "23:14:19  a line",
+        "23:14:19  another",
     ]
 
 

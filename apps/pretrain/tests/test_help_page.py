@@ -95,7 +95,7 @@ def test_a_page_has_two_examples_which_are_valid(page, command):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("sample",), "The beginning of the text. (default: $'\\n')"),
+        (("sample",), "An empty text starts a document. (default: $'\\n')"),
         ((), "(default: 'def ' 'import ')"),
         ((), "tokens. Default: 0.1 by position, 0.0005 by documents (0.05 for the built-in corpus). --split-seed"),
         ((), "TensorBoard with the package xprof shows the trace."),
@@ -166,3 +166,10 @@ def test_an_option_is_shown_with_the_kind_of_its_value(page):
         "  --tokenizer, --prepare.tokenizer bytes|gpt2",
     } <= {*lines}  # fmt: skip
     assert any("One of quickstart, baby, tutorial, wikitext" in line for line in lines)
+
+
+def test_the_command_help_is_the_option_help(page):
+    assert page("help") == page("--help")
+    for command in COMMANDS:
+        assert page("help", command) == page(command, "--help")
+    assert page("help", "train", "--preset", "gpt2") == page("train", "--help", "--preset", "gpt2")

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from nnx_gpt2 import create_optimizer, create_train_state, make_eval_step, make_mesh, num_params
+from nnx_gpt2 import create_optimizer, create_train_state, generate, make_eval_step, make_mesh, num_params
 from owt_data import PrepareOptions, load_tokenizer, open_tokens, prepare
 from pretrain import PRESETS, main
 from pretrain._best_effort import best_effort
@@ -118,6 +120,34 @@ def test_a_prompt_that_is_longer_than_the_context_is_continued_at_its_end(make_r
     (text,) = sample(str(folder.path), prompt=prompt, max_new_tokens=4, **options)
     (end,) = sample(str(folder.path), prompt=prompt[-config.model.seq_len :], max_new_tokens=4, **options)
     assert text == prompt[: -config.model.seq_len] + end
+
+
+def test_an_empty_prompt_starts_a_document(make_run):
+    """The model sees the end of the text before, which is no part of the sample."""
+    folder, _, _, _ = make_run()
+    tokenizer = load_tokenizer("bytes")
+    options: dict[str, Any] = {"temperature": 0, "top_k": None, "top_p": None, "seed": 0, "num_samples": 2}
+    texts = [*sample(str(folder.path), prompt="", max_new_tokens=40, **options)]  # more than the context
+    ids = generate(
+        load_trained(folder.path).model, [[tokenizer.eot_token]], 40, temperature=0, vocab_size=tokenizer.n_vocab
+    )
+    assert texts == [tokenizer.decode(ids[0][1:], errors="replace")] * 2
+    assert [*sample(str(folder.path), prompt="", max_new_tokens=0, **options)] == ["", ""]
+
+
+@pytest.mark.parametrize("lines", [b"", b"a\n", b"first\n\nlast", b"\xff\xe4 b\n"])
+def test_each_line_of_the_input_is_a_prompt(make_run, lines):
+    folder, _, _, _ = make_run()
+    words = ["--interactive", "--num-samples", "2", "--max-new-tokens", "0", "--prompt", "unused"]
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "pretrain", "sample", str(folder.path), *words], input=lines, capture_output=True,
+            check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr.decode()) == (0, "")
+        texts = done.stdout.decode().split("\n" + "\u2500" * 80 + "\n") if lines else []
+        prompts = lines.decode(errors="replace").removesuffix("\n").split("\n") if lines else []
+        assert [text.removesuffix("\n") for text in texts] == [prompt for prompt in prompts for _ in range(2)]
 
 
 def test_each_option_of_a_sample_has_its_effect(make_run):

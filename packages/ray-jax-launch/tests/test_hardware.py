@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 import sys
 import time
@@ -6,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+import ray
 from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, infer_tpu_pod_type_from_topology
 from ray.train import ScalingConfig
 from ray.util.tpu import get_tpu_worker_resources
@@ -16,6 +18,7 @@ from ray_jax_launch import (
     LaunchError,
     auto,
     backend_config,
+    check_local_resources,
     check_resources,
     cpu,
     gpu,
@@ -213,6 +216,55 @@ def test_only_nodes_with_the_type_of_gpu_count(text, shortage, monkeypatch):
         return
     with pytest.raises(LaunchError, match=re.escape(shortage)):
         check_resources(parse_hardware(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "has", "shortage"),
+    [
+        (
+            "gpu:1",
+            {},
+            "This machine must have 1 GPUs for gpu:1, got 0. Ask for other hardware, or set RAY_ADDRESS to a",
+        ),
+        ("gpu:3", {"GPU": 2}, "This machine must have 3 GPUs for gpu:3, got 2."),
+        ("gpu:2-4", {"GPU": 2}, None),
+        ("gpu:2x2", {"GPU": 5}, None),
+        (
+            "gpu:1:h100",
+            {"GPU": 1, "accelerator_type:A100": 1},
+            "must have 1 H100 GPUs for gpu:1:h100, got 0",
+        ),
+        ("gpu:1:a100", {"GPU": 1, "accelerator_type:A100": 1}, None),
+        ("tpu:v6e:4x4", {"TPU": 4}, "This machine must have 16 TPUs for tpu:v6e:4x4, got 4"),
+        ("cpu:900", {}, None),  # logical CPUs
+        ("local", {}, None),
+    ],
+)
+def test_devices_of_this_machine_are_counted_before_ray_starts(text, has, shortage, monkeypatch):
+    """Ray reads the variable in the place of the devices that it finds."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps(has))
+    if shortage is None:
+        check_local_resources(parse_hardware(text))
+    else:
+        with pytest.raises(LaunchError, match=re.escape(shortage)):
+            check_local_resources(parse_hardware(text))
+    assert not ray.is_initialized()
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    check_local_resources(parse_hardware(text))
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    if shortage is not None:
+        with pytest.raises(LaunchError, match=re.escape(shortage)):
+            check_local_resources(parse_hardware(text))
+
+
+def test_devices_that_the_variables_of_this_process_contradict_are_an_error(monkeypatch):
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 3}')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(
+        LaunchError, match=r"^Ray could not start on this machine: .* CUDA_VISIBLE_DEVICES contains \['0'\]\. "
+    ):
+        check_local_resources(gpu(3))
 
 
 def test_jax_takes_nine_tenths_of_a_gpu_unless_the_user_says_otherwise(monkeypatch):

@@ -2,11 +2,14 @@
 
 import dataclasses
 import importlib
+import io
 import json
+import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
@@ -25,23 +28,28 @@ from pretrain._command_line.command_classes import (
     SampleCommand,
     ShowConfig,
     SweepCommand,
+    TrainCommand,
     WatchCommand,
 )
+from pretrain._command_line.completion import completion_script
 from pretrain._command_line.config_file import to_toml
 from pretrain._command_line.help_page import help_page
 from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import raise_interrupts
 from pretrain._errors import RunFailedError, UsageError, one_line, rejection, shown
-from pretrain._output import Output, discard_unwritten, open_streams, print_error, show_warnings
+from pretrain._formats import loss
+from pretrain._output import Output, discard_unwritten, open_streams, print_error, set_log_level, show_warnings
 from pretrain._screen.plan_table import show_plan
 from pretrain._screen.printing import print_line
 from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
+_LOSSES = (("loss", "loss"), ("val loss", "val_loss"))
 _FAILED = 1
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 _NO_READER = 141
-_USERS_OF_JAX = (PretrainConfig, SampleCommand, EvalCommand, ExportCommand, PlanCommand, SweepCommand)
+_TRAINING = (PretrainConfig, TrainCommand, SweepCommand)
+_USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand)
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
@@ -58,6 +66,7 @@ def main(args: Sequence[str] | None = None) -> int:
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         if not os.path.isabs(os.environ.get(name, "/")):  # noqa: PTH117 - a text
             del os.environ[name]  # the XDG specification ignores a relative path, but matplotlib and datasets use it
+    began_s = time.time()
     open_streams()
     show_warnings()
     hint = ""
@@ -73,10 +82,8 @@ def main(args: Sequence[str] | None = None) -> int:
             if isinstance(command, _USERS_OF_JAX):
                 check_limits()
                 check_variables()
-            hint = (
-                ": run the same command again to continue" if isinstance(command, PretrainConfig | SweepCommand) else ""
-            )
-            code = _run(command)
+            hint = ": run the same command again to continue" if isinstance(command, _TRAINING) else ""
+            code = _run(command, began_s)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -120,14 +127,18 @@ def parse_command(arguments: Sequence[str]) -> Command:
 
 
 def _information(arguments: Sequence[str]) -> str | None:
-    """Return the help or the versions, if the arguments ask for them.
+    """Return the help, the versions or a script for a shell, if the arguments ask for them.
 
     Raises:
-        UsageError: they name no command, or no preset.
+        UsageError: they name no command, no preset, or no shell.
     """
     if "--version" in arguments:
         names = ("pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "ray")
         return "".join(f"{name} {version(name)}\n" for name in names)
+    if arguments[:1] == ["--completion"] or (arguments[:1] and arguments[0].startswith("--completion=")):
+        return completion_script([*arguments[0].split("=")[1:], *arguments[1:]])
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     asked = next((argument for argument in arguments if argument in _HELP), None)
     if asked is None:
         return None
@@ -161,16 +172,17 @@ def standard_output() -> Output:
     return Output(file=sys.stdout, emoji=False)
 
 
-def _run(command: Command) -> int:
+def _run(command: Command, began_s: float) -> int:
     console = standard_output()
     match command:
         case PretrainConfig():
-            print_line(console, "loading JAX and Ray")  # their imports take seconds
-            error = _imported("train.train")(command, console=console).error
-            if error is not None:
-                details, sentence = f"{error.details}\n" if error.details else "", str(error).rstrip(".")
-                print_error(f"{details}error: {sentence}: the same command continues from the newest checkpoint")
-                return _FAILED
+            return _train(command, console, began_s)
+        case TrainCommand(config=config, output="quiet"):
+            set_log_level(logging.ERROR)
+            return _train(config, Output(file=sys.stdout, emoji=False, quiet=True), began_s)
+        case TrainCommand(config=config):
+            set_log_level(logging.INFO)
+            return _train(config, console, began_s)
         case ShowConfig(config=config):
             sys.stdout.write(to_toml(config))
         case PlanCommand(config=config, options=options):
@@ -190,14 +202,17 @@ def _run(command: Command) -> int:
                 print_error(f"error: {one_line(sentence)}: the same command continues them")
                 return _FAILED
         case SampleCommand():
-            texts = _imported("sample.sample")(**dataclasses.asdict(command))
-            for number, text in enumerate(texts):
+            options = dataclasses.asdict(command)
+            if options.pop("interactive"):
+                options["prompt"] = _typed_prompts(console)
+            for number, text in enumerate(_imported("sample.sample")(**options)):
                 if number:
                     console.rule()
                 print_line(console, text)
-        case EvalCommand(run=run, data=data, batch_size=batch_size):
+                console.file.flush()
+        case EvalCommand():
             evaluate = _imported("evaluate.evaluate")
-            found = evaluate(run, data=data, batch_size=batch_size, console=Console(stderr=True, emoji=False))
+            found = evaluate(**dataclasses.asdict(command), console=Console(stderr=True, emoji=False))
             sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
         case ExportCommand(run=run, out=out):
             step = _imported("export.export")(run, out)
@@ -212,6 +227,35 @@ def _run(command: Command) -> int:
             _imported("runs.show_runs")(**given, as_json=as_json, console=console)
         case WatchCommand(run=run):
             _imported("watch.watch")(run, console=console)
+    return 0
+
+
+def _typed_prompts(console: Console) -> Iterator[str]:
+    """Yield the lines of standard input, until its end."""
+    if sys.stdin is None:
+        return
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    while True:
+        if console.is_terminal and sys.stdin.isatty():
+            console.file.write("> ")
+            console.file.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line.removesuffix("\n")
+
+
+def _train(config: PretrainConfig, console: Console, began_s: float) -> int:
+    print_line(console, "loading JAX and Ray")  # their imports take seconds
+    result = _imported("train.train")(config, console=console, began_s=began_s)
+    if result.error is not None:
+        details, sentence = f"{result.error.details}\n" if result.error.details else "", str(result.error).rstrip(".")
+        print_error(f"{details}error: {sentence}: the same command continues from the newest checkpoint")
+        return _FAILED
+    if console.quiet:
+        losses = [f"{name} {loss(result.metrics[key])}" for name, key in _LOSSES if key in result.metrics]
+        print_line(standard_output(), "  ".join([f"{result.folder}", f"step {result.metrics['step']:.0f}", *losses]))
     return 0
 
 

@@ -48,7 +48,7 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
     data, tokenizer = parse_data(config.data), config.prepare.tokenizer
     match data:
         case Plain(name):
-            tokens = open_tokens(_prepared(name, config.prepare, console), tokenizer=tokenizer)
+            tokens = open_tokens(prepared_name(name, config.prepare, console), tokenizer=tokenizer)
         case Splits(train, val):
             names = [f"train={train}", f"val={val}"]
             are_prepared = {is_prepared(train), is_prepared(val)}
@@ -59,7 +59,7 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
             )
         case Mixture(_, weights):
             tokens = open_tokens(
-                {_prepared(name, config.prepare, console): weight for name, weight in weights.items()},
+                {prepared_name(name, config.prepare, console): weight for name, weight in weights.items()},
                 tokenizer=tokenizer,
             )
     if tokens.tokenizer != tokenizer:
@@ -186,7 +186,7 @@ def _check_windows(config: PretrainConfig, tokens: TokenData) -> TokenData:
     return tokens
 
 
-def _prepared(name: str, options: PrepareConfig, console: Console) -> str:
+def prepared_name(name: str, options: PrepareConfig, console: Console) -> str:
     """Return the name of token files: the name itself, or the folder into which its text is prepared."""
     return name if is_prepared(name) else _prepare([name], Plain(name), options, console)
 

@@ -48,6 +48,23 @@ def show_warnings() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what users cannot change
 
 
+def set_log_level(level: int) -> None:
+    """Write what libraries log from a level on to standard error. Below warnings, each line names its logger."""
+    logging.getLogger().setLevel(level)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _StandardError):
+            handler.setLevel(level)
+            if level < logging.WARNING:
+                handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+                handler.addFilter(_is_not_shown)
+                logging.getLogger("absl").setLevel(level)
+
+
+def _is_not_shown(record: logging.LogRecord) -> bool:
+    """Return False for the messages that `log_lines` shows."""
+    return record.name != "ray_jax_launch" or record.levelno != logging.INFO
+
+
 def print_error(text: str) -> None:
     """Write a line to standard error, if standard error can be written."""
     with contextlib.suppress(OSError):

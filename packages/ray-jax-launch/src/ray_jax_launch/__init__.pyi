@@ -7,6 +7,7 @@ from ._checkpoint.catalog import newest_metadata as newest_metadata
 from ._checkpoint.checkpoints import Checkpoints as Checkpoints
 from ._checkpoint.checkpoints import Restored as Restored
 from ._cluster import auto as auto
+from ._cluster import check_local_resources as check_local_resources
 from ._cluster import check_resources as check_resources
 from ._cluster import connect as connect
 from ._cluster import dashboard_url as dashboard_url

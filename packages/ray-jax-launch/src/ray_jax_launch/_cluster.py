@@ -26,6 +26,7 @@ from ray_jax_launch._ray_internals.ray_cluster import (
     lacks_dashboard,
     only_this_machine,
     own_processes,
+    own_resources,
     variables_to_join,
 )
 from ray_jax_launch._reaper import Reaper
@@ -77,11 +78,17 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
     except OSError as error:
         raise LaunchError(f"the working folder was deleted ({error.strerror}). Change to another folder.") from error
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-    address = os.environ.get("RAY_ADDRESS")
-    if address and address != "local":
+    address = _cluster_address()
+    if address is not None:
         _join(address)
     else:
         _start(hardware or cpu(1), dashboard=dashboard)
+
+
+def _cluster_address() -> str | None:
+    """Return the address of the cluster that `connect` joins, or None if it starts one."""
+    address = os.environ.get("RAY_ADDRESS")
+    return address if address and address != "local" else None
 
 
 def _join(address: str) -> None:
@@ -133,7 +140,7 @@ def _start(hardware: Hardware, *, dashboard: bool, num_tries: int = _NUM_TRIES) 
         with own_processes(reaper.watch), only_this_machine(), starting_ray():
             ray.init(
                 address="local",
-                num_cpus=max(os.cpu_count() or 1, hardware.num_workers + max(_LOCAL_DATA_CPUS, hardware.data_cpus)),
+                num_cpus=_local_cpus(hardware),
                 include_dashboard=dashboard,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
@@ -152,6 +159,11 @@ def _start(hardware: Hardware, *, dashboard: bool, num_tries: int = _NUM_TRIES) 
             f"Ray could not start on this machine: {reason}. {remedy}, or set RAY_ADDRESS to a cluster."
         ) from error
     _silent_jobs.add(ray.get_runtime_context().get_job_id())
+
+
+def _local_cpus(hardware: Hardware) -> int:
+    """Return the number of logical CPUs of a cluster on this machine."""
+    return max(os.cpu_count() or 1, hardware.num_workers + max(_LOCAL_DATA_CPUS, hardware.data_cpus))
 
 
 def dashboard_url() -> str | None:
@@ -219,6 +231,35 @@ def auto() -> Hardware:
     return cpu(1)
 
 
+def check_local_resources(hardware: Hardware) -> None:
+    """Check that this machine has the devices, if `connect` would start a cluster on it. Takes a tenth of a second.
+
+    The devices are counted as Ray counts them, without jax and without a start of Ray. Nothing is checked if
+    `RAY_ADDRESS` names a cluster, or if this process is connected.
+
+    Args:
+        hardware: to launch.
+
+    Raises:
+        LaunchError: this machine has too few devices; the message has both numbers.
+    """
+    check_hardware(hardware)
+    if hardware.kind == "local" or ray.is_initialized() or _cluster_address() is not None:
+        return
+    node = {**own_resources(), "CPU": _local_cpus(hardware)}
+    shortage = _find_shortage("This machine", [node], hardware, _per_worker(hardware), hardware.data_cpus)
+    if shortage is not None:
+        raise LaunchError(f"{shortage}. Ask for other hardware, or set RAY_ADDRESS to a cluster that has it.")
+
+
+def _per_worker(hardware: Hardware) -> dict[str, float]:
+    """Return the Ray resources of a worker: its devices, and one CPU."""
+    devices: dict[str, float] = {} if hardware.kind == "cpu" else {hardware.kind.upper(): hardware.devices_per_worker}
+    if hardware.kind == "gpu" and hardware.accelerator_type is not None:
+        devices[_TYPE_RESOURCE + hardware.accelerator_type] = _TYPE_SHARE
+    return {"CPU": 1, **devices}
+
+
 def check_resources(
     hardware: Hardware,
     *,
@@ -245,11 +286,13 @@ def check_resources(
     check_resources_per_worker(resources_per_worker)
     if hardware.kind == "local":
         return
-    devices: dict[str, float] = {} if hardware.kind == "cpu" else {hardware.kind.upper(): hardware.devices_per_worker}
-    if hardware.kind == "gpu" and hardware.accelerator_type is not None:
-        devices[_TYPE_RESOURCE + hardware.accelerator_type] = _TYPE_SHARE
-    per_worker = {"CPU": 1, **devices} if resources_per_worker is None else dict(resources_per_worker)
-    shortage = _find_shortage(hardware, per_worker, data_cpus)
+    per_worker = _per_worker(hardware) if resources_per_worker is None else dict(resources_per_worker)
+
+    def find_shortage() -> str | None:
+        nodes = [node["Resources"] for node in _living_nodes()]
+        return _find_shortage("The Ray cluster", nodes, hardware, per_worker, data_cpus)
+
+    shortage = find_shortage()
     if shortage is not None and wait_for_resources_s > 0:
         _logger.warning("waiting up to %.0f s for more nodes: %s", wait_for_resources_s, shortage)
         request_resources(bundles=[per_worker] * hardware.min_workers + [{"CPU": 1}] * data_cpus)
@@ -257,7 +300,7 @@ def check_resources(
             deadline_s = time.monotonic() + wait_for_resources_s
             while shortage is not None and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
-                shortage = _find_shortage(hardware, per_worker, data_cpus)
+                shortage = find_shortage()
         finally:
             request_resources(bundles=[])  # the workers' placement group is a request too
     if shortage is not None:
@@ -281,9 +324,10 @@ def _living_nodes() -> list[dict[str, Any]]:
         raise LaunchError("no Ray cluster is connected. Call connect() first.") from error
 
 
-def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpus: int) -> str | None:
-    """Return the resources that the connected cluster lacks, as an error without remedy; None if it lacks nothing."""
-    nodes = [node["Resources"] for node in _living_nodes()]
+def _find_shortage(
+    place: str, nodes: list[dict[str, float]], hardware: Hardware, per_worker: Mapping[str, float], data_cpus: int
+) -> str | None:
+    """Return the resources that nodes lack, as an error without remedy; None if they lack nothing."""
     # The devices first: a cluster without them is the likely mistake. CPUs last, with those of Ray Data.
     for resource in sorted(per_worker, key=lambda name: (name == "CPU", name != hardware.kind.upper())):
         needed, held = _units(per_worker[resource]), [_units(resources.get(resource, 0)) for resources in nodes]
@@ -296,13 +340,13 @@ def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpu
             continue
         if sum(held) < hardware.min_workers * needed:
             total = _shown(hardware.min_workers * needed)
-            return f"The Ray cluster must have {total} {what}s for {hardware}, got {_shown(sum(held))}"
+            return f"{place} must have {total} {what}s for {hardware}, got {_shown(sum(held))}"
         # All devices of a worker are on one node.
         places = sum(count // needed for count in held)
         if places < hardware.min_workers:
             sizes = ", ".join(map(_shown, sorted(held, reverse=True)))
             return (
-                f"The Ray cluster must have room for {hardware.min_workers} workers of {_shown(needed)} {what}s "
+                f"{place} must have room for {hardware.min_workers} workers of {_shown(needed)} {what}s "
                 f"each for {hardware}, got room for {places} on nodes of {sizes} {what}s"
             )
     # Ray gives each worker a CPU, on GPU and TPU nodes too.
@@ -311,7 +355,7 @@ def _find_shortage(hardware: Hardware, per_worker: Mapping[str, float], data_cpu
     all_cpus = worker_cpus + _units(data_cpus)
     if cpus < all_cpus:
         return (
-            f"The Ray cluster must have {_shown(all_cpus)} CPUs, {_shown(worker_cpus)} for the workers of {hardware} "
+            f"{place} must have {_shown(all_cpus)} CPUs, {_shown(worker_cpus)} for the workers of {hardware} "
             f"and {data_cpus} for the tasks of Ray Data, got {_shown(cpus)}"
         )
     return None

@@ -19,11 +19,13 @@ from pretrain._command_line.command_classes import (
     FREQUENT,
     Command,
     ConfigOptions,
+    OutputOptions,
     PlanCommand,
     PlanOptions,
     ShowConfig,
     SweepCommand,
     SweepOptions,
+    TrainCommand,
 )
 from pretrain._command_line.config_file import build_config, read_config, read_sweep
 from pretrain._command_line.grid import check_grid, grid_configs, read_grid
@@ -34,6 +36,8 @@ from pretrain._suggestions import did_you_mean, nearest, nearest_option
 
 # A word that is no value. A value of this form is written after an equals sign.
 _FLAG = re.compile(r"--[A-Za-z]")
+# What other programs call the continuation of a run.
+_CONTINUING = ("--resume", "--continue", "--restart")
 
 
 def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -56,7 +60,7 @@ def command_options(command: str) -> tuple[Option, ...]:
     own = options_of(COMMANDS[command])
     match command:
         case "train":
-            return (*options_of(ConfigOptions), *own)
+            return (*options_of(ConfigOptions), *options_of(OutputOptions), *own)
         case "plan":
             return (*own, *options_of(ConfigOptions), *options_of(PretrainConfig))
         case "sweep":
@@ -80,10 +84,17 @@ def build_command(command: str, arguments: Sequence[str]) -> Command:
         return COMMANDS[command](**values)
     planned = {one.name: values.pop(one.name) for one in options_of(PlanOptions) if one.name in values}
     file, shows = values.pop("config", None), values.pop("print_config", False)
+    is_quiet, is_verbose = values.pop("quiet", False), values.pop("verbose", False)
+    if is_quiet and is_verbose:
+        raise UsageError("--quiet cannot be given with --verbose. Leave one of them out.")
     config = build_config(read_config(file) if file is not None else {}, values)
     if shows:
         return ShowConfig(config=config)
-    return config if command == "train" else PlanCommand(config=config, options=PlanOptions(**planned))
+    if command == "plan":
+        return PlanCommand(config=config, options=PlanOptions(**planned))
+    if is_quiet or is_verbose:
+        return TrainCommand(config=config, output="quiet" if is_quiet else "verbose")
+    return config
 
 
 def _build_sweep(values: dict[str, Any]) -> SweepCommand:
@@ -168,6 +179,11 @@ def _convert(option: Option, flag: str, texts: list[str]) -> Any:
 
 
 def _unknown_flag(command: str, flag: str) -> UsageError:
+    if command == "train" and flag in _CONTINUING:
+        return UsageError(
+            f"no option {flag}. The same command continues its run from the newest checkpoint; another --name starts "
+            "a new run."
+        )
     frequent_first = sorted(command_options(command), key=lambda option: option.name not in FREQUENT)
     known = nearest_option(flag.lstrip("-"), [one.flags[-1][2:] for one in frequent_first if one.placeholder is None])
     if known is None:

@@ -7,6 +7,9 @@ from pretrain._config import PretrainConfig
 
 _RUN = {"placeholder": "RUN"}
 
+Shell = Literal["bash", "zsh", "fish"]
+"""A shell that completes commands."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleCommand:
@@ -16,7 +19,10 @@ class SampleCommand:
     """The run's folder or URI, or its name in ./runs."""
 
     prompt: str = "\n"
-    """The beginning of the text."""
+    """The beginning of the text. An empty text starts a document."""
+
+    interactive: bool = False
+    """Read prompts from standard input, a line each, in place of --prompt."""
 
     max_new_tokens: int = 400
     """Number of tokens to add."""
@@ -39,13 +45,19 @@ class SampleCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalCommand:
-    """Evaluate a trained model on all of its validation tokens, and print the loss as JSON."""
+    """Evaluate a trained model on all validation tokens, or on other data, and print the loss as JSON."""
 
     run: str = field(metadata=_RUN)
     """The run's folder or URI, or its name in ./runs."""
 
     data: str | None = None
-    """Token files to evaluate on, in the forms of the command train; none takes the run's token files."""
+    """Data in the forms of the command train; text is prepared first. None takes the run's token files."""
+
+    split: Literal["val", "all"] | None = None
+    """The part of the data. None is val, or all of data without a validation split of its own, such as a text."""
+
+    text_column: str | None = None
+    """Column with the text of --data; none takes the column of the run's text."""
 
     batch_size: int = 32
     """Windows per step."""
@@ -197,6 +209,17 @@ class ConfigOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions:
+    """Options of the command `train` about its output."""
+
+    quiet: bool = False
+    """Print errors, and one line with the result."""
+
+    verbose: bool = False
+    """Print what the libraries log in the process of the command too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShowConfig:
     """The request to print a configuration."""
 
@@ -204,8 +227,20 @@ class ShowConfig:
     """The configuration."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainCommand:
+    """The request to train with less or with more output."""
+
+    config: PretrainConfig
+    """The configuration."""
+
+    output: Literal["quiet", "verbose"]
+    """Errors and the result alone, or the logs of the libraries too."""
+
+
 Command = (
     PretrainConfig
+    | TrainCommand
     | SampleCommand
     | EvalCommand
     | ExportCommand
@@ -250,7 +285,7 @@ EXAMPLES = {
     ),
     "eval": (
         "pretrain eval quickstart-builtin",
-        "pretrain eval runs/first --data data/openwebtext --batch-size 8",
+        "pretrain eval runs/first --data book.txt --batch-size 8",
     ),
     "export": (
         "pretrain export quickstart-builtin exported",

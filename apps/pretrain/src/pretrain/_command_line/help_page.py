@@ -7,7 +7,7 @@ from dataclasses import MISSING
 from typing import Any
 
 from pretrain._command_line.arguments import usage
-from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, ConfigOptions
+from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, ConfigOptions, OutputOptions
 from pretrain._command_line.option_table import Option, options_of, with_defaults
 from pretrain._config import PretrainConfig
 
@@ -76,6 +76,7 @@ def _page(
         more.append("pretrain train --help-all shows the other options.")
     if is_overview:
         more.append("COMMAND --help shows the options of a command, and --version the versions.")
+        more.append('eval "$(pretrain --completion bash)" completes commands and options; also zsh and fish.')
     yield [("more", 0), *((f"  {line}", 2) for line in more)]
     yield [("examples", 0), *((f"  {line}", 6) for line in EXAMPLES[command])]
 
@@ -87,7 +88,11 @@ def _groups(command: str, config: PretrainConfig, *, shows_all: bool) -> dict[st
         arguments = [option for option in options if option.placeholder is not None]
         groups = {"arguments": arguments, "options": [option for option in options if option not in arguments]}
         return {title: group for title, group in groups.items() if group}
-    options = (*options_of(ConfigOptions), *with_defaults(options_of(PretrainConfig), config))
+    options = (
+        *options_of(ConfigOptions),
+        *options_of(OutputOptions),
+        *with_defaults(options_of(PretrainConfig), config),
+    )
     if not shows_all:
         by_name = {option.name: option for option in options}
         return {"options of train": [by_name[name] for name in FREQUENT]}

@@ -14,6 +14,7 @@ from pretrain._field_types import FieldType, field_type
 # Options of the section `prepare` that have a short name too, as in the command `owt-data prepare`.
 _SHORT_NAMES = ("tokenizer", "split", "val_fraction", "split_seed", "text_column")
 _NONE = ("None", "none")
+_LETTERS = {"quiet": ("-q",), "verbose": ("-v",)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,9 @@ class Option(FieldType):
         flag = "--" + self.name.replace("_", "-")
         if self.name == "from_checkpoint":
             return "--from", flag  # a field cannot be named `from`
-        return ("--" + last.replace("_", "-"), flag) if section == "prepare" and last in _SHORT_NAMES else (flag,)
+        if section == "prepare" and last in _SHORT_NAMES:
+            return ("--" + last.replace("_", "-"), flag)
+        return (*_LETTERS.get(self.name, ()), flag)
 
     @property
     def off_flags(self) -> tuple[str, ...]:

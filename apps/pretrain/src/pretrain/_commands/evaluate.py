@@ -1,16 +1,17 @@
-"""The command `eval`: the loss of a trained model on all of the validation tokens."""
+"""The command `eval`: the loss of a trained model on all tokens of a split."""
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import track
 
 from nnx_gpt2 import split_params
-from owt_data import DataError, load_tokenizer, open_tokens
+from owt_data import DataError, load_tokenizer
+from pretrain._commands.evaluation_data import Split, tokens_of, tokens_of_run
 from pretrain._commands.load import load_trained
 from pretrain._config import MAX_COUNT
-from pretrain._data_names import parse_data, token_files
 from pretrain._errors import UsageError
 from pretrain._run.metrics import rounded
 from pretrain._training.validation import Validation
@@ -23,6 +24,12 @@ class Evaluation:
     step: int
     """Step of the checkpoint."""
 
+    data: str | list[str] | dict[str, float]
+    """The data as it was given, or the names of the run's token files."""
+
+    split: Split
+    """The part of the data: its validation tokens, or all."""
+
     val_loss: float
     """Mean loss in nats per token."""
 
@@ -33,17 +40,27 @@ class Evaluation:
     """Number of predicted tokens."""
 
 
-def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -> Evaluation:
-    """Evaluate a run's newest checkpoint on all validation tokens. Each token except the first is predicted once.
+def evaluate(
+    run: str,
+    *,
+    data: str | None,
+    batch_size: int,
+    console: Console,
+    split: Split | None = None,
+    text_column: str | None = None,
+) -> Evaluation:
+    """Evaluate a run's newest checkpoint on all tokens of a split. Each token except the first is predicted once.
 
     The loss is that of the end of a finished run (`full_val_loss`), to its 6 significant digits. Attention is
     restricted to documents if the run was trained with `mask_documents`.
 
     Args:
         run: the run's folder, URI or name.
-        data: token files to evaluate on, in a form of `parse_data`; None takes the run's token files.
+        data: token files or text to evaluate on, in a form of `parse_data`; None takes the run's token files.
         batch_size: windows per step. Fewer are used if a step does not fit the memory.
         console: shows the progress.
+        split: the part of the data; None takes the validation tokens, or all of data that has none of its own.
+        text_column: column with the text of `data`; None takes that of the run.
 
     Raises:
         ValueError: an argument or the run cannot be used; see `rejection` for the subclasses.
@@ -52,24 +69,23 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
         raise UsageError(f"--batch-size must be from 1 to {MAX_COUNT}, got {batch_size}.")
     trained = load_trained(run)
     stored = trained.description.data
-    path = stored.tokens if data is None else token_files(parse_data(data))
-    tokens = open_tokens(path, tokenizer=stored.tokenizer)
-    if data is None and stored.fingerprint not in (tokens.fingerprint, tokens.source_fingerprint):
-        raise UsageError(f"{path} must hold the tokens of the run, got others. Restore the files, or give --data.")
-    if tokens.tokenizer != stored.tokenizer:
+    if data is None:
+        found = tokens_of_run(stored, split or "val")
+    else:
+        config = dataclasses.replace(trained.config.prepare, tokenizer=stored.tokenizer)
+        if text_column is not None:
+            config = dataclasses.replace(config, text_column=text_column)
+        found = tokens_of(data, split, config, console)
+    tokens, seq_len = found.tokens, trained.model.config.seq_len
+    if tokens.num_windows(seq_len) == 0:
+        kind = "validation tokens" if found.split == "val" else "tokens"
         raise UsageError(
-            f"--data must be tokens of the run's tokenizer, {stored.tokenizer}, got tokens of {tokens.tokenizer}. Give "
-            "other data."
-        )
-    seq_len = trained.model.config.seq_len
-    if tokens.val.num_windows(seq_len) == 0:
-        raise UsageError(
-            f"{path} must hold at least {seq_len + 1} validation tokens, got {len(tokens.val)}. Give other --data."
+            f"{data or stored.tokens} must hold at least {seq_len + 1} {kind}, got {len(tokens)}. Give other --data."
         )
     is_masked = trained.description.config.train.mask_documents
     validation = Validation(
         trained.model.config,
-        tokens.val,
+        tokens,
         num_tokens=None,
         batch_size=batch_size,
         end_of_text=load_tokenizer(stored.tokenizer).eot_token if is_masked else None,
@@ -83,5 +99,11 @@ def evaluate(run: str, *, data: str | None, batch_size: int, console: Console) -
     bits = None
     with contextlib.suppress(DataError):  # the files of the tokenizer are missing
         bits = validation.bits_per_byte(loss, trained.tokenizer)
-    found = rounded({"val_loss": loss, "val_bits_per_byte": bits})
-    return Evaluation(step=trained.step, num_tokens=validation.num_tokens, **found)
+    losses = rounded({"val_loss": loss, "val_bits_per_byte": bits})
+    return Evaluation(
+        step=trained.step,
+        data=data or stored.tokens,
+        split=found.split,
+        num_tokens=validation.num_tokens,
+        **losses,
+    )

@@ -1,6 +1,6 @@
 """The command `sample`: texts from a trained model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 
@@ -17,7 +17,7 @@ _MOST_TEMPERATURE = 1e30
 def sample(
     run: str,
     *,
-    prompt: str,
+    prompt: str | Iterable[str],
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
@@ -29,7 +29,8 @@ def sample(
 
     Args:
         run: the run's folder, URI or name.
-        prompt: the beginning of each text.
+        prompt: the beginning of each text. An empty one starts a document; an iterable gives prompts one after the
+            other, each of which is read when the texts of the one before are drawn.
         max_new_tokens: number of tokens to add.
         temperature: randomness of the draw; 0 takes the most likely token each time.
         top_k: draw from the top_k most likely tokens; None draws from all tokens.
@@ -41,7 +42,6 @@ def sample(
         ValueError: an argument or the run cannot be used; see `rejection` for the subclasses.
     """
     for name, value, holds, constraint in (
-        ("prompt", prompt, prompt != "", "a text of at least one character"),
         ("max-new-tokens", max_new_tokens, 0 <= max_new_tokens <= MAX_SAMPLE_TOKENS, f"from 0 to {MAX_SAMPLE_TOKENS}"),
         ("num-samples", num_samples, 1 <= num_samples <= MAX_COUNT, f"from 1 to {MAX_COUNT}"),
         ("temperature", temperature, 0 <= temperature <= _MOST_TEMPERATURE, f"from 0 to {_MOST_TEMPERATURE:g}"),
@@ -53,11 +53,12 @@ def sample(
             raise UsageError(f"--{name} must be {constraint}, got {shown(value)}.")
     trained = load_trained(run)
     tokenizer, key = trained.tokenizer, jax.random.key(seed)
-    for first in range(0, num_samples, _SAMPLES_AT_ONCE):
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    for each, first in ((each, first) for each in prompts for first in range(0, num_samples, _SAMPLES_AT_ONCE)):
         yield from continue_prompt(
             trained.model,
             tokenizer,
-            prompt,
+            each,
             num_samples=min(_SAMPLES_AT_ONCE, num_samples - first),
             max_new_tokens=max_new_tokens,
             key=jax.random.fold_in(key, first) if first else key,

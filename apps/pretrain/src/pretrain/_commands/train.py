@@ -52,6 +52,7 @@ from ray_jax_launch import (
     TrainingFailed,
     UnsavedCheckpointError,
     as_storage_path,
+    check_local_resources,
     check_run_name,
     join_path,
     latest_step,
@@ -82,12 +83,13 @@ class TrainResult:
     """A text from the trained model; empty if the training failed or the tokenizer is missing."""
 
 
-def train(config: PretrainConfig, *, console: Console | None = None) -> TrainResult:
+def train(config: PretrainConfig, *, console: Console | None = None, began_s: float | None = None) -> TrainResult:
     """Train a model, or continue an interrupted run.
 
     Args:
         config: the configuration.
         console: shows the progress and the result, as `rich.console.Console()` does; None shows nothing.
+        began_s: Unix time at which the command began, before its imports; None for now.
 
     Raises:
         ValueError: the input is wrong, or the run's folder cannot be used; see `rejection` for the subclasses.
@@ -101,7 +103,8 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         raise UsageError(f"config must be a PretrainConfig, got {shown(config)}. Start from PRESETS['quickstart']().")
     if not isinstance(console, Console | None):
         raise UsageError(f"console must be a rich.console.Console or None, got {shown(console)}. Leave it out.")
-    began, began_s = time.monotonic(), time.time()
+    began_s = time.time() if began_s is None else began_s
+    began = time.monotonic() - max(0.0, time.time() - began_s)
     console = console or Console(quiet=True)
     hardware = given_hardware(config)
     check_trackers(config)
@@ -120,6 +123,8 @@ def train(config: PretrainConfig, *, console: Console | None = None) -> TrainRes
         ):
             return _finished(config, stored, folder, name, result, console)
         tokenizing = Tokenizing() if config.data_mode == "stream" else None
+        if hardware is not None:
+            check_local_resources(hardware)  # before text is tokenized
         run = stack.enter_context(resolving(config, hardware, folder, stored, origin, console, report=tokenizing))
         write_description(folder, run.description)
         folder.delete_result()  # that of a run that is extended
@@ -161,7 +166,7 @@ def _run_workers(run: ResolvedRun, name: str, view: RunView, console: Console, b
     """
     config, hardware = run.config, run.hardware
     try:
-        with Display(view, console) as display, log_lines(display.print):
+        with Display(view, console, with_time=True) as display, log_lines(display.print):
             result = ray_jax_launch.launch(
                 train_worker,
                 {"resolved": run, "began_s": began_s},

@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -40,12 +41,21 @@ class Display:
         view: the run.
         console: the output.
         on_lost: gets the error, once, when the output cannot be written any more. The display then shows nothing.
+        with_time: begin each line with the local time, if the output is no terminal.
     """
 
-    def __init__(self, view: RunView, console: Console, *, on_lost: Callable[[OSError], None] = _go_on) -> None:
+    def __init__(
+        self,
+        view: RunView,
+        console: Console,
+        *,
+        on_lost: Callable[[OSError], None] = _go_on,
+        with_time: bool = False,
+    ) -> None:
         self.view = view
         self._console = console
         self._on_lost = on_lost
+        self._with_time = with_time and not console.is_interactive
         # Standard error on a terminal is shown above the live view. In a file, it stays there.
         is_shown = sys.stderr.isatty()
         self._live = Live(Group(), console=console, auto_refresh=False, transient=True, redirect_stderr=is_shown)
@@ -106,7 +116,8 @@ class Display:
     def print(self, *lines: str) -> None:
         """Print lines above the live view."""
         wraps = self._console.is_terminal  # between words; elsewhere a line stays whole
-        for line in lines:
+        now = time.strftime("%H:%M:%S  ", time.localtime(self.view.clock())) if self._with_time else ""
+        for line in (now + line for line in lines):
             self._write(lambda line=line: self._console.print(line, markup=False, highlight=False, soft_wrap=not wraps))
 
     def refresh(self) -> None:

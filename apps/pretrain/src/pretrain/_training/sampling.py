@@ -93,7 +93,7 @@ class Sampler:
 def continue_prompt(
     model: GPT2, tokenizer: "tiktoken.Encoding", prompt: str, *, num_samples: int, max_new_tokens: int, **options: Any
 ) -> list[str]:
-    """Generate continuations of a prompt.
+    """Generate continuations of a prompt. An empty prompt starts a document, after an end of text.
 
     Args:
         model: the model.
@@ -106,10 +106,11 @@ def continue_prompt(
     Returns:
         The texts, each with the prompt.
     """
-    prompt_tokens = tokenizer.encode_ordinary(prompt)
+    prompt_tokens = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
     # The model reads the last tokens of a prompt that is longer than its context.
     unseen, seen = prompt_tokens[: -model.config.seq_len], prompt_tokens[-model.config.seq_len :]
     # The model may have more ids than the tokenizer can decode.
     vocab_size = min(tokenizer.n_vocab, model.config.vocab_size)
     texts = generate(model, [seen] * num_samples, max_new_tokens, vocab_size=vocab_size, **options)
-    return [tokenizer.decode(unseen + text, errors="replace") for text in texts]
+    first = 0 if prompt else 1  # the end of text before an empty prompt is no part of the text
+    return [tokenizer.decode((unseen + text)[first:], errors="replace") for text in texts]

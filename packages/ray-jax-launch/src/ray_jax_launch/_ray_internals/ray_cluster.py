@@ -10,10 +10,13 @@ from typing import Any
 import ray
 from ray._private import ray_constants, services, worker
 from ray._private.node import Node
+from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray._private.utils import get_dashboard_dependency_error
 from ray._raylet import PlacementGroupID
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
+
+from ray_jax_launch._errors import LaunchError
 
 _logger = logging.getLogger("ray_jax_launch")
 
@@ -92,6 +95,21 @@ def variables_to_join(*, is_local: bool) -> dict[str, str]:
     """
     address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     return address | ({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"} if is_local else {})
+
+
+def own_resources() -> dict[str, float]:
+    """Return the resources that a cluster which starts on this machine has. Nothing public tells them before its start.
+
+    Raises:
+        LaunchError: Ray cannot start with the variables of this process.
+    """
+    try:
+        return ResourceAndLabelSpec().resolve(is_head=True).to_resource_dict()
+    except ValueError as error:  # such as RAY_OVERRIDE_RESOURCES with more GPUs than CUDA_VISIBLE_DEVICES
+        raise LaunchError(
+            f"Ray could not start on this machine: {str(error).rstrip('.')}. Change the environment variables that it "
+            "names, or set RAY_ADDRESS to a cluster."
+        ) from error
 
 
 def find_address(address: str) -> str:

@@ -1,0 +1,139 @@
+"""The data of the command `eval`: token files and text in every form of `train --data`, and both splits."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from nnx_gpt2 import create_optimizer, create_train_state
+from owt_data import PrepareOptions, load_tokenizer, prepare
+from pretrain import PRESETS, main
+from pretrain._data import cache_folder, load_tokens
+from pretrain._run.description import RUN, describe, describe_data
+from pretrain._run.files import write_json
+from pretrain._run.folder import RunFolder
+from ray_jax_launch import Checkpoints
+
+TEXT = "".join(f"sentence {i} of a book. " for i in range(60))
+END = load_tokenizer("bytes").eot_token
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of random parameters, whose text has another column and split than the texts of the tests."""
+    place = tmp_path_factory.mktemp("runs")
+    config = PRESETS["quickstart"]()
+    model = dataclasses.replace(config.model, vocab_size=257, seq_len=17, num_layers=1, num_heads=2, embed_dim=16)
+    (place / "lines.jsonl").write_text("".join(f'{{"text": "document {i} of many"}}\n' for i in range(90)))
+    prepare_config = dataclasses.replace(config.prepare, val_fraction=0.3, cache_path=str(place / "cache"))
+    config = dataclasses.replace(config, data=str(place / "lines.jsonl"), model=model, prepare=prepare_config)
+    tokens = load_tokens(config, Console(quiet=True))
+    folder = RunFolder(place / "run")
+    folder.path.mkdir()
+    description = describe(config, describe_data(tokens), "cpu:1").to_json()
+    write_json(folder.config, description)
+    params = create_train_state(model, create_optimizer(config.optimizer, 10), jax.random.key(0)).params
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        checkpoints.save(1, {"params": params}, metadata={RUN: description})
+    return folder, tokens
+
+
+@pytest.fixture
+def evaluated(run, capsys, monkeypatch, tmp_path):
+    """Runs `eval` in a folder with some data, and returns its JSON."""
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text(TEXT)
+    Path("end.txt").write_text(TEXT[::-1])
+    Path("rows.jsonl").write_text(json.dumps({"text": TEXT[:500]}) + "\n" + json.dumps({"text": TEXT[500:]}) + "\n")
+    Path("columns.jsonl").write_text('{"text": 1, "body": "twenty bytes of text"}\n')
+    Path("more").mkdir()
+    for name in ("a", "b"):
+        Path("more", f"{name}.txt").write_text(f"{name} {TEXT}")
+    prepare("book.txt", "tokens", PrepareOptions(tokenizer="bytes", val_fraction=0.25))
+
+    def call(*words):
+        assert main(["eval", str(run[0].path), "--batch-size", "5", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+BOOK = len(TEXT) + 1
+
+
+@pytest.mark.parametrize(
+    ("data", "split", "found", "num_tokens"),
+    [
+        ("book.txt", (), "all", BOOK),
+        ("book.txt", ("--split", "val"), "val", BOOK - round(BOOK * 0.7)),  # as the run would split it
+        ("rows.jsonl", (), "all", BOOK + 1),
+        ("columns.jsonl", ("--text-column", "body"), "all", 21),
+        ("more/*.txt", (), "all", 2 * BOOK + 4),
+        ("more", (), "all", 2 * BOOK + 4),
+        ("tokens", (), "val", BOOK - round(BOOK * 0.75)),
+        ("tokens", ("--split", "all"), "all", BOOK),
+        ("tokens/train.bin", (), "all", round(BOOK * 0.75)),
+        ("tokens/*.bin", (), "all", BOOK),
+        ("train=book.txt,val=more/a.txt", (), "val", BOOK + 2),
+        ("train=book.txt,val=more/a.txt", ("--split", "all"), "all", 2 * BOOK + 2),
+        ("train=tokens/train.bin,val=tokens/val.bin", (), "val", BOOK - round(BOOK * 0.75)),
+        ("a=0.5:book.txt,b=0.5:end.txt", (), "all", 2 * BOOK),
+        ("a=0.5:book.txt,b=0.5:tokens", (), "all", 2 * BOOK),
+    ],
+)
+def test_each_form_of_data_is_evaluated_on_the_split_that_it_has(evaluated, data, split, found, num_tokens):
+    first = evaluated("--data", data, *split)
+    assert (first["data"], first["split"], first["num_tokens"]) == (data, found, num_tokens - 1)
+    # A model of random parameters knows nothing of any text.
+    assert first["val_loss"] == pytest.approx(math.log(257), abs=0.3)
+    assert evaluated("--data", data, *split) == first
+
+
+def test_text_is_evaluated_in_its_order_as_its_token_files_are(evaluated):
+    encoded = np.frombuffer(TEXT.encode(), np.uint8)
+    np.append(encoded, END).astype("<u2").tofile("whole.bin")
+    whole = evaluated("--data", "whole.bin")
+    for data in ("book.txt", "tokens"):
+        found = evaluated("--data", data, "--split", "all")
+        assert (found["val_loss"], found["val_bits_per_byte"]) == (whole["val_loss"], whole["val_bits_per_byte"])
+    assert evaluated("--data", "end.txt")["val_loss"] != whole["val_loss"]
+
+
+def test_the_run_s_own_tokens_are_evaluated_on_either_split(run, evaluated):
+    _, tokens = run
+    own = evaluated()
+    assert (own["data"], own["split"], own["num_tokens"]) == (tokens.names, "val", len(tokens.val) - 1)
+    all_of_it = evaluated("--split", "all")
+    assert all_of_it["split"] == "all"
+    assert all_of_it["num_tokens"] == len(tokens.train) + len(tokens.val) - 1
+    # The run's own text, with its own split, is in the cache already.
+    again = evaluated("--data", str(Path(tokens.names).parent.parent / "lines.jsonl"), "--split", "val")
+    assert again | {"data": own["data"]} == own
+    assert not cache_folder().exists() or not any(cache_folder().iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--data", "nothing.txt"), "nothing.txt"),
+        (("--data", "short.txt"), "short.txt must hold at least 18 tokens, got 4. Give other --data."),
+        (("--data", "a=1:book.txt,end.txt"), "data must be one name"),
+        (("--data", "empty.jsonl"), "empty.jsonl"),
+        (("--data", "empty.txt"), "empty.txt must hold text"),
+        (("--data", "columns.jsonl"), "Name another column with --text-column"),
+        (("--split", "train"), "--split must be val or all or none, got train."),
+    ],
+)
+def test_bad_data_is_rejected_with_one_sentence(run, evaluated, capsys, words, message):
+    Path("short.txt").write_text("abc")
+    Path("empty.jsonl").write_text("")
+    Path("empty.txt").write_text("")
+    assert main(["eval", str(run[0].path), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
