@@ -16,7 +16,8 @@ class SampleCommand:
     """Continue a prompt with a trained model."""
 
     run: str = field(metadata=_RUN)
-    """The run's folder or URI, or its name in ./runs."""
+    """The run's folder or URI, or its name in ./runs, for its newest checkpoint; RUN@STEP for that of a step; RUN@best
+    for the lowest validation loss."""
 
     prompt: str = "\n"
     """The beginning of the text. An empty text starts a document."""
@@ -48,7 +49,8 @@ class EvalCommand:
     """Evaluate a trained model on all validation tokens, or on other data, and print the loss as JSON."""
 
     run: str = field(metadata=_RUN)
-    """The run's folder or URI, or its name in ./runs."""
+    """The run's folder or URI, or its name in ./runs, for its newest checkpoint; RUN@STEP for that of a step; RUN@best
+    for the lowest validation loss."""
 
     data: str | None = None
     """Data in the forms of the command train; text is prepared first. None takes the run's token files."""
@@ -68,7 +70,8 @@ class ExportCommand:
     """Write a trained model in Hugging Face's format, for transformers, vLLM and others."""
 
     run: str = field(metadata=_RUN)
-    """The run's folder or URI, or its name in ./runs."""
+    """The run's folder or URI, or its name in ./runs, for its newest checkpoint; RUN@STEP for that of a step; RUN@best
+    for the lowest validation loss."""
 
     out: str = field(metadata={"placeholder": "OUT"})
     """A folder for config.json and model.safetensors, new or empty."""
@@ -269,7 +272,7 @@ COMMANDS: dict[str, type] = {
 EXAMPLES = {
     "train": (
         "pretrain --preset baby --data book.txt --train.max-steps 500",
-        "pretrain --config run.toml --name second --optimizer.learning-rate 0.001",
+        "pretrain --from baby-book@250 --optimizer.learning-rate 0.001 --name second",
     ),
     "plan": (
         "pretrain plan --preset gpt2 --hardware gpu:8:h100 --price-per-hour 24",
@@ -306,8 +309,8 @@ EXAMPLES = {
 """Two command lines of each command, for its help."""
 
 FREQUENT = (
-    "preset", "data", "name", "config", "hardware", "storage_path", "train.max_steps", "train.global_batch_size",
-    "optimizer.learning_rate", "model.num_layers", "model.num_heads", "model.embed_dim", "model.seq_len",
+    "preset", "data", "name", "config", "from_checkpoint", "init_from", "hardware", "storage_path",
+    "train.max_steps", "train.global_batch_size", "optimizer.learning_rate", "model.num_layers", "model.num_heads", "model.embed_dim", "model.seq_len",
     "prepare.tokenizer", "data_mode", "print_config",
 )  # fmt: skip
 """The options of the command `train` that most users change."""

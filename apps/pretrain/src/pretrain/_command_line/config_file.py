@@ -168,9 +168,11 @@ def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainCo
             one, other = (f"--{name.replace('_', '-')}" for name in (replaced, given[0]))
             raise UsageError(f"{one} cannot be given with {other}, which replaces it. Leave one of them out.")
     values = {**without_replaced(file), **without_replaced(line)}
-    preset = _base(values)
+    # The config.json of a run has every option, and needs neither the other run nor the weights.
+    is_complete = {"preset", "model.num_layers"} <= file.keys() and not {"from_checkpoint", "init_from"} & line.keys()
+    base = PRESETS[values["preset"]]() if is_complete else _base(values)
     try:
-        return replace_options(preset, values)
+        return replace_options(base, values)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
