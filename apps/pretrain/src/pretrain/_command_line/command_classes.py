@@ -310,7 +310,7 @@ EXAMPLES = {
 
 FREQUENT = (
     "preset", "data", "name", "config", "from_checkpoint", "init_from", "hardware", "storage_path",
-    "train.max_steps", "train.global_batch_size", "optimizer.learning_rate", "model.num_layers", "model.num_heads", "model.embed_dim", "model.seq_len",
-    "prepare.tokenizer", "data_mode", "print_config",
+    "train.max_steps", "train.global_batch_size", "optimizer.learning_rate", "model.num_layers", "model.num_heads",
+    "model.embed_dim", "model.seq_len", "prepare.tokenizer", "data_mode", "print_config",
 )  # fmt: skip
 """The options of the command `train` that most users change."""
