@@ -183,7 +183,6 @@ EXAMPLES = {
     "report": (
         "pretrain report quickstart-builtin",
         "pretrain report runs/first runs/second --out comparison.html",
-        "pretrain report 'lr-*' --out rates.html",
     ),
     "runs": ("pretrain runs", "pretrain runs s3://bucket/runs"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),
