@@ -65,7 +65,7 @@ def test_a_number_of_an_axis_has_a_unit(number: float, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(0.0, "0.0000"), (99.99994, "99.9999"), (100.0, "100"), (-100.0, "-100"), (1234.5, "1234")]
+    ("value", "expected"), [(0.0, "0.0000"), (99.99994, "99.9999"), (100.0, "100"), (-100.0, "-100"), (1234.5, "1,234")]
 )
 def test_a_large_loss_has_four_digits(value: float, expected: str) -> None:
     assert formats.loss(value) == expected

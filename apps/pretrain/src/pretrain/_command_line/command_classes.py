@@ -297,7 +297,6 @@ EXAMPLES = {
     "report": (
         "pretrain report quickstart-builtin",
         "pretrain report runs/first runs/second --out comparison.html",
-        "pretrain report 'lr-*' --out rates.html",
     ),
     "compare": (
         "pretrain compare runs/first runs/second",
