@@ -15,6 +15,7 @@ and wrong for their options. Therefore there are three intervals:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -29,7 +30,7 @@ RECENT = 0.25
 MIN_STEPS = 40
 """The fewest steps that can be compared."""
 
-_MOST_BLOCKS_OF_STEPS = 12
+_BLOCKS_OF_STEPS = 12
 _BLOCKS_OF_RECENT = 8
 _MOST_BLOCKS_OF_TEXT = 32
 # Means of a random walk over neighbouring blocks of equal length L have increments of variance 2L/3 and covariance L/6.
@@ -55,6 +56,7 @@ class Interval:
         return abs(self.mean) > self.half_width
 
 
+@cache
 def t_quantile(df: int, level: float = LEVEL) -> float:
     """Return the quantile x of Student's t with P(|T| < x) = level.
 
@@ -77,15 +79,18 @@ def t_quantile(df: int, level: float = LEVEL) -> float:
 def of_options(differences: NDArray[np.float64]) -> Interval:
     """Return the mean difference over the last quarter of the steps, with the noise of the training.
 
-    The steps are divided into at most 12 blocks. The last one is the last quarter of the steps, the one before it the
-    last quarter of the steps before, and so on; the first block takes the rest. Loss curves, and the differences between
-    them, are smooth in the logarithm of the step. Training noise without an effect of the options is taken as a process
-    without a preferred direction: its increments from block to block are independent, symmetric, and of any size, as
-    those of a random walk whose speed changes. The level of the last block is the sum of all increments (before the
-    first step, both runs predict alike), and Student's t of the increments tests whether they have a direction. This
-    test is valid for increments of unequal variance at levels up to 8 %: Bakirov and Szekely (2005); Ibragimov and
-    Mueller (2010), "t-statistic based correlation and heterogeneity robust inference", JBES 28(4). A factor for the
-    covariance of means over neighbouring blocks is included. Noise that returns to its mean makes the test conservative.
+    Training noise without an effect of the options is taken as a process without a preferred direction: its increments
+    from block to block of the steps are independent, symmetric, and of any size, as those of a random walk whose speed
+    changes. The level at the end is the sum of all increments (before the first step, both runs predict alike), and
+    Student's t of the increments tests whether they have a direction. This test is valid for increments of unequal
+    variance at levels up to 8 %: Bakirov and Szekely (2005); Ibragimov and Mueller (2010), "t-statistic based
+    correlation and heterogeneity robust inference", JBES 28(4). The increments of means over neighbouring blocks are
+    correlated, for which the error has a factor. Noise that returns to its mean makes the test conservative.
+
+    The test is done for two divisions into 12 blocks, each at half of the error rate (Bonferroni), and the narrower
+    interval is taken: equal blocks for a difference that grows to the end, and blocks that are equal in the logarithm of
+    the step for one that comes early. Of the latter, the last block is the last quarter of the steps, the one before it
+    the last quarter of the steps before, and so on.
 
     The price: an effect that comes within one block, and then neither grows nor shrinks, is not distinguished from
     noise. `over_seeds` has no such limit.
@@ -93,24 +98,29 @@ def of_options(differences: NDArray[np.float64]) -> Interval:
     Args:
         differences: the difference of the losses of each step, `float64[N]`, N at least `MIN_STEPS`.
     """
-    ends = _block_ends(len(differences))
+    num_steps = len(differences)
     sums = np.concatenate([[0.0], np.cumsum(differences)])
-    means = np.diff(sums[[0, *ends]]) / np.diff([0, *ends])
-    increments = np.diff(means, prepend=0.0)
-    df = len(increments) - 1
-    error = math.sqrt(_OVERLAP * len(increments)) * float(increments.std(ddof=1))
-    return Interval(mean=float(means[-1]), half_width=t_quantile(df) * error, df=df)
+    equal = [num_steps * (number + 1) // _BLOCKS_OF_STEPS for number in range(_BLOCKS_OF_STEPS)]
+    found = []
+    for ends in (equal, _early_ends(num_steps)):
+        means = np.diff(sums[[0, *ends]]) / np.diff([0, *ends])
+        increments = np.diff(means, prepend=0.0)
+        error = math.sqrt(_OVERLAP * len(increments)) * float(increments.std(ddof=1))
+        df = len(increments) - 1
+        found.append((t_quantile(df, (1 + LEVEL) / 2) * error, df))
+    half_width, df = min(found)
+    return Interval(mean=float(differences[-num_recent(num_steps) :].mean()), half_width=half_width, df=df)
 
 
 def num_recent(num_steps: int) -> int:
-    """Return the number of steps in the last block of `of_options`."""
+    """Return the number of steps in the last quarter of the steps."""
     return num_steps - int(num_steps * (1 - RECENT))
 
 
-def _block_ends(num_steps: int) -> list[int]:
-    """Return the end of each block, in the order of steps. Blocks are not empty."""
+def _early_ends(num_steps: int) -> list[int]:
+    """Return the ends of blocks that are equal in the logarithm of the step, in the order of steps. None is empty."""
     ends = [num_steps]
-    while len(ends) < _MOST_BLOCKS_OF_STEPS and int(ends[0] * (1 - RECENT)) > 0:
+    while len(ends) < _BLOCKS_OF_STEPS and int(ends[0] * (1 - RECENT)) > 0:
         ends.insert(0, int(ends[0] * (1 - RECENT)))
     return ends
 
