@@ -145,7 +145,9 @@ def sweep(tmp_path):
             "stopped" if is_stopped else "finished",
             number,
             options={"optimizer.learning_rate": rate, "seed": seed},
-            **{"val_loss": loss, **full},
+            val_loss=loss,
+            hardware="cpu:2",
+            **full,
         )
     make_run(root / "other-x", "finished", 9, options={"train.mask_documents": True, "train.max_steps": 800})
     return root
