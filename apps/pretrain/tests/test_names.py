@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain import PRESETS, train
+from pretrain import PRESETS, PretrainConfig, train
 from pretrain._command_line.arguments import build_command
 from pretrain._run.differences import changes_result, option_values
 from pretrain._run.names import run_name, short_name, short_value
@@ -15,7 +15,9 @@ QUICKSTART = PRESETS["quickstart"]()
 
 
 def named(line):
-    return run_name(build_command("train", line.split()))
+    config = build_command("train", line.split())
+    assert isinstance(config, PretrainConfig)
+    return run_name(config)
 
 
 @pytest.mark.parametrize(

@@ -138,14 +138,16 @@ def sweep(tmp_path):
     root = tmp_path / "sweep"
     losses = {1e-2: (2.0, 2.5, 3.0), 3e-4: (1.5, 1.75, 1.0)}
     for number, (rate, seed) in enumerate((rate, seed) for rate in losses for seed in (1, 2, 3)):
-        is_stopped = (rate, seed) == (3e-4, 3)
+        is_stopped, loss = (rate, seed) == (3e-4, 3), losses[rate][seed - 1]
+        full = {} if is_stopped else {"full_val_loss": loss}
         make_run(
             root / f"quickstart-x-lr{rate:g}-seed{seed}",
             "stopped" if is_stopped else "finished",
             number,
             options={"optimizer.learning_rate": rate, "seed": seed},
-            val_loss=losses[rate][seed - 1],
-            **({} if is_stopped else {"full_val_loss": losses[rate][seed - 1]}),
+            val_loss=loss,
+            hardware="cpu:2",
+            **full,
         )
     make_run(root / "other-x", "finished", 9, options={"train.mask_documents": True, "train.max_steps": 800})
     return root

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain import PRESETS, main
+from pretrain import PRESETS, PretrainConfig, main
 from pretrain._command_line.arguments import build_command
 from pretrain._command_line.command_classes import SweepCommand
 from pretrain._command_line.config_file import to_arguments
@@ -28,6 +28,12 @@ SIZES = "batch4-layers1-heads1-width8-context16"
 
 def name(rate, end=""):
     return f"quickstart-book-lr{rate}-warmup0-{SIZES}{end}"
+
+
+def config_of(words):
+    config = build_command("train", words)
+    assert isinstance(config, PretrainConfig)
+    return config
 
 
 def configs(line):
@@ -187,8 +193,8 @@ def test_data_of_one_label_is_rejected(place, capsys):
     ],
 )
 def test_the_arguments_of_a_configuration_give_it_back(preset, line):
-    config = build_command("train", [f"--preset={preset}", *line.split()])
-    assert build_command("train", to_arguments(config)) == config
+    config = config_of([f"--preset={preset}", *line.split()])
+    assert config_of(to_arguments(config)) == config
 
 
 def test_texts_that_no_arguments_give_are_rejected():
@@ -203,7 +209,7 @@ def test_a_dry_run_prints_the_commands_and_starts_nothing(place, capsys):
     assert len(lines) == 2
     for seed, line in enumerate(lines, 1):
         found, _, command = line.partition(": ")
-        config = build_command("train", command.partition("pretrain")[2].split())
+        config = config_of(command.partition("pretrain")[2].split())
         assert found == run_name(config)
         assert config.seed == seed
     assert not Path("runs").exists()

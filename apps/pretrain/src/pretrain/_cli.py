@@ -191,12 +191,14 @@ def _run(command: Command, began_s: float) -> int:
             found = _imported("plan_run.plan")(config, **given, console=Console(stderr=True, emoji=False))
             show_plan(found, console=console, as_json=as_json)
             return 0 if found.fits else _FAILED
-        case SweepCommand(configs=configs, parallel=parallel, dry_run=dry_run):
+        case SweepCommand(configs=configs, arguments=arguments, parallel=parallel, dry_run=dry_run):
+            if not dry_run:
+                print_line(console, "loading JAX and Ray")
+            runs = _imported("sweep.plan_sweep")(configs, arguments)
             if dry_run:
-                _imported("sweep.show_commands")(_imported("sweep.plan_sweep")(configs), console=console)
+                _imported("sweep.show_commands")(runs, console)
                 return 0
-            print_line(console, "loading JAX and Ray")
-            failed = _imported("sweep.sweep")(configs, parallel=parallel, console=console)
+            failed = _imported("sweep.sweep")(runs, parallel=parallel, console=console)
             if failed:
                 sentence = f"{len(failed)} of {len(configs)} runs have failed: {', '.join(failed)}"
                 print_error(f"error: {one_line(sentence)}: the same command continues them")

@@ -27,7 +27,7 @@ from pretrain._command_line.command_classes import (
     SweepOptions,
     TrainCommand,
 )
-from pretrain._command_line.config_file import build_config, read_config, read_sweep
+from pretrain._command_line.config_file import build_config, read_config, read_sweep, to_arguments
 from pretrain._command_line.grid import check_grid, grid_configs, read_grid
 from pretrain._command_line.option_table import Option, options_of
 from pretrain._config import PretrainConfig
@@ -107,7 +107,8 @@ def _build_sweep(values: dict[str, Any]) -> SweepCommand:
         options, found = read_sweep(own["file"])
         file, grid = {**file, **options}, check_grid(found, own["file"])
     configs = grid_configs(file, values, {**grid, **read_grid(own["grid"])})
-    return SweepCommand(configs=configs, parallel=own["parallel"], dry_run=own["dry_run"])
+    arguments = tuple(tuple(to_arguments(one)) for one in configs)
+    return SweepCommand(configs=configs, arguments=arguments, parallel=own["parallel"], dry_run=own["dry_run"])
 
 
 def usage(command: str) -> str:

@@ -192,6 +192,9 @@ class SweepCommand:
     configs: tuple[PretrainConfig, ...]
     """Configuration of each run."""
 
+    arguments: tuple[tuple[str, ...], ...]
+    """The arguments of the command `train` that give each configuration."""
+
     parallel: int
     """Runs at once."""
 

@@ -1,6 +1,8 @@
 """The command `runs`: a table of the runs of a storage path."""
 
+import dataclasses
 import fnmatch
+import itertools
 import json
 import re
 import statistics
@@ -236,20 +238,20 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
 
 def _with_options(rows: Sequence[_Row]) -> list[_Row]:
     """Return the rows with the values of all options, and with those that differ between the runs by themselves."""
-    read = [row for row in rows if row.config is not None]
-    differing = differing_options([row.config for row in read if row.config is not None]) if read else {}
-    found: dict[int, _Row] = {}
-    for number, row in enumerate(read):
-        every = {name: value for name, value in option_values(row.config).items() if changes_result(name)}
-        found[id(row)] = _Row(
-            values={short_name(name): value for name, value in every.items()} | row.values,
-            texts={short_name(name): one_line(short_value(value)) for name, value in every.items()} | row.texts,
-            facts=row.facts,
-            config=row.config,
-            seen_s=row.seen_s,
-            options={name: column[number] for name, column in differing.items()},
-        )
-    return [found.get(id(row), row) for row in rows]
+    configs = [row.config for row in rows if row.config is not None]
+    differing = differing_options(configs) if configs else {}
+    numbers = itertools.count()
+    return [row if row.config is None else _with_values(row, row.config, differing, next(numbers)) for row in rows]
+
+
+def _with_values(row: _Row, config: PretrainConfig, differing: Mapping[str, Sequence[Any]], number: int) -> _Row:
+    every = {name: value for name, value in option_values(config).items() if changes_result(name)}
+    return dataclasses.replace(
+        row,
+        values={**{short_name(name): value for name, value in every.items()}, **row.values},
+        texts={**{short_name(name): one_line(short_value(value)) for name, value in every.items()}, **row.texts},
+        options={name: column[number] for name, column in differing.items()},
+    )
 
 
 def _groups(rows: Iterable[_Row]) -> list[_Row]:
@@ -266,16 +268,11 @@ def _groups(rows: Iterable[_Row]) -> list[_Row]:
     groups.sort(key=lambda group: _sort_key(group.values.get("val")))
     ranked: list[_Row] = []
     for rank, group in enumerate(groups, 1):
-        of_rank = {"rank": rank} if "val" in group.values else {}
-        ranked.append(
-            _Row(
-                values={**group.values, **of_rank},
-                texts={**group.texts, **{name: str(value) for name, value in of_rank.items()}},
-                facts={**group.facts, **of_rank},
-                config=group.config,
-                options=group.options,
-            )
-        )
+        if "val" in group.values:
+            texts = {**group.texts, "rank": str(rank)}
+            facts = {**group.facts, "rank": rank}
+            group = dataclasses.replace(group, values={**group.values, "rank": rank}, texts=texts, facts=facts)
+        ranked.append(group)
     return ranked
 
 

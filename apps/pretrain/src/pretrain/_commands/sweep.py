@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 import ray_jax_launch
-from pretrain._command_line.config_file import to_arguments
 from pretrain._commands.runs import show_runs
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, find_texts, open_prepared
@@ -68,16 +67,14 @@ class SweptRun:
     config: PretrainConfig
     """Its configuration."""
 
+    arguments: Sequence[str]
+    """The arguments of `train` that give the configuration."""
+
     @cached_property
     def folder(self) -> RunFolder:
         """The run's folder, or for a run in object storage a copy of its texts."""
         place = join_path(as_storage_path(self.config.storage_path), self.name)
         return reader_copy(str(place)) if is_uri(place) else locate(place)
-
-    @property
-    def command(self) -> list[str]:
-        """The arguments of `train`."""
-        return to_arguments(self.config)
 
     def read(self) -> RunDescription | None:
         """Read the description of the run; None if it has not started."""
@@ -86,14 +83,21 @@ class SweptRun:
         return read_description(self.folder)
 
 
-def plan_sweep(configs: Sequence[PretrainConfig]) -> list[SweptRun]:
+def plan_sweep(configs: Sequence[PretrainConfig], arguments: Sequence[Sequence[str]]) -> list[SweptRun]:
     """Check the configurations of a sweep, and return its runs. The devices of `local` hardware are not looked at.
+
+    Args:
+        configs: a configuration for each run, without a name.
+        arguments: the arguments of `train` that give each configuration.
 
     Raises:
         UsageError: two runs have the same name, or a configuration cannot be trained.
         DataError: a text does not exist, or the tokens cannot be read.
     """
-    runs = [SweptRun(name=run_name(config), config=config) for config in configs]
+    runs = [
+        SweptRun(name=run_name(config), config=config, arguments=words)
+        for config, words in zip(configs, arguments, strict=True)
+    ]
     name, number = Counter(run.name for run in runs).most_common(1)[0]
     if number > 1:
         raise UsageError(
@@ -102,7 +106,6 @@ def plan_sweep(configs: Sequence[PretrainConfig]) -> list[SweptRun]:
         )
     for run in runs:
         check_run_name(run.name)
-        to_arguments(run.config)  # no arguments give some texts
         check_trackers(run.config)
         resolve_order(run.config)
         if run.config.hardware != "local":  # its devices would be taken from the runs
@@ -118,14 +121,14 @@ def plan_sweep(configs: Sequence[PretrainConfig]) -> list[SweptRun]:
 def show_commands(runs: Sequence[SweptRun], console: Console) -> None:
     """Print the name and the command of each run."""
     for run in runs:
-        print_line(console, f"{run.name}: {application()} {shlex.join(run.command)}")
+        print_line(console, f"{run.name}: {application()} {shlex.join(run.arguments)}")
 
 
-def sweep(configs: Sequence[PretrainConfig], *, parallel: int = 1, console: Console) -> list[str]:
+def sweep(runs: Sequence[SweptRun], *, parallel: int = 1, console: Console) -> list[str]:
     """Train the runs of a sweep: skip those that are finished, and continue those that have begun.
 
     Args:
-        configs: a configuration for each run, without a name.
+        runs: the result of `plan_sweep`.
         parallel: runs at once.
         console: shows a line at the start and the end of each run, and then the table of the runs.
 
@@ -133,10 +136,10 @@ def sweep(configs: Sequence[PretrainConfig], *, parallel: int = 1, console: Cons
         The names of the runs that have failed. The same sweep continues them.
 
     Raises:
-        UsageError: see `plan_sweep`; or a run of the same name has other settings.
+        UsageError: a run of the same name has other settings, or the hardware is not that of one run.
+        LaunchError: Ray cannot start.
         KeyboardInterrupt: Ctrl-C. The runs are saved.
     """
-    runs = plan_sweep(configs)
     open_runs = [run for run in runs if not _is_finished(run)]
     print_line(console, f"{len(runs)} runs, {len(runs) - len(open_runs)} of them finished")
     workers = _Workers(len(runs), len(runs) - len(open_runs), console)
@@ -238,7 +241,7 @@ class _Workers:
                     return
                 print_line(self._console, f"{run.name}: started")
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _CHILD, *run.command],
+                    [sys.executable, "-P", "-c", _CHILD, *run.arguments],
                     env=os.environ | variables,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
