@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import tomllib
@@ -298,6 +299,45 @@ def slurm_job(environment, tmp_path_factory):
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return job.returncode, log.read_text()
+
+
+# A job whose nodes need not start Ray: `ray` and the command print what they are given.
+PRINT = """#!/bin/sh
+echo "$(basename "$0") $*"
+case "$*" in *--block*) exec sleep 100 ;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "command"),
+    [
+        ({}, (), "pretrain --hardware gpu:1x8 --wait-for-resources-s 300"),
+        (
+            {"SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_ON_NODE": "4", "NODE_WAIT_S": "60"},
+            ("--preset", "gpt2", "--prompts", "a b"),
+            "pretrain --hardware gpu:3x4 --wait-for-resources-s 60 --preset gpt2 --prompts a b",
+        ),
+        ({"SLURM_JOB_NUM_NODES": "2"}, ("pretrain", "--hardware", "gpu:8x2"), "pretrain --hardware gpu:8x2"),
+    ],
+)
+def test_a_job_for_slurm_takes_its_numbers_from_slurm(tmp_path, variables, arguments, command):
+    assert subprocess.run(["bash", "-n", str(SLURM)], check=False).returncode == 0
+    for name, script in (("scontrol", SCONTROL), ("srun", PRINT), ("ray", PRINT), ("pretrain", PRINT)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment |= {"SLURM_JOB_NODELIST": "node[1-3]", "PATH": path} | variables
+    job = subprocess.run(
+        ["bash", str(SLURM), *arguments], env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert job.returncode == 0
+    lines = job.stdout.splitlines()
+    assert command in lines
+    others = int(variables.get("SLURM_JOB_NUM_NODES", "1")) - 1
+    started = [line for line in lines if line.startswith("srun ")]
+    assert len(started) == 1 + (others > 0)
+    assert others == 0 or any(f"--nodes={others} --ntasks={others} --exclude=127.0.0.1" in line for line in started)
 
 
 @pytest.mark.slow

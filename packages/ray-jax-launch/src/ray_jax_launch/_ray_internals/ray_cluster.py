@@ -104,12 +104,13 @@ def own_resources() -> dict[str, float]:
         LaunchError: Ray cannot start with the variables of this process.
     """
     try:
-        return ResourceAndLabelSpec().resolve(is_head=True).to_resource_dict()
+        resources = ResourceAndLabelSpec().resolve(is_head=True).to_resource_dict()
     except ValueError as error:  # such as RAY_OVERRIDE_RESOURCES with more GPUs than CUDA_VISIBLE_DEVICES
         raise LaunchError(
             f"Ray could not start on this machine: {str(error).rstrip('.')}. Change the environment variables that it "
             "names, or set RAY_ADDRESS to a cluster."
         ) from error
+    return {name: float(amount or 0) for name, amount in resources.items()}
 
 
 def find_address(address: str) -> str:
