@@ -4,16 +4,21 @@ import dataclasses
 import struct
 from typing import Any
 
-from tensorboardX.proto import event_pb2
+from tensorboardX.proto import api_pb2, event_pb2, plugin_hparams_pb2
 
 from pretrain import PRESETS
 from pretrain._run.description import DataDescription, describe
+from pretrain._run.differences import changes_result, option_values
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample
+from pretrain._trackers.shown_values import hyperparameters
 from pretrain._trackers.tensorboard import TensorBoard
 from pretrain._trackers.tracker import open_trackers
 
-events: Any = event_pb2  # its import makes the classes; type checkers do not see them
+# Their import makes the classes; type checkers do not see them.
+api: Any = api_pb2
+events: Any = event_pb2
+hparams: Any = plugin_hparams_pb2
 CONFIG = dataclasses.replace(PRESETS["quickstart"](), trackers=("tensorboard",), prompts=("a|b\n",))
 DESCRIPTION = describe(CONFIG, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
 
@@ -44,12 +49,12 @@ def scalars(folder, name):
     return {
         (step, value.tag, value.simple_value)
         for step, value in values(folder, name)
-        if value.metadata.plugin_data.plugin_name != "text"
+        if not value.metadata.plugin_data.plugin_name
     }
 
 
 def test_a_sample_has_the_number_of_its_prompt_and_its_text(tmp_path):
-    tracker = TensorBoard(tmp_path, 0, {}, ("def ", "import "))
+    tracker = TensorBoard(tmp_path, 0, {}, {}, ("def ", "import "))
     for prompt, text in (("import ", "import re"), ("def ", "def f():\n    pass\n"), ("other", "other words")):
         tracker.write_sample(Sample(step=7, prompt=prompt, text=text))
     tracker.write_sample(Sample(step=9, prompt="other", text="other"))
@@ -77,7 +82,7 @@ def test_the_configuration_is_shown_once(tmp_path):
 
 
 def test_a_metric_of_the_validation_is_in_the_folder_of_the_validation(tmp_path):
-    tracker = TensorBoard(tmp_path, 0, {}, ())
+    tracker = TensorBoard(tmp_path, 0, {}, {}, ())
     tracker.write(
         {"step": 7, "loss": 1.5, "mfu": 0.25, "val_loss": 2.5, "val_bits_per_byte": 3.5, "full_val_loss": 4.5}
     )
@@ -85,3 +90,41 @@ def test_a_metric_of_the_validation_is_in_the_folder_of_the_validation(tmp_path)
     assert scalars(tmp_path, "train") == {(7, "loss", 1.5), (7, "speed/mfu", 0.25)}
     assert scalars(tmp_path, "val") == {(7, "loss", 2.5), (7, "bits_per_byte", 3.5), (7, "full_loss", 4.5)}
     assert (tmp_path / "recorded_steps").read_text() == "8"
+
+
+def sessions(folder):
+    """Step, options and status of each summary for the page HPARAMS, by its tag."""
+    for step, value in values(folder, "val"):
+        if value.metadata.plugin_data.plugin_name == "hparams":
+            content = hparams.HParamsPluginData.FromString(value.metadata.plugin_data.content)
+            options = {
+                name: getattr(option, option.WhichOneof("kind"))
+                for name, option in content.session_start_info.hparams.items()
+            }
+            yield value.tag, step, options, content.session_end_info.status
+
+
+def test_the_options_that_change_the_result_are_written_once(tmp_path):
+    for start in (0, 3, 6):
+        trackers = open_trackers(CONFIG, DESCRIPTION, RunFolder(tmp_path), start)
+        trackers.write({"step": start + 2, "val_loss": 3.0} | ({"full_val_loss": 3.5} if start == 6 else {}))
+        trackers.close()
+    begun, ended = sessions(tmp_path / "tensorboard")
+    assert begun == (
+        "_hparams_/session_start_info",
+        0,
+        hyperparameters(DESCRIPTION),
+        api.Status.Value("STATUS_UNKNOWN"),
+    )
+    assert ended == ("_hparams_/session_end_info", 8, {}, api.Status.Value("STATUS_SUCCESS"))
+    assert {*(path.parent.name for path in tmp_path.glob("tensorboard/**/events*"))} == {"train", "val"}
+
+
+def test_hyperparameters_are_the_options_that_change_the_result():
+    found = hyperparameters(DESCRIPTION)
+    assert found["optimizer.learning_rate"] == 2e-3
+    assert (found["seed"], found["train.mask_documents"], found["data"]) == (2357, False, "builtin")
+    assert "model.mlp_dim" not in found  # none
+    assert {name for name in found if not changes_result(name)} == set()
+    lacking = {name for name, value in option_values(CONFIG).items() if changes_result(name)} - found.keys()
+    assert {option_values(CONFIG)[name] for name in lacking} == {None}

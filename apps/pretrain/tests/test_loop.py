@@ -22,7 +22,7 @@ from nnx_gpt2 import (
 from owt_data import PrepareOptions, open_tokens, prepare, read_steps_by_tasks
 from pretrain import PRESETS, TrainConfig, main
 from pretrain._training import loop, setup, train_batches
-from pretrain._training.load_state import load_state
+from pretrain._training.load_state import restore
 from pretrain._training.loop import due
 from pretrain._training.setup import warn_of_bfloat16
 from pretrain._training.step_meter import StepMeter
@@ -48,8 +48,7 @@ def test_a_state_comes_back_with_its_counters_and_its_record(tmp_path):
             metadata={"record": record, "num_skipped": 7, "num_skipped_in_a_row": 3, "unrecorded": unrecorded},
         )
         checkpoints.wait()
-        setup = SimpleNamespace(like=abstract_train_state(MODEL, optimizer, mesh))
-        found, metadata = load_state(checkpoints, None, setup)
+        found, metadata = restore(checkpoints, 30, abstract_train_state(MODEL, optimizer, mesh))
     assert (int(found.step), int(found.num_skipped), int(found.num_skipped_in_a_row)) == (30, 7, 3)
     assert (metadata["record"], metadata["unrecorded"]) == (record, unrecorded)
     for name in ("params", "opt_state"):

@@ -14,6 +14,7 @@ def test_every_preset_knows_its_name():
         "baby",
         "tutorial",
         "wikitext",
+        "finetune",
         "gpt2",
         "gpt2-medium",
         "gpt2-large",

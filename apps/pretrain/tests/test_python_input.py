@@ -145,7 +145,10 @@ def found(tmp_path_factory):
         ("seed", "seed must be an integer, got '1'."),
         ("data_mode", "data_mode must be prepared or stream, got 'x'."),
         ("trackers", "trackers must be a tuple of any of tensorboard, wandb or trackio, got ('bogus',)."),
-        ("preset", "preset must be quickstart, baby, tutorial, wikitext, gpt2, gpt2-medium, gpt2-large or gpt2-xl, "),
+        (
+            "preset",
+            "preset must be quickstart, baby, tutorial, wikitext, finetune, gpt2, gpt2-medium, gpt2-large or gpt2-xl, ",
+        ),
         ("mesh", "mesh must be a MeshConfig, got None."),
         ("model", "model must be a ModelConfig, got {}."),
         ("data", "data must be a text, got PosixPath('book.txt')."),

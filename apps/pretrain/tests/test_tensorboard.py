@@ -56,7 +56,7 @@ def shown(folder, run):
             if event.session_log.status == events.SessionLog.START:
                 found = {step: values for step, values in found.items() if step < event.step}
             for value in event.summary.value:
-                if value.metadata.plugin_data.plugin_name != "text":
+                if not value.metadata.plugin_data.plugin_name:
                     assert value.tag not in found.setdefault(event.step, {})
                     found[event.step][value.tag] = value.simple_value
     return found
@@ -88,7 +88,7 @@ def test_events_have_the_time_of_their_record(tmp_path):
         for value in event.summary.value
     }
     assert [times.pop((name, "loss", 0)) for name in ("train", "val")] == [12345.5] * 2
-    assert len(times) == 3
+    assert len(times) == 4
     assert all(before <= time_s <= time.time() for time_s in times.values())
 
 
@@ -173,7 +173,7 @@ import os, signal, sys
 from pathlib import Path
 from pretrain._trackers.tensorboard import TensorBoard
 
-tracker = TensorBoard(Path(sys.argv[1]), 3, {}, ())
+tracker = TensorBoard(Path(sys.argv[1]), 3, {}, {}, ())
 tracker.write({"step": 0, "loss": 0.0})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -316,6 +316,51 @@ def test_the_training_and_the_validation_loss_are_on_one_chart(load_fast, tmp_pa
     assert re.search(r'<td>prompts</td>\s*<td>\["a|b\\n"\]</td>', config)
 
 
+@pytest.mark.trackers
+@pytest.mark.parametrize("load_fast", ["true", "false"])
+def test_the_page_hparams_has_a_row_for_each_run(load_fast, tmp_path):
+    """With the options that change the result, and the last validation losses. One run is continued, and not ended."""
+    expected = {}
+    for rate, decay, ends in ((3e-4, None, True), (1e-3, 900, False)):
+        optimizer = dataclasses.replace(CONFIG.optimizer, learning_rate=rate, decay_steps=decay)
+        config = dataclasses.replace(CONFIG, optimizer=optimizer)
+        folder = RunFolder(tmp_path / "runs" / f"rate-{rate}")
+        for start in (0, 20):
+            description = dataclasses.replace(DESCRIPTION, config=config)
+            trackers = open_trackers(config, description, folder, start)
+            trackers.write({"step": start, "loss": 3.0, "val_loss": 1e3 * rate + start})
+            trackers.write({"step": start + 10, "loss": 2.0})
+            trackers.close()
+        if ends:
+            trackers = open_trackers(config, dataclasses.replace(DESCRIPTION, config=config), folder, 40)
+            trackers.write({"step": 40, "val_loss": 7.5, "full_val_loss": 8.5})
+            trackers.close()
+        values = {("loss", 40): 7.5, ("full_loss", 40): 8.5} if ends else {("loss", 20): pytest.approx(21.0)}
+        expected[f"rate-{rate}/tensorboard/val"] = (rate, decay, values, "STATUS_SUCCESS" if ends else "STATUS_UNKNOWN")
+    with server(tmp_path / "runs", load_fast=load_fast) as ask:
+        experiment = ask("hparams/experiment", request="{}")
+        columns = {info["name"]: info for info in experiment["hparamInfos"]}
+        metrics = [info["name"] for info in experiment["metricInfos"]]
+        request = {
+            "startIndex": 0, "sliceSize": 10, "allowedStatuses": ["STATUS_SUCCESS", "STATUS_UNKNOWN", "STATUS_RUNNING"],
+            "colParams": [{"metric": name, "includeInResult": True} for name in metrics]
+            + [{"hparam": name, "includeInResult": True} for name in columns],
+        }  # fmt: skip
+        groups = ask("hparams/session_groups", request=json.dumps(request))["sessionGroups"]
+    assert [name for name, info in columns.items() if info.get("differs")] == ["optimizer.learning_rate"]
+    assert not {"train.log_every", "hardware", "name"} & columns.keys()
+    assert [metric["tag"] for metric in metrics] == ["full_loss", "loss"]
+    found = {}
+    for group in groups:
+        (session,) = group["sessions"]
+        values = {(v["name"]["tag"], v["trainingStep"]): v["value"] for v in session["metricValues"]}
+        options = group["hparams"]
+        found[session["name"]] = (
+            options["optimizer.learning_rate"], options.get("optimizer.decay_steps"), values, session["status"]
+        )  # fmt: skip
+    assert found == expected
+
+
 @pytest.fixture(scope="module")
 def killed_twice(tmp_path_factory):
     """The folder of a real run that was killed twice and then finished."""
@@ -371,10 +416,10 @@ def test_a_damaged_number_of_recorded_steps_counts_as_none(damage, tmp_path):
         os.mkfifo(marker)
     else:
         marker.write_bytes(damage)
-    tracker = TensorBoard(tmp_path, 7, {}, ())
+    tracker = TensorBoard(tmp_path, 7, {}, {}, ())
     assert tracker.first_step == 0
     tracker.write({"step": 7, "loss": 1.0})
     tracker.close()
     assert marker.read_text() == "8"
-    with contextlib.closing(TensorBoard(tmp_path, 9, {}, ())) as tracker:
+    with contextlib.closing(TensorBoard(tmp_path, 9, {}, {}, ())) as tracker:
         assert tracker.first_step == 8

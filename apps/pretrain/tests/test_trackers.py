@@ -110,7 +110,7 @@ def test_wandb_has_each_step_once_after_two_kills(tmp_path, offline, record_prop
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows = wandb_rows(file)
     assert file.name == f"run-{run_id}.wandb"
-    assert [(row["_step"], row["loss/train"]) for row in rows] == [(step, step / 2) for step in range(40)]
+    assert [(row["_step"], row["train/loss"]) for row in rows] == [(step, step / 2) for step in range(40)]
     tables = [json.loads((file.parent / "files" / row["samples.path"]).read_text()) for row in rows[::10]]
     assert [table["data"] for table in tables] == [[["a", f"a {step}"]] for step in range(0, 40, 10)]
 
@@ -127,7 +127,7 @@ def test_trackio_has_each_step_once_after_two_kills(tmp_path, offline, record_pr
     database.close()
     assert {name for name, _, _ in rows} == {f"{tmp_path.name}-{(tmp_path / 'tracker_id').read_text()}"}
     metrics = [(step, json.loads(values)) for _, step, values in rows]
-    assert [(step, values["loss/train"]) for step, values in metrics] == [(step, step / 2) for step in range(40)]
+    assert [(step, values["train/loss"]) for step, values in metrics] == [(step, step / 2) for step in range(40)]
     samples = {step: values["samples/1"]["_value"] for step, values in metrics if "samples/1" in values}
     assert samples == {step: f"a {step}" for step in range(0, 40, 10)}
     assert json.loads(config)["optimizer"]["learning_rate"] == CONFIG.optimizer.learning_rate
@@ -205,15 +205,15 @@ def test_a_row_has_all_of_a_step_and_is_sent_when_the_next_step_begins():
     tracker.flush()
     assert tracker.rows == []
     tracker.write({"step": 3, "loss": 2.0})
-    assert tracker.rows == [(0, {"loss/val": 5.5}, ["first", "second"])]
+    assert tracker.rows == [(0, {"val/loss": 5.5}, ["first", "second"])]
     tracker.write({"step": 7, "loss": 1.5})
     tracker.write_sample(sample_of(7, "third"))
     tracker.write({"step": 7, "val_loss": 1.75})
     tracker.write_sample(sample_of(9, "fourth"))
     tracker.close()
     assert tracker.rows[1:] == [
-        (3, {"loss/train": 2.0}, []),
-        (7, {"loss/train": 1.5, "loss/val": 1.75}, ["third"]),
+        (3, {"train/loss": 2.0}, []),
+        (7, {"train/loss": 1.5, "val/loss": 1.75}, ["third"]),
         (9, {}, ["fourth"]),
     ]
     assert not tracker.is_open
@@ -230,7 +230,7 @@ def test_each_tracker_gets_the_steps_that_it_lacks_and_one_that_fails_is_dropped
         trackers.write({"step": step, "loss": step / 2})
     trackers.close()
     assert [row[0] for row in failing.rows] == [0]
-    assert behind.rows == [(step, {"loss/train": step / 2}, [f"text {step}"]) for step in range(5)]
+    assert behind.rows == [(step, {"train/loss": step / 2}, [f"text {step}"]) for step in range(5)]
     assert ahead.rows == behind.rows[3:]
     assert (behind.is_open, ahead.is_open, failing.is_open) == (False, False, True)
     (warning,) = caplog.messages
@@ -240,8 +240,8 @@ def test_each_tracker_gets_the_steps_that_it_lacks_and_one_that_fails_is_dropped
 
 def test_each_metric_has_its_own_tag():
     records = {
-        "loss": "loss/train", "val_loss": "loss/val", "full_val_loss": "full_loss/val",
-        "val_bits_per_byte": "bits_per_byte/val", "full_val_bits_per_byte": "full_bits_per_byte/val",
+        "loss": "train/loss", "val_loss": "val/loss", "full_val_loss": "val/full_loss",
+        "val_bits_per_byte": "val/bits_per_byte", "full_val_bits_per_byte": "val/full_bits_per_byte",
         "grad_norm_max": "optimizer/grad_norm_max", "learning_rate": "optimizer/learning_rate",
         "num_skipped": "optimizer/num_skipped", "epoch": "progress/epoch", "tokens": "progress/tokens",
         "data_wait_s": "speed/data_wait_s", "memory_bytes": "speed/memory_bytes", "mfu": "speed/mfu",

@@ -1,6 +1,9 @@
 """Numbers and times as short texts, and sparklines: the same on the screen, in the report and in pictures."""
 
+import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -62,25 +65,76 @@ def count(number: float, *, exact_below: float = 1e6) -> str:
     return f"{number:,.0f}"
 
 
+def plain(number: float, digits: int = 12) -> str:
+    """Return a number as people write it: small and huge ones with an exponent, and without the noise of a division.
+
+    >>> [plain(number) for number in (0.0003 * 1.0000000000000002, 1500, 0.1, 1.0, 2.5e-5, 65_536.0, 1e15)]
+    ['3e-4', '1,500', '0.1', '1', '2.5e-5', '65,536', '1e15']
+
+    Args:
+        number: a finite number.
+        digits: significant digits at most.
+    """
+    text = f"{number:,.{digits}g}"
+    if "e" not in text and (abs(number) >= 0.01 or number == 0):
+        return text
+    mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+
+
+def option(name: str, value: Any) -> str:
+    """Return the value of an option as people write it.
+
+    >>> option("optimizer.learning_rate", 3e-4), option("train.max_steps", 1500), option("seed", 2357)
+    ('3e-4', '1,500', '2357')
+    >>> option("model.mlp_dim", None), option("mask", True), option("data", "web=1:a"), option("prompts", ("def ", "a"))
+    ('none', 'true', 'web=1:a', '"def ", "a"')
+
+    Args:
+        name: the name. Seeds are names more than numbers.
+        value: the value.
+    """
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return str(value) if name.endswith("seed") or not math.isfinite(value) else plain(value)
+    if isinstance(value, str):
+        return value if value.isprintable() and value.strip() else json.dumps(value)
+    return json.dumps(value)[1:-1]
+
+
 def axis_number(number: float) -> str:
     """Return a number of an axis with at most 4 digits.
 
-    >>> [axis_number(number) for number in (0, 0.25, 950, 12_500, 123_849_984, 9.035e9)]
-    ['0', '0.25', '950', '12.5k', '123.8M', '9.035B']
+    >>> [axis_number(number) for number in (0, 0.25, 0.0003, 950, 12_500, 123_849_984, 9.035e9, 2e17)]
+    ['0', '0.25', '3e-4', '950', '12.5k', '123.8M', '9.035B', '2e17']
     """
     for unit, name in _UNITS:
-        if abs(number) >= unit:
+        if unit <= abs(number) < 1e15:
             return f"{number / unit:.4g}{name}"
-    return f"{number:.4g}"
+    return plain(number, 4)
+
+
+def four_digits(value: float) -> str:
+    """Return a value with 4 significant digits, or at most 3 of a small one.
+
+    >>> [four_digits(value) for value in (2.85, 0.00059999, 0.0, 123456.0)]
+    ['2.850', '6e-4', '0', '123.5k']
+    """
+    if not 0.01 <= abs(value) < 1e4:
+        return axis_number(value) if abs(value) > 1 else plain(value, 3)
+    return f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
 
 
 def loss(value: float) -> str:
     """Return a loss with 4 decimals, or 4 digits if it is large.
 
     >>> loss(1.81234), loss(123456.0)
-    ('1.8123', '1.235e+05')
+    ('1.8123', '1.235e5')
     """
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
+    return f"{value:.4f}" if abs(value) < 100 else plain(value, 4)
 
 
 def gibibytes(num_bytes: float) -> str:

@@ -17,11 +17,11 @@ from pretrain._run.folder import RunFolder
 def write_run(tmp_path):
     """Writes a run of the quickstart, and returns its folder."""
 
-    def write(name="run", *, records=(), starts=(), phases=(), samples=(), data="builtin", **options):
+    def write(name="run", *, records=(), starts=(), phases=(), samples=(), data="builtin", val="cd34", **options):
         folder = RunFolder(tmp_path / "runs" / name)
         folder.path.mkdir(parents=True)
         config = dataclasses.replace(with_vocab_size(PRESETS["quickstart"](), 257), data=data, **options)
-        tokens = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={"train.bin": "ab12"})
+        tokens = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={"train.bin": "ab12", "val.bin": val})
         write_json(folder.config, describe(config, tokens, "cpu:1").to_json())
         folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
         for path, lines in ((folder.starts, starts), (folder.phases, phases), (folder.samples, samples)):

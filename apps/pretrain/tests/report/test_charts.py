@@ -45,7 +45,7 @@ def attribute(svg, name):
 
 
 def value(text):
-    number, unit = re.findall(r"(-?[\d.,]+)([kM]?)", text)[0]
+    number, unit = re.findall(r"^(-?[\d.,]+(?:e-?\d+)?)([kM]?)$", text)[0]
     return float(number.replace(",", "")) * UNITS[unit]
 
 
@@ -242,10 +242,10 @@ def test_the_validation_of_two_runs_has_the_color_of_its_run_and_the_end_of_its_
     svg = variant(page, "step linear")
     looks = re.findall('<path class="(.*?)"', svg)
     assert sorted(looks) == sorted(
-        f"{look} color{number}" for number in (0, 1) for look in ("pale", "line", "dotted", "dots")
+        f"{look} color{number} s{number}" for number in (0, 1) for look in ("light", "dotted", "dots")
     )
     last = dict(re.findall(r"([ab]), validation ends at ([\d.]+\d)", svg))
-    shown = re.findall(r'class="end color(\d)">(.*?)<', svg)
+    shown = re.findall(r'class="end color(\d) s\1">(.*?)<', svg)
     assert shown == [("0", last["a"]), ("1", last["b"])]
 
 
@@ -330,7 +330,7 @@ def test_each_run_has_a_name_and_a_look_of_its_own(write_run):
     assert [run.label for run in runs[:4]] == ["first", "second", "third", "first (2)"]
     assert [run.color for run in runs[:2]] == ["color0", "color1"]
     assert len({run.color for run in runs}) == len({run.label for run in runs}) == 9
-    assert runs[7].color == "color0 dashed"
+    assert runs[7].color == "color0 dash1"
 
 
 def test_the_page_allows_its_own_script(write_run, make_page):

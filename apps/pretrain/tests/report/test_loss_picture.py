@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
 from pretrain._report.curves import robust_range, smooth, spread
@@ -62,6 +63,21 @@ def test_the_picture_has_the_curves_of_the_records_and_a_tick_at_each_restart(wr
     points, restarts = upper.collections
     assert np.asarray(points.get_offsets()).tolist() == [[25, 4.0], [50, 3.0]]
     assert [np.asarray(path.vertices)[:, 0].tolist() for path in restarts.get_paths()] == [[26, 26]]
+
+
+def test_the_picture_has_numbers_as_people_write_them(write_run):
+    lines = [
+        {"step": step, "learning_rate": 3e-4 * step / 1500, "loss": 2e7 if step == 1500 else 3e7}
+        for step in range(0, 1501, 100)
+    ]
+    figure = loss_figure(read_history(write_run(records=lines)), "run")
+    FigureCanvasAgg(figure).draw()
+    upper, lower = figure.axes
+    assert [label.get_text() for label in lower.get_yticklabels()][:2] == ["0", "2e-4"]
+    assert lower.yaxis.get_offset_text().get_text() == ""
+    assert upper.texts[0].get_text() == "training 2e7"
+    # The label of the axis is in the picture.
+    assert lower.yaxis.get_label().get_window_extent().x0 > 4
 
 
 def test_labels_at_the_ends_of_two_equal_lines_do_not_overlap(write_run, records):

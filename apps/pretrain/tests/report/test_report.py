@@ -165,7 +165,7 @@ def test_a_table_of_the_page_has_the_value_of_the_files(finished, make_page, row
     "summary",
     [
         "Loss, nats per token. run, training ends at 1.800; run, validation ends at 1.700.",
-        "run ends at 0.0002.",  # the learning rate, which has no unit
+        "run ends at 2e-4.",  # the learning rate, which has no unit
         "Gradient norm, before clipping. run ends at 0.7500.",
         "Throughput, tokens per second. run ends at 18.43k.",
         "MFU, % of the peak of all devices. run ends at 31.24.",
@@ -192,7 +192,7 @@ def variant(page, classes):
 def test_restarts_are_marked_on_their_axis(finished, make_page, x_axis, label, end, marks):
     chart = variant(make_page(finished), f"{x_axis} linear")
     assert f'data-unit="{label}" data-x="0.0,{float(end)}"' in chart
-    assert re.findall('class="mark color0" x1="([0-9.]+%)" x2', chart) == marks
+    assert re.findall('class="mark color0 s0" x1="([0-9.]+%)" x2', chart) == marks
 
 
 @pytest.mark.parametrize(
@@ -210,15 +210,16 @@ def test_runs_of_one_name_and_one_run_twice_are_told_apart(write_run, make_page,
     page = make_page(folder, other, folder)
     assert "<h1>run, run (2), run (3)</h1>" in page
     assert cells(page, "state") == ["no sign of life, step 75 of 1,500"] * 3
-    assert "All options are equal." in page
+    assert "All options that change the result are equal." in page
 
 
 def test_only_options_that_differ_stand_before_the_whole_configuration(write_run, make_page):
-    page = make_page(write_run("a", seed=1, records=[{"step": 7, "loss": 1.5}]), write_run("b", seed=2))
+    page = make_page(write_run("a", seed=1, dashboard=True, records=[{"step": 7, "loss": 1.5}]), write_run("b", seed=2))
     assert cells(page, "last training loss") == ["1.5000", ""]
-    differing, whole = page.split("Options that differ:")[1].split("<summary>All")
-    assert re.findall("<code>(.*?)</code>", differing) == ["seed"]
-    assert cells(differing, "seed") == ["1", "2"]
+    configuration = page.split("<h2>Configuration</h2>")[1].split("<h2>")[0]
+    differing, whole = configuration.split("<summary>All")
+    assert re.findall("<code>(.*?)</code>", differing) == ["dashboard"]  # the comparison has the seed
+    assert cells(differing, "dashboard") == ["true", "false"]
     assert {"seed", "train.max_steps", "model.vocab_size"} <= set(re.findall("<code>(.*?)</code>", whole))
 
 

@@ -17,6 +17,7 @@ from pretrain._commands.report import report
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 CHROMIUM = next(filter(None, map(shutil.which, (*NAMES, MAC))), "")
+VIRTUAL = {"Space": 32, "Tab": 9}
 TITLES = ["Loss", "Learning rate", "Gradient norm", "Throughput", "Wait for data"]
 
 pytestmark = [
@@ -107,6 +108,13 @@ class Browser:
     def click(self, selector):
         self.value(f"document.querySelector({json.dumps(selector)}).click()")
 
+    def press(self, key, code):
+        for kind in ("rawKeyDown", "char", "keyUp"):
+            text = {"text": " "} if kind == "char" else {}
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=code, windowsVirtualKeyCode=VIRTUAL[code], **text
+            )
+
     def complaints(self):
         """Errors, messages and requests since the page was opened, other than for the page itself."""
         self.value("0")  # the answer follows all events before it
@@ -146,9 +154,106 @@ def page(write_run, records, tmp_path):
             phases=[{"step": step, "time_s": began_s + s, "phase": phase} for phase, step, s in phases],
             samples=[{"step": 0, "prompt": "def ", "text": "def <script>document.title = 'attacked'</script>"}],
         ),
-        write_run("second_" + "x" * 60, records=records(40, floor=2.0), seed=1),
+        write_run("second_" + "x" * 60, records=records(40, floor=2.0)),
     ]  # fmt: skip
     return report([str(folder) for folder in folders], out=str(tmp_path / "page.html"), console=Console(quiet=True))
+
+
+@pytest.fixture
+def comparison(write_run, records, tmp_path):
+    """The page of a mean over two seeds, `s0`, and of another run, `s1`."""
+    folders = [
+        write_run("a-0", records=records(40), seed=0),
+        write_run("a-1", records=records(40, floor=2.0), seed=1),
+        write_run("b", records=records(40, floor=3.0), data="other", val="ef56"),
+    ]
+    return report([str(folder) for folder in folders], out=str(tmp_path / "page.html"), console=Console(quiet=True))
+
+
+# The CSS classes of the visible paths in the visible chart of the loss, without those of looks.
+VISIBLE_LINES = """
+[...document.querySelectorAll("figure:first-child .chart")].filter(chart => chart.checkVisibility()).flatMap(chart =>
+  [...chart.querySelectorAll("path, .end")].filter(path => getComputedStyle(path).display !== "none")
+  .map(path => [...path.classList].filter(name => /^s\\d$|single/.test(name)).join(" ")))
+"""
+
+
+def visible_lines(browser):
+    return set(browser.value(VISIBLE_LINES))
+
+
+def read_out(browser, share=0.5):
+    """The values that the page shows under the pointer, by the name of their line."""
+    browser.value("document.querySelector('figure').scrollIntoView()")
+    chart = browser.value(VISIBLE_CHARTS)[0]
+    x = chart["left"] + share * (chart["right"] - chart["left"])
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=chart["bottom"] - 20)
+    read = browser.value("document.querySelector('output').textContent")
+    return {name: value for name, _, value in (words.partition(": ") for words in read.split(" \N{MIDDLE DOT} ")[1:])}
+
+
+def test_a_run_is_hidden_and_shown_by_the_keyboard(browser, comparison):
+    browser.open(comparison)
+    assert browser.complaints() == []
+    assert visible_lines(browser) == {"s0", "s1"}
+    browser.value("document.querySelector('#singles').focus()")
+    browser.press("Tab", "Tab")
+    assert browser.value("document.activeElement.id") == "show-0"
+    browser.press(" ", "Space")
+    assert visible_lines(browser) == {"s1"}
+    assert {name.partition(",")[0] for name in read_out(browser)} == {"b"}
+    browser.press(" ", "Space")
+    assert visible_lines(browser) == {"s0", "s1"}
+
+
+def test_all_runs_are_hidden_and_shown_at_once(browser, comparison):
+    browser.open(comparison)
+    browser.click("#hide")
+    assert visible_lines(browser) == set()
+    assert read_out(browser) == {}
+    browser.click("button[type=reset]")
+    assert visible_lines(browser) == {"s0", "s1"}
+
+
+def test_the_single_runs_of_a_mean_are_shown_in_the_chart_and_the_table(browser, comparison):
+    browser.open(comparison)
+    rows = "[...document.querySelectorAll('.comparison tbody tr')].filter(row => row.checkVisibility()).length"
+    assert (browser.value(rows), visible_lines(browser)) == (2, {"s0", "s1"})
+    browser.click("#singles")
+    assert (browser.value(rows), visible_lines(browser)) == (4, {"s0", "s0 single", "s1"})
+    assert {"a-0, validation", "a-1, validation"} < read_out(browser).keys()
+
+
+def test_runs_can_be_told_apart_without_scripts(browser, comparison):
+    browser.open(comparison, scripts=False)
+    browser.value("document.querySelector('#show-1').click()")
+    assert visible_lines(browser) == {"s0"}
+    assert browser.value("document.querySelector('#hide').checkVisibility()") is False
+
+
+def test_the_pointer_reads_the_nearest_of_many_lines(browser, write_run, records, tmp_path):
+    folders = [write_run(f"run-{n}", records=records(40, floor=1.0 + n), data=f"{n}") for n in range(14)]
+    page = report([str(folder) for folder in folders], out=str(tmp_path / "many.html"), console=Console(quiet=True))
+    browser.open(page)
+    read = read_out(browser, share=0.9)  # near the lower edge
+    assert [*read] == [*(f"run-{n}, validation" for n in range(6)), "and 8 more"]
+    for n in range(6):
+        assert float(read[f"run-{n}, validation"]) == pytest.approx(1.1 + n, abs=0.1)
+
+
+def test_a_line_is_not_read_beside_its_steps(browser, write_run, records, tmp_path):
+    folders = [write_run("long", records=records(40)), write_run("short", records=records(20), data="other")]
+    page = report([str(folder) for folder in folders], out=str(tmp_path / "page.html"), console=Console(quiet=True))
+    browser.open(page)
+    assert {name.partition(",")[0] for name in read_out(browser, share=0.4)} == {"long", "short"}
+    assert {name.partition(",")[0] for name in read_out(browser, share=0.7)} == {"long"}
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_comparison_is_as_wide_as_its_window(browser, comparison, width):
+    browser.open(comparison, width=width)
+    browser.click("#singles")
+    assert browser.value("document.documentElement.scrollWidth") <= width
 
 
 def test_the_page_opens_without_an_error_or_a_request(browser, page):

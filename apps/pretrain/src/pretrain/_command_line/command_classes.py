@@ -64,10 +64,10 @@ class ExportCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportCommand:
-    """Write a page with the curves of one or more runs, to open in a browser."""
+    """Write a page with the curves of one or more runs, and their comparison, to open in a browser."""
 
     runs: tuple[str, ...] = field(metadata={"placeholder": "RUN"})
-    """The folders or URIs of the runs, or their names in ./runs."""
+    """The folders or URIs of the runs, or their names in ./runs; or patterns such as 'lr-*'."""
 
     out: str | None = None
     """File of the page; none is report.html in the run's folder, or in the working folder for several runs."""
@@ -262,6 +262,7 @@ EXAMPLES = {
     "report": (
         "pretrain report quickstart-builtin",
         "pretrain report runs/first runs/second --out comparison.html",
+        "pretrain report 'lr-*' --out rates.html",
     ),
     "compare": (
         "pretrain compare runs/first runs/second",

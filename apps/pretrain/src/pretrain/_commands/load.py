@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nnx_gpt2 import GPT2, abstract_train_state, create_optimizer, merge
+from nnx_gpt2 import GPT2, merge
 from owt_data import load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, rejecting, shown
@@ -12,6 +12,7 @@ from pretrain._run.description import RunDescription
 from pretrain._run.find import find_checkpoint, find_run, names_a_checkpoint
 from pretrain._run.folder import RunFolder
 from pretrain._surroundings.environment import start_jax
+from pretrain._training.load_state import like_model, model_of
 from ray_jax_launch import Checkpoints
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class TrainedModel:
     """Step of the checkpoint."""
 
     model: GPT2
-    """The model with the parameters of the checkpoint."""
+    """The model with the parameters of the checkpoint, or with their average if the run keeps one."""
 
     @property
     def config(self) -> PretrainConfig:
@@ -66,13 +67,11 @@ def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
     with rejecting():
         chosen = find_checkpoint(name) if names_a_checkpoint(name) else None
         folder, description = find_run(name) if chosen is None else chosen[:2]
-    config = description.config.model
     start_jax()
-    optimizer = create_optimizer(description.config.optimizer, description.config.train.max_steps)
-    like = {"params": abstract_train_state(config, optimizer).params}
+    like = like_model(description.config)
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         restored = checkpoints.restore_latest(like) if chosen is None else checkpoints.restore_step(chosen.step, like)
     if restored is None:
         raise UsageError(f"{folder} has no checkpoint yet. Continue its training.")
-    model = merge(config, restored.items["params"])
+    model = merge(description.config.model, model_of(restored.items))
     return TrainedModel(folder=folder, description=description, step=restored.step, model=model)

@@ -1,6 +1,7 @@
 """The command `report`: one page about runs, to look at and to send."""
 
 import contextlib
+import glob
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,11 +10,11 @@ from rich.console import Console
 
 from pretrain._errors import UsageError, one_line, short
 from pretrain._report.page import render_page
-from pretrain._run.find import find_run
+from pretrain._run.find import DEFAULT_STORAGE, find_run
 from pretrain._run.history import read_history
 from pretrain._screen.printing import print_line
 from pretrain._surroundings.output_file import check_output, is_open_file, write_output
-from ray_jax_launch import as_storage_path
+from ray_jax_launch import as_storage_path, is_uri
 
 _NAME = "report.html"
 _FIRST = b"<!doctype html>"
@@ -23,7 +24,7 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     """Write a page about runs: one HTML file, which loads nothing.
 
     Args:
-        runs: folders, URIs or names of runs, finished or not.
+        runs: folders, URIs or names of runs, finished or not; or patterns of folders or names, such as `lr-*`.
         out: the file; None takes `report.html` in the folder of a single run, otherwise in the working folder.
         console: prints the file's path.
         clock: returns the Unix time.
@@ -37,7 +38,7 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     if not runs:
         raise UsageError("RUN must be one or more runs, got none. Give a run.")
     target = None if out is None else _parse_out(out)
-    folders = [find_run(name)[0] for name in runs]
+    folders = [find_run(name)[0] for pattern in runs for name in _matches(pattern)]
     is_in_folder = len(folders) == 1 and folders[0].uri is None
     path = target or _checked((folders[0].path if is_in_folder else Path()) / _NAME)
     page = render_page([read_history(folder) for folder in folders], now_s=clock()).encode()
@@ -46,6 +47,16 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     if not is_open_file(path):
         print_line(console, f"wrote {one_line(str(path))} ({len(page) / 1e6:.2f} MB)")
     return path
+
+
+def _matches(pattern: str) -> list[str]:
+    """Return the folders of the runs that a pattern matches, here or else in `runs`; a name that is none as it is."""
+    if not is_uri(pattern) and glob.has_magic(pattern):
+        for place in (Path(), DEFAULT_STORAGE):
+            paths = sorted(glob.glob(str(place / pattern)))  # noqa: PTH207 - takes a pattern with an absolute path
+            if found := [str(Path(path).absolute()) for path in paths if (Path(path) / "config.json").is_file()]:
+                return found
+    return [pattern]
 
 
 def _parse_out(out: str) -> Path:

@@ -221,7 +221,9 @@ def _check_same_windows(first: ComparedRun, second: ComparedRun) -> None:
             raise _other_windows(f"{name} {of_a} in {short(first.name)} and {of_b} in {short(second.name)}")
     if data_a.fingerprint != data_b.fingerprint:
         names = (shown(data_a.tokens), shown(data_b.tokens))
-        raise _other_windows(f"other tokens in {short(first.name)}, {names[0]}, than in {short(second.name)}, {names[1]}")
+        raise _other_windows(
+            f"other tokens in {short(first.name)}, {names[0]}, than in {short(second.name)}, {names[1]}"
+        )
 
 
 def _other_windows(found: str) -> UsageError:

@@ -5,7 +5,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from nnx_gpt2 import num_params
-from pretrain._formats import axis_number, count
+from pretrain._formats import axis_number, count, four_digits, loss, plain
 from pretrain._report.curves import points, robust_range, smooth, spread
 from pretrain._run.history import RunHistory
 from pretrain._run.metrics import last_values
@@ -45,7 +45,7 @@ def loss_figure(history: RunHistory, name: str) -> "matplotlib.figure.Figure":
 
     figure = Figure(figsize=(8, 5))
     # Fixed margins: matplotlib's layouts shrink the axes to nothing beside long labels.
-    margins = {"left": 0.095, "right": 0.82, "top": 0.81, "bottom": 0.1, "hspace": 0.12}
+    margins = {"left": 0.11, "right": 0.82, "top": 0.81, "bottom": 0.1, "hspace": 0.12}
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(5, 1), gridspec_kw=margins)
     _draw_curves(upper, history)
     upper.set_ylabel("loss (nats per token)")
@@ -58,9 +58,9 @@ def loss_figure(history: RunHistory, name: str) -> "matplotlib.figure.Figure":
     lower.plot(*rates, color=_RATE, marker="." if len(rates[0]) == 1 else None)
     lower.set_ylim(0, 1.15 * max(rates[1], default=1.0) or 1.0)
     lower.set_ylabel("learning\nrate", fontsize="small")
-    lower.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
-    lower.yaxis.get_offset_text().set_fontsize("small")
+    lower.tick_params(axis="y", labelsize="small")
     lower.yaxis.set_major_locator(MaxNLocator(2))
+    lower.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: plain(rate)))
     lower.set_xlabel("step")
     lower.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     lower.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
@@ -99,11 +99,12 @@ def _draw_curves(axes: "matplotlib.axes.Axes", history: RunHistory) -> None:
     heights = spread([(y - low) / (high - low) for _, _, y, _ in ends], _LABEL_HEIGHT)
     for (label, value, _, color), height in zip(ends, heights, strict=True):
         place = {"xycoords": ("axes fraction", "axes fraction"), "textcoords": "offset points", "va": "center"}
-        axes.annotate(f"{label} {value:.4f}", (1, height), (6, 0), color=color, fontsize="medium", **place)
+        axes.annotate(f"{label} {loss(float(value))}", (1, height), (6, 0), color=color, fontsize="medium", **place)
     notes = []
     above = max(((losses.max(), steps[losses.argmax()]) for steps, losses in curves.values()), key=lambda at: at[0])
     if above[0] > high:
-        notes.append(f"\N{BLACK UP-POINTING TRIANGLE} above the axis: up to {above[0]:.2f}, at step {above[1]:,.0f}")
+        highest = four_digits(float(above[0]))
+        notes.append(f"\N{BLACK UP-POINTING TRIANGLE} above the axis: up to {highest}, at step {above[1]:,.0f}")
     restarts = [start["step"] for start in history.starts[1:]]
     if restarts:
         axes.vlines(restarts, 0, 0.05, transform=axes.get_xaxis_transform(), color=_NOTE, linewidth=1.5)
@@ -122,5 +123,5 @@ def _subtitle(history: RunHistory) -> str:
     else:
         words.append(f"data {textwrap.shorten(config.data, 40)}")
     if "full_val_loss" in final:
-        words.append(f"loss on all validation tokens {final['full_val_loss']:.4f}")
+        words.append(f"loss on all validation tokens {loss(final['full_val_loss'])}")
     return "  ·  ".join(words)

@@ -9,16 +9,31 @@ from typing import Any
 
 import numpy as np
 
-from pretrain._formats import duration, gibibytes, loss, show_utc
+from pretrain._formats import duration, gibibytes, loss, option, show_utc
 from pretrain._report.curves import Array, points
 from pretrain._report.timeline import WorkTime
+from pretrain._run.differences import changes_result, option_values
 from pretrain._run.files import flatten
 from pretrain._run.history import RunHistory, Sample, last_sign_of_life, summarize
 from pretrain._run.result import RunResult
 from pretrain._run.state import run_state
 
 _NUM_COLORS = 7
-_MOST_SAMPLES = 10
+_NUM_DASHES = 5  # with the solid line: 35 looks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fork:
+    """The beginning of a run that another run has trained: its parent."""
+
+    parent: RunHistory
+    """Files of the parent."""
+
+    step: int
+    """Step at which the run left its parent: the steps up to it are the parent's."""
+
+    of_parent: "Fork | None" = None
+    """The beginning of the parent, if it is another run's too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +43,8 @@ class ReportedRun:
     label: str
     """Name, unlike those of the other runs."""
 
-    color: str
-    """CSS class of the color, and another if an earlier run has this color."""
+    series: int
+    """Number of its line in the charts. Runs that differ in their seed alone share it."""
 
     history: RunHistory
     """Files of the run."""
@@ -37,8 +52,20 @@ class ReportedRun:
     result: RunResult
     """Its result up to now."""
 
+    parent: "ReportedRun | None" = None
+    """The run that has trained its beginning."""
+
+    forked_at: int = 0
+    """Step up to which the parent has trained."""
+
     curves: dict[str, tuple[Array, Array]] = field(default_factory=dict)
     """Steps and values of the metrics that were read."""
+
+    @property
+    def color(self) -> str:
+        """CSS classes of the color of its line, and of the dashes if an earlier line has this color."""
+        dashes = self.series // _NUM_COLORS % _NUM_DASHES
+        return f"color{self.series % _NUM_COLORS}" + (f" dash{dashes}" if dashes else "")
 
     @property
     def end_s(self) -> float | None:
@@ -56,8 +83,17 @@ class ReportedRun:
         config = self.history.description.config
         return config.train.global_batch_size * config.model.seq_len
 
+    def tokens_at(self, step: float) -> float:
+        """Return the training tokens up to a step, those of the parents included. They may have had another batch."""
+        before = 0.0 if self.parent is None else self.parent.tokens_at(self.forked_at)
+        return before + (step - self.forked_at) * self.tokens_per_step
+
     def points(self, name: str, axis: str) -> tuple[Array, Array]:
-        """Return positions and values of a metric.
+        """Return positions and values of a metric: see `curve`."""
+        return self.curve(name, axis)[1:]
+
+    def curve(self, name: str, axis: str) -> tuple[Array, Array, Array]:
+        """Return steps, positions and values of a metric.
 
         Args:
             name: the metric.
@@ -65,26 +101,48 @@ class ReportedRun:
         """
         steps, values = self._read(name)
         if axis == "tokens":
-            return steps * self.tokens_per_step, values
+            return steps, self.tokens_at(0) + steps * self.tokens_per_step, values
         if axis == "time":
             timed, times = self._read("time_s")
             phases = self.history.phases
             work_time = WorkTime(phases, phases[0].time_s if phases else min(times, default=0.0))
             is_known = np.isin(steps, timed)
-            return work_time(times[np.searchsorted(timed, steps[is_known])]), values[is_known]
-        return steps, values
+            steps, values = steps[is_known], values[is_known]
+            return steps, work_time(times[np.searchsorted(timed, steps)]), values
+        return steps, steps, values
+
+    def inherited(self, name: str, axis: str) -> tuple[Array, Array, Array]:
+        """Return steps, positions and values of a metric in the part of its parents; no point on the axis of time.
+
+        Args:
+            name: the metric.
+            axis: `step`, `tokens` or `time`.
+        """
+        if self.parent is None or axis == "time":
+            return np.empty(0), np.empty(0), np.empty(0)
+        parts = zip(self.parent.inherited(name, axis), self.parent.curve(name, axis), strict=True)
+        steps, positions, values = (np.concatenate(pair) for pair in parts)
+        kept = steps <= self.forked_at
+        return steps[kept], positions[kept], values[kept]
 
     def _read(self, name: str) -> tuple[Array, Array]:
         if name not in self.curves:
-            self.curves[name] = points(self.history.records, name)
+            steps, values = points(self.history.records, name)
+            if self.parent is not None:
+                steps, values = steps[steps >= self.forked_at], values[steps >= self.forked_at]
+            self.curves[name] = steps, values
         return self.curves[name]
 
-    def samples(self) -> dict[str, list[Sample]]:
-        """Return some of the samples of each prompt, evenly spread over the steps, with the first and the last."""
+    def samples(self, most: int) -> dict[str, list[Sample]]:
+        """Return some of the samples of each prompt, evenly spread over the steps, with the first and the last.
+
+        Args:
+            most: samples of a prompt at most.
+        """
         of_prompts: dict[str, list[Sample]] = {}
         for sample in self.history.samples:
             of_prompts.setdefault(sample.prompt, []).append(sample)
-        return {prompt: _some(samples) for prompt, samples in of_prompts.items()}
+        return {prompt: _some(samples, most) for prompt, samples in of_prompts.items()}
 
     def numbers(self, now_s: float) -> dict[str, str]:
         """Return the results, formatted. The state is that of a Unix time."""
@@ -131,7 +189,7 @@ class ReportedRun:
 
     def config(self) -> dict[str, str]:
         """Return every option by its name."""
-        return _as_texts(dataclasses.asdict(self.history.description.config))
+        return _as_texts(option_values(self.history.description.config))
 
     def _state(self, now_s: float) -> str:
         state = run_state(self.history, now_s)
@@ -139,34 +197,67 @@ class ReportedRun:
         return state if state == "finished" else f"{state}, {step}"
 
 
-def reported_runs(histories: Sequence[RunHistory]) -> list[ReportedRun]:
-    """Give each run a name and a color.
+def reported_runs(histories: Sequence[RunHistory], forks: Sequence[Fork | None] = ()) -> list[ReportedRun]:
+    """Give each run a name and a line.
 
     Args:
         histories: the runs. A run may occur twice.
+        forks: the beginning of each run, None for a run that began by itself. Without any, all did.
     """
+    forks = forks or [None] * len(histories)
     seen: Counter[str] = Counter()
     runs = []
-    for number, history in enumerate(histories):
+    for history, fork, series in zip(histories, forks, _series(histories, forks), strict=True):
         name = history.folder.name
         seen[name] += 1
-        runs.append(
-            ReportedRun(
-                label=f"{name} ({seen[name]})" if seen[name] > 1 else name,
-                color=f"color{number % _NUM_COLORS}" + (" dashed" if number >= _NUM_COLORS else ""),
-                history=history,
-                result=_result_so_far(history),
-            )
-        )
+        label = f"{name} ({seen[name]})" if seen[name] > 1 else name
+        runs.append(_reported(history, fork, label, series))
     return runs
+
+
+def _reported(history: RunHistory, fork: Fork | None, label: str, series: int) -> ReportedRun:
+    parent = None if fork is None else _reported(fork.parent, fork.of_parent, fork.parent.folder.name, series)
+    return ReportedRun(
+        label=label,
+        series=series,
+        history=history,
+        result=_result_so_far(history),
+        parent=parent,
+        forked_at=0 if fork is None else fork.step,
+    )
+
+
+def _series(histories: Sequence[RunHistory], forks: Sequence[Fork | None]) -> list[int]:
+    """Return the number of the line of each run: runs that differ in their seed alone have one.
+
+    A forked run has a line of its own, and so has a run whose seed an earlier one of the line has.
+    """
+    taken: dict[str, set[int]] = {}
+    names = []
+    for index, (history, fork) in enumerate(zip(histories, forks, strict=True)):
+        seed, name = history.description.config.seed, _all_but_seed(history)
+        seeds = taken.setdefault(name, set())
+        names.append(str(index) if fork is not None or seed in seeds else name)
+        seeds.add(seed)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
+
+
+def _all_but_seed(history: RunHistory) -> str:
+    """Return everything that decides the result of a run but its seed, as text. The tokens stand for `data`."""
+    description = history.description
+    options = {
+        name: value
+        for name, value in option_values(description.config).items()
+        if changes_result(name) and name not in ("seed", "data") and not name.startswith("prepare.")
+    }
+    data = {**description.data.fingerprint, "window_order_version": description.data.window_order_version}
+    return json.dumps([options, data], sort_keys=True)
 
 
 def _as_texts(fields: dict[str, Any]) -> dict[str, str]:
     """Return nested fields as texts by their full names."""
-    return {
-        name: value if isinstance(value, str) and value.isprintable() and value else repr(value)
-        for name, value in flatten(fields).items()
-    }
+    return {name: option(name, value) for name, value in flatten(fields).items()}
 
 
 def _result_so_far(history: RunHistory) -> RunResult:
@@ -178,8 +269,8 @@ def _result_so_far(history: RunHistory) -> RunResult:
     return found
 
 
-def _some(samples: list[Sample]) -> list[Sample]:
-    chosen = np.linspace(0, len(samples) - 1, min(len(samples), _MOST_SAMPLES)).round().astype(int)
+def _some(samples: list[Sample], most: int) -> list[Sample]:
+    chosen = np.linspace(0, len(samples) - 1, min(len(samples), most)).round().astype(int)
     return [samples[index] for index in chosen]
 
 

@@ -9,13 +9,13 @@ without one.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from pretrain._formats import axis_number
+from pretrain._formats import axis_number, four_digits, plain
 from pretrain._report.curves import Array, robust_range, spread
 
 _SIZE = 1000  # of the plot, in its own coordinates, in both directions
@@ -25,13 +25,16 @@ _X_TICKS, _Y_TICKS = 6, 8  # about so many; more would not fit a phone
 _MOST_DOTS = 50
 _MOST_LABELS = 12  # at the lines' ends; more would not fit
 
+Look = Literal["band", "pale", "light", "line", "dotted"]
+_DEPTHS = get_args(Look)  # the background first
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
     """A line of a chart."""
 
     label: str
-    """Name in the read-out."""
+    """Name in the read-out; an empty one has none."""
 
     x: Array
     """Positions."""
@@ -40,10 +43,14 @@ class Line:
     """Values, as many as positions."""
 
     color: str
-    """CSS class that sets the property `color`."""
+    """CSS classes: one that sets the property `color`, and others."""
 
-    look: Literal["pale", "line", "dotted"] = "line"
-    """`pale` is a background for another line, and has no read-out; `dotted` has a dot at each point."""
+    look: Look = "line"
+    """`pale` is a background for another line, and `band` the area from `low` to `y`: both have no read-out. `light` is
+    a thin line; `dotted` has a dot at each point."""
+
+    low: Array | None = None
+    """The lower edge of a band, as many values as positions."""
 
     last: float | None = None
     """The value to write at the line's end; None writes none."""
@@ -109,11 +116,16 @@ def line_chart(
     parts.append(
         Markup('<svg viewBox="0 0 {0} {0}" width="100%" height="100%" preserveAspectRatio="none">').format(_SIZE)
     )
-    for line in sorted(lines, key=lambda line: line.look != "pale"):  # the background first
-        x, y = thin(line.x, line.y, max_points)
-        corners = [f"{_SIZE * across(a):.1f} {_SIZE * down(b):.2f}" for a, b in zip(x, y, strict=True)]
+    for line in sorted(lines, key=lambda line: _DEPTHS.index(line.look)):
+        corners = [
+            f"{_SIZE * across(a):.1f} {_SIZE * down(b):.2f}"
+            for a, b in zip(*thin(line.x, line.y, max_points), strict=True)
+        ]
+        if line.low is not None:
+            edge = zip(*thin(line.x, line.low, max_points), strict=True)
+            corners += [f"{_SIZE * across(a):.1f} {_SIZE * down(b):.2f}" for a, b in edge][::-1]
         path = "M" + "L".join(corners) + ("h0" if len(corners) == 1 else "")
-        name = "" if line.look == "pale" else Markup(' data-label="{}"').format(line.label)
+        name = Markup(' data-label="{}"').format(line.label) if _is_named(line) else ""
         parts.append(Markup('<path class="{} {}" d="{}"{}/>').format(line.look, line.color, path, name))
         if line.look == "dotted":
             dots = "".join(f"M{corner}h0" for corner in corners[:: math.ceil(len(corners) / _MOST_DOTS)])
@@ -140,24 +152,18 @@ def line_chart(
     return Markup("").join([*parts, Markup("</svg>")])
 
 
-def four_digits(value: float) -> str:
-    """Return a value with 4 significant digits, or 3 of a small one.
-
-    >>> [four_digits(value) for value in (2.85, 0.00059999, 0.0, 123456.0)]
-    ['2.850', '0.0006', '0', '123.5k']
-    """
-    if not 0.01 <= abs(value) < 1e4:
-        return axis_number(value) if abs(value) > 1 else f"{value:.3g}"
-    return f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+def _is_named(line: Line) -> bool:
+    return bool(line.label) and line.look not in ("pale", "band")
 
 
 def _summary(title: str, lines: Sequence[Line], y_axis: Axis) -> str:
-    ends = [f"{line.label} ends at {four_digits(float(line.y[-1]))}" for line in lines if line.look != "pale"]
+    ends = [f"{line.label} ends at {four_digits(float(line.y[-1]))}" for line in lines if _is_named(line)]
     return f"{title}, {y_axis.label}. {'; '.join(ends)}."
 
 
 def _positive(line: Line) -> Line:
-    return replace(line, x=line.x[line.y > 0], y=line.y[line.y > 0])
+    kept = line.y > 0 if line.low is None else line.low > 0
+    return replace(line, x=line.x[kept], y=line.y[kept], low=None if line.low is None else line.low[kept])
 
 
 def _limits(values: Array, is_log: bool) -> tuple[float, float]:
@@ -168,13 +174,14 @@ def _limits(values: Array, is_log: bool) -> tuple[float, float]:
 
 
 def _vertical_range(lines: Sequence[Line], *, is_log: bool, is_robust: bool, from_zero: bool) -> tuple[float, float]:
-    values = np.concatenate([line.y for line in lines])
+    curves = [(line.x, line.y) for line in lines] + [(line.x, line.low) for line in lines if line.low is not None]
+    values = np.concatenate([y for _, y in curves])
     low, high = _limits(values, is_log)
     if is_log:
         factor = (high / low) ** _MARGIN
         return low / factor, high * factor
     if is_robust:
-        return robust_range([(line.x, line.y) for line in lines])
+        return robust_range(curves)
     margin = _MARGIN * (high - low)
     return (min(0.0, float(values.min())) if from_zero else low - margin), high + margin
 
@@ -195,8 +202,10 @@ def _ticks(low: float, high: float, count: int, is_log: bool = False) -> list[tu
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     decimals = max(0, -math.floor(math.log10(step * 1.001)))
     values = [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    is_long = max(abs(low), abs(high)) >= 10_000 or decimals > 6
-    return [(value, axis_number(value) if is_long else f"{value:,.{decimals}f}") for value in values]
+    highest = max(abs(low), abs(high))
+    if highest >= 10_000:
+        return [(value, axis_number(value)) for value in values]
+    return [(value, plain(value) if highest < 0.01 else f"{value:,.{decimals}f}") for value in values]
 
 
 def _percent(share: float) -> str:

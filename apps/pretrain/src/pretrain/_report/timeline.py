@@ -10,7 +10,6 @@ from pretrain._formats import duration
 from pretrain._report.curves import Array
 from pretrain._run.history import ENDS, Phase
 
-_MOST_BARS = 1000
 _LEAST_WIDTH = 0.15  # percent of the time line
 
 
@@ -39,7 +38,7 @@ class WorkTime:
         return times_s - self._began_s - idle_s
 
 
-def draw_timeline(phases: Sequence[Phase], *, label: str, end_s: float, scale_s: float) -> Markup:
+def draw_timeline(phases: Sequence[Phase], *, label: str, end_s: float, scale_s: float, max_bars: int = 1000) -> Markup:
     """Draw the phases of a run as bars, and a line where the run was stopped. The shortest of many are left out.
 
     Args:
@@ -47,6 +46,7 @@ def draw_timeline(phases: Sequence[Phase], *, label: str, end_s: float, scale_s:
         label: name of the run.
         end_s: Unix time at which the last phase ends.
         scale_s: seconds of the full width.
+        max_bars: bars to draw at most.
     """
     work_time = WorkTime(phases, phases[0].time_s)
     end = Phase(step=phases[-1].step, time_s=max(end_s, phases[-1].time_s), phase="finished")
@@ -59,7 +59,7 @@ def draw_timeline(phases: Sequence[Phase], *, label: str, end_s: float, scale_s:
             bars.append((seconds, start, 0.0, "stopped", words))
         elif seconds > 0:
             bars.append((seconds, start, seconds, phase.phase, words))
-    chosen = sorted(bars, key=lambda bar: (bar[3] in ("restarting", "stopped"), bar[0]), reverse=True)[:_MOST_BARS]
+    chosen = sorted(bars, key=lambda bar: (bar[3] in ("restarting", "stopped"), bar[0]), reverse=True)[:max_bars]
     # Short bars are above long ones, of which they would be a part at their least width.
     chosen.sort(key=lambda bar: bar[2], reverse=True)
     parts = [Markup('<svg class="timeline" role="img" aria-label="{}">').format(f"Time line of {label}")]

@@ -6,6 +6,11 @@ kill loses the events in the queue. This module calls tensorboardX's `EventsWrit
 A chart of TensorBoard shows one tag, with a line for each folder of event files. The training and the validation
 therefore have a folder each, with the tag `loss` in both: TensorBoard's first page, Time Series, then shows the two on
 one chart. Its plugin for charts of several tags has another page, which opens only by hand.
+
+The page HPARAMS has a row for each run, with the values of the folder that has the hyperparameters: the folder of the
+validation. tensorboardX's `add_hparams` would write them, and a copy of the metrics, into a folder below, a further
+run. It would also write the list of columns, of which TensorBoard reads that of one run: an option that is none there
+would have no column. Without this list, TensorBoard takes the columns from all runs.
 """
 
 import json
@@ -16,7 +21,7 @@ from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
-from tensorboardX.summary import scalar, text
+from tensorboardX.summary import hparams, scalar, text
 
 from pretrain._run.files import flatten, read_text, sync_file, sync_folder, write_durably
 from pretrain._run.history import Sample
@@ -36,23 +41,34 @@ class TensorBoard:
         start: the first step that the run records. The records before it that the files lack must be written again.
             TensorBoard hides the later steps of earlier starts.
         settings: the configuration.
+        hyperparameters: the options that change the result, for the page HPARAMS.
         prompts: the prompts of the samples.
     """
 
-    def __init__(self, folder: Path, start: int, settings: dict[str, Any], prompts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        start: int,
+        settings: dict[str, Any],
+        hyperparameters: dict[str, bool | float | str],
+        prompts: Sequence[str],
+    ) -> None:
         self._marker = folder / "recorded_steps"
         self.first_step = self._end = min(start, _num_recorded(self._marker))
         self._train, self._val = (_EventFile(folder / name, self.first_step) for name in ("train", "val"))
         self._numbers = {prompt: number for number, prompt in enumerate(prompts, 1)}
         if self.first_step == 0:
             self._train.add(0, time.time(), text("config", _as_table(settings)))
+            self._val.add(0, time.time(), _session(hyperparameters)[0])
 
     def write(self, record: Record) -> None:
         """Record the values of a step."""
         for tag, value in tagged(record).items():
-            name, _, group = tag.rpartition("/")
-            file, tag = (self._val, name) if group == "val" else (self._train, tag.removesuffix("/train"))
+            file = self._val if tag.startswith("val/") else self._train
+            tag = tag.removeprefix("val/").removeprefix("train/")
             file.add(record["step"], record.get("time_s", time.time()), scalar(tag, value))
+        if "full_val_loss" in record:  # the last step of the run
+            self._val.add(record["step"], record.get("time_s", time.time()), _session({})[1])
         self._end = record["step"] + 1
 
     def write_sample(self, sample: Sample) -> None:
@@ -109,6 +125,12 @@ class _EventFile:
 
     def _write(self, step: int, time_s: float, **what: Any) -> None:
         self._writer.write_event(_proto.Event(wall_time=time_s, step=step, **what))
+
+
+def _session(hyperparameters: dict[str, bool | float | str]) -> tuple[Any, Any]:
+    """Return the summaries that begin and end a row of the page HPARAMS."""
+    _, start, end = hparams(hyperparameters, {})
+    return start, end
 
 
 def _num_recorded(marker: Path) -> int:

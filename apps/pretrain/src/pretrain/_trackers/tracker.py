@@ -14,7 +14,7 @@ from pretrain._run.files import read_lines, read_text, write_durably
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, read_samples
 from pretrain._run.metrics import Record
-from pretrain._trackers.shown_values import settings
+from pretrain._trackers.shown_values import hyperparameters, settings
 from pretrain._trackers.trackio_tracker import TrackioTracker
 from pretrain._trackers.wandb_tracker import WandbTracker
 
@@ -130,7 +130,9 @@ def _open(
     if name == "tensorboard":
         from pretrain._trackers.tensorboard import TensorBoard  # takes half a second, which the driver does not need
 
-        return TensorBoard(folder.tensorboard, start, settings(description), config.prompts)
+        return TensorBoard(
+            folder.tensorboard, start, settings(description), hyperparameters(description), config.prompts
+        )
     if name == "wandb":
         return WandbTracker(folder.path, folder.name, _run_id(folder), settings(description))
     return TrackioTracker(folder.name, _run_id(folder), settings(description))

@@ -1,14 +1,14 @@
 """The state that a start of a run begins with: that of its newest checkpoint, of another run, of weights, or random."""
 
-import dataclasses
+import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from nnx_gpt2 import GPT2, TrainState, abstract_train_state, create_optimizer, split_params
+from nnx_gpt2 import GPT2, TrainState, abstract_train_state, averaged_params, create_optimizer, split_params
 from pretrain._config import PretrainConfig
-from pretrain._run.description import RUN, Origin
+from pretrain._run.description import RUN, Origin, parse_description
 from pretrain._training.best_validation import without_checkpoints
 from pretrain._training.setup import Setup
 from pretrain._training.step_meter import NOTHING_UNRECORDED
@@ -44,7 +44,7 @@ def load_state(checkpoints: Checkpoints, origin: Origin | None, setup: Setup) ->
     """
     step = checkpoints.latest_step()
     if step is not None:
-        return _restore(checkpoints, step, setup.like)
+        return restore(checkpoints, step, setup.like)
     if origin is None:
         return setup.new_state(), _NEW
     if origin.step is None:
@@ -52,13 +52,13 @@ def load_state(checkpoints: Checkpoints, origin: Origin | None, setup: Setup) ->
     with Checkpoints(origin.checkpoints, read_only=True) as parent:
         if origin.weights_only:
             return setup.new_state(params=_weights(parent, origin.step, setup)), _NEW
-        state, metadata = _restore(parent, origin.step, setup.like)
+        state, metadata = restore(parent, origin.step, setup.like)
     record = {name: value for name, value in metadata["record"].items() if name != "time_s"}
     # The best checkpoint of the parent is none of this run.
     return state, metadata | {"record": record, "best": without_checkpoints(metadata["best"])}
 
 
-def _restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
     """Read the state of a checkpoint, and its metadata. A collective."""
     found = checkpoints.restore_step(step, items(like))
     counters = {"step": step, **{name: found.metadata[name] for name in COUNTERS}}
@@ -75,12 +75,22 @@ def items(state: TrainState) -> dict[str, Any]:
 
 
 def _weights(checkpoints: Checkpoints, step: int, setup: Setup) -> Any:
-    """Read the parameters of a checkpoint, whose windows may be longer than those of this run."""
-    seq_len = checkpoints.broadcast_metadata(step)[RUN]["config"]["model"]["seq_len"]
-    model = dataclasses.replace(setup.config.model, seq_len=seq_len)
-    optimizer = create_optimizer(setup.config.optimizer, setup.config.train.max_steps)
-    like = abstract_train_state(model, optimizer, setup.mesh).params
-    return checkpoints.restore_step(step, {"params": like}).items["params"]
+    """Read the model of a checkpoint, whose windows may be longer than those of this run."""
+    description = json.dumps(checkpoints.broadcast_metadata(step)[RUN])
+    config = parse_description(description, f"the description in checkpoint {step}").config
+    return model_of(checkpoints.restore_step(step, like_model(config, setup.mesh)).items)
+
+
+def like_model(config: PretrainConfig, mesh: jax.sharding.Mesh | None = None) -> dict[str, Any]:
+    """Return the shapes of the items of a checkpoint that hold its model: see `model_of`."""
+    optimizer = create_optimizer(config.optimizer, config.train.max_steps)
+    state = abstract_train_state(config.model, optimizer, mesh)
+    return {"opt_state": state.opt_state} if config.optimizer.average_decay else {"params": state.params}
+
+
+def model_of(items: dict[str, Any]) -> Any:
+    """Return the parameters of the model: their average if the run keeps one, otherwise the last ones."""
+    return averaged_params(items["opt_state"]) if "opt_state" in items else items["params"]
 
 
 def _published(name: str, config: PretrainConfig) -> Any:

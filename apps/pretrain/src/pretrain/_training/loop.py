@@ -6,12 +6,12 @@ record of that step again, from the checkpoint. After a stop request, the loop s
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import ray.train
 
-from nnx_gpt2 import TrainState, put_batch
+from nnx_gpt2 import TrainState, averaged_params, put_batch
 from pretrain._config import TrainConfig
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._run.description import RUN, RunDescription
@@ -183,10 +183,16 @@ class Loop:
             mark_finished("")
         step = int(self._state.step)
         self._log.phase(step, "sampling")
-        text = self._setup.sampler.text(self._state.params)
+        text = self._setup.sampler.text(self._model)
         self._log.write_text(text)
         self._log.phase(step, "finished")
         return text
+
+    @property
+    def _model(self) -> Any:
+        """The parameters to evaluate: their average if the run keeps one."""
+        has_average = self._setup.config.optimizer.average_decay > 0
+        return averaged_params(self._state.opt_state) if has_average else self._state.params
 
     def _resume(self, step: int) -> None:
         self._log.phase(step, "training")
@@ -232,13 +238,13 @@ class Loop:
             self._log.write_val_losses(of_windows)
             record |= {f"full_{name}": loss for name, loss in losses.items()}
         self._log.phase(step, "sampling")
-        for sample in setup.sampler.samples(self._state.params, step):
+        for sample in setup.sampler.samples(self._model, step):
             self._log.write_sample(sample)
         return record
 
     def _measure(self, validation: Validation) -> tuple[Record, ValLosses]:
         """Return the mean losses of a validation, and the loss of each window."""
-        (loss, of_windows), bits = validation.evaluate(self._state.params), None
+        (loss, of_windows), bits = validation.evaluate(self._model), None
         if jax.process_index() == 0 and self._setup.tokenizer is not None:
             bits = validation.bits_per_byte(loss, self._setup.tokenizer)
         return rounded({"val_loss": loss} | ({} if bits is None else {"val_bits_per_byte": bits})), of_windows

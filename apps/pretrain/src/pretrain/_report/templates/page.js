@@ -1,4 +1,9 @@
-// The values under the pointer, read from the lines of the chart.
+// The values under the pointer, read from the lines of the chart. Of many lines, those nearest to the pointer.
+const MOST = 12, NEAREST = 6;
+const written = (value) =>
+  value !== 0 && Math.abs(value) < 0.01
+    ? value.toExponential(2).replace(/\.?0*e/, "e").replace("e+", "e")
+    : value.toLocaleString("en", { maximumSignificantDigits: 4 });
 for (const chart of document.querySelectorAll(".chart")) {
   const output = chart.closest("figure").querySelector("output");
   const [left, right] = chart.dataset.x.split(",").map(Number);
@@ -10,18 +15,28 @@ for (const chart of document.querySelectorAll(".chart")) {
   let lines = null;
   chart.addEventListener("pointermove", (event) => {
     lines ??= [...chart.querySelectorAll("path[data-label]")].map((path) => [
-      path.dataset.label,
+      path,
       path.getAttribute("d").slice(1).split("L").map((point) => point.split(" ").map(parseFloat)),
     ]);
     const box = chart.getBoundingClientRect();
     const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    const words = lines.map(([label, points]) => {
-      const [, down] = points.reduce((a, b) => (Math.abs(b[0] - 1000 * share) < Math.abs(a[0] - 1000 * share) ? b : a));
-      const value = top - (down / 1000) * (top - bottom);
-      return `${label}: ${Number((isLog ? 10 ** value : value).toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 })}`;
-    });
+    const height = (1000 * (event.clientY - box.top)) / box.height;
+    let found = lines
+      .filter(([path]) => getComputedStyle(path).display !== "none")
+      .map(([path, points]) => {
+        const [across, down] = points.reduce((a, b) =>
+          Math.abs(b[0] - 1000 * share) < Math.abs(a[0] - 1000 * share) ? b : a,
+        );
+        const value = top - (down / 1000) * (top - bottom);
+        const isBeside = 1000 * share < points[0][0] - 20 || 1000 * share > points.at(-1)[0] + 20;
+        return { isBeside, distance: Math.abs(down - height), words: `${path.dataset.label}: ${written(isLog ? 10 ** value : value)}` };
+      })
+      .filter(({ isBeside }) => !isBeside);
+    const rest = found.length > MOST ? found.length - NEAREST : 0;
+    if (rest) found = found.sort((a, b) => a.distance - b.distance).slice(0, NEAREST);
     const at = Number((left + share * (right - left)).toPrecision(4)).toLocaleString("en");
-    output.textContent = [`${chart.dataset.unit} ${at}`, ...words].join(" · ");
+    const words = found.map((line) => line.words);
+    output.textContent = [`${chart.dataset.unit} ${at}`, ...words, ...(rest ? [`and ${rest} more`] : [])].join(" · ");
     cursor.setAttribute("x1", `${100 * share}%`);
     cursor.setAttribute("x2", `${100 * share}%`);
     chart.append(cursor);
@@ -29,5 +44,12 @@ for (const chart of document.querySelectorAll(".chart")) {
   chart.addEventListener("pointerleave", () => {
     output.textContent = "";
     cursor.remove();
+  });
+}
+const hide = document.querySelector("#hide");
+if (hide) {
+  hide.hidden = false;
+  hide.addEventListener("click", () => {
+    for (const box of hide.form.querySelectorAll("input")) box.checked = false;
   });
 }
