@@ -183,8 +183,8 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--prepare.val-fraction 2", "prepare.val_fraction must be between 0 and 1, got 2.0."),
         (
             "report2",
-            "no command report2; there are train, plan, sample, eval, export, report, runs, watch; did you "
-            "mean report?",
+            "no command report2; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch; did "
+            "you mean report?",
         ),
     ],
 )
