@@ -88,7 +88,7 @@ def test_a_page_has_two_examples_which_are_valid(page, command):
     for line in EXAMPLES[command]:
         assert line in text
         if ".toml" not in line:
-            expected = {"plan": PlanCommand, SweepCommand, "sweep": SweepCommand}.get(command, COMMANDS[command])
+            expected = {"plan": PlanCommand, "sweep": SweepCommand}.get(command, COMMANDS[command])
             assert isinstance(parse_command(shlex.split(line)[1:]), expected)
 
 
