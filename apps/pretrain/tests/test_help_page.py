@@ -11,7 +11,7 @@ import pytest
 
 from pretrain import PRESETS, PretrainConfig, main
 from pretrain._cli import parse_command
-from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, PlanCommand
+from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, PlanCommand, SweepCommand
 from pretrain._command_line.help_page import shown_default
 from pretrain._command_line.option_table import options_of, with_defaults
 
@@ -87,8 +87,8 @@ def test_a_page_has_two_examples_which_are_valid(page, command):
     assert len(EXAMPLES[command]) == 2
     for line in EXAMPLES[command]:
         assert line in text
-        if "--config" not in line:
-            expected = PlanCommand if command == "plan" else COMMANDS[command]
+        if ".toml" not in line:
+            expected = {"plan": PlanCommand, "sweep": SweepCommand}.get(command, COMMANDS[command])
             assert isinstance(parse_command(shlex.split(line)[1:]), expected)
 
 
@@ -151,11 +151,16 @@ def test_the_help_of_a_process_ends_with_success():
         ("train", "pretrain train [OPTIONS]"),
         ("export", "pretrain export RUN OUT"),
         ("report", "pretrain report RUN... [OPTIONS]"),
-        ("runs", "pretrain runs [STORAGE_PATH]"),
+        ("runs", "pretrain runs [STORAGE_PATH] [GLOB...] [OPTIONS]"),
+        ("sweep", "pretrain sweep [FILE] [OPTIONS]"),
     ],
 )
 def test_a_page_begins_with_the_usage(page, command, usage):
     assert page(command, "--help").startswith(f"usage: {usage}\n\n")
+
+
+def test_an_empty_list_is_no_default_to_show(page):
+    assert "(default: )" not in page("sweep", "--help") + page("runs", "--help")
 
 
 def test_an_option_is_shown_with_the_kind_of_its_value(page):

@@ -17,6 +17,8 @@ from pretrain._command_line.command_classes import SweepCommand
 from pretrain._command_line.config_file import to_arguments
 from pretrain._errors import UsageError
 from pretrain._run.files import read_lines
+from pretrain._run.folder import RunFolder
+from pretrain._run.history import read_starts
 from pretrain._run.names import run_name
 
 TINY = (
@@ -305,5 +307,5 @@ def test_runs_on_ray_share_one_cluster(place):
     code, lines = swept(f"{ray} --train.max-steps 5 --grid seed=1,2 --parallel 2")
     assert code == 0, lines
     assert sum("starting Ray" in one for one in lines) == 1
-    starts = [read_lines(path) for path in Path("runs").glob("*/starts.jsonl")]
+    starts = [read_starts(RunFolder(path)) for path in Path("runs").iterdir()]
     assert [(start["workers"], start["step"]) for (start,) in starts] == [(2, 0)] * 2

@@ -43,7 +43,7 @@ def help_page(command: str, config: PretrainConfig, *, width: int, is_overview: 
 def shown_default(option: Option) -> str | None:
     """Return the default of an option as one would type it in a shell; None if there is none to show."""
     value = option.default
-    if value is MISSING or option.type is bool:
+    if value is MISSING or option.type is bool or value == ():
         return None
     if value is None:
         return None if "Default" in option.doc else "none"
