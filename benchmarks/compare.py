@@ -18,6 +18,7 @@ import math
 import sysconfig
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -62,8 +63,8 @@ NOTES = """
 - The interval of `compare` for one pair allows a level that wanders without a preferred direction. It is valid, and
   conservative: where the training noise returns to its mean, it is several times wider than the spread between runs,
   which one pair does not show.
-- Small changes of the learning rate are found while they act on the loss more than the training noise does: in the first
-  steps. Later the difference is smaller than the spread between pairs, and no test of one pair can find it.
+- Small changes of the learning rate act on the loss more than the training noise does in the first steps alone. Later
+  the difference is smaller than the spread between pairs, and no test of one pair can find it.
 - The test of runs on other windows assumes independent batches, and knows only their noise. With a smaller noise, from
   larger batches or more steps, it would have the false alarms of batch means.
 - `compare A... --against B...` learns the spread between runs from several pairs, and is exact if the differences are
@@ -113,7 +114,8 @@ class Trainer:
         state = create_train_state(self._model, optimizer, jax.random.key(7))
         groups = []
         for keys, stream in runs:
-            states = jax.tree.map(lambda x, num=len(keys): jnp.broadcast_to(x, (num, *x.shape)), state)
+            copies = partial(jnp.repeat, repeats=len(keys), axis=0)
+            states = jax.tree.map(lambda x, copies=copies: copies(x[None]), state)
             windows, found = self._windows(stream), []
             for first in range(0, self._num_steps, STEPS_AT_ONCE):
                 states, losses = steps(states, keys, windows[first : first + STEPS_AT_ONCE])
@@ -212,13 +214,14 @@ def report(results: dict[str, Any], form: dict[str, Any]) -> str:
         "",
         f"## Planted differences of the learning rate: {form['num_planted']} pairs, share found",
         "",
-        "`compare` reads the same windows and finds the right sign; `unpaired` is Welch's test of runs on other windows.",
+        "`compare` reads the same windows and finds the right sign; `unpaired` is Welch's test of runs on other "
+        "windows.",
         "",
         f"| change | step | mean difference | spread | `compare` | {SEEDS} pairs | unpaired |",
         "|---|---|---|---|---|---|---|",
         *(
-            f"| {row['change']:+.0%} | {row['step']} | {row['mean']:+.4f} | {row['spread']:.4f} | {row['compare']:.0%} | "
-            f"{row['seeds']:.0%} | {row['unpaired']:.0%} |"
+            f"| {row['change']:+.0%} | {row['step']} | {row['mean']:+.4f} | {row['spread']:.4f} | "
+            f"{row['compare']:.0%} | {row['seeds']:.0%} | {row['unpaired']:.0%} |"
             for row in results["planted"]
         ),
     ]

@@ -80,13 +80,13 @@ def _single(found: Comparison, pair: Pair) -> Iterator[str]:
     windows = "on the same windows" if is_paired else "unpaired, on other windows, because the seeds differ"
     yield (
         f"This is the training loss of the steps {found.from_step} to {found.step}, {loss(pair.losses[0])} and "
-        f"{loss(pair.losses[1])}, {windows}. The interval is for the noise of the training, as far as one pair shows it. "
-        "It knows no other seed: --against compares several."
+        f"{loss(pair.losses[1])}, {windows}. The interval is for the noise of the training, as far as one pair shows "
+        "it. It knows no other seed: --against compares several."
     )
     if pair.unpaired_steps is not None:
         yield (
-            f"The noise of the batches alone is {_width(pair.batches)}. Without the same windows, that would take about "
-            f"{count(pair.unpaired_steps, exact_below=1e5)} steps at the same loss."
+            f"The noise of the batches alone is {_width(pair.batches)}. Without the same windows, that would take "
+            f"about {count(pair.unpaired_steps, exact_below=1e5)} steps at the same loss."
         )
     if pair.val_losses is not None and pair.models is not None:
         model = _verdict(pair.models, "the model of A", "the model of B")

@@ -26,7 +26,7 @@ from nnx_gpt2 import (
 )
 from nnx_gpt2 import peak_flops_per_s as known_peak
 from owt_data import vocab_size
-from pretrain._config import PretrainConfig
+from pretrain._config import PretrainConfig, TrainConfig
 from pretrain._data import find_texts, open_prepared
 from pretrain._errors import UsageError, one_line
 from pretrain._resolve.devices import data_devices, given_hardware, with_microbatches
@@ -239,7 +239,7 @@ def _summary(
         grad_accum_steps=train.grad_accum_steps,
         flops=flops,
         tokens_bytes=None if data.num_tokens is None else 2 * data.num_tokens,
-        checkpoints_bytes=saved_bytes * (train.checkpoints_to_keep + 1),
+        checkpoints_bytes=saved_bytes * _num_checkpoints(train),
         logs_bytes=train.max_steps // train.log_every * _BYTES_PER_RECORD,
         state_bytes=None if memory is None else memory.state_bytes,
         temporary_bytes=None if memory is None else memory.temporary_bytes + memory.code_bytes,
@@ -260,3 +260,14 @@ def _reason(target: Target, memory: MemoryEstimate | None, rejection: str) -> st
     if memory is None or target.has(memory):
         return rejection
     return f"the step needs {memory.peak_bytes} bytes on each device, which has {target.usable_bytes}"
+
+
+def _num_checkpoints(train: TrainConfig) -> int:
+    """Return the number of checkpoints that a run may have at once, with the one that is being written."""
+    at_most = -(-train.max_steps // train.checkpoint_every)
+    if train.checkpoints_to_keep is None:
+        return at_most
+    kept_for_good = (
+        0 if train.keep_every is None else train.max_steps // math.lcm(train.keep_every, train.checkpoint_every)
+    )
+    return min(at_most, train.checkpoints_to_keep + train.keep_best + kept_for_good + 1)

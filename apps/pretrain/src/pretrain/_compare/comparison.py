@@ -60,7 +60,7 @@ class Pair:
     """Mean losses of A and B over the compared steps."""
 
     same_losses: bool
-    """Whether the losses of all steps are equal."""
+    """True if the losses of all steps are equal."""
 
     options: Interval
     """The difference over the compared steps, with the noise of the training: see `of_options`."""
@@ -191,8 +191,8 @@ def _compare_models(first: ComparedRun, second: ComparedRun) -> tuple[tuple[floa
         return None, None
     if (len(of_a.losses), of_a.last_count) != (len(of_b.losses), of_b.last_count):
         raise UsageError(
-            f"val_losses.f32 must have the same windows in both runs, got {len(of_a.losses)} in {short(first.name)} and "
-            f"{len(of_b.losses)} in {short(second.name)}. Restore the files from a copy, or compare with --at."
+            f"val_losses.f32 must have the same windows in both runs, got {len(of_a.losses)} in {short(first.name)} "
+            f"and {len(of_b.losses)} in {short(second.name)}. Restore the files from a copy, or compare with --at."
         )
     counts = np.full(len(of_a.losses), float(first.description.config.model.seq_len))
     counts[-1] = of_a.last_count
@@ -210,8 +210,8 @@ def _check_same_windows(first: ComparedRun, second: ComparedRun) -> None:
     data_a, data_b = first.description.data, second.description.data
     if data_a.tokenizer != data_b.tokenizer:
         raise UsageError(
-            f"runs must have one tokenizer to compare nats per token, got {data_a.tokenizer} in {short(first.name)} and "
-            f"{data_b.tokenizer} in {short(second.name)}. Compare the bits per byte that eval prints."
+            f"runs must have one tokenizer to compare nats per token, got {data_a.tokenizer} in {short(first.name)} "
+            f"and {data_b.tokenizer} in {short(second.name)}. Compare the bits per byte that eval prints."
         )
     values_a, values_b = (option_values(run.description.config) for run in (first, second))
     found = [(name, values_a[name], values_b[name]) for name in _OF_WINDOWS]
@@ -239,8 +239,8 @@ def _by_seed(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> lis
     seeds, others = ([run.seed for run in group] for group in (first, second))
     if len({*seeds}) < len(seeds) or sorted(seeds) != sorted(others):
         raise UsageError(
-            f"runs must form pairs of one seed, each seed once, got the seeds {shown(seeds)} --against {shown(others)}. "
-            "Leave out the others."
+            f"runs must form pairs of one seed, each seed once, got the seeds {shown(seeds)} --against "
+            f"{shown(others)}. Leave out the others."
         )
     by_seed = {run.seed: run for run in second}
     return [by_seed[seed] for seed in seeds]
@@ -256,8 +256,8 @@ def _check_same_options(group: Sequence[ComparedRun]) -> None:
     for name, values in differing.items():
         if name != "seed":
             raise UsageError(
-                f"the runs of one side must differ in their seeds alone, got {name} {' and '.join(map(shown, values))}. "
-                "Leave out the others."
+                f"the runs of one side must differ in their seeds alone, got {name} "
+                f"{' and '.join(map(shown, values))}. Leave out the others."
             )
 
 

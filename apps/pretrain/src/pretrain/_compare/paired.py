@@ -3,9 +3,9 @@
 Two runs of one seed read the same windows at each step, so the noise of the batches cancels in the difference of their
 losses. What stays is the noise of the training: the parameters of two runs that differ in nothing but the keys of
 dropout part in the first steps, and stay apart. The difference of their losses is then a level of its own for each
-pair, which hardly moves within some hundred steps. Blocks of these steps do not show it: the interval of batch means, or
-of Newey and West, is several times too narrow (`benchmarks/results/compare.md`). It is right for the two trained models,
-and wrong for their options. Therefore there are three intervals:
+pair, which hardly moves within some hundred steps. Blocks of these steps do not show it: the interval of batch means,
+or of Newey and West, is several times too narrow (`benchmarks/results/compare.md`). It is right for the two trained
+models, and wrong for their options. Therefore there are three intervals:
 
 - `of_options`: would the options differ for another draw of the training noise too? From the whole course of one pair.
 - `of_models`: do these two models differ on all text like this one?
@@ -52,7 +52,7 @@ class Interval:
 
     @property
     def is_different(self) -> bool:
-        """Whether zero is outside of the interval."""
+        """True if zero is outside of the interval."""
         return abs(self.mean) > self.half_width
 
 
@@ -88,9 +88,9 @@ def of_options(differences: NDArray[np.float64]) -> Interval:
     correlated, for which the error has a factor. Noise that returns to its mean makes the test conservative.
 
     The test is done for two divisions into 12 blocks, each at half of the error rate (Bonferroni), and the narrower
-    interval is taken: equal blocks for a difference that grows to the end, and blocks that are equal in the logarithm of
-    the step for one that comes early. Of the latter, the last block is the last quarter of the steps, the one before it
-    the last quarter of the steps before, and so on.
+    interval is taken: equal blocks for a difference that grows to the end, and blocks that are equal in the logarithm
+    of the step for one that comes early. Of the latter, the last block is the last quarter of the steps, the one before
+    it the last quarter of the steps before, and so on.
 
     The price: an effect that comes within one block, and then neither grows nor shrinks, is not distinguished from
     noise. `over_seeds` has no such limit.

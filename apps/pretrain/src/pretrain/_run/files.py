@@ -95,7 +95,12 @@ def _check_values(value: Any, depth: int) -> None:
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace a file. A text is written as UTF-8. A power cut leaves the old content or the new one; once this returns, the new one."""
+    """Replace a file. A power cut leaves the old content or the new one; once this returns, the new one.
+
+    Args:
+        path: the file.
+        content: the content; a text is written as UTF-8.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:

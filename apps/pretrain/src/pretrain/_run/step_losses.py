@@ -1,8 +1,8 @@
 """`step_losses.f32` and `val_losses.f32`: the loss of each step, and of each validation window after the last step.
 
-Both are little-endian float32, nats per token. Entry i of the first is the mean loss of the batch of step i + 1; NaN for
-a step that made no update or whose loss is lost. The second has the mean loss of each window of the full validation,
-in the order of the text, and one entry more: the number of tokens that the last window counts.
+Both are little-endian float32, nats per token. Entry i of the first is the mean loss of the batch of step i + 1; NaN
+for a step that made no update or whose loss is lost. The second has the mean loss of each window of the full
+validation, in the order of the text, and one entry more: the number of tokens that the last window counts.
 """
 
 import os
