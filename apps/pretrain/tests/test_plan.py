@@ -57,6 +57,9 @@ def planned(*options):
     return code, json.loads(out.getvalue())
 
 
+_OFTEN = ("--train.checkpoint-every", "3")
+
+
 @pytest.fixture(scope="module")
 def plain():
     """Returns the exit code and the numbers of a plan without further options."""
@@ -77,7 +80,7 @@ def test_the_numbers_are_those_of_the_run(plain):
     assert found["state_bytes"] == memory.state_bytes
     assert found["temporary_bytes"] == memory.temporary_bytes + memory.code_bytes
     state = create_train_state(config, create_optimizer(OptimizerConfig(), 50), jax.random.key(0))
-    assert found["checkpoints_bytes"] == 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert found["checkpoints_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert (found["micro_batch_size"], found["grad_accum_steps"]) == (8 // mesh.size, 1)
     assert found["measured_step_s"] is None
 
@@ -204,7 +207,16 @@ def test_cpu_devices_are_made_for_a_plan():
         (("--train.micro-batch-size", "1"), "temporary_bytes", lambda size, before: size < before),
         (("--train.log-every", "5"), "logs_bytes", lambda size, before: size == 5 * before),
         (("--optimizer.name", "muon"), "state_bytes", lambda size, before: size < before),
-        (("--train.checkpoints-to-keep", "5"), "checkpoints_bytes", lambda size, before: size == 2 * before),
+        # The newest two, the best one, and the one that is being written.
+        (_OFTEN, "checkpoints_bytes", lambda size, before: size == 4 * before),
+        ((*_OFTEN, "--train.no-keep-best"), "checkpoints_bytes", lambda size, before: size == 3 * before),
+        ((*_OFTEN, "--train.checkpoints-to-keep", "5"), "checkpoints_bytes", lambda size, before: size == 7 * before),
+        (
+            (*_OFTEN, "--train.checkpoints-to-keep", "none"),
+            "checkpoints_bytes",
+            lambda size, before: size == 17 * before,
+        ),
+        ((*_OFTEN, "--train.keep-every", "9"), "checkpoints_bytes", lambda size, before: size == 9 * before),
         (("--prepare.tokenizer", "gpt2"), "num_parameters", lambda number, before: number == before + 50_000 * 32),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
