@@ -60,13 +60,13 @@ NOTES = """
 - Two runs that differ in nothing but the keys of dropout end at different losses, and the difference stays: it is that
   of two models. The interval of batch means over the last quarter of the steps is an interval for these two models. As
   an answer about the options it would be wrong for most pairs.
-- The interval of `compare` for one pair allows a level that wanders without a preferred direction. It is valid, and
-  conservative: where the training noise returns to its mean, it is several times wider than the spread between runs,
-  which one pair does not show.
-- Small changes of the learning rate act on the loss more than the training noise does in the first steps alone. Later
-  the difference is smaller than the spread between pairs, and no test of one pair can find it.
-- The test of runs on other windows assumes independent batches, and knows only their noise. With a smaller noise, from
-  larger batches or more steps, it would have the false alarms of batch means.
+- The interval of `compare` for one pair allows for a level that wanders without a preferred direction. It has no false
+  alarms here, and its price is high: it is several times wider than the spread between pairs, which one pair does not
+  show. Within these steps it finds none of the small changes of the learning rate, also where several pairs agree.
+- Several pairs find small changes in the first steps, where the change acts on the loss more than the training noise
+  does. Later the difference is smaller than the spread between pairs, and a few pairs rarely find it.
+- The test of runs on other windows knows the noise of the batches alone, which is large here. It finds what is much
+  larger than this noise. With more steps or larger batches it would have the false alarms of batch means.
 - `compare A... --against B...` learns the spread between runs from several pairs, and is exact if the differences are
   normal. The groups here have the same initial parameters and windows, and other keys of dropout.
 """

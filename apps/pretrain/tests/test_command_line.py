@@ -9,6 +9,7 @@ from pretrain._cli import parse_command
 from pretrain._command_line.command_classes import (
     COMMANDS,
     FREQUENT,
+    CompareCommand,
     EvalCommand,
     ExportCommand,
     ReportCommand,
@@ -34,6 +35,8 @@ from pretrain._errors import UsageError
         ("report a b --out x.html", ReportCommand(runs=("a", "b"), out="x.html")),
         ("report --out x.html a", ReportCommand(runs=("a",), out="x.html")),
         ("report a --out x.html b", ReportCommand(runs=("a", "b"), out="x.html")),
+        ("compare a b --at 50", CompareCommand(runs=("a", "b"), at=50)),
+        ("compare a b --against c d --json", CompareCommand(runs=("a", "b"), against=("c", "d"), json=True)),
         ("runs", RunsCommand(storage_path="runs")),
         ("runs s3://bucket/runs", RunsCommand(storage_path="s3://bucket/runs")),
         ("watch run", WatchCommand(run="run")),

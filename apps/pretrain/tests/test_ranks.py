@@ -17,6 +17,7 @@ from pretrain import PRESETS
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.files import read_lines, write_json
 from pretrain._run.folder import RunFolder
+from pretrain._run.step_losses import read_step_losses, read_val_losses
 from pretrain._training.validation import Validation
 
 CONFIG = PRESETS["quickstart"]()
@@ -60,6 +61,9 @@ with RunLog(RunFolder(place / "run"), description.config, description, send=sent
         Validation(model, tokens, num_tokens=part, batch_size=batch_size, mesh=mesh).loss(params, slowly)
         for part in PARTS
     ]
+    log.write_losses(3, [2.5, 1.5])
+    validation = Validation(model, tokens, num_tokens=None, batch_size=batch_size, mesh=mesh)
+    log.write_val_losses(validation.evaluate(params)[1])
     log.write({"step": 0, "val_loss": losses[0]})
     log.push()
 sampler = Sampler(description.config, load_tokenizer("bytes") if rank == 0 else None, mesh)
@@ -126,6 +130,15 @@ def test_rank_0_alone_writes_the_log(ranks, place):
     folder = RunFolder(place / "run")
     assert [line["step"] for line in read_lines(folder.metrics)] == [0]
     assert [line["workers"] for line in read_lines(folder.starts, texts=("device",))] == [2]
+
+
+def test_rank_0_alone_writes_the_losses_of_steps_and_of_all_windows(ranks, place):
+    folder = RunFolder(place / "run")
+    np.testing.assert_array_equal(read_step_losses(folder.step_losses), np.float32([np.nan, 2.5, 1.5]))
+    found = read_val_losses(folder.val_losses, 8)
+    assert found is not None
+    assert (len(found.losses), found.last_count) == (12, 3)
+    assert np.average(found.losses, weights=[8] * 11 + [3]) == pytest.approx(ranks[0]["losses"][0], rel=1e-6)
 
 
 def test_rank_0_takes_samples_without_the_tokenizer_of_the_others(ranks):

@@ -62,11 +62,13 @@ def test_each_line_of_each_log_is_on_disk_after_a_push(tmp_path, monkeypatch):
         begin(log, 0)
         log.write({"step": 1, "loss": 2.0})
         log.write_sample(Sample(step=1, prompt="a", text="ab"))
+        log.write_losses(1, [2.0])
         log.phase(1, "saving")
         synced.clear()
         log.push()
         paths = [tmp_path, *tmp_path.iterdir()]
-        assert {path.name for path in paths[1:]} == {"metrics.jsonl", "samples.jsonl", "starts.jsonl", "phases.jsonl"}
+        names = {"metrics.jsonl", "samples.jsonl", "starts.jsonl", "phases.jsonl", "step_losses.f32"}
+        assert {path.name for path in paths[1:]} == names
         assert {path for path in paths if path.stat().st_ino not in synced} == set()
         assert {path for path in paths if synced[path.stat().st_ino].st_size != path.stat().st_size} == set()
 

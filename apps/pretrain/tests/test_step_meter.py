@@ -60,6 +60,18 @@ def test_a_record_has_the_mean_loss_and_the_largest_gradient_of_the_steps_since_
     assert (record["loss"], record["grad_norm_max"]) == (9.0, 0.125)
 
 
+def test_each_step_has_its_loss_and_nan_without_an_update():
+    meter = make_meter()
+    for loss, grad_norm in ((2.0, 1.0), (float("nan"), 1.0), (1.0, float("inf")), (0.1, 1.0)):
+        meter.add(metrics(loss, grad_norm=grad_norm))
+    assert meter.take_losses() == []  # nothing waits for the device
+    meter.wait_for_record(4)
+    np.testing.assert_array_equal(meter.take_losses(), [2.0, np.nan, np.nan, np.float32(0.1)])
+    meter.add(metrics(3.0))
+    meter.wait_for_unrecorded()
+    assert (meter.take_losses(), meter.take_losses()) == ([3.0], [])
+
+
 def test_a_record_has_six_significant_digits():
     meter = make_meter()
     meter.add(metrics(1.23456789, grad_norm=123456.789))

@@ -52,6 +52,15 @@ def test_the_full_loss_predicts_each_token_once(params, tokens, num_tokens, batc
     assert validation.loss(params) == pytest.approx(expected.loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_each_window_has_its_own_mean_loss(params, tokens, batch_size):
+    _, found = Validation(MODEL, tokens, num_tokens=None, batch_size=batch_size).evaluate(params)
+    last = np.asarray(make_eval_step(MODEL)(params, tokens.read_windows(np.array([NUM_TOKENS - 9]), 8)), np.float64)
+    expected = [*(window_loss(params, tokens, index) for index in range(20)), last[0, -3:].mean()]
+    np.testing.assert_allclose(found.losses, expected, rtol=1e-6)
+    assert found.last_count == 3
+
+
 @pytest.mark.parametrize("rest", [1, 7])
 def test_the_last_window_counts_the_tokens_that_are_left_alone(params, tokens, rest):
     tokens = tokens.between(0, 1 + 3 * 8 + rest)

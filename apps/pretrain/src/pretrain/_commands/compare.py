@@ -8,9 +8,9 @@ from rich.console import Console
 
 from pretrain._compare.comparison import ComparedRun, Comparison, Pair, compare_runs
 from pretrain._compare.paired import Interval
-from pretrain._errors import UsageError, one_line, rejecting, shown
+from pretrain._errors import UsageError, one_line, rejecting, short, shown
 from pretrain._formats import count, loss
-from pretrain._run.find import find_run
+from pretrain._run.find import find_run, names_a_checkpoint
 from pretrain._run.step_losses import read_step_losses, read_val_losses
 from pretrain._screen.printing import print_line
 
@@ -37,6 +37,9 @@ def compare(
     if not first or len(first) != len(second):
         given = shown([*runs]) + ("" if against is None else f" --against {shown([*against])}")
         raise UsageError(f"RUN must be two runs, or as many runs as --against has, got {given}. Write: compare A B")
+    if named := next((name for name in (*first, *second) if names_a_checkpoint(name)), None):
+        run, _, step = named.rpartition("@")
+        raise UsageError(f"RUN must be a run without a step, got {short(named)}. Write {short(run)}, and --at {step}.")
     found = compare_runs([_read(name) for name in first], [_read(name) for name in second], at)
     if as_json:
         console.file.write(_json_line(found))
