@@ -5,6 +5,7 @@ from matplotlib.image import imread
 
 from pretrain._report.curves import robust_range, smooth, spread
 from pretrain._report.loss_picture import draw_losses, loss_figure
+from pretrain._report.reported_run import Fork
 from pretrain._run.history import read_history
 
 POINT = {"step": 25, "loss": 3.0}
@@ -63,6 +64,22 @@ def test_the_picture_has_the_curves_of_the_records_and_a_tick_at_each_restart(wr
     points, restarts = upper.collections
     assert np.asarray(points.get_offsets()).tolist() == [[25, 4.0], [50, 3.0]]
     assert [np.asarray(path.vertices)[:, 0].tolist() for path in restarts.get_paths()] == [[26, 26]]
+
+
+def test_the_picture_of_a_fork_begins_with_its_parents_part_in_grey(write_run):
+    def lines(steps):
+        return [{"step": step, "loss": 5.0 - step / 50, "val_loss": 6.0 - step / 50} for step in steps]
+
+    parent = read_history(write_run("parent", records=lines((0, 25, 50, 75))))
+    history = read_history(write_run(records=lines((50, 75, 100))))
+    upper, _ = loss_figure(history, "run", Fork(parent=parent, step=50)).axes
+    curves = [(line.get_color(), np.asarray(line.get_xydata()).tolist()) for line in upper.get_lines()]
+    grey, (training, validation) = curves[:2], [curve for _, curve in curves[2:]]
+    assert [color for color, _ in grey] == ["#999999", "#999999"]
+    assert [[point[0] for point in curve] for _, curve in grey] == [[0, 25, 50], [0, 25, 50]]
+    assert grey[1][1] == [[0, 6.0], [25, 5.5], [50, 5.0]]
+    assert validation == [[50, 5.0], [75, 4.5], [100, 4.0]]
+    assert [point[0] for point in training] == [50, 75, 100]
 
 
 def test_the_picture_has_numbers_as_people_write_them(write_run):

@@ -39,7 +39,8 @@ def compare(
         raise UsageError(f"RUN must be two runs, or as many runs as --against has, got {given}. Write: compare A B")
     if named := next((name for name in (*first, *second) if names_a_checkpoint(name)), None):
         run, _, step = named.rpartition("@")
-        raise UsageError(f"RUN must be a run without a step, got {short(named)}. Write {short(run)}, and --at {step}.")
+        remedy = f"Write {short(run)}, and --at {step}." if step.isdecimal() else f"Write {short(run)}."
+        raise UsageError(f"RUN must be a run without a checkpoint, got {short(named)}. {remedy}")
     found = compare_runs([_read(name) for name in first], [_read(name) for name in second], at)
     if as_json:
         console.file.write(_json_line(found))

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from pretrain._errors import UsageError, one_line, short
 from pretrain._report.page import render_page
-from pretrain._report.reported_run import Fork
+from pretrain._report.reported_run import fork_of
 from pretrain._run.find import DEFAULT_STORAGE, find_run
-from pretrain._run.history import RunHistory, read_history
+from pretrain._run.history import read_history
 from pretrain._screen.printing import print_line
 from pretrain._surroundings.output_file import check_output, is_open_file, write_output
 from ray_jax_launch import as_storage_path, is_uri
@@ -43,23 +43,12 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     is_in_folder = len(folders) == 1 and folders[0].uri is None
     path = target or _checked((folders[0].path if is_in_folder else Path()) / _NAME)
     histories = [read_history(folder) for folder in folders]
-    page = render_page(histories, now_s=clock(), forks=[_fork_of(history) for history in histories]).encode()
+    page = render_page(histories, now_s=clock(), forks=[fork_of(history) for history in histories]).encode()
     with _failures(path):
         write_output(path, page)
     if not is_open_file(path):
         print_line(console, f"wrote {one_line(str(path))} ({len(page) / 1e6:.2f} MB)")
     return path
-
-
-def _fork_of(history: RunHistory) -> Fork | None:
-    """Return the beginning of a run that another run has trained; None if there is none, or the other run is gone."""
-    origin = history.description.origin
-    if origin is None or origin.weights_only:
-        return None
-    with contextlib.suppress(ValueError, OSError):
-        parent = read_history(find_run(origin.place)[0])
-        return Fork(parent=parent, step=origin.start_step, of_parent=_fork_of(parent))
-    return None
 
 
 def _matches(pattern: str) -> list[str]:

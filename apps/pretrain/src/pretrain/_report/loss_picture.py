@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from nnx_gpt2 import num_params
 from pretrain._formats import axis_number, count, four_digits, loss, plain
 from pretrain._report.curves import points, robust_range, smooth, spread
+from pretrain._report.reported_run import Fork, fork_of, reported_runs
 from pretrain._run.history import RunHistory
 from pretrain._run.metrics import last_values
 from pretrain._surroundings.output_file import write_output
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 # Colors of Okabe and Ito, which color-blind people can tell apart: https://jfly.uni-koeln.de/color/
 _TRAINING, _VALIDATION, _RATE, _NOTE = "#0072B2", "#D55E00", "#009E73", "#444444"
+_INHERITED = "#999999"
 _LABEL_HEIGHT = 0.06  # of a line's last value, as a share of the axis
 
 
@@ -28,16 +30,17 @@ def draw_losses(history: RunHistory, name: str) -> None:
         name: the title.
     """
     content = io.BytesIO()
-    loss_figure(history, name).savefig(content, dpi=150, format="png")
+    loss_figure(history, name, fork_of(history)).savefig(content, dpi=150, format="png")
     write_output(history.folder.loss_picture, content.getvalue())
 
 
-def loss_figure(history: RunHistory, name: str) -> "matplotlib.figure.Figure":
+def loss_figure(history: RunHistory, name: str, fork: Fork | None = None) -> "matplotlib.figure.Figure":
     """Return the loss curves, with the learning rate below.
 
     Args:
         history: the run's history.
         name: the title.
+        fork: the beginning that another run has trained, which is drawn in grey; None for a run that began by itself.
     """
     # matplotlib's import writes to its configuration folder, and may fail.
     from matplotlib.figure import Figure
@@ -47,7 +50,7 @@ def loss_figure(history: RunHistory, name: str) -> "matplotlib.figure.Figure":
     # Fixed margins: matplotlib's layouts shrink the axes to nothing beside long labels.
     margins = {"left": 0.11, "right": 0.82, "top": 0.81, "bottom": 0.1, "hspace": 0.12}
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(5, 1), gridspec_kw=margins)
-    _draw_curves(upper, history)
+    _draw_curves(upper, history, fork)
     upper.set_ylabel("loss (nats per token)")
     upper.tick_params(axis="x", length=0)
     config = history.description.config
@@ -77,13 +80,18 @@ def loss_figure(history: RunHistory, name: str) -> "matplotlib.figure.Figure":
     return figure
 
 
-def _draw_curves(axes: "matplotlib.axes.Axes", history: RunHistory) -> None:
+def _draw_curves(axes: "matplotlib.axes.Axes", history: RunHistory, fork: Fork | None) -> None:
     curves = {name: points(history.records, name) for name in ("loss", "val_loss")}
     curves = {name: curve for name, curve in curves.items() if len(curve[0])}
     if not curves:
         return
-    low, high = robust_range(list(curves.values()))
+    (run,) = reported_runs([history], [fork])
+    inherited = [run.inherited(name, "step")[1:] for name in curves]
+    low, high = robust_range([*curves.values(), *(curve for curve in inherited if len(curve[0]))])
     axes.set_ylim(low, high)
+    for name, (steps, losses) in zip(curves, inherited, strict=True):
+        if len(steps):
+            axes.plot(steps, smooth(losses) if name == "loss" else losses, color=_INHERITED, linewidth=1.8)
     ends = []
     if "loss" in curves:
         steps, losses = curves["loss"]

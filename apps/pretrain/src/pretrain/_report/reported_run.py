@@ -1,5 +1,6 @@
 """A run as the report shows it."""
 
+import contextlib
 import dataclasses
 import json
 from collections import Counter
@@ -14,7 +15,8 @@ from pretrain._report.curves import Array, points
 from pretrain._report.timeline import WorkTime
 from pretrain._run.differences import changes_result, option_values
 from pretrain._run.files import flatten
-from pretrain._run.history import RunHistory, Sample, last_sign_of_life, summarize
+from pretrain._run.find import find_run
+from pretrain._run.history import RunHistory, Sample, last_sign_of_life, read_history, summarize
 from pretrain._run.result import RunResult
 from pretrain._run.state import run_state
 
@@ -34,6 +36,17 @@ class Fork:
 
     of_parent: "Fork | None" = None
     """The beginning of the parent, if it is another run's too."""
+
+
+def fork_of(history: RunHistory) -> Fork | None:
+    """Return the beginning of a run that another run has trained; None if there is none, or the other run is gone."""
+    origin = history.description.origin
+    if origin is None or origin.weights_only:
+        return None
+    with contextlib.suppress(ValueError, OSError):
+        parent = read_history(find_run(origin.place)[0])
+        return Fork(parent=parent, step=origin.start_step, of_parent=fork_of(parent))
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
