@@ -275,7 +275,7 @@ COMMANDS: dict[str, type] = {
 EXAMPLES = {
     "train": (
         "pretrain --preset baby --data book.txt --train.max-steps 500",
-        "pretrain --from baby-book@250 --optimizer.learning-rate 0.001 --name second",
+        "pretrain --preset finetune --data book.txt --name tuned",
     ),
     "plan": (
         "pretrain plan --preset gpt2 --hardware gpu:8:h100 --price-per-hour 24",
