@@ -63,6 +63,9 @@ NOTES = """
 - The interval of `compare` for one pair allows for a level that wanders without a preferred direction. It has no false
   alarms here, and its price is high: it is several times wider than the spread between pairs, which one pair does not
   show. Within these steps it finds none of the small changes of the learning rate, also where several pairs agree.
+- Nor is a large difference found if it comes early and then shrinks, as that of a fifth of the learning rate after step
+  60: one pair cannot exclude that its runs parted early by chance. `compare` then says which run is better, and that
+  one pair does not tell the options from the noise. Four pairs find it at each step, and so does the unpaired test.
 - Several pairs find small changes in the first steps, where the change acts on the loss more than the training noise
   does. Later the difference is smaller than the spread between pairs, and a few pairs rarely find it.
 - The test of runs on other windows knows the noise of the batches alone, which is large here. It finds what is much

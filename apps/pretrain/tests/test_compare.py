@@ -108,6 +108,17 @@ def test_runs_that_differ_by_noise_cannot_be_told_apart(make_run, compared):
     assert "validation" not in words
 
 
+def test_a_run_that_is_better_is_named_even_where_one_pair_does_not_tell_its_options_from_noise(make_run, compared):
+    """The difference comes early, and shrinks."""
+    course = np.interp(np.arange(STEPS), [0, 5, STEPS], [0.0, 1.0, 0.4])
+    make_run("a", BATCHES)
+    make_run("b", BATCHES + course + series(0.01, 2))
+    words = " ".join(compared("a b").split())
+    assert "The run A is better by 0.48" in words
+    assert "One pair does not tell the options from the noise of the training: B - A is +0.48" in words
+    assert json.loads(compared("a b --json"))["better"] is None
+
+
 def test_equal_runs_are_equal(make_run, compared):
     make_run("a", BATCHES)
     make_run("b", BATCHES)

@@ -134,7 +134,7 @@ def test_rank_0_alone_writes_the_log(ranks, place):
 
 def test_rank_0_alone_writes_the_losses_of_steps_and_of_all_windows(ranks, place):
     folder = RunFolder(place / "run")
-    np.testing.assert_array_equal(read_step_losses(folder.step_losses), np.float32([np.nan, 2.5, 1.5]))
+    np.testing.assert_array_equal(read_step_losses(folder.step_losses), np.array([np.nan, 2.5, 1.5], np.float32))
     found = read_val_losses(folder.val_losses, 8)
     assert found is not None
     assert (len(found.losses), found.last_count) == (12, 3)

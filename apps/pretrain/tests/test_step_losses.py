@@ -271,6 +271,7 @@ def test_a_run_that_was_killed_has_the_bytes_of_an_undisturbed_one(finished, pla
     assert equal(finished, run)
 
 
+@pytest.mark.slow
 def test_losses_that_are_lost_are_nan_in_a_continued_run(finished, place):
     process = train(place, *SLOWLY)
     run = place / "runs/run"

@@ -79,13 +79,19 @@ def _single(found: Comparison, pair: Pair) -> Iterator[str]:
     if pair.same_losses:
         yield f"The losses of all steps up to {found.step} are equal."
         return
-    yield f"{_verdict(pair.options)} at step {found.step}."
+    if pair.batches.is_different and not pair.options.is_different:
+        run = _verdict(pair.batches, "The run A", "The run B")
+        yield f"{run} at step {found.step}, for the noise of the batches alone."
+        difference = f"B - A is {_nats(pair.options.mean, sign='+')} {_width(pair.options)} nats (95 %)"
+        yield f"One pair does not tell the options from the noise of the training: {difference}."
+    else:
+        yield f"{_verdict(pair.options)} at step {found.step}."
     is_paired = pair.seeds[0] == pair.seeds[1]
     windows = "on the same windows" if is_paired else "unpaired, on other windows, because the seeds differ"
     yield (
         f"This is the training loss of the steps {found.from_step} to {found.step}, {loss(pair.losses[0])} and "
-        f"{loss(pair.losses[1])}, {windows}. The interval is for the noise of the training, as far as one pair shows "
-        "it. It knows no other seed: --against compares several."
+        f"{loss(pair.losses[1])}, {windows}. The interval for the noise of the training is as far as one pair shows "
+        "it, and knows no other seed: --against compares several."
     )
     if pair.unpaired_steps is not None:
         yield (

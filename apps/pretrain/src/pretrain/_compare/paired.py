@@ -92,8 +92,8 @@ def of_options(differences: NDArray[np.float64]) -> Interval:
     of the step for one that comes early. Of the latter, the last block is the last quarter of the steps, the one before
     it the last quarter of the steps before, and so on.
 
-    The price: an effect that comes within one block, and then neither grows nor shrinks, is not distinguished from
-    noise. `over_seeds` has no such limit.
+    The price: an effect that comes within one block, and then does not grow, or that shrinks after an early maximum, is
+    not distinguished from noise, however large it is. `over_seeds` has no such limit.
 
     Args:
         differences: the difference of the losses of each step, `float64[N]`, N at least `MIN_STEPS`.
