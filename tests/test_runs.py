@@ -99,7 +99,7 @@ def test_a_finished_run_has_the_documented_files(finished):
     names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     assert names == {
         "config.json", "metrics.jsonl", "tensorboard", "checkpoints", "result.json", "loss.png", "sample.txt",
-        "starts.jsonl", "phases.jsonl", "samples.jsonl",
+        "starts.jsonl", "phases.jsonl", "samples.jsonl", "step_losses.f32", "val_losses.f32",
     }  # fmt: skip
     assert any((run / "tensorboard").iterdir())
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -119,9 +119,10 @@ def test_the_result_of_a_run_counts_steps_restarts_and_workers(finished):
     assert (result["steps"], result["restarts"], result["workers"]) == (MAX_STEPS, 1, 1)
 
 
-def test_a_run_keeps_the_newest_two_checkpoints(finished):
+def test_a_run_keeps_the_newest_two_checkpoints_and_the_best(finished):
+    """When the last one was saved, the best was that of step 50, the last validation before."""
     storage, _ = finished
-    assert sorted(path.name for path in (storage / "run" / "checkpoints").iterdir()) == ["100", "90"]
+    assert sorted(path.name for path in (storage / "run" / "checkpoints").iterdir()) == ["100", "50", "90"]
 
 
 def test_the_validation_loss_falls(finished):
