@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,19 @@ def results(script: str, place: Path) -> dict[str, Any]:
 def environment(place: Path) -> dict[str, str]:
     """Return the variables of a process that trains in a folder, with a cache of its own."""
     return os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache")}
+
+
+def kill_after(command: list[str], place: Path, run: str, step: int) -> None:
+    """Start a command in a folder, and kill its process when the run has recorded a step."""
+    process = subprocess.Popen(command, cwd=place, env=environment(place), stdout=subprocess.DEVNULL)
+    records, deadline = place / "runs" / run / "metrics.jsonl", time.monotonic() + 120
+    try:
+        while time.monotonic() < deadline and process.poll() is None:
+            lines = records.read_text().splitlines() if records.exists() else []
+            if any(f'"step": {number},' in line for line in lines[-3:] for number in range(step, step + 500)):
+                break
+            time.sleep(0.02)
+        assert process.poll() is None, "it ended before the kill"
+    finally:
+        process.kill()
+        process.wait()

@@ -166,6 +166,21 @@ def test_a_result_that_is_deleted_in_the_storage_is_gone_for_its_readers(run: Ru
     assert not pull_changed(folder)
 
 
+def test_a_run_that_is_extended_has_no_result_for_its_readers_and_its_next_command(run: RunFolder) -> None:
+    run.result.write_text("{}")
+    run.push()
+    reader = reader_copy(str(run.uri))
+    pull_changed(reader)
+    assert reader.result.exists()
+    run.delete_result()
+    run.delete_result()  # the second time, nothing is there
+    run.push()
+    pull_changed(reader)
+    run.pull()
+    assert not run.result.exists()
+    assert not reader.result.exists()
+
+
 def test_logs_are_uploaded_as_files_at_the_end_only_and_the_journal_is_read(run: RunFolder, log: LogWriter) -> None:
     run.push()
     assert {name.partition("/")[0] for name in names(run)} == {"config.json", "log"}
