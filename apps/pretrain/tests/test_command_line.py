@@ -202,6 +202,10 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--train.max-epochs 0", "train.max_epochs must be above 0 and at most 1e+39, got 0.0."),
         ("--train.max-tokens 0", "train.max_tokens must be at least 1, got 0."),
         ("--mesh.fsdp 0", "mesh.fsdp must be at least 1, got 0."),
+        (
+            "--from run@9 --anneal 5 --train.max-steps 20",
+            "--train.max-steps cannot be given with --anneal, which is the number of steps. Leave one of them out.",
+        ),
         ("--prepare.val-fraction 2", "prepare.val_fraction must be between 0 and 1, got 2.0."),
         (
             "report2",

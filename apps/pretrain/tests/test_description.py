@@ -138,7 +138,7 @@ def test_every_setting_is_tested():
 @pytest.mark.parametrize("name", CHANGED)
 def test_another_setting_does_not_continue_a_run(name, stored, tmp_path):
     config = changed(PRESETS["quickstart"](), name, CHANGED[name])
-    with pytest.raises(UsageError, match=re.escape(f"{name} must be ")):
+    with pytest.raises(UsageError, match=re.escape(f"{'--from' if name == 'from_checkpoint' else name} must be ")):
         check_same_settings(stored, config, RunFolder(tmp_path))
 
 

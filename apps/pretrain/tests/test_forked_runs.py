@@ -6,6 +6,8 @@ from many_runs import results
 SCRIPT = """
 from rich.console import Console
 
+from pretrain import main
+from pretrain._commands.plan_run import plan
 from pretrain._commands.report import report
 
 wsd = changed(BASE, optimizer__schedule="wsd", optimizer__decay_steps=5, train__max_steps=18)
@@ -33,6 +35,9 @@ found["other batch"] = rejection(changed(wsd, name="none", from_checkpoint="pare
 found["other optimizer"] = rejection(changed(wsd, name="none", from_checkpoint="parent@8", optimizer__name="muon"))
 found["no clipping"] = rejection(changed(wsd, name="none", from_checkpoint="parent@8", optimizer__clip_norm=0.0))
 found["another parent"] = rejection(changed(other, from_checkpoint="parent@12"))
+planned = changed(wsd, from_checkpoint="parent@8", train__max_steps=31)
+options = {"price_per_hour": None, "largest_micro_batch": False, "measure": False, "console": None}
+found["planned"] = [plan(planned, **options).num_steps, plan(changed(planned, anneal=3), **options).num_tokens]
 best = min((line["val_loss"], line["step"]) for line in losses("parent") if "val_loss" in line)[1]
 found["best"] = [load_trained("parent@best").step, best, load_trained("parent@4").step, load_trained("parent").step]
 
@@ -45,6 +50,11 @@ for state in ("with its parent", "alone"):
 rewind("other", 8)
 train(other)
 found["without its parent"] = digest("other", 18) == end
+rewind("other", 12)
+line = ["--from", "runs/parent@8", "--name", "other", "--optimizer.learning-rate", "1e-3"]
+found["command without its parent"] = [main(line), digest("other", 18) == end]
+found["new without its parent"] = main([*line[:3], "new"])
+found["name of a checkpoint"] = rejection(changed(BASE, name="parent@8"))
 """
 
 
@@ -70,6 +80,10 @@ def test_a_fork_reads_the_batches_of_its_parent_at_another_rate(found):
     assert not found["other"]
 
 
+def test_a_plan_of_a_fork_has_the_steps_that_are_left(found):
+    assert found["planned"] == [31 - 8, 3 * 6 * 24]
+
+
 def test_the_report_of_a_fork_has_the_part_of_its_parent_in_grey(found):
     assert found["report with its parent"] == [True, True]
     assert found["report alone"] == [True, False]
@@ -77,6 +91,8 @@ def test_the_report_of_a_fork_has_the_part_of_its_parent_in_grey(found):
 
 def test_a_fork_continues_after_its_parent_is_deleted(found):
     assert found["without its parent"]
+    assert found["command without its parent"] == [0, True]
+    assert found["new without its parent"] == 2
 
 
 def test_an_annealed_run_is_a_shorter_run_of_wsd_to_the_bit(found):
@@ -89,11 +105,12 @@ def test_an_annealed_run_is_a_shorter_run_of_wsd_to_the_bit(found):
     [
         ("too late", "must be a checkpoint before the learning rate of its run falls, at most step 13, got 16"),
         ("too short", "train.max_steps must be above 8, the step that the run starts at, got 8"),
-        ("no such step", "got none of this step. There are 4, 8, 12, 16, 18"),
+        ("no such step", "has no checkpoint of step 9; it has 4, 8, 12, 16, 18."),
+        ("name of a checkpoint", "name must not end like the name of a checkpoint, got parent@8"),
         ("other batch", "train.global_batch_size must be 6, as in parent@8, got 12"),
         ("other optimizer", "optimizer.name must be adamw, as in parent@8, got muon"),
         ("no clipping", "optimizer.clip_norm must be above 0, as in parent@8, got 0.0"),
-        ("another parent", "from_checkpoint must be runs/parent@8, its value at the start of the run"),
+        ("another parent", "--from must be runs/parent@8, as at the start of the run in"),
     ],
 )
 def test_what_a_fork_cannot_take_is_rejected(found, name, sentence):

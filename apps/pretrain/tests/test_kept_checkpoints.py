@@ -11,6 +11,10 @@ validated = [(line["val_loss"], line["step"]) for line in losses("kept") if "val
 found["kept"] = [steps("kept"), min(one for one in validated if one[1] < 17)[1], min(validated)[1]]
 train(changed(kept, name="newest", train__keep_best=False, train__keep_every=None))
 found["newest"] = steps("newest")
+wild = changed(BASE, name="wild", optimizer__learning_rate=1e30, optimizer__clip_norm=0.0, optimizer__warmup_steps=0)
+for attempt in ("first", "second"):
+    result = train(wild)
+    found[f"wild {attempt}"] = [str(result.error), Path("runs/wild/result.json").exists(), result.sample]
 still = changed(BASE, name="still", optimizer__learning_rate=1e-30, optimizer__min_learning_rate=0.0,
                 train__early_stop_evals=2, train__max_steps=40, train__checkpoint_every=7)
 train(still)
@@ -34,6 +38,13 @@ def test_the_newest_the_best_and_every_sixth_checkpoint_stay(found):
 
 def test_only_the_newest_checkpoint_stays_on_request(found):
     assert found["newest"] == [17]
+
+
+def test_a_run_whose_last_validation_loss_is_not_finite_has_failed(found):
+    for attempt in ("first", "second"):
+        error, has_result, sample = found[f"wild {attempt}"]
+        assert "the training has diverged: the validation loss of the last step, 13, is not finite. Lower " in error
+        assert (has_result, sample) == (False, "")
 
 
 def test_a_run_ends_early_after_two_validations_without_a_lower_loss(found):

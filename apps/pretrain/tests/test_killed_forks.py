@@ -1,5 +1,6 @@
 """Extended and forked runs whose process is killed: the same command ends in the same parameters."""
 
+import shlex
 import subprocess
 import sys
 
@@ -7,12 +8,12 @@ import pytest
 from many_runs import environment, kill_after, results
 
 PRETRAIN = [sys.executable, "-m", "pretrain"]
-OPTIONS = (
-    "--data train=book.txt,val=end.txt --hardware local --trackers --prompts a --model.num-layers 1 --model.num-heads 2 "
-    "--model.embed-dim 16 --model.seq-len 24 --model.dropout-rate 0.1 --train.global-batch-size 6 --train.log-every 7 "
-    "--train.eval-every 500 --train.checkpoint-every 50 --train.sample-tokens 0 --optimizer.schedule constant "
-    "--train.checkpoints-to-keep none"
-).split()
+OPTIONS = shlex.split(
+    "--data train=book.txt,val=end.txt --hardware local --trackers --prompts a --model.num-layers 1 --model.num-heads 2"
+    " --model.embed-dim 16 --model.seq-len 24 --model.dropout-rate 0.1 --train.global-batch-size 6 --train.log-every 7"
+    " --train.eval-every 500 --train.checkpoint-every 50 --train.sample-tokens 0 --optimizer.schedule constant"
+    " --train.checkpoints-to-keep none"
+)
 DIGESTS = """
 found = {name: [digest(name, 700), len(steps(name))] for name in ("once", "extended", "fork")}
 """

@@ -231,12 +231,13 @@ def undisturbed(tmp_path_factory, one_cache):
     with contextlib.chdir(place):
         code, lines = swept(f"{LONG} {GRID}")
         again = swept(f"{LONG} {GRID}")
+        shorter = swept(f"{LONG} {GRID}".replace("--train.max-steps 400", "--train.max-steps 300"))
     assert code == 0, lines
-    return lines, results(place), again
+    return lines, results(place), again, shorter
 
 
 def test_a_sweep_trains_plain_runs_and_shows_their_table(undisturbed):
-    lines, found, (code, again) = undisturbed
+    lines, found, (code, again), _ = undisturbed
     names = [name("1e-3"), name("2e-3").replace("lr2e-3-", "")]  # 2e-3 is that of the preset
     assert sorted(found) == sorted(names)
     assert [line.partition(":")[0] for line in lines if ": started" in line] == names
@@ -251,6 +252,12 @@ def test_a_sweep_trains_plain_runs_and_shows_their_table(undisturbed):
     assert code == 0
     assert "2 runs, 2 of them finished" in again
     assert not any("started" in line for line in again)
+
+
+def test_a_run_that_was_extended_since_is_finished(undisturbed):
+    code, lines = undisturbed[3]
+    assert code == 0
+    assert "2 runs, 2 of them finished" in lines
 
 
 def test_a_sweep_that_is_killed_twice_ends_with_the_same_results(place, undisturbed):

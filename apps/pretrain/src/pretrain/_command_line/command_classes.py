@@ -169,7 +169,7 @@ class PlanCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions:
-    """Train a run for each combination of values of some options. Takes every option of `train`."""
+    """Train a run for each combination of values of some options. Takes the options of `train`."""
 
     file: str | None = field(default=None, metadata={"placeholder": "FILE"})
     """A .toml file of options, as for --config, with a table [grid]: lists of values, by the names of the options."""

@@ -167,6 +167,9 @@ def build_config(file: Mapping[str, Any], line: Mapping[str, Any]) -> PretrainCo
         if given and replaced in line:
             one, other = (f"--{name.replace('_', '-')}" for name in (replaced, given[0]))
             raise UsageError(f"{one} cannot be given with {other}, which replaces it. Leave one of them out.")
+    if line.get("anneal") is not None and (given := [name for name in LENGTHS if line.get(name) is not None]):
+        flag = f"--{given[0].replace('_', '-')}"
+        raise UsageError(f"{flag} cannot be given with --anneal, which is the number of steps. Leave one of them out.")
     values = {**without_replaced(file), **without_replaced(line)}
     # The config.json of a run has every option, and needs neither the other run nor the weights.
     is_complete = {"preset", "model.num_layers"} <= file.keys() and not {"from_checkpoint", "init_from"} & line.keys()
@@ -188,8 +191,10 @@ def _base(values: Mapping[str, Any]) -> PretrainConfig:
         if "preset" in values:
             raise UsageError("--preset cannot be given with --from, which gives every default. Leave one of them out.")
         from pretrain._resolve.origin import settings_of  # imports of a second, which `--help` does without
+        from ray_jax_launch import as_storage_path, join_path
 
-        return settings_of(parent)
+        name, storage = values.get("name"), values.get("storage_path", PRESETS["quickstart"]().storage_path)
+        return settings_of(parent, None if name is None else join_path(as_storage_path(storage), name))
     preset = PRESETS[values.get("preset", "quickstart")]()
     if weights in (None, preset.init_from) or parent is not None:
         return preset

@@ -82,7 +82,9 @@ def plan(
         )
     hardware = given_hardware(config)
     try:
-        config = resolve_from_data(resolve_anneal(resolve_order(config), find_origin(config)), data.facts)
+        origin = find_origin(config)
+        config = resolve_from_data(resolve_anneal(resolve_order(config), origin), data.facts)
+        num_steps = config.train.max_steps - (0 if origin is None else origin.start_step)
         target = find_target(hardware, only_here=measure)
         mesh = make_mesh(devices=target.devices, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
         with waiting(console or Console(quiet=True), f"compiling for {target}"):
@@ -92,7 +94,8 @@ def plan(
         step_s = _measured_step_s(config, mesh) if measure and fits else None
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return _summary(config, target, mesh, data, memory, reason, price_per_hour, step_s)
+    found = _summary(config, num_steps, target, mesh, data, memory, price_per_hour, step_s)
+    return dataclasses.replace(found, reason=_reason(target, memory, reason))
 
 
 class _Data(NamedTuple):
@@ -200,24 +203,24 @@ def _peak(config: PretrainConfig, device: Any) -> float | None:
 
 def _summary(
     config: PretrainConfig,
+    num_steps: int,
     target: Target,
     mesh: jax.sharding.Mesh,
     data: _Data,
     memory: MemoryEstimate | None,
-    reason: str,
     price_per_hour: float | None,
     step_s: float | None,
 ) -> Plan:
     train, model = config.train, config.model
     state = abstract_train_state(model, create_optimizer(config.optimizer, train.max_steps))
     saved_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    num_windows = train.max_steps * train.global_batch_size
+    num_windows = num_steps * train.global_batch_size
     tokens = num_windows * model.seq_len
     flops = float(tokens * flops_per_token(model))
     num_devices = len(target.devices)
     kind = target.devices[0].device_kind
     peak = _peak(config, target.devices[0])
-    measured_hours = None if step_s is None else step_s * train.max_steps / _HOUR_S
+    measured_hours = None if step_s is None else step_s * num_steps / _HOUR_S
     measured_price = None
     if measured_hours is not None and price_per_hour is not None:
         measured_price = measured_hours * price_per_hour
@@ -232,7 +235,7 @@ def _summary(
         mesh=dict(mesh.shape),
         num_parameters=num_params(model),
         tokens_per_step=train.global_batch_size * model.seq_len,
-        num_steps=train.max_steps,
+        num_steps=num_steps,
         num_tokens=tokens,
         epochs=None if data.num_tokens is None else num_windows / max(1, data.facts.num_windows),
         micro_batch_size=train.global_batch_size // train.grad_accum_steps // (mesh.size // config.mesh.tensor),
@@ -240,12 +243,12 @@ def _summary(
         flops=flops,
         tokens_bytes=None if data.num_tokens is None else 2 * data.num_tokens,
         checkpoints_bytes=saved_bytes * _num_checkpoints(train),
-        logs_bytes=train.max_steps // train.log_every * _BYTES_PER_RECORD,
+        logs_bytes=num_steps // train.log_every * _BYTES_PER_RECORD,
         state_bytes=None if memory is None else memory.state_bytes,
         temporary_bytes=None if memory is None else memory.temporary_bytes + memory.code_bytes,
         usable_bytes=target.usable_bytes,
         fits=memory is not None and target.has(memory),
-        reason=_reason(target, memory, reason),
+        reason="",
         hours=hours,
         price_per_hour=price_per_hour,
         price=price,

@@ -32,7 +32,7 @@ from pretrain._early_interrupt import keeping_handlers
 from pretrain._errors import UsageError, one_line, short
 from pretrain._formats import duration, loss
 from pretrain._resolve.devices import given_hardware
-from pretrain._resolve.length import has_same_length
+from pretrain._resolve.length import has_same_length, lengths_of
 from pretrain._resolve.resolve import resolve_settings
 from pretrain._resolve.settings import resolve_order
 from pretrain._run.description import RunDescription, read_description
@@ -159,7 +159,9 @@ def _is_finished(run: SweptRun) -> bool:
     if stored is None:
         return False
     config = resolve_settings(run.config, stored, stored.origin, run.folder)
-    if not has_same_length(config, stored.config) or read_result(run.folder) is None:
+    # It was extended since.
+    is_longer = lengths_of(config)[1:] == (None, None) and stored.config.train.max_steps > config.train.max_steps
+    if not (has_same_length(config, stored.config) or is_longer) or read_result(run.folder) is None:
         return False
     values, before = option_values(config), option_values(stored.config)
     of_data = [name for name in values if name == "data" or (name.startswith("prepare.") and changes_result(name))]

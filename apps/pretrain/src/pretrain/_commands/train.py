@@ -14,7 +14,7 @@ from pretrain._best_effort import best_effort
 from pretrain._commands.verify_data import verified_data
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, load_tokens
-from pretrain._errors import UsageError, rejecting, shown
+from pretrain._errors import UsageError, rejecting, short, shown
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
 from pretrain._resolve.devices import given_hardware
@@ -31,6 +31,7 @@ from pretrain._run.description import (
     write_description,
 )
 from pretrain._run.files import read_lines, read_text
+from pretrain._run.find import names_a_checkpoint
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize, write_end
 from pretrain._run.lock import lock_run
@@ -110,6 +111,8 @@ def train(config: PretrainConfig, *, console: Console | None = None, began_s: fl
     check_trackers(config)
     name = run_name(config)
     check_run_name(name)
+    if names_a_checkpoint(name):
+        raise UsageError(f"name must not end like the name of a checkpoint, got {short(name)}. Leave out the @.")
     with contextlib.ExitStack() as stack:
         with rejecting():
             folder = stack.enter_context(lock_run(join_path(as_storage_path(config.storage_path), name)))

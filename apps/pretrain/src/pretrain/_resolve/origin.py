@@ -8,8 +8,10 @@ from typing import Any
 from nnx_gpt2 import GPT2Config, pretrained_config
 from pretrain._config import ModelConfig, PretrainConfig
 from pretrain._errors import UsageError, short
-from pretrain._run.description import Origin
-from pretrain._run.find import FoundCheckpoint, find_checkpoint
+from pretrain._run.description import Origin, read_description
+from pretrain._run.find import FoundCheckpoint, find_checkpoint, find_run_of
+from pretrain._run.folder import locate
+from ray_jax_launch import StoragePath
 
 _PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 _GPT2_VOCABULARY = 50_257
@@ -23,16 +25,23 @@ _OF_STATE = (
 )
 
 
-def settings_of(name: str) -> PretrainConfig:
+def settings_of(name: str, started: StoragePath | None) -> PretrainConfig:
     """Return the settings of the run of a checkpoint, for a run that starts from all that the checkpoint holds.
 
     Args:
         name: see `find_checkpoint`.
+        started: the folder or URI of the run that starts from it. If that has begun, the other run may be deleted.
 
     Raises:
-        UsageError: the run or the checkpoint does not exist.
+        UsageError: neither run exists.
     """
-    parent = find_checkpoint(name).description.config
+    try:
+        parent = find_run_of(name)[1].config
+    except UsageError:
+        found = None if started is None else read_description(locate(started))
+        if found is None or found.config.from_checkpoint != name:
+            raise
+        parent = found.config
     return dataclasses.replace(
         parent, from_checkpoint=name, name=None, anneal=None, init_from=None, extend=False, profile=None
     )
@@ -82,6 +91,19 @@ def find_origin(config: PretrainConfig) -> Origin | None:
     is_folder = Path(config.init_from).is_dir()
     place = str(Path(config.init_from).absolute()) if is_folder else config.init_from
     return Origin(place=place, step=None, tokenizer=None, weights_only=True)
+
+
+def check_steps(config: PretrainConfig, start_step: int) -> None:
+    """Check that a run which starts at a step has steps.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if config.train.max_steps <= start_step:
+        raise UsageError(
+            f"train.max_steps must be above {start_step}, the step that the run starts at, got "
+            f"{config.train.max_steps}."
+        )
 
 
 def resolve_anneal(config: PretrainConfig, origin: Origin | None) -> PretrainConfig:
@@ -151,6 +173,8 @@ def _check_fork(config: PretrainConfig, parent: FoundCheckpoint) -> None:
         UsageError: a setting differs that the state of the optimizer, or the count of tokens, depends on.
     """
     before = parent.description.config
+    if (config.train.max_epochs, config.train.max_tokens, config.anneal) == (None, None, None):
+        check_steps(config, parent.step)  # before text is prepared
     name = short(str(config.from_checkpoint))
     for section, field in _OF_STATE:
         found, needed = (getattr(getattr(of, section), field) for of in (config, before))

@@ -13,7 +13,7 @@ from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._errors import UsageError
 from pretrain._resolve.devices import check_shares, connect, data_devices, with_microbatches
 from pretrain._resolve.length import check_length, has_same_length
-from pretrain._resolve.origin import resolve_anneal
+from pretrain._resolve.origin import check_steps, resolve_anneal
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._resolve.settings import DataFacts, resolve_as_before, resolve_from_data, resolve_order
 from pretrain._run.description import (
@@ -124,11 +124,8 @@ def _resolve_data(
     config = resolve_from_data(config, DataFacts(data.tokenizer, data.vocab_size, num_windows))
     if stored is not None:
         check_length(config, stored.config, latest_step(folder.checkpoints) or 0)
-    elif origin is not None and config.train.max_steps <= origin.start_step:
-        raise UsageError(
-            f"train.max_steps must be above {origin.start_step}, the step that the run starts at, got "
-            f"{config.train.max_steps}."
-        )
+    elif origin is not None:
+        check_steps(config, origin.start_step)
     return config
 
 

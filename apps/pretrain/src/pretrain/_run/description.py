@@ -243,6 +243,12 @@ def check_same_settings(stored: RunDescription, config: PretrainConfig, folder: 
     Raises:
         UsageError: a setting differs; the message names it.
     """
+    former, given = stored.config.from_checkpoint, config.from_checkpoint
+    if former != given:
+        raise UsageError(
+            f"--from must be {former or 'absent'}, as at the start of the run in {folder}, got {given or 'none'}. Give "
+            "the former --from to continue the run, or another --name for a new run."
+        )
     before = {
         name: value
         for name, value in option_values(stored.config).items()

@@ -40,6 +40,12 @@ def names_a_checkpoint(name: str) -> bool:
     return _CHECKPOINT.fullmatch(name) is not None
 
 
+def find_run_of(name: str) -> tuple[RunFolder, RunDescription]:
+    """Find the run of a checkpoint, which may be deleted since: see `find_checkpoint` and `find_run`."""
+    found = _CHECKPOINT.fullmatch(name)
+    return find_run(found["run"] if found else name)
+
+
 def find_checkpoint(name: str) -> FoundCheckpoint:
     """Find a checkpoint of a run, by its number. Its files are not read.
 
@@ -65,8 +71,9 @@ def find_checkpoint(name: str) -> FoundCheckpoint:
             raise UsageError(f"{folder} has no validation loss of a checkpoint. Give {short(run)}@STEP.")
         return FoundCheckpoint(folder, description, step)
     if int(wanted) not in steps:
-        shown = ", ".join(map(str, steps[-_MOST_STEPS:]))
-        raise UsageError(f"{short(name)} must be a checkpoint of {folder}, got none of this step. There are {shown}.")
+        raise UsageError(
+            f"{folder} has no checkpoint of step {short(wanted)}; it has {', '.join(map(str, steps[-_MOST_STEPS:]))}."
+        )
     return FoundCheckpoint(folder, description, int(wanted))
 
 
@@ -108,6 +115,8 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
 
 def _remedy(name: str) -> str:
     """Return the names of the runs beside a path, or in the default storage, the newest first."""
+    if "@" in name and not is_uri(name):
+        return f"A checkpoint of a run is RUN@STEP, with a number, or RUN@{BEST}."
     storage = DEFAULT_STORAGE
     if "/" in name and not is_uri(name) and (beside := locate(name).path.parent) != storage.absolute():
         storage = beside

@@ -20,7 +20,7 @@ from pretrain._data_names import label_of, parse_data
 from pretrain._field_types import field_type
 from pretrain._presets import PRESETS
 from pretrain._run.differences import differing_options
-from pretrain._run.find import find_checkpoint
+from pretrain._run.find import find_run_of
 
 _SHORT = {
     "optimizer.learning_rate": "lr",
@@ -71,7 +71,7 @@ def run_name(config: PretrainConfig) -> str:
     else:
         run, _, checkpoint = PurePosixPath(config.from_checkpoint.partition("?")[0]).name.partition("@")
         beginning = "-".join(filter(None, (run, checkpoint, "fork")))
-        former = find_checkpoint(config.from_checkpoint).description.config
+        former = find_run_of(config.from_checkpoint)[1].config
         base, left_out = dataclasses.replace(former, anneal=None, init_from=None), ("from_checkpoint", *LENGTHS)
     if config.init_from is not None:
         left_out = (*left_out, *_OF_WEIGHTS)

@@ -5,6 +5,7 @@ report. The save continues in the background until the next one. A run that cont
 record of that step again, from the checkpoint. After a stop request, the loop saves and returns.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from pretrain._training.load_state import COUNTERS, first_step, items, load_stat
 from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
 from pretrain._training.setup import Setup, set_up
-from pretrain._training.step_meter import Metrics, StepMeter
+from pretrain._training.step_meter import Metrics, StepMeter, diverged
 from pretrain._training.train_batches import train_batches
 from pretrain._training.validation import Validation
 from ray_jax_launch import Checkpoints, log_metrics, mark_finished, stop_requested
@@ -235,6 +236,8 @@ class Loop:
         if step == self._train.max_steps or self._best.has_stalled:
             if not setup.validation.is_full:
                 losses, of_windows = self._measure(setup.full_validation)
+            if not math.isfinite(losses["val_loss"]):
+                raise diverged(f"the validation loss of the last step, {step},")
             self._log.write_val_losses(of_windows)
             record |= {f"full_{name}": loss for name, loss in losses.items()}
         self._log.phase(step, "sampling")

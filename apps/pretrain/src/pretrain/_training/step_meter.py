@@ -23,6 +23,14 @@ NOTHING_UNRECORDED: dict[str, Any] = {"loss_sum": 0.0, "num_losses": 0, "grad_no
 Metrics = dict[str, jax.Array]
 
 
+def diverged(what: str) -> TrainingDivergedError:
+    """Return the error of a training whose numbers are not finite."""
+    return TrainingDivergedError(
+        f"the training has diverged: {what} is not finite. Lower --optimizer.learning-rate, raise "
+        "--optimizer.warmup-steps, or set --optimizer.clip-norm 1, with another --name."
+    )
+
+
 class StepMeter:
     """A meter that collects the metrics of each step on the device, and turns them into a record when one is due.
 
@@ -123,11 +131,7 @@ class StepMeter:
         now = self._clock()
         num_skipped, num_in_a_row = int(last["num_skipped"]), int(last["num_skipped_in_a_row"])
         if num_in_a_row >= MAX_STEPS_SKIPPED:
-            raise TrainingDivergedError(
-                f"the training has diverged: the loss or the gradient of {num_in_a_row} steps in a row, up to step "
-                f"{step}, is not finite. Lower --optimizer.learning-rate, raise --optimizer.warmup-steps, or set "
-                "--optimizer.clip-norm 1, with another --name."
-            )
+            raise diverged(f"the loss or the gradient of {num_in_a_row} steps in a row, up to step {step},")
         record = self.progress(step) | ({"num_skipped": num_skipped} if num_skipped else {})
         if self._num_losses:
             record |= {"loss": self._loss_sum / self._num_losses, "grad_norm_max": self._grad_norm_max}
