@@ -70,7 +70,7 @@ class _Row:
     """True if the run is finished, but its last step has no loss or no validation loss."""
 
     compared: tuple[str, ...] = ()
-    """What must be equal for a rank: the validation data, the length, and the part that is validated, as texts."""
+    """The validation data, the length, and the part that is validated, as texts. Ranks need equal ones."""
 
     data: str = ""
     """The tokens, as text."""
@@ -106,9 +106,9 @@ def show_runs(
         UsageError: the storage path holds no such run, or there is no such column.
         LaunchError: the object storage cannot be reached.
     """
-    if not is_uri(storage_path) and not Path(storage_path).exists():
-        if {*storage_path} & {*"*?["} or _is_run(DEFAULT_STORAGE / storage_path):
-            storage_path, globs = str(DEFAULT_STORAGE), (storage_path, *globs)
+    is_glob = {*storage_path} & {*"*?["} or (not is_uri(storage_path) and _is_run(DEFAULT_STORAGE / storage_path))
+    if is_glob and not is_uri(storage_path) and not Path(storage_path).exists():
+        storage_path, globs = str(DEFAULT_STORAGE), (storage_path, *globs)
     rows = _with_options(_read_rows(storage_path, globs, clock()))
     options = [*dict.fromkeys(name for row in rows for name in row.options)]
     problems = [row for row in rows if row.problem]
