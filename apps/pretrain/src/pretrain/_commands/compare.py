@@ -37,9 +37,8 @@ def compare(
     first = [name for pattern in runs for name in matching_runs(pattern)]
     second = [name for pattern in against or () for name in matching_runs(pattern)]
     if against is None and len(first) != 2:
-        raise UsageError(
-            f"RUN must be two runs, got {len(first)} run{'' if len(first) == 1 else 's'}. Write: compare A B, or compare A1 A2 --against B1 B2"
-        )
+        given = f"{len(first)} run{'' if len(first) == 1 else 's'}"
+        raise UsageError(f"RUN must be two runs, got {given}. Write: compare A B, or compare A1 A2 --against B1 B2")
     if against is None:
         first, second = first[:1], first[1:]
     if not first or len(first) != len(second):
