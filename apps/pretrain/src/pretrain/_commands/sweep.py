@@ -308,7 +308,7 @@ def _show_results(runs: Sequence[SweptRun], console: Console) -> None:
     if len({run.config.seed for run in begun}) > 1:
         globs = [*dict.fromkeys(_with_any_seed(run) for run in begun)]
         if len(globs) > _MOST_REPORTED:
-            globs = [os.path.commonprefix(globs) + "*"]
+            globs = [os.path.commonprefix(globs) + "*"]  # noqa: RUF071 - of names, not of paths
         storage_path = runs[0].config.storage_path
         place = [] if storage_path == str(DEFAULT_STORAGE) else [storage_path]
         print_line(console, f"{application()} runs {shlex.join([*place, *globs])} --group-by seed")
