@@ -147,6 +147,7 @@ def sweep(tmp_path):
             options={"optimizer.learning_rate": rate, "seed": seed},
             val_loss=loss,
             hardware="cpu:2",
+            digest="1",
             **full,
         )
     make_run(root / "other-x", "finished", 9, options={"train.mask_documents": True, "train.max_steps": 800})
