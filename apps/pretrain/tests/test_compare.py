@@ -92,8 +92,9 @@ def test_the_better_run_is_named_with_its_interval(make_run, compared):
     words = " ".join(compared("a b").split())
     assert "optimizer.learning_rate: 0.001 in A, 0.002 in B" in words
     assert "B is better by 0.43" in words
-    assert "at step 120. This is the training loss of the steps 91 to 120, 2." in words
-    assert "on the same windows" in words
+    assert "at step 120. The training losses of the steps 91 to 120 are 2." in words
+    assert "on the same windows. The interval allows for the noise of the training as far as one pair of runs" in words
+    assert "If A and B had read different windows, their mean losses over about " in words
     assert "the model of B is better by 0.40" in words
     words = " ".join(compared("b a").split())
     assert "A is better by 0.43" in words
@@ -114,9 +115,36 @@ def test_a_run_that_is_better_is_named_even_where_one_pair_does_not_tell_its_opt
     make_run("a", BATCHES)
     make_run("b", BATCHES + course + series(0.01, 2))
     words = " ".join(compared("a b").split())
-    assert "The run A is better by 0.48" in words
-    assert "One pair does not tell the options from the noise of the training: B - A is +0.48" in words
+    first = next(line for line in compared("a b").splitlines() if "/" not in line)
+    assert first.startswith("The model of A is better by 0.48")
+    assert "in training, on the same windows. One pair of runs cannot say whether the options are the cause." in words
+    assert "As far as this pair shows that noise, B - A is +0.48" in words
+    assert "Train A and B with more seeds, and compare them: compare A1 A2 A3 --against B1 B2 B3." in words
     assert json.loads(compared("a b --json"))["better"] is None
+
+
+def test_models_that_differ_on_the_validation_text_are_not_called_alike(make_run, compared):
+    """The losses in training differ by noise, those on the validation text clearly."""
+    make_run("a", BATCHES, val=TEXT)
+    make_run("b", BATCHES + series(0.3, 2), val=TEXT - 0.4 + series(0.01, 3, WINDOWS), rate=2e-3)
+    words = " ".join(compared("a b").split())
+    _, _, first = words.partition("0.002 in B ")
+    assert first.startswith("The model of B is better by 0.40")
+    assert "on the validation text. One pair of runs cannot say whether the options are the cause." in first
+    assert "cannot be told apart" not in words
+    assert json.loads(compared("a b --json"))["better"] is None
+
+
+def test_patterns_stand_for_the_runs_that_they_match(make_run, compared):
+    for seed in (1, 2, 3):
+        make_run(f"low-seed{seed}", BATCHES + series(0.1, seed), seed=seed)
+        make_run(f"high-seed{seed}", BATCHES + series(0.1, seed) - 0.1 * seed, seed=seed, rate=2e-3)
+    found = json.loads(compared("low-* --against high-seed[13] high-*2 --json"))
+    assert [Path(name).name for name in found["first"]] == ["low-seed1", "low-seed2", "low-seed3"]
+    assert [pair["seeds"] for pair in found["pairs"]] == [[1, 1], [2, 2], [3, 3]]
+    assert found["seeds"]["mean"] == pytest.approx(-0.2, abs=1e-6)
+    found = json.loads(compared("*-seed2 --json"))  # both runs of a seed
+    assert [Path(name).name for name in (*found["first"], *found["second"])] == ["high-seed2", "low-seed2"]
 
 
 def test_equal_runs_are_equal(make_run, compared):
@@ -181,7 +209,7 @@ def test_steps_without_a_loss_are_left_out(make_run, compared):
 def test_runs_of_other_seeds_are_not_paired(make_run, compared):
     make_run("a", BATCHES)
     make_run("b", BATCHES + series(0.3, 4), seed=2)
-    assert "unpaired, on other windows, because the seeds differ" in " ".join(compared("a b").split())
+    assert "on different windows (the seeds differ)" in " ".join(compared("a b").split())
     assert json.loads(compared("a b --json"))["pairs"][0]["unpaired_steps"] is None
 
 
@@ -222,10 +250,12 @@ def test_runs_that_read_other_windows_are_rejected(options, expected, make_run, 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("a", "RUN must be two runs, or as many runs as --against has, got ['a']."),
-        ("a b c", "RUN must be two runs"),
-        ("a b --against c", "got ['a', 'b'] --against ['c']"),
-        ("a --against", "RUN must be two runs"),
+        ("a", "RUN must be two runs, got 1 run. Write: compare A B, or compare A1 A2 --against B1 B2"),
+        ("a b c", "RUN must be two runs, got 3 runs."),
+        ("a b c --against a c", "RUN must be as many runs as --against has, got 3 and 2 runs. Each seed has an A and"),
+        ("a --against", "got 1 and 0 runs"),
+        ("[abc] short", "RUN must be two runs, got 4 runs."),
+        ("no-* b", "run must be the folder or URI of a run, or its name in runs, got no-*."),
         ("a b@80", "RUN must be a run without a checkpoint, got b@80. Write b, and --at 80."),
         ("a@best b", "RUN must be a run without a checkpoint, got a@best. Write a."),
         ("a nosuch", "run must be the folder or URI of a run"),
@@ -233,7 +263,7 @@ def test_runs_that_read_other_windows_are_rejected(options, expected, make_run, 
         ("a b --at 121", "--at must be a step from 40 to 120, the last one that "),
         ("a b --at x", "--at must be an integer"),
         ("a short", "runs must have the losses of at least 40 steps (step_losses.f32), got 39 in "),
-        ("a lost", "runs must have the losses of at least 40 steps, got 39 that all have."),
+        ("a lost", "runs must have at least 40 steps of which every run has the loss, got 39. The other losses are "),
         ("a b --against b a", "runs must form pairs of one seed, each seed once, got the seeds [1, 1]"),
         ("a second --against b b", "got the seeds [1, 2] --against [1, 1]"),
         ("a second --against b second", "the runs of one side must differ in their seeds alone, got optimizer.l"),

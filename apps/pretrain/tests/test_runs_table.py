@@ -19,12 +19,12 @@ from pretrain._run.result import RunResult, write_result
 BEGAN_S = 1_700_000_000.0
 
 
-def make_run(path, last_phase, after_s, *, hardware="cpu:2", options=None, **metrics):
+def make_run(path, last_phase, after_s, *, hardware="cpu:2", options=None, digest="1", **metrics):
     """A run of 1 500 steps at step 750, whose last phase began some seconds after its start."""
     run = RunFolder(path)
     run.path.mkdir(parents=True)
     config = PRESETS["quickstart"]().with_options({"model.vocab_size": 257, **(options or {})})
-    data = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={"sha256": "1"})
+    data = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={"sha256": digest})
     write_description(run, describe(config, data, hardware))
     append_line(run.phases, {"step": 0, "time_s": BEGAN_S, "phase": "training"})
     append_line(run.phases, {"step": 750, "time_s": BEGAN_S + after_s, "phase": last_phase})
@@ -147,10 +147,17 @@ def sweep(tmp_path):
             options={"optimizer.learning_rate": rate, "seed": seed},
             val_loss=loss,
             hardware="cpu:2",
+            digest="1",
             **full,
         )
     make_run(root / "other-x", "finished", 9, options={"train.mask_documents": True, "train.max_steps": 800})
     return root
+
+
+def add_run(root, name, seed=4, *, rate=1e-2, steps=1500, digest="1", context=64, **metrics):
+    """Another finished run of the sweep."""
+    options = {"optimizer.learning_rate": rate, "seed": seed, "train.max_steps": steps, "model.seq_len": context}
+    return make_run(root / name, "finished", 20, options=options, digest=digest, **{"full_val_loss": 2.75, **metrics})
 
 
 def table(root, *globs, **options):
@@ -211,18 +218,102 @@ def test_a_glob_may_stand_for_the_storage_path(sweep, monkeypatch, capsys):
 
 def test_runs_that_differ_in_the_seed_alone_are_one_row(sweep):
     """The stopped run of 3e-4 does not count; the spread of 2, 2.5 and 3 is 0.5, that of 1.5 and 1.75 is 0.1768."""
-    assert table(sweep, group_by="seed", columns="rank,run,runs,lr,val,spread") == [
-        ["rank", "run", "runs", "lr", "val", "spread"],
-        ["1", "quickstart-x-lr0.0003", "2/3", "3e-4", "1.6250", "0.1768"],
-        ["2", "other-x", "1/1", "2e-3", "1.9000*"],
-        ["3", "quickstart-x-lr0.01", "3/3", "0.01", "2.5000", "0.5000"],
+    assert table(sweep, "q*", group_by="seed", columns="rank,run,runs,lr,val,spread,seed") == [
+        ["rank", "run", "runs", "lr", "val", "spread", "seed"],
+        ["1", "quickstart-x-lr0.0003", "2/3", "3e-4", "1.6250", "0.1768", "1,2,3"],
+        ["2", "quickstart-x-lr0.01", "3/3", "0.01", "2.5000", "0.5000", "1,2,3"],
     ]
     (line,) = table(sweep, "q*", group_by="seed", as_json=True)
     first, second = json.loads(" ".join(line))
     assert (first["rank"], first["num_finished"], first["val_loss"]) == (1, 2, 1.625)
     assert first["runs"] == [f"quickstart-x-lr0.0003-seed{seed}" for seed in (1, 2, 3)]
+    assert (first["seeds"], first["max_steps"]) == ([1, 2, 3], 1500)
     assert second["options"] == {"optimizer.learning_rate": 0.01}
     assert second["val_loss_std"] == 0.5
+
+
+GROUP = "rank,run,runs,seed,val,spread"
+
+
+def test_a_second_run_of_a_seed_has_a_row_of_its_own(sweep):
+    add_run(sweep, "quickstart-x-copy", 3, full_val_loss=3.0)
+    assert table(sweep, "*-lr0.01-*", "*-copy", group_by="seed", columns=GROUP)[1:] == [
+        ["1", "quickstart-x-lr0.01", "3/3", "1,2,3", "2.5000", "0.5000"],
+        ["2", "quickstart-x-copy", "1/1", "3", "3.0000"],
+    ]
+    # A finished run comes before one that is not.
+    add_run(sweep, "quickstart-x-again", 3, rate=3e-4, full_val_loss=1.25)
+    _, first, second = table(sweep, "*-lr0.0003-*", "*-again", group_by="seed", columns=GROUP)
+    assert first[2:] == ["3/3", "1,2,3", "1.5000", "0.2500"]
+    assert second == ["quickstart-x-lr0.0003", "0/1", "3"]
+
+
+def ranks(lines):
+    """The ranks of the rows, and the last line."""
+    return [row[0] for row in lines[1:] if row[0].isdigit()], " ".join(lines[-1])
+
+
+def test_runs_of_different_lengths_are_groups_without_a_rank(sweep):
+    add_run(sweep, "quickstart-x-lr0.01-long-seed4", steps=3000)
+    lines = table(sweep, "*-lr0.01-*", group_by="seed")
+    assert lines[0] == ["rank", "run", "runs", "steps", "val", "spread"]
+    assert [row[:3] for row in lines[1:3]] == [
+        ["quickstart-x-lr0.01", "3/3", "1500"],
+        ["quickstart-x-lr0.01-long", "1/1", "3000"],
+    ]
+    assert ranks(lines) == (
+        [], "no ranks: the runs have different lengths (train.max_steps). Choose runs by their names.",
+    )  # fmt: skip
+    assert ranks(table(sweep, "*-lr0.01-seed*", group_by="seed"))[0] == ["1"]
+
+
+@pytest.mark.parametrize("other", [{"digest": "2"}, {"context": 32}])
+def test_runs_of_other_validation_data_have_no_rank(sweep, other):
+    """The same options and a new seed, but the losses of other tokens: another group."""
+    add_run(sweep, "quickstart-x-lr0.01-new-seed4", **other)
+    lines = table(sweep, "*-lr0.01-*", group_by="seed", columns=GROUP)
+    assert [row[1] for row in lines[1:3]] == ["3/3", "1/1"]
+    assert ranks(lines) == ([], "no ranks: the runs have different validation data. Choose runs by their names.")
+
+
+def test_losses_of_other_parts_of_the_validation_tokens_have_no_rank(sweep):
+    part = add_run(sweep, "quickstart-x-lr3-seed4", rate=3.0)
+    part.metrics.write_text(part.metrics.read_text().replace("full_val_loss", "other"))
+    lines = table(sweep, "*-lr0.01-*", "*-lr3-*", group_by="seed", columns=GROUP)
+    assert ranks(lines)[0] == []
+    assert "different parts of the validation tokens (train.eval_tokens)" in ranks(lines)[1]
+
+
+@pytest.mark.parametrize("end", [{"val_loss": 1.0}, {"loss": 1.0}, {}])
+def test_a_diverged_run_has_no_rank(sweep, end):
+    """Its validations before are no result. The mean of the other seeds is none of all seeds."""
+    run = add_run(sweep, "quickstart-x-lr0.0003-seed4", rate=3e-4, full_val_loss=0.5)
+    append_line(run.metrics, {"step": 1500, **end})
+    lines = table(sweep, "q*", group_by="seed", columns=GROUP)
+    assert lines[1] == ["1", "quickstart-x-lr0.01", "3/3", "1,2,3", "2.5000", "0.5000"]
+    assert lines[2] == ["quickstart-x-lr0.0003", "2/4", "1,2,3,4", "1.6250", "0.1768"]
+    assert ranks(lines)[1] == (
+        "no rank with a run that is finished, but has no loss or no validation loss of its last step: "
+        "quickstart-x-lr0.0003-seed4"
+    )
+    append_line(run.metrics, {"step": 1500, "loss": 1.0, "val_loss": 1.0})
+    assert ranks(table(sweep, "q*", group_by="seed", columns=GROUP))[0] == ["1", "2"]
+
+
+def test_the_name_of_a_run_may_stand_for_the_storage_path(sweep, monkeypatch, capsys):
+    monkeypatch.chdir(sweep.parent)
+    sweep.rename("runs")
+    assert main(["runs", "other-x", "quickstart-x-lr0.01-seed1"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][1:3] == [
+        "quickstart-x-lr0.01-seed1", "other-x",
+    ]  # fmt: skip
+    assert main(["runs", "other-y"]) == 2
+    assert "the storage path must be a folder of runs, got other-y, which does not exist." in capsys.readouterr().err
+
+
+def test_the_only_choice_of_an_option_is_named(capsys):
+    assert main(["runs", "--group-by", "lr"]) == 2
+    assert "--group-by must be seed or none, got lr." in capsys.readouterr().err
 
 
 def test_json_has_all_numbers_and_the_options_that_differ(sweep, storage):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -131,6 +132,10 @@ def test_a_file_has_options_and_a_grid(place):
         ("", "sweep must have a grid, got none. Give --grid OPTION=VALUE,VALUE, or a FILE with [grid]."),
         ("--grid seed", "--grid must be OPTION=VALUE,VALUE such as seed=1,2,3, got seed."),
         ("--grid sed=1", "no option sed, of --grid; did you mean seed?"),
+        ("--grid lr=1", "no option lr, of --grid; did you mean optimizer.learning-rate?"),
+        ("--grid layers=1", "no option layers, of --grid; did you mean model.num-layers?"),
+        ("--grid batch=1", "no option batch, of --grid; did you mean train.global-batch-size?"),
+        ("--grid minratio=1", "no option minratio, of --grid; did you mean optimizer.min-learning-rate-ratio?"),
         ("--grid seed=1,x", "--grid seed must be an integer, got x."),
         ("--grid seed=1,", "--grid seed must be an integer, got ''."),
         ("--grid train.mask-documents=yes", "--grid train.mask-documents must be true or false, got yes."),
@@ -247,7 +252,7 @@ def test_a_sweep_trains_plain_runs_and_shows_their_table(undisturbed):
     table = [line.split() for line in lines[lines.index(head) + 1 :][:2]]
     assert [row[3] for row in table] == ["400/400", "400/400"]
     assert table[0][5] <= table[1][5]  # the lowest validation loss first
-    assert lines[-1].endswith(f"report {names[0]} {names[1]}")
+    assert lines[-1].endswith(f"report {names[0]} {names[1]}")  # all have one seed: there are no groups
     # The second time, no run starts.
     assert code == 0
     assert "2 runs, 2 of them finished" in again
@@ -302,9 +307,34 @@ def test_ctrl_c_saves_the_run_and_the_same_command_continues(place):
     assert json.loads((first / "phases.jsonl").read_text().splitlines()[-1])["phase"] == "stopped"
 
 
+def check_last_line(lines, rows):
+    """The last line of a sweep is a command that prints a row for each group, with its rank and number of runs."""
+    words = shlex.split(lines[-1])
+    command = words[words.index("runs") :]
+    line = [sys.executable, "-m", "pretrain", *command, "--columns", "rank,runs"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert [line.split() for line in done.stdout.splitlines()] == [["rank", "runs"], *rows]
+
+
+def test_a_sweep_of_seeds_ends_with_the_command_that_ranks_its_groups(place):
+    """The table leaves out a run of another name."""
+    line = f"{TINY} --train.max-steps 5 --storage-path 'a place' --optimizer.weight-decay 0.2"
+    other = [*shlex.split(line), "--name", "other"]
+    subprocess.run([sys.executable, "-m", "pretrain", "train", *other], capture_output=True, check=True)
+    words = [*shlex.split(line), "--grid", "optimizer.learning-rate=1e-3,3e-3", "seed=1,2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pretrain", "sweep", *words], capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert " report " in lines[-2]
+    assert lines[-1].endswith("-seed*' --group-by seed")
+    check_last_line(lines, rows=[["1", "2/2"], ["2", "2/2"]])
+
+
 def test_parallel_runs_are_at_once(place):
     code, lines = swept(f"{TINY} --train.max-steps 5 --grid seed=1,2 --parallel 2")
     assert code == 0, lines
+    check_last_line(lines, rows=[["1", "2/2"]])
     assert ["started" in one for one in lines if "started" in one or "finished in" in one] == [True, True, False, False]
 
 

@@ -39,7 +39,7 @@ class FieldType:
     def constraint(self, limit: str = "") -> str:
         """Return the kind of value, for errors: `<name> must be <constraint>`."""
         if self.choices:
-            kind = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
+            kind = " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
             kind = f"any of {kind}" if self.is_tuple else kind
         else:
             kind = ("texts" if self.is_tuple else _KINDS[self.type]) + limit

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
+from pretrain._commands.report import matching_runs
 from pretrain._compare.comparison import ComparedRun, Comparison, Pair, compare_runs
 from pretrain._compare.paired import Interval
 from pretrain._errors import UsageError, one_line, rejecting, short, shown
@@ -23,8 +24,8 @@ def compare(
     """Compare runs, and print the comparison.
 
     Args:
-        runs: two runs, A and B; with `against`, the runs A.
-        against: the runs B, of the same seeds as the runs A.
+        runs: two runs, A and B; with `against`, the runs A. A pattern such as `lr-*` stands for the runs it matches.
+        against: the runs B, of the same seeds as the runs A; or patterns.
         at: the last step to compare; None takes the last one that all runs have.
         as_json: print one line of JSON.
         console: the output.
@@ -33,10 +34,18 @@ def compare(
         UsageError: a run does not exist or is damaged, the runs did not read the same windows, do not form pairs, or
             have too few losses.
     """
-    first, second = (runs[:1], runs[1:]) if against is None else (runs, against)
+    first = [name for pattern in runs for name in matching_runs(pattern)]
+    second = [name for pattern in against or () for name in matching_runs(pattern)]
+    if against is None and len(first) != 2:
+        given = f"{len(first)} run{'' if len(first) == 1 else 's'}"
+        raise UsageError(f"RUN must be two runs, got {given}. Write: compare A B, or compare A1 A2 --against B1 B2")
+    if against is None:
+        first, second = first[:1], first[1:]
     if not first or len(first) != len(second):
-        given = shown([*runs]) + ("" if against is None else f" --against {shown([*against])}")
-        raise UsageError(f"RUN must be two runs, or as many runs as --against has, got {given}. Write: compare A B")
+        raise UsageError(
+            f"RUN must be as many runs as --against has, got {len(first)} and {len(second)} runs. Each seed has "
+            "an A and a B."
+        )
     if named := next((name for name in (*first, *second) if names_a_checkpoint(name)), None):
         run, _, step = named.rpartition("@")
         remedy = f"Write {short(run)}, and --at {step}." if step.isdecimal() else f"Write {short(run)}."
@@ -79,40 +88,56 @@ def _single(found: Comparison, pair: Pair) -> Iterator[str]:
     if pair.same_losses:
         yield f"The losses of all steps up to {found.step} are equal."
         return
-    if pair.batches.is_different and not pair.options.is_different:
-        run = _verdict(pair.batches, "The run A", "The run B")
-        yield f"{run} at step {found.step}, for the noise of the batches alone."
-        difference = f"B - A is {_nats(pair.options.mean, sign='+')} {_width(pair.options)} nats (95 %)"
-        yield f"One pair does not tell the options from the noise of the training: {difference}."
+    is_paired = pair.seeds[0] == pair.seeds[1]
+    windows = "on the same windows" if is_paired else "on different windows (the seeds differ)"
+    known = list(_known(pair, windows))
+    if known and not pair.options.is_different:
+        yield f"{' '.join(known)} One pair of runs cannot say whether the options are the cause."
+        yield (
+            "Runs of the same options differ too, by the noise of the training. As far as this pair shows that noise, "
+            f"B - A is {_difference(pair.options)}. Train A and B with more seeds, and compare them: compare A1 A2 A3 "
+            "--against B1 B2 B3."
+        )
+        yield f"The {_training_losses(found, pair)}, {windows}."
     else:
         yield f"{_verdict(pair.options)} at step {found.step}."
-    is_paired = pair.seeds[0] == pair.seeds[1]
-    windows = "on the same windows" if is_paired else "unpaired, on other windows, because the seeds differ"
-    yield (
-        f"This is the training loss of the steps {found.from_step} to {found.step}, {loss(pair.losses[0])} and "
-        f"{loss(pair.losses[1])}, {windows}. The interval for the noise of the training is as far as one pair shows "
-        "it, and knows no other seed: --against compares several."
-    )
+        yield (
+            f"The {_training_losses(found, pair)}, {windows}. The interval allows for the noise of the training as far "
+            "as one pair of runs shows it. Other seeds may differ by more: compare several with --against."
+        )
     if pair.unpaired_steps is not None:
         yield (
-            f"The noise of the batches alone is {_width(pair.batches)}. Without the same windows, that would take "
-            f"about {count(pair.unpaired_steps, exact_below=1e5)} steps at the same loss."
+            f"The noise of the batches alone is {_width(pair.batches)}. If A and B had read different windows, their "
+            f"mean losses over about {count(pair.unpaired_steps, exact_below=1e5)} steps would have the same noise."
         )
     if pair.val_losses is not None and pair.models is not None:
         model = _verdict(pair.models, "the model of A", "the model of B")
         yield (
-            f"On the validation text after the last step, {loss(pair.val_losses[0])} and {loss(pair.val_losses[1])}, "
-            f"{model}. This interval is for other text of this kind. It holds for these two models, not for "
-            "another seed."
+            f"The losses on the validation text after the last step are {loss(pair.val_losses[0])} and "
+            f"{loss(pair.val_losses[1])}: {model}. The interval allows for another text of this kind, not for another "
+            "seed."
         )
+
+
+def _known(pair: Pair, windows: str) -> Iterator[str]:
+    """Yield the sentences that are certain about these two runs, whatever the cause."""
+    places = ((pair.batches, f"in training, {windows}"), (pair.models, "on the validation text"))
+    for interval, place in places:
+        if interval is not None and interval.is_different:
+            yield f"{_verdict(interval, 'The model of A', 'The model of B')} {place}."
+
+
+def _training_losses(found: Comparison, pair: Pair) -> str:
+    steps = f"the steps {found.from_step} to {found.step}"
+    return f"training losses of {steps} are {loss(pair.losses[0])} and {loss(pair.losses[1])}"
 
 
 def _several(found: Comparison, over_seeds: Interval) -> Iterator[str]:
     """Yield the sentences about pairs of several seeds."""
     yield f"{_verdict(over_seeds)} at step {found.step}, over {len(found.pairs)} seeds."
     yield (
-        f"This is the training loss of the steps {found.from_step} to {found.step}. The interval is for other seeds: "
-        f"Student's t with {over_seeds.df} degree{'s' if over_seeds.df > 1 else ''} of freedom."
+        f"This is the training loss of the steps {found.from_step} to {found.step}. The interval allows for other "
+        f"seeds: Student's t with {over_seeds.df} degree{'s' if over_seeds.df > 1 else ''} of freedom."
     )
     if found.val_seeds is not None:
         yield f"On the validation text after the last step, {_verdict(found.val_seeds, 'A', 'B')}."
@@ -126,8 +151,11 @@ def _verdict(interval: Interval, first: str = "A", second: str = "B") -> str:
     if interval.is_different:
         better = first if interval.mean > 0 else second
         return f"{better} is better by {_nats(abs(interval.mean))} {_width(interval)} nats (95 %)"
-    difference = f"B - A is {_nats(interval.mean, sign='+')} {_width(interval)} nats (95 %)"
-    return f"{first} and {second} cannot be told apart: {difference}"
+    return f"{first} and {second} cannot be told apart: B - A is {_difference(interval)}"
+
+
+def _difference(interval: Interval) -> str:
+    return f"{_nats(interval.mean, sign='+')} {_width(interval)} nats (95 %)"
 
 
 def _width(interval: Interval) -> str:

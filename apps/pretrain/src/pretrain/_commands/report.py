@@ -39,7 +39,7 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     if not runs:
         raise UsageError("RUN must be one or more runs, got none. Give a run.")
     target = None if out is None else _parse_out(out)
-    folders = [find_run(name)[0] for pattern in runs for name in _matches(pattern)]
+    folders = [find_run(name)[0] for pattern in runs for name in matching_runs(pattern)]
     is_in_folder = len(folders) == 1 and folders[0].uri is None
     path = target or _checked((folders[0].path if is_in_folder else Path()) / _NAME)
     histories = [read_history(folder) for folder in folders]
@@ -51,7 +51,7 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     return path
 
 
-def _matches(pattern: str) -> list[str]:
+def matching_runs(pattern: str) -> list[str]:
     """Return the folders of the runs that a pattern matches, here or else in `runs`; a name that is none as it is."""
     if not is_uri(pattern) and glob.has_magic(pattern):
         for place in (Path(), DEFAULT_STORAGE):

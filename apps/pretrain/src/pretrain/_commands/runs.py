@@ -8,6 +8,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ from pretrain._config import LENGTHS, PretrainConfig
 from pretrain._errors import UsageError, one_line, short
 from pretrain._formats import age, count, duration, loss
 from pretrain._presets import PRESETS
+from pretrain._run.description import DataDescription
 from pretrain._run.differences import changes_result, differing_options, option_values
+from pretrain._run.files import flatten
 from pretrain._run.find import DEFAULT_STORAGE
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_history, seconds_by_phase
@@ -63,6 +66,15 @@ class _Row:
 
     seen_s: float = 0.0
     problem: str = ""
+    is_diverged: bool = False
+    """True if the run is finished, but its last step has no loss or no validation loss."""
+
+    compared: tuple[str, ...] = ()
+    """The validation data, the length, and the part that is validated, as texts. Ranks need equal ones."""
+
+    data: str = ""
+    """The tokens, as text."""
+
     options: dict[str, Any] = field(default_factory=dict)
     """Values of the options that differ, by their dotted names."""
 
@@ -81,7 +93,7 @@ def show_runs(
     """Print a table of runs, the newest last.
 
     Args:
-        storage_path: a folder or URI. A name with `*`, `?` or `[` is a glob of runs in `runs`.
+        storage_path: a folder or URI. A name of a run in `runs`, or one with `*`, `?` or `[`, is a glob of runs there.
         globs: patterns of the names of runs; none for all runs.
         sort: the column to sort by, in ascending order.
         columns: the columns to show, with commas; None for all that fit.
@@ -94,15 +106,18 @@ def show_runs(
         UsageError: the storage path holds no such run, or there is no such column.
         LaunchError: the object storage cannot be reached.
     """
-    if not is_uri(storage_path) and {*storage_path} & {*"*?["} and not Path(storage_path).exists():
+    is_glob = {*storage_path} & {*"*?["} or (not is_uri(storage_path) and _is_run(DEFAULT_STORAGE / storage_path))
+    if is_glob and not is_uri(storage_path) and not Path(storage_path).exists():
         storage_path, globs = str(DEFAULT_STORAGE), (storage_path, *globs)
     rows = _with_options(_read_rows(storage_path, globs, clock()))
     options = [*dict.fromkeys(name for row in rows for name in row.options)]
     problems = [row for row in rows if row.problem]
+    remarks: list[str] = []
     if group_by is not None:
-        rows = _groups(rows)
+        rows, remarks = _groups(rows)
     before, after = (_BEFORE_OPTIONS, _AFTER_OPTIONS) if group_by is None else (_GROUP_BEFORE, _GROUP_AFTER)
-    shown = [short_name(name) for name in options if name not in (*LENGTHS, group_by)]
+    hidden = LENGTHS if group_by is None else (*LENGTHS[1:], group_by)  # the length of a run is beside its step
+    shown = [short_name(name) for name in options if name not in hidden]
     names = [*before, *shown, *after]
     known = [*names, *map(short_name, filter(changes_result, option_values(PRESETS["quickstart"]())))]
     if sort is not None:
@@ -115,6 +130,8 @@ def show_runs(
     print_table(console, runs_table([row.texts for row in rows], names, console))
     if "val" in names and any(row.texts.get("val", "").endswith(PART) for row in rows):
         print_line(console, f"{PART} validation loss on a part of the validation tokens (train.eval_tokens)")
+    for remark in remarks:
+        print_line(console, remark)
     for row in problems:
         print_line(console, f"{row.texts['run']}: {row.problem}")
 
@@ -233,7 +250,30 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
         "max_steps": config.train.max_steps, "val_loss": val_loss, "val_is_full": is_full, "device": device,
         "seconds": round(seconds, 3), "seen_s": seen_s, "metrics": last,
     }  # fmt: skip
-    return _Row(values=values, texts=texts, facts=facts, config=config, seen_s=seen_s)
+    data = history.description.data
+    at_end = last_values(record for record in history.records if record["step"] == values["step"])
+    has_end = "loss" in at_end and (val_loss is None or not at_end.keys().isdisjoint(("val_loss", "full_val_loss")))
+    return _Row(
+        values=values,
+        texts=texts,
+        facts=facts,
+        config=config,
+        seen_s=seen_s,
+        is_diverged=state == "finished" and not has_end,
+        compared=(
+            repr((_validation_digests(data), data.tokenizer, config.model.seq_len)),
+            str(config.train.max_steps),
+            "all" if is_full else str(config.train.eval_tokens),
+        ),
+        data=json.dumps([data.fingerprint, data.tokenizer, data.window_order_version], sort_keys=True),
+    )
+
+
+def _validation_digests(data: DataDescription) -> str:
+    """Return a text that is equal for equal validation tokens: their digests, or all that is known of a stream."""
+    known = flatten(data.fingerprint)
+    digests = {name: value for name, value in known.items() if name.endswith("val.bin")}
+    return json.dumps(digests or known, sort_keys=True)
 
 
 def _with_options(rows: Sequence[_Row]) -> list[_Row]:
@@ -254,36 +294,64 @@ def _with_values(row: _Row, config: PretrainConfig, differing: Mapping[str, Sequ
     )
 
 
-def _groups(rows: Iterable[_Row]) -> list[_Row]:
-    """Return a row for the runs that are equal but for the seed, ranked by their mean validation loss.
+def _groups(rows: Iterable[_Row]) -> tuple[list[_Row], list[str]]:
+    """Return a row for the runs that are equal but for the seed, the best first, and remarks about the ranks.
 
-    Finished runs alone count. The spread is the standard deviation, with the divisor n - 1.
+    Finished runs alone count, each seed once: a second run of a seed is in another group. The spread is the standard
+    deviation, with the divisor n - 1. Groups are ranked if their losses can be compared.
     """
-    members: dict[str, list[_Row]] = {}
-    for row in rows:
+    members: dict[tuple[str, int], list[_Row]] = {}
+    seen: Counter[tuple[str, int]] = Counter()
+    for row in sorted(rows, key=lambda row: row.values["state"] != "finished" or row.is_diverged):
         if row.config is not None:
             options = {name: value for name, value in option_values(row.config).items() if changes_result(name)}
-            members.setdefault(repr({**options, "seed": None}), []).append(row)
+            left_out = dict.fromkeys((*LENGTHS, "seed"))
+            name = repr(({**options, **left_out}, row.config.train.max_steps, row.data))
+            members.setdefault((name, seen[name, row.config.seed]), []).append(row)
+            seen[name, row.config.seed] += 1
     groups = [_group(group) for group in members.values()]
-    groups.sort(key=lambda group: _sort_key(group.values.get("val")))
-    ranked: list[_Row] = []
-    for rank, group in enumerate(groups, 1):
-        if "val" in group.values:
-            texts = {**group.texts, "rank": str(rank)}
-            facts = {**group.facts, "rank": rank}
-            group = dataclasses.replace(group, values={**group.values, "rank": rank}, texts=texts, facts=facts)
-        ranked.append(group)
-    return ranked
+    groups.sort(key=lambda group: (group.is_diverged, _sort_key(group.values.get("val"))))
+    ranked = [group for group in groups if "val" in group.values and not group.is_diverged]
+    remarks = []
+    if diverged := sorted(row.values["run"] for group in members.values() for row in group if row.is_diverged):
+        remarks.append(
+            f"no rank with a run that is finished, but has no loss or no validation loss of its last step: "
+            f"{', '.join(diverged)}"
+        )
+    kinds = ("validation data", "lengths (train.max_steps)", "parts of the validation tokens (train.eval_tokens)")
+    compared = zip(*(group.compared for group in ranked), strict=True)
+    if different := [kind for kind, values in zip(kinds, compared, strict=bool(ranked)) if len({*values}) > 1]:
+        remarks.append(f"no ranks: the runs have different {' and '.join(different)}. Choose runs by their names.")
+        return groups, remarks
+    for rank, group in enumerate(ranked, 1):
+        texts, facts = {**group.texts, "rank": str(rank)}, {**group.facts, "rank": rank}
+        groups[groups.index(group)] = dataclasses.replace(
+            group, values={**group.values, "rank": rank}, texts=texts, facts=facts
+        )
+    return groups, remarks
 
 
 def _group(group: Sequence[_Row]) -> _Row:
     first = group[0]
-    finished = [row for row in group if row.values["state"] == "finished" and row.values["val"] is not None]
+    finished = [
+        row
+        for row in group
+        if row.values["state"] == "finished" and row.values["val"] is not None and not row.is_diverged
+    ]
     losses = [row.values["val"] for row in finished]
+    seeds = sorted(row.values["seed"] for row in group)
+    group = sorted(group, key=lambda row: row.values["seed"])
     name = min((_SEED.sub("", row.values["run"]) for row in group), key=len)
-    values = {**first.values, "run": name, "runs": len(losses)}
+    values = {**first.values, "run": name, "runs": len(losses), "seed": seeds[0]}
     texts = {**first.texts, "run": name, "runs": f"{len(losses)}/{len(group)}", "val": "", "spread": ""}
-    facts = {"name": name, "runs": [row.values["run"] for row in group], "num_finished": len(losses)}
+    texts["seed"] = ",".join(map(str, seeds))
+    facts = {
+        "name": name,
+        "runs": [row.values["run"] for row in group],
+        "seeds": seeds,
+        "max_steps": first.facts["max_steps"],
+        "num_finished": len(losses),
+    }
     values.pop("val")
     if losses:
         mark = PART if any(row.texts["val"].endswith(PART) for row in finished) else ""
@@ -293,7 +361,15 @@ def _group(group: Sequence[_Row]) -> _Row:
         values["spread"] = facts["val_loss_std"] = statistics.stdev(losses)
         texts["spread"] = f"{values['spread']:.4f}"
     options = {name: value for name, value in first.options.items() if name != "seed"}
-    return _Row(values=values, texts=texts, facts=facts, config=first.config, options=options)
+    return _Row(
+        values=values,
+        texts=texts,
+        facts=facts,
+        config=first.config,
+        is_diverged=any(row.is_diverged for row in group),
+        compared=tuple(repr(sorted({*values})) for values in zip(*(row.compared for row in finished), strict=True)),
+        options=options,
+    )
 
 
 def _column(name: str, known: Sequence[str], option: str) -> str:

@@ -37,6 +37,7 @@ from pretrain._resolve.resolve import resolve_settings
 from pretrain._resolve.settings import resolve_order
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.differences import changes_result, option_values
+from pretrain._run.find import DEFAULT_STORAGE
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.lock import command_runs
 from pretrain._run.names import run_name
@@ -306,3 +307,16 @@ def _show_results(runs: Sequence[SweptRun], console: Console) -> None:
     show_runs(runs[0].config.storage_path, [run.name for run in begun], sort="val", console=console)
     words = " ".join(as_typed(run.folder) for run in begun[:_MOST_REPORTED])
     print_line(console, f"{application()} report {words}")
+    if len({run.config.seed for run in begun}) > 1:
+        globs = [*dict.fromkeys(_with_any_seed(run) for run in begun)]
+        if len(globs) > _MOST_REPORTED:
+            globs = [os.path.commonprefix(globs) + "*"]  # noqa: RUF071 - of names, not of paths
+        storage_path = runs[0].config.storage_path
+        place = [] if storage_path == str(DEFAULT_STORAGE) else [storage_path]
+        print_line(console, f"{application()} runs {shlex.join([*place, *globs])} --group-by seed")
+
+
+def _with_any_seed(run: SweptRun) -> str:
+    """Return a pattern of the names of runs that differ from a run in the seed. The seed is the end of a name."""
+    end = f"-seed{run.config.seed}"
+    return f"{run.name.removesuffix(end)}-seed*" if run.name.endswith(end) else run.name

@@ -147,7 +147,10 @@ def compare_runs(first: Sequence[ComparedRun], second: Sequence[ComparedRun], at
         lost |= ~np.isfinite(run.losses[:step])
     steps = np.flatnonzero(~lost)
     if len(steps) < MIN_STEPS:
-        raise UsageError(f"runs must have the losses of at least {MIN_STEPS} steps, got {len(steps)} that all have.")
+        raise UsageError(
+            f"runs must have at least {MIN_STEPS} steps of which every run has the loss, got {len(steps)}. The other "
+            "losses are lost, or their steps were skipped."
+        )
     pairs = [_compare_pair(a, b, steps, is_at_end=at is None) for a, b in zip(first, second, strict=True)]
     val_differences = [pair.models.mean for pair in pairs if pair.models is not None]
     has_validations = len(pairs) > 1 and len(val_differences) == len(pairs)
