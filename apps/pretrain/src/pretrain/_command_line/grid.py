@@ -9,11 +9,9 @@ from pretrain._command_line.config_file import build_config
 from pretrain._command_line.option_table import Option, options_of
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, short, shown
-from pretrain._run.names import short_name
 from pretrain._suggestions import did_you_mean, nearest_option
 
 _OPTIONS = {flag.removeprefix("--"): option for option in options_of(PretrainConfig) for flag in option.flags}
-_BY_SHORT_NAME = {short_name(option.name): flag for flag, option in _OPTIONS.items()}
 _MOST_RUNS = 1000
 _BOOLEANS = {"true": True, "false": False}
 
@@ -86,7 +84,10 @@ def _find(name: str, place: str) -> Option:
     flag = name.replace("_", "-")
     if flag in _OPTIONS:
         return _OPTIONS[flag]
-    known = _BY_SHORT_NAME.get(name) or nearest_option(flag, [*_OPTIONS])
+    from pretrain._run.names import short_name  # imports of a second, which `--help` does without
+
+    by_short_name = {short_name(option.name): known for known, option in _OPTIONS.items()}
+    known = by_short_name.get(name) or nearest_option(flag, [*_OPTIONS])
     remedy = f"; did you mean {known}?" if known else ", see pretrain train --help-all."
     raise UsageError(f"no option {short(name)}, of {place}{remedy}")
 
