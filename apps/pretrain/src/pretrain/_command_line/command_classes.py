@@ -93,7 +93,7 @@ class CompareCommand:
     """Say whether a run is better than another one, with intervals, from the losses of the same windows."""
 
     runs: tuple[str, ...] = field(metadata={"placeholder": "RUN"})
-    """Two runs, A and B: folders, URIs, or names in ./runs."""
+    """Two runs, A and B: folders, URIs, names in ./runs, or patterns of them, such as 'baby-*'."""
 
     against: tuple[str, ...] | None = None
     """The runs B, if there are several of each: RUN... are the runs A, and each seed has an A and a B."""
