@@ -54,6 +54,8 @@ def compare(
     if as_json:
         console.file.write(_json_line(found))
         return found
+    for label, names in (("A", found.first), ("B", found.second)):
+        print_line(console, f"{label}: {one_line(', '.join(names))}")  # in one line, to be copied
     for paragraph in _paragraphs(found):
         for line in textwrap.wrap(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False):
             print_line(console, line)
@@ -76,8 +78,6 @@ def _json_line(found: Comparison) -> str:
 
 
 def _paragraphs(found: Comparison) -> Iterator[str]:
-    yield f"A: {one_line(', '.join(found.first))}"
-    yield f"B: {one_line(', '.join(found.second))}"
     for name, (of_a, of_b) in found.differing_options.items():
         yield f"{name}: {shown(of_a)} in A, {shown(of_b)} in B"
     yield from _single(found, found.pairs[0]) if found.seeds is None else _several(found, found.seeds)
