@@ -154,8 +154,8 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ),
         ("sample run --resume", "options must be those of pretrain sample --help, got --resume."),
         (
-            "help trian",
-            "no command trian; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch; did "
+            "help trains",
+            "no command trains; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch; did "
             "you mean train?",
         ),
         ("sample run --xyzzyq 3", "options must be those of pretrain sample --help, got --xyzzyq."),
