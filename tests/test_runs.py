@@ -220,7 +220,7 @@ def test_a_run_with_damaged_checkpoints_only_ends_with_an_error_message(
     error = done.stderr.splitlines()[-1]
     assert error.startswith("error: ")
     assert " are damaged (" in error
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "90"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "50", "90"]
     record_property("fault", "every checkpoint of a run is truncated")
     record_property("lost", "the run: it ends with an error, and changes no file")
 
@@ -247,8 +247,11 @@ def test_a_run_with_damaged_files_continues_to_the_numbers_of_a_plain_loop(
     assert "Traceback" not in done.stderr
     assert exact(metrics(tmp_path)) == plain
     assert json.loads((run / "result.json").read_text())["steps"] == MAX_STEPS
-    assert (run / "config.json").read_text() == (storage / "run" / "config.json").read_text()
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "100.damaged", "90"]
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (storage / "run", run))
+    before["config"] |= {"storage_path": str(tmp_path)}  # those of this start
+    before["config"]["train"] |= {"max_failures": 0}
+    assert after == before
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["100", "100.damaged", "50", "90"]
     record_property("fault", "every file of a run is damaged except the second newest checkpoint")
     record_property("lost", "steps since this checkpoint, and the curves of TensorBoard")
 
@@ -282,6 +285,23 @@ def test_a_checkpoint_damaged_during_a_restart_of_the_workers_is_skipped(
     record_property("fault", "SIGKILL of the worker; the newest checkpoint is truncated before the restart")
     record_property("lost", "steps since the previous checkpoint")
     record_property("recovery_s", round(second["time_s"] - killed, 1))
+
+
+@pytest.mark.slow
+def test_a_fork_on_two_workers_is_its_parent_to_the_bit(pretrain, corpus, tmp_path):
+    storage = ("--storage-path", tmp_path)
+    options = (*OPTIONS[:-1], "--optimizer.schedule=constant", "--optimizer.average-decay=0.9")
+    done = pretrain("--data", corpus, *storage, "--hardware=cpu:2", *options, "--train.keep-every=40", "--name=parent")
+    assert done.returncode == 0, done.stderr
+    done = pretrain("--from", f"{tmp_path / 'parent'}@40", *storage, "--name=fork")
+    assert done.returncode == 0, done.stderr
+    weights = []
+    for name in ("parent", "fork"):
+        assert pretrain("export", tmp_path / name, tmp_path / f"{name}-exported").returncode == 0
+        weights.append((tmp_path / f"{name}-exported" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    parent, fork = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("parent", "fork"))
+    assert exact(fork) == exact(parent)[39:]
 
 
 def find_worker(session):
