@@ -5,8 +5,10 @@ import json
 import math
 
 import pytest
+from rich.console import Console
 
 from pretrain import PRESETS
+from pretrain._commands.report import report
 from pretrain._config import with_vocab_size
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.files import append_line, write_json
@@ -30,6 +32,17 @@ def write_run(tmp_path):
         return folder
 
     return write
+
+
+@pytest.fixture
+def make_page(tmp_path):
+    """Reports runs, and returns the page."""
+
+    def make(*folders, **options):
+        names = [str(folder) for folder in folders]
+        return report(names, out=str(tmp_path / "page.html"), console=Console(quiet=True), **options).read_text()
+
+    return make
 
 
 @pytest.fixture

@@ -8,9 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from pretrain._commands.report import report
 from pretrain._report.curves import points, smooth
 from pretrain._report.reported_run import reported_runs
 from pretrain._report.svg_chart import Axis, Line, line_chart
@@ -166,17 +164,6 @@ def test_values_that_are_not_finite_or_absurdly_small_are_no_points():
     records = [{"step": step, "loss": loss} for step, loss in enumerate([1.5, math.nan, math.inf, 1e-305, -2.5])]
     steps, values = points([*records, {"step": 7}], "loss")
     assert (steps.tolist(), values.tolist()) == ([0, 3, 4], [1.5, 0.0, -2.5])
-
-
-@pytest.fixture
-def make_page(tmp_path):
-    """Reports runs, and returns the page."""
-
-    def make(*folders):
-        names = [str(folder) for folder in folders]
-        return report(names, out=str(tmp_path / "page.html"), console=Console(quiet=True)).read_text()
-
-    return make
 
 
 def variant(page, classes):

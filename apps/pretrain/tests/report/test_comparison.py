@@ -34,17 +34,6 @@ def interval(**options):
 
 
 @pytest.fixture
-def make_page(tmp_path):
-    """Reports runs, and returns the page."""
-
-    def make(*folders):
-        names = [str(folder) for folder in folders]
-        return report(names, out=str(tmp_path / "page.html"), console=Console(quiet=True)).read_text()
-
-    return make
-
-
-@pytest.fixture
 def rate(write_run):
     """Writes a run with a learning rate, a seed, and its validation losses by step."""
 

@@ -22,18 +22,6 @@ BEGAN_S = 1_700_000_000.0
 ATTACK = "<script>alert(1)</script>"
 
 
-@pytest.fixture
-def make_page(tmp_path):
-    """Reports runs, and returns the page."""
-
-    def make(*folders, **options):
-        names = [str(folder) for folder in folders]
-        path = report(names, out=str(tmp_path / "page.html"), console=Console(quiet=True), **options)
-        return path.read_text()
-
-    return make
-
-
 def cells(page, row):
     """The cells of the first table row with this heading."""
     found = re.search(rf'<th scope="row">(?:<[^>]*>)*{re.escape(row)}(?:</[^>]*>)*</th>(.*?)</tr>', page)

@@ -55,8 +55,11 @@ def averaged_params(opt_state: Any) -> Params:
     Raises:
         ValueError: the state has no average.
     """
-    is_average = lambda node: isinstance(node, WeightAverageState)  # noqa: E731
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_average) if is_average(node)]
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_average) if _is_average(node)]
     remedy = "Set average_decay in the OptimizerConfig of the run."
     require(len(found) == 1, "opt_state", "have an average of the parameters", kind(opt_state), remedy)
     return found[0].average
+
+
+def _is_average(node: Any) -> bool:
+    return isinstance(node, WeightAverageState)

@@ -7,9 +7,9 @@ pair, which hardly moves within some hundred steps. Blocks of these steps do not
 or of Newey and West, is several times too narrow (`benchmarks/results/compare.md`). It is right for the two trained
 models, and wrong for their options. Therefore there are three intervals:
 
-- `of_options`: would the options differ for another draw of the training noise too? From the whole course of one pair.
-- `of_models`: do these two models differ on all text like this one?
-- `over_seeds`: would the options differ for another seed too? From several pairs.
+- `of_options` covers the noise of the training. It takes all steps of one pair.
+- `of_models` covers other text of the same kind. It holds for these two models.
+- `over_seeds` covers other seeds. It takes several pairs.
 """
 
 import math

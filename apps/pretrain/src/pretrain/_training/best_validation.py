@@ -1,6 +1,7 @@
 """The best validation of a run so far: the checkpoint to keep for it, and whether the run still improves."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +35,11 @@ class BestValidation:
             loss: its loss.
             is_saved: whether the step has a checkpoint.
         """
-        is_best = self.best_loss is None or loss < self.best_loss
-        self.num_since_best = 0 if is_best else self.num_since_best + 1
-        self.best_loss = loss if is_best else self.best_loss
-        if is_saved and (self.best_saved_loss is None or loss < self.best_saved_loss):
+        if _is_lower(loss, self.best_loss):
+            self.best_loss, self.num_since_best = loss, 0
+        else:
+            self.num_since_best += 1
+        if is_saved and _is_lower(loss, self.best_saved_loss):
             self.best_saved_loss, self.best_saved_step = loss, step
 
     def keep(self, step: int) -> bool:
@@ -66,6 +68,11 @@ class BestValidation:
 
 
 _STORED = tuple(field.name for field in dataclasses.fields(BestValidation))[1:]
+
+
+def _is_lower(loss: float, best: float | None) -> bool:
+    """Return whether a loss is the best so far. A loss that is not finite never is."""
+    return math.isfinite(loss) and (best is None or loss < best)
 
 
 def without_checkpoints(stored: dict[str, Any]) -> dict[str, Any]:
