@@ -30,6 +30,7 @@ def train():
                 profiling.before_step(step)
                 state, metrics = train_step(state, windows, key)
                 profiling.after_step(step, metrics)
+        jax.block_until_ready(metrics)  # or these steps may be in the trace of the next run
 
     return run
 
