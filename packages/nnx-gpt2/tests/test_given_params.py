@@ -108,7 +108,7 @@ def test_the_given_parameters_stay_as_they_are(tiny, mesh, monkeypatch):
     given = create_train_state(tiny, rule, KEY, mesh).params
     host = jax.tree.map(np.array, given)
     before = jax.tree.map(np.array, given)
-    monkeypatch.setattr("nnx_gpt2._train_step._is_donated", lambda shapes, mesh: True)
+    monkeypatch.setattr("nnx_gpt2._train_step.is_donated", lambda shapes, mesh: True)
     step = make_train_step(tiny, rule, mesh)
     for params in (given, host, given):
         state = create_train_state(tiny, rule, KEY, mesh, params=params)

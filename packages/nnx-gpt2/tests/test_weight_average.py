@@ -126,7 +126,7 @@ def test_the_average_does_not_change_training(tiny, name, clip_norm):
 @pytest.mark.parametrize("is_given", [False, True])
 def test_a_step_donates_parameters_and_average_separately(tiny, mesh, is_given, monkeypatch):
     *_, last = trained(tiny, 3)[2]
-    monkeypatch.setattr("nnx_gpt2._train_step._is_donated", lambda shapes, mesh: True)
+    monkeypatch.setattr("nnx_gpt2._train_step.is_donated", lambda shapes, mesh: True)
     rule = create_optimizer(OPTIMIZER, 200)
     state = create_train_state(tiny, rule, KEY, mesh)
     expected = jax.tree.map(np.array, state.params)

@@ -163,6 +163,11 @@ class TrainConfig:
     """Windows at most in the microbatch of one device. The run then takes the fewest `grad_accum_steps` that its first
     devices need, and keeps them. `plan --largest-micro-batch` finds the size that fits."""
 
+    num_shards: int | None = None
+    """Shards of a batch, a power of two such as 8: the gradient of each is computed alone, and they are added in a
+    fixed order. The result is then the same, to the bit, on 1, 2, 4, ... workers up to this number, and with `local`.
+    None adds the gradients in the order that is fastest for the workers."""
+
     order: OrderKind | None = None
     """Order of the training windows: `shuffle` (each window once per epoch), `random` (with replacement), `sequential`,
     or `sequential-first` (`sequential` in the first epoch, then `shuffle`). None is `shuffle`, or `sequential-first`
@@ -191,6 +196,7 @@ class TrainConfig:
             ("early_stop_evals", 1, math.inf),
             ("grad_accum_steps", 1, math.inf),
             ("micro_batch_size", 1, math.inf),
+            ("num_shards", 1, MAX_COUNT + 1),
             ("max_failures", -1, math.inf),
             ("max_tokens", 1, math.inf),
         ):
@@ -198,6 +204,8 @@ class TrainConfig:
                 _check_range(f"train.{name}", value, least, end)
         if self.max_epochs is not None and not 0 < self.max_epochs <= MAX_FLOAT:
             raise ValueError(f"train.max_epochs must be above 0 and at most {MAX_FLOAT}, got {self.max_epochs}.")
+        if self.num_shards is not None and self.num_shards & (self.num_shards - 1):
+            raise ValueError(f"train.num_shards must be a power of two, got {self.num_shards}. Choose 4 or 8.")
         if self.global_batch_size % self.grad_accum_steps:
             raise ValueError(
                 f"train.global_batch_size must be divisible by train.grad_accum_steps, {self.grad_accum_steps}, got "
@@ -345,6 +353,11 @@ class PretrainConfig:
             raise ValueError(f"model.{error}") from None
         if self.model.vocab_size is not None:
             self.model.check_axes(fsdp=self.mesh.fsdp, tensor=self.mesh.tensor)
+        if self.train.num_shards is not None and self.mesh != MeshConfig():
+            raise ValueError(
+                "train.num_shards must not be given with mesh.fsdp or mesh.tensor above 1: each device computes with a "
+                f"copy of the parameters, got {self.mesh.fsdp} and {self.mesh.tensor}. Leave one out."
+            )
         if not self.prompts or not all(self.prompts):
             raise ValueError(
                 f"prompts must be texts of at least one character, got {shown(list(self.prompts))}. Leave them out for "

@@ -48,6 +48,8 @@ from ._train_state import create_train_state as create_train_state
 from ._train_step import document_ids as document_ids
 from ._train_step import make_eval_step as make_eval_step
 from ._train_step import make_train_step as make_train_step
+from ._tree_step import TreeTrainStep as TreeTrainStep
+from ._tree_step import make_tree_eval_step as make_tree_eval_step
 from ._weight_average import averaged_params as averaged_params
 
 __version__: str

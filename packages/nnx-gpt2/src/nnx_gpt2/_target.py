@@ -50,10 +50,25 @@ def target_of(mesh: Mesh | None) -> Target:
 @contextlib.contextmanager
 def compiled_for(mesh: Mesh | None) -> Iterator[None]:
     """Set the devices, and the mesh that `constrain` and the loss use, while jit traces a step."""
-    token = _TARGET.set(target_of(mesh))
+    with (
+        _compiled_for(target_of(mesh)),
+        contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def compiled_for_each(mesh: Mesh) -> Iterator[None]:
+    """Set the device while jit traces a program that runs on each device of a mesh alone."""
+    with _compiled_for(Target(mesh.devices.flat[0], 1)):
+        yield
+
+
+@contextlib.contextmanager
+def _compiled_for(target: Target) -> Iterator[None]:
+    token = _TARGET.set(target)
     try:
-        with contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh):
-            yield
+        yield
     finally:
         _TARGET.reset(token)
 

@@ -5,6 +5,7 @@ Shapes: B batch, b microbatch, W = T + 1 tokens of a window, T predictions.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -68,12 +69,49 @@ def make_train_step(
             those that do not fit.)
     """
     shapes = abstract_train_state(config, optimizer, mesh)
+    gradient = make_gradient(
+        config, grad_accum_steps=grad_accum_steps, end_of_text=end_of_text, in_halves=_computes_halves(config, mesh)
+    )
+
+    def train_step(
+        state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_state(state, shapes)
+        check_key(key)
+        check_rows(config, windows, num_batch_shards(mesh), grad_accum_steps)
+        with compiled_for(mesh):
+            loss, grads = gradient(state.params, windows, jax.random.fold_in(key, state.step))
+            return updated(optimizer, state, loss, grads)
+
+    donated = 0 if is_donated(shapes, mesh) else None
+    if mesh is None:
+        return jax.jit(train_step, donate_argnums=donated)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    return jax.jit(train_step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
+
+
+def make_gradient(
+    config: GPT2Config, *, grad_accum_steps: int, end_of_text: int | None, in_halves: bool
+) -> Callable[[Params, Integer[Array, "B W"], PRNGKeyArray], tuple[Float[Array, ""], Params]]:
+    """Return the function of parameters, windows and a random key to the mean loss and its gradient.
+
+    The loss is NaN if ids lie outside the vocabulary.
+
+    Args:
+        config: the model's shape.
+        grad_accum_steps: number of equal microbatches of a batch.
+        end_of_text: the token that ends a document, or None.
+        in_halves: compute the two halves of a batch at the same time: see `_computes_halves`.
+
+    Raises:
+        ValueError: `grad_accum_steps` is below 1, or `end_of_text` is no id of the model.
+    """
     grad_accum_steps = plain(grad_accum_steps)
     require(is_whole(grad_accum_steps, 1), "grad_accum_steps", "be at least 1", shown(grad_accum_steps))
     check_end_of_text(end_of_text, config.vocab_size)
 
     def loss_fn(params: Params, windows: Integer[Array, "b W"], key: PRNGKeyArray) -> Float[Array, ""]:
-        parts = _concurrent_parts(config, windows, mesh)
+        parts = jnp.split(windows, 2) if in_halves and len(windows) % 2 == 0 else [windows]
         # Together the parts have as many logits as one batch would have.
         part_config = dataclasses.replace(config, loss_chunk_tokens=max(1, config.loss_chunk_tokens // len(parts)))
         model = merge(part_config, params)
@@ -97,36 +135,41 @@ def make_train_step(
         total, _ = jax.lax.scan(add, zeros, (microbatches, jax.random.split(key, grad_accum_steps)))
         return jax.tree.map(lambda x: x / grad_accum_steps, total)
 
-    def train_step(
-        state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        check_type("state", state, TrainState)
-        is_ours = jax.tree.structure(state.opt_state) == jax.tree.structure(shapes.opt_state)
-        remedy = "Make the state by create_train_state."
-        require(is_ours, "state.opt_state", "be a state of this step's optimizer", kind(state.opt_state), remedy)
-        check_key(key)
-        _check_windows(config, windows, mesh, grad_accum_steps)
-        with compiled_for(mesh):
-            loss, grads = accumulated(state.params, windows, jax.random.fold_in(key, state.step))
-            loss = jnp.where(have_known_ids(windows, config.vocab_size).all(), loss, jnp.nan)
-            grad_norm = optax.tree.norm(grads)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-            params = jax.tree.map(partial(jnp.where, is_finite), params, state.params)
-            opt_state = _kept_unless(is_finite, opt_state, state.opt_state)
-            skipped = {
-                "num_skipped": state.num_skipped + ~is_finite,
-                "num_skipped_in_a_row": jnp.where(is_finite, 0, state.num_skipped_in_a_row + 1),
-            }
-        state = TrainState(step=state.step + 1, **skipped, params=params, opt_state=opt_state)
-        return state, {"loss": loss.astype(jnp.float32), "grad_norm": grad_norm.astype(jnp.float32), **skipped}
+    def gradient(params: Params, windows: Integer[Array, "B W"], key: PRNGKeyArray) -> tuple[Float[Array, ""], Params]:
+        loss, grads = accumulated(params, windows, key)
+        return jnp.where(have_known_ids(windows, config.vocab_size).all(), loss, jnp.nan), grads
 
-    donated = 0 if _is_donated(shapes, mesh) else None
-    if mesh is None:
-        return jax.jit(train_step, donate_argnums=donated)
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    return jax.jit(train_step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
+    return gradient
+
+
+def updated(
+    optimizer: optax.GradientTransformation, state: TrainState, loss: Float[Array, ""], grads: Params
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Return the state after a step, and the metrics of the step, from the loss and the gradient of its batch."""
+    grad_norm = optax.tree.norm(grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    params = jax.tree.map(partial(jnp.where, is_finite), params, state.params)
+    opt_state = _kept_unless(is_finite, opt_state, state.opt_state)
+    skipped = {
+        "num_skipped": state.num_skipped + ~is_finite,
+        "num_skipped_in_a_row": jnp.where(is_finite, 0, state.num_skipped_in_a_row + 1),
+    }
+    state = TrainState(step=state.step + 1, **skipped, params=params, opt_state=opt_state)
+    return state, {"loss": loss.astype(jnp.float32), "grad_norm": grad_norm.astype(jnp.float32), **skipped}
+
+
+def check_state(state: Any, shapes: TrainState) -> None:
+    """Check that a state is one of a step.
+
+    Raises:
+        ValueError: it is none, or that of another optimizer.
+    """
+    check_type("state", state, TrainState)
+    is_ours = jax.tree.structure(state.opt_state) == jax.tree.structure(shapes.opt_state)
+    remedy = "Make the state by create_train_state."
+    require(is_ours, "state.opt_state", "be a state of this step's optimizer", kind(state.opt_state), remedy)
 
 
 def _kept_unless(is_update: Array, new: Any, old: Any) -> Any:
@@ -140,7 +183,7 @@ def _counts_steps(node: Any) -> bool:
     return isinstance(node, optax.ScaleByScheduleState)
 
 
-def _is_donated(shapes: TrainState, mesh: Mesh | None) -> bool:
+def is_donated(shapes: TrainState, mesh: Mesh | None) -> bool:
     """Return whether the new state takes the memory of the old one: not for small arrays on a CPU.
 
     XLA's CPU backend copies the moments of a donated state before it writes the new ones. A new array costs less than a
@@ -151,10 +194,8 @@ def _is_donated(shapes: TrainState, mesh: Mesh | None) -> bool:
     return target_of(mesh).platform != "cpu" or largest_bytes > _KEPT_BYTES
 
 
-def _concurrent_parts(
-    config: GPT2Config, windows: Integer[Array, "b W"], mesh: Mesh | None
-) -> list[Integer[Array, "part W"]]:
-    """Split a batch into parts that the device computes at the same time: two on a CPU alone, or one.
+def _computes_halves(config: GPT2Config, mesh: Mesh | None) -> bool:
+    """Return whether a device computes the two halves of a batch at the same time: on a CPU alone.
 
     XLA's CPU backend uses one thread for most operations of a small model. It runs independent operations at the same
     time, and those of two halves are independent up to the sum of the gradients. Other backends use the whole device
@@ -162,22 +203,27 @@ def _concurrent_parts(
     whole batch.
     """
     target = target_of(mesh)
-    is_lone_cpu = target.platform == "cpu" and target.num_devices == 1
-    if not is_lone_cpu or config.dropout_rate > 0 or len(windows) % 2 == 1:
-        return [windows]
-    return jnp.split(windows, 2)
+    return target.platform == "cpu" and target.num_devices == 1 and config.dropout_rate == 0
 
 
-def _check_windows(config: GPT2Config, windows: Array, mesh: Mesh | None, num_microbatches: int) -> None:
-    """Check what jit can see of a batch: its type and its shape."""
+def check_rows(config: GPT2Config, windows: Array, num_shards: int, num_microbatches: int) -> None:
+    """Check what jit can see of a batch: its type and its shape.
+
+    Args:
+        config: the model's shape.
+        windows: the batch.
+        num_shards: parts of equal size that the batch is split into: those of devices, or of the gradient.
+        num_microbatches: of each part.
+
+    Raises:
+        ValueError: the windows are not integers of shape [batch, tokens], or have another number of rows.
+    """
     check_windows(windows, config.vocab_size)
-    num_devices = num_batch_shards(mesh)
-    batch_size = windows.shape[0]
     require(
-        batch_size % (num_devices * num_microbatches) == 0,
+        windows.shape[0] % (num_shards * num_microbatches) == 0,
         "batch size",
-        f"be a positive multiple of {num_devices} devices (the axes data and fsdp) x {num_microbatches} microbatches",
-        batch_size,
+        f"be a positive multiple of {num_shards} devices (the axes data and fsdp) x {num_microbatches} microbatches",
+        windows.shape[0],
         "Change it or grad_accum_steps.",
     )
 
@@ -210,13 +256,19 @@ def make_eval_step(
 @cache
 def _make_eval_step(config: GPT2Config, mesh: Mesh | None, end_of_text: int | None) -> jax.stages.Wrapped:
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
-        _check_windows(config, windows, mesh, 1)
+        check_rows(config, windows, num_batch_shards(mesh), 1)
         with compiled_for(mesh):
-            segment_ids = _segment_ids(windows, end_of_text)
-            losses = token_losses(merge(config, params), windows, segment_ids=segment_ids)
-            return jnp.where(have_known_ids(windows, config.vocab_size), losses, jnp.nan)
+            return losses_of(config, params, windows, end_of_text)
 
     return jax.jit(eval_step) if mesh is None else jax.jit(eval_step, out_shardings=replicated(mesh))
+
+
+def losses_of(
+    config: GPT2Config, params: Params, windows: Integer[Array, "B W"], end_of_text: int | None
+) -> Float[Array, "B T"]:
+    """Return each prediction's loss in nats, without dropout; NaN in a window with ids outside the vocabulary."""
+    losses = token_losses(merge(config, params), windows, segment_ids=_segment_ids(windows, end_of_text))
+    return jnp.where(have_known_ids(windows, config.vocab_size), losses, jnp.nan)
 
 
 def _segment_ids(windows: Integer[Array, "B W"], end_of_text: int | None) -> Int[Array, "B T"] | None:

@@ -20,7 +20,6 @@ from nnx_gpt2 import (
     flops_per_token,
     has_bfloat16,
     make_mesh,
-    make_train_step,
     num_params,
     put_batch,
 )
@@ -35,6 +34,7 @@ from pretrain._resolve.settings import DataFacts, resolve_from_data, resolve_ord
 from pretrain._screen.plan_table import MFU_RANGE, Plan
 from pretrain._screen.printing import waiting
 from pretrain._training.process import keep_freed_memory
+from pretrain._training.setup import train_step_of
 from pretrain._training.target_devices import Target, find_target
 
 _OPENWEBTEXT = (9_035_582_198, 4_434_897)
@@ -163,6 +163,7 @@ def _estimate(config: PretrainConfig, mesh: jax.sharding.Mesh) -> tuple[MemoryEs
             optimizer=config.optimizer,
             grad_accum_steps=train.grad_accum_steps,
             mesh=mesh,
+            num_shards=train.num_shards,
             # A mask has the same size for any token.
             end_of_text=0 if train.mask_documents else None,
         )
@@ -178,8 +179,7 @@ def _measured_step_s(config: PretrainConfig, mesh: jax.sharding.Mesh) -> float:
     keep_freed_memory()
     train, model = config.train, config.model
     optimizer, key = create_optimizer(config.optimizer, train.max_steps), jax.random.key(config.seed)
-    end_of_text = 0 if train.mask_documents else None
-    step = make_train_step(model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text)
+    step = train_step_of(config, mesh, 0 if train.mask_documents else None)
     state = create_train_state(model, optimizer, key, mesh)
     shape = (train.global_batch_size, model.seq_len + 1)
     assert model.vocab_size is not None, "it is resolved"

@@ -72,7 +72,7 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
     Raises:
         UsageError: the mesh, the attention kernel or the batch does not fit the devices.
     """
-    platform, per_worker = _devices_of_worker(hardware)
+    platform, per_worker = _devices_of_worker(hardware, config)
     if config.model.attention == "cudnn" and platform != "gpu":
         raise UsageError(f"model.attention must not be cudnn without a GPU, got {hardware} on {platform}. Choose auto.")
     if "float64" in (config.model.dtype, config.model.param_dtype) and not is_on("JAX_ENABLE_X64"):
@@ -97,21 +97,39 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
     check_shares(with_microbatches(config, num_data_devices), num_data_devices)
 
 
-def _devices_of_worker(hardware: Hardware) -> tuple[str, int]:
+def _devices_of_worker(hardware: Hardware, config: PretrainConfig) -> tuple[str, int]:
     """Return the platform of the devices, and the number of jax's devices of each worker."""
     if hardware.kind != "local":
         return hardware.kind, hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
     # This process is the worker. Elsewhere, a driver that imports jax would lock the chips of a TPU host.
     import jax
 
-    start_jax()
+    start_jax(with_one_thread=config.train.num_shards is not None)
     return jax.default_backend(), jax.local_device_count()
 
 
 def data_devices(config: PretrainConfig, hardware: Hardware) -> list[int]:
-    """Return the numbers of data-parallel devices that a run may have."""
-    _, per_worker = _devices_of_worker(hardware)
-    return [num_workers * per_worker // config.mesh.tensor for num_workers in hardware.worker_counts]
+    """Return the numbers of data-parallel devices that a run may have.
+
+    Raises:
+        UsageError: one of them does not divide the shards of a batch.
+    """
+    platform, per_worker = _devices_of_worker(hardware, config)
+    numbers = [num_workers * per_worker // config.mesh.tensor for num_workers in hardware.worker_counts]
+    if config.train.num_shards is not None and platform == "cpu" and per_worker > 1:
+        # XLA's pool has a thread for each device, and its size changes the last bits.
+        raise UsageError(
+            f"each worker must have one CPU device with train.num_shards, got {per_worker} of {hardware}. Give "
+            "--hardware cpu:WORKERS, and leave JAX_NUM_CPU_DEVICES unset."
+        )
+    if (num_shards := config.train.num_shards) is not None:
+        for number in numbers:
+            if num_shards % number:
+                raise UsageError(
+                    f"--hardware must have a number of devices that divides train.num_shards, {num_shards}, got "
+                    f"{number} of {hardware}. Choose 1, 2, 4 or another power of two."
+                )
+    return numbers
 
 
 def check_shares(config: PretrainConfig, num_data_devices: Sequence[int]) -> None:
@@ -121,13 +139,21 @@ def check_shares(config: PretrainConfig, num_data_devices: Sequence[int]) -> Non
         UsageError: they cannot.
     """
     batch_size, num_microbatches = config.train.global_batch_size, config.train.grad_accum_steps
-    for number in num_data_devices:
+    numbers, noun = _parts_of_batch(config, num_data_devices)
+    for number in numbers:
         if batch_size % (number * num_microbatches):
             raise UsageError(
-                f"train.global_batch_size must be divisible by {number * num_microbatches} ({number} data-parallel "
-                f"devices x {num_microbatches} accumulation steps), got {batch_size}. Change it, "
-                "train.grad_accum_steps or --hardware."
+                f"train.global_batch_size must be divisible by {number * num_microbatches} ({number} {noun} x "
+                f"{num_microbatches} accumulation steps), got {batch_size}. Change it, train.grad_accum_steps or "
+                f"{'--hardware' if config.train.num_shards is None else 'train.num_shards'}."
             )
+
+
+def _parts_of_batch(config: PretrainConfig, num_data_devices: Sequence[int]) -> tuple[Sequence[int], str]:
+    """Return the numbers of parts whose gradients are computed alone, and what they are."""
+    if config.train.num_shards is None:
+        return num_data_devices, "data-parallel devices"
+    return [config.train.num_shards], "shards"
 
 
 def with_microbatches(config: PretrainConfig, num_devices: Sequence[int]) -> PretrainConfig:
@@ -143,8 +169,9 @@ def with_microbatches(config: PretrainConfig, num_devices: Sequence[int]) -> Pre
     size, batch_size = config.train.micro_batch_size, config.train.global_batch_size
     if size is None:
         return config
-    fewest, common = min(num_devices), math.lcm(*num_devices)
-    shown = f"{' or '.join(map(str, num_devices))} data-parallel devices"
+    numbers, noun = _parts_of_batch(config, num_devices)
+    fewest, common = min(numbers), math.lcm(*numbers)
+    shown = f"{' or '.join(map(str, numbers))} {noun}"
     if batch_size % common:
         raise UsageError(
             f"train.global_batch_size must be divisible by {common} for {shown}, got {batch_size}. Change it or "

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
 from pretrain._errors import UsageError, short, shown
 from pretrain._surroundings.address_space import lack_of_address_space
@@ -142,14 +143,24 @@ def check_limits() -> None:
         )
 
 
-def start_jax() -> None:
+# With these, XLA's CPU backend computes each program in the thread that calls it: `nnx_gpt2.TreeTrainStep` says why.
+ONE_THREAD = MappingProxyType({"NPROC": "1", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0"})
+
+
+def start_jax(*, with_one_thread: bool = False) -> None:
     """Start JAX's devices in this process.
 
+    Args:
+        with_one_thread: start them with the variables `ONE_THREAD`.
+
     Raises:
-        UsageError: the variable `JAX_PLATFORMS` names a platform that this machine does not have, or a device fails.
+        UsageError: the variable `JAX_PLATFORMS` names a platform that this machine does not have, or a device fails; or
+            JAX has started with several threads.
     """
     import jax  # takes half a second, which `--help` does not need
 
+    if with_one_thread:
+        _take_one_thread()
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second is for cuda without its plugin
@@ -158,3 +169,24 @@ def start_jax() -> None:
         variables = ", ".join(f"{name}={value}" for name, value in given.items())
         remedy = f", with {variables}. Correct or unset {'it' if len(given) == 1 else 'them'}." if given else "."
         raise UsageError(f"JAX must find a device, got {reason.rstrip('.') or 'none'}{remedy}") from error
+
+
+def _take_one_thread() -> None:
+    """Set the variables of JAX's CPU backend before it starts, in this process alone.
+
+    Raises:
+        UsageError: it has started without them.
+    """
+    import jax
+
+    if all(os.environ.get(name) == value for name, value in ONE_THREAD.items()):
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", jax.config.values["jax_num_cpu_devices"])
+    except RuntimeError:
+        raise UsageError(
+            "train.num_shards must be given to a process in which JAX has not started, got one in which it has. "
+            "Restart Python, or give --hardware cpu:1."
+        ) from None
+    os.environ.update(ONE_THREAD)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)

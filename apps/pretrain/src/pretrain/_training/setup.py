@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from nnx_gpt2 import (
     TrainState,
+    TreeTrainStep,
     abstract_train_state,
     create_optimizer,
     create_train_state,
@@ -103,6 +104,7 @@ def set_up(config: PretrainConfig, data: TokenData) -> Setup:
             batch_size=train.global_batch_size,
             fill_steps=True,
             mesh=mesh,
+            num_shards=train.num_shards,
             end_of_text=end_of_text,
         )
         for num_tokens in (train.eval_tokens, None)
@@ -115,15 +117,29 @@ def set_up(config: PretrainConfig, data: TokenData) -> Setup:
         device=device,
         tokenizer=tokenizer,
         key=key,
-        train_step=make_train_step(
-            config.model, optimizer, mesh, grad_accum_steps=train.grad_accum_steps, end_of_text=end_of_text
-        ),
+        train_step=train_step_of(config, mesh, end_of_text),
         new_state=partial(create_train_state, config.model, optimizer, jax.random.fold_in(key, _INITIALIZATION), mesh),
         like=abstract_train_state(config.model, optimizer, mesh),
         validation=validation,
         full_validation=full_validation,
         sampler=Sampler(config, tokenizer, mesh),
     )
+
+
+def train_step_of(config: PretrainConfig, mesh: jax.sharding.Mesh, end_of_text: int | None) -> Any:
+    """Return the train step of a configuration.
+
+    Args:
+        config: the resolved configuration.
+        mesh: the devices.
+        end_of_text: the last token of each document, to restrict attention to a document; None does not.
+    """
+    train = config.train
+    optimizer = create_optimizer(config.optimizer, train.max_steps)
+    options: dict[str, Any] = {"grad_accum_steps": train.grad_accum_steps, "end_of_text": end_of_text}
+    if train.num_shards is None:
+        return make_train_step(config.model, optimizer, mesh, **options)
+    return TreeTrainStep(config.model, optimizer, mesh, num_shards=train.num_shards, **options)
 
 
 def warn_of_bfloat16(config: PretrainConfig, device: Any) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from nnx_gpt2 import GPT2Config, make_eval_step, put_batch
+from nnx_gpt2 import GPT2Config, make_eval_step, make_tree_eval_step, put_batch
 from owt_data import Tokens
 from pretrain._run.step_losses import ValLosses
 from pretrain._training.device_memory import compile_what_fits
@@ -34,6 +34,8 @@ class Validation:
         fill_steps: True raises the batch size to a multiple, to at most `model.loss_chunk_tokens` tokens. The steps of
             small batches leave a device idle.
         mesh: the mesh of the parameters; None for a single device.
+        num_shards: shards of a batch, whose losses are computed alone, on a mesh; None computes those of a device
+            together.
         end_of_text: the last token of each document, to restrict attention to a document; None does not.
     """
 
@@ -46,13 +48,18 @@ class Validation:
         batch_size: int,
         fill_steps: bool = False,
         mesh: jax.sharding.Mesh | None = None,
+        num_shards: int | None = None,
         end_of_text: int | None = None,
     ) -> None:
         self._val = val
         self._seq_len = model.seq_len
         self._batch_size = batch_size
         self._mesh = mesh
-        self._step: Any = make_eval_step(model, mesh, end_of_text=end_of_text)
+        self._step: Any
+        if mesh is None or num_shards is None:
+            self._step = make_eval_step(model, mesh, end_of_text=end_of_text)
+        else:
+            self._step = make_tree_eval_step(model, mesh, num_shards=num_shards, end_of_text=end_of_text)
         num_predicted, complete = len(val) - 1, val.num_windows(model.seq_len)
         self.is_full = num_tokens is None or num_tokens >= num_predicted
         rest = num_predicted - complete * model.seq_len
