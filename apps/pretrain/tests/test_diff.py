@@ -1,6 +1,7 @@
 """The command `diff` on real runs, one of which has one element of one array changed by one ulp."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
@@ -75,10 +76,8 @@ def facts(diff):
 def test_a_killed_and_continued_run_is_the_same(diff, place):
     code, out, _ = diff("whole", "killed")
     assert code == 0
-    # Another commit between the runs, of the one who changes this repository, is a difference of the settings.
-    assert [line for line in out.splitlines() if not line.startswith("commit: ")] == [
-        f"A: {place}/runs/whole",
-        f"B: {place}/runs/killed",
+    assert out.splitlines()[:2] == [f"A: {place}/runs/whole", f"B: {place}/runs/killed"]
+    assert out.splitlines()[-3:] == [
         "The runs are the same through step 13.",
         "Equal to the bit: 13 losses, the windows of 10 records, and the checkpoints of",
         "steps 4, 8, 12, 13.",
@@ -121,6 +120,21 @@ def test_the_same_checkpoints_have_the_digests_of_the_result(diff, place):
         assert f"{item} {root}\n" in out
 
 
+def test_the_command_in_the_result_repeats_the_run(diff, place):
+    result = json.loads((place / "runs/whole/result.json").read_text())
+    program, *arguments = shlex.split(result["repeat"])
+    assert program == "pretrain"
+    assert main(arguments) == 0
+    assert diff("whole", "whole-again")[0] == 0
+    again = json.loads((place / "runs/whole-again/result.json").read_text())
+    assert {name: again[name] for name in ("digests", "versions", "hardware", "processor")} == {
+        name: result[name] for name in ("digests", "versions", "hardware", "processor")
+    }
+    others = [json.loads((place / f"runs/{name}/result.json").read_text())["digests"] for name in ("data", "rate")]
+    assert [other["data"] == result["digests"]["data"] for other in others] == [False, True]
+    assert [other["config"] == result["digests"]["config"] for other in others] == [True, False]
+
+
 def test_a_fork_is_its_parent_from_its_start_on(facts):
     code, found = facts("whole", "fork")
     assert (code, found["num_losses"], found["same_checkpoints"]) == (0, 5, [8, 12, 13])
@@ -156,7 +170,7 @@ def test_another_learning_rate_shows_in_the_loss_after_the_first_update(diff, fa
 
 def test_runs_of_other_data_and_of_other_models_are_answered(facts):
     code, found = facts("whole", "data")
-    assert (code, found["first"]["kind"], found["first"]["step"]) == (1, "loss", 1)
+    assert (code, found["first"]["step"], found["first_loss"]["step"]) == (1, 1, 1)
     assert any(name.startswith("data.") and "sha256" in name for name in found["settings"])
     code, found = facts("whole", "wide", "--elements")
     assert (code, found["settings"]["model.embed_dim"]) == (1, [16, 24])
