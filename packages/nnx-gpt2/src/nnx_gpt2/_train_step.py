@@ -79,7 +79,7 @@ def make_train_step(
         model = merge(part_config, params)
         dropout_key = key if config.dropout_rate > 0 else None
         losses = [
-            mean_loss(model, part, segment_ids=_segment_ids(part, end_of_text), dropout_key=dropout_key)
+            mean_loss(model, part, segment_ids=segments_of(part, end_of_text), dropout_key=dropout_key)
             for part in parts
         ]
         return sum(losses[1:], losses[0]) / len(losses)
@@ -212,14 +212,14 @@ def _make_eval_step(config: GPT2Config, mesh: Mesh | None, end_of_text: int | No
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
         _check_windows(config, windows, mesh, 1)
         with compiled_for(mesh):
-            segment_ids = _segment_ids(windows, end_of_text)
+            segment_ids = segments_of(windows, end_of_text)
             losses = token_losses(merge(config, params), windows, segment_ids=segment_ids)
             return jnp.where(have_known_ids(windows, config.vocab_size), losses, jnp.nan)
 
     return jax.jit(eval_step) if mesh is None else jax.jit(eval_step, out_shardings=replicated(mesh))
 
 
-def _segment_ids(windows: Integer[Array, "B W"], end_of_text: int | None) -> Int[Array, "B T"] | None:
+def segments_of(windows: Integer[Array, "B W"], end_of_text: int | None) -> Int[Array, "B T"] | None:
     """Return the documents of a window's inputs, or None if attention ignores documents."""
     return None if end_of_text is None else document_ids(windows[:, :-1], end_of_text)
 

@@ -13,7 +13,7 @@ TRAILING = 100
 FEWEST = 50
 """Losses before the first step that has a score."""
 
-THRESHOLD = 8.0
+THRESHOLD = 10.0
 """The score from which a step is a spike. `benchmarks/results/blame.md` has the false alarms of normal runs."""
 
 # The median of the absolute deviations of a normal distribution, times this number, is its standard deviation.
