@@ -18,6 +18,7 @@ from rich.console import Console
 
 from pretrain._command_line.arguments import build_command, split_command
 from pretrain._command_line.command_classes import (
+    BlameCommand,
     Command,
     CompareCommand,
     EvalCommand,
@@ -49,7 +50,7 @@ _BAD_INPUT = 2
 _INTERRUPTED = 130
 _NO_READER = 141
 _TRAINING = (PretrainConfig, TrainCommand, SweepCommand)
-_USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand)
+_USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand, BlameCommand)
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
@@ -223,13 +224,19 @@ def _run(command: Command, began_s: float) -> int:
             _imported("report.report")(runs, out=out, console=console)
         case CompareCommand(runs=runs, against=against, at=at, json=as_json):
             _imported("compare.compare")(runs, against=against, at=at, as_json=as_json, console=console)
-        case RunsCommand(json=as_json):
-            given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
-            del given["json"]
-            _imported("runs.show_runs")(**given, as_json=as_json, console=console)
+        case BlameCommand():
+            _imported("blame.blame")(**_arguments(command), console=console)
+        case RunsCommand():
+            _imported("runs.show_runs")(**_arguments(command), console=console)
         case WatchCommand(run=run):
             _imported("watch.watch")(run, console=console)
     return 0
+
+
+def _arguments(command: Any) -> dict[str, Any]:
+    """Return the options of a command as arguments of its function. `json` is the name of a module there."""
+    given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+    return {"as_json" if name == "json" else name: value for name, value in given.items()}
 
 
 def _typed_prompts(console: Console) -> Iterator[str]:

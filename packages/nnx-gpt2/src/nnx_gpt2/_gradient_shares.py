@@ -28,7 +28,7 @@ from nnx_gpt2._train_step import segments_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientShares:
-    """What each prediction of a batch adds to its loss and to its gradient."""
+    """The losses of a batch, and the share of each prediction in its gradient."""
 
     losses: Float32[np.ndarray, "B T"]
     """The loss of each prediction, in nats. NaN in a window with ids outside the vocabulary."""

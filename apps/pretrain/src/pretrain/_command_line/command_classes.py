@@ -106,6 +106,41 @@ class CompareCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlameCommand:
+    """Show which windows and documents a step of a run owes its loss and its gradient to.
+
+    The steps before it are computed again from a checkpoint, in this process. No file of the run is written.
+    """
+
+    run: str = field(metadata=_RUN)
+    """The run's folder or URI, or its name in ./runs."""
+
+    step: int | None = None
+    """The step."""
+
+    spike: bool = False
+    """Take the step of the largest spike of the loss, in place of --step."""
+
+    top: int = 5
+    """Number of windows and of documents to show."""
+
+    by: Literal["gradient", "loss"] = "gradient"
+    """The order: the share in the squared norm of the step's gradient, or the mean loss in nats per token. Both are
+    those of the parameters before the step, without dropout."""
+
+    without: tuple[str, ...] = ()
+    """Windows (w3) and documents (d17) of the step, by the ids of the tables. The steps from this one on are computed
+    twice: as they were, and without these. Another window of the same step takes the place of a window that is one of
+    these or holds a part of one of these documents, in all of the steps."""
+
+    steps: int = 20
+    """Number of steps that --without computes."""
+
+    json: bool = False
+    """Print one line of JSON, with all windows and documents and their texts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunsCommand:
     """List all runs, with their losses."""
 
@@ -252,6 +287,7 @@ Command = (
     | ExportCommand
     | ReportCommand
     | CompareCommand
+    | BlameCommand
     | RunsCommand
     | WatchCommand
     | PlanCommand
@@ -268,6 +304,7 @@ COMMANDS: dict[str, type] = {
     "export": ExportCommand,
     "report": ReportCommand,
     "compare": CompareCommand,
+    "blame": BlameCommand,
     "runs": RunsCommand,
     "watch": WatchCommand,
 }
@@ -305,6 +342,7 @@ EXAMPLES = {
         "pretrain compare runs/first runs/second",
         "pretrain compare a-1 a-2 a-3 --against b-1 b-2 b-3 --at 2000",
     ),
+    "blame": ("pretrain blame quickstart-builtin --spike", "pretrain blame runs/first --step 1200 --without d17 w3"),
     "runs": ("pretrain runs s3://bucket/runs", "pretrain runs 'baby-*' --group-by seed"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),
 }

@@ -1,0 +1,198 @@
+"""A step of a run with its windows and documents, and the steps from there on without some of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from nnx_gpt2 import document_ids, gradient_shares
+from pretrain._audit.rerun import Rerun
+from pretrain._audit.suspects import (
+    Measure,
+    Suspect,
+    parse_removal,
+    rank_documents,
+    rank_windows,
+    replace_windows,
+)
+from pretrain._errors import UsageError
+from pretrain._run.description import RunDescription
+from pretrain._run.folder import RunFolder
+from pretrain._run.spikes import spike_scores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The steps from a blamed one on, with all windows and without some."""
+
+    ids: tuple[str, ...]
+    """The windows and documents that are left out."""
+
+    num_windows: int
+    """The number of windows that others replace, in all steps."""
+
+    losses: list[float]
+    """The loss of each step, with all windows; NaN for a skipped step."""
+
+    without: list[float]
+    """The same without them."""
+
+    score_without: float | None
+    """The score of the first of these losses: see `pretrain._run.spikes`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlamedStep:
+    """A step of a run, and what its windows and documents add to it."""
+
+    step: int
+    """The step."""
+
+    loss: float
+    """Its loss in the run; NaN if it was skipped."""
+
+    score: float | None
+    """The score of the loss: see `pretrain._run.spikes`. None where there is none."""
+
+    checkpoint: int | None
+    """The checkpoint from which the steps before were computed again; None for the random parameters of the start."""
+
+    largest_difference: float | None
+    """The largest difference of a loss from that of the run, in the steps that were computed again, in nats. None if
+    there are no such steps, or the run has lost their losses."""
+
+    grad_norm: float
+    """The norm of the gradient, without dropout."""
+
+    windows: list[Suspect]
+    """The windows, the most suspicious first."""
+
+    documents: list[Suspect]
+    """The documents, the most suspicious first."""
+
+    comparison: Comparison | None
+    """The steps from this one on without some windows, if that was asked for."""
+
+
+def blame_step(
+    folder: RunFolder,
+    description: RunDescription,
+    step: int,
+    losses: NDArray[np.float32],
+    *,
+    by: Measure,
+    without: Sequence[str] = (),
+    num_steps: int = 1,
+) -> BlamedStep:
+    """Compute the steps before a step again, and rank the windows and documents of the step.
+
+    The losses and gradients are those of the parameters before the step, without dropout.
+
+    Args:
+        folder: the run's folder. Nothing is written.
+        description: the run's description.
+        step: the step, from 1.
+        losses: the losses of the steps of the run.
+        by: the number that the order follows.
+        without: ids of windows and documents, for a comparison.
+        num_steps: the number of steps of the comparison.
+
+    Raises:
+        UsageError: see `Rerun`; or `without` names no windows and documents of the step, or all windows of a step.
+        DataError, LaunchError: see `Rerun`.
+    """
+    rerun = Rerun(folder, description, step - 1)
+    begin, found = rerun.step, []
+    while rerun.step < step - 1:
+        found.append(rerun.compute(next(rerun.batches)))
+    setup, windows = rerun.setup, next(rerun.batches)
+    end_of_text = setup.tokenizer.eot_token if setup.tokenizer else None
+    shares = gradient_shares(
+        setup.config.model,
+        rerun.state.params,
+        windows,
+        mesh=setup.mesh,
+        end_of_text=end_of_text if setup.config.train.mask_documents else None,
+    )
+    documents = documents_of(windows, end_of_text)
+    ranked_windows = rank_windows(shares, windows, setup.tokenizer, by)
+    ranked_documents = rank_documents(shares, windows, documents, setup.tokenizer, by)
+    comparison = None
+    if without:
+        comparison = _compare(rerun, windows, without, [*ranked_windows, *ranked_documents], losses, num_steps)
+    return BlamedStep(
+        step=step,
+        loss=float(losses[step - 1]),
+        score=_score(losses[:step]),
+        checkpoint=rerun.checkpoint,
+        largest_difference=_largest_difference(losses[begin : step - 1], found),
+        grad_norm=shares.norm,
+        windows=ranked_windows,
+        documents=ranked_documents,
+        comparison=comparison,
+    )
+
+
+def _compare(
+    rerun: Rerun,
+    windows: NDArray[np.uint16],
+    ids: Sequence[str],
+    suspects: Sequence[Suspect],
+    recorded: NDArray[np.float32],
+    num_steps: int,
+) -> Comparison:
+    """Compute a step and those after it with all windows, and again without some."""
+    removal, setup, first = parse_removal(ids, suspects), rerun.setup, rerun.step + 1
+    num_steps = min(num_steps, setup.config.train.max_steps - rerun.step)
+    batches = [windows, *(next(rerun.batches) for _ in range(num_steps - 1))]
+    reduced, num_windows = [], 0
+    for number, batch in enumerate(batches):
+        documents = documents_of(batch, setup.tokenizer.eot_token if setup.tokenizer else None)
+        stays = removal.stays(documents, is_first=number == 0)
+        if not stays.any():
+            raise UsageError(
+                f"--without must leave a window of each step, got all {len(stays)} windows of step {first + number}."
+            )
+        num_windows += int((~stays).sum())
+        reduced.append(replace_windows(batch, stays))
+    before = jax.device_get(rerun.state)  # a step may take the memory of its state
+    losses = [rerun.compute(batch) for batch in batches]
+    rerun.state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), before, setup.like)
+    without = [rerun.compute(batch) for batch in reduced]
+    return Comparison(
+        ids=tuple(ids),
+        num_windows=num_windows,
+        losses=losses,
+        without=without,
+        score_without=_score([*recorded[: first - 1].tolist(), without[0]]),
+    )
+
+
+def documents_of(windows: NDArray[np.uint16], end_of_text: int | None) -> NDArray[np.int64]:
+    """Return the number of the document of each token of a batch, `int64[B, W]`.
+
+    Args:
+        windows: the batch.
+        end_of_text: the token that ends a document; None takes each window for one.
+    """
+    if end_of_text is None:
+        return np.broadcast_to(np.arange(len(windows))[:, None], windows.shape)
+    numbers = np.asarray(document_ids(windows, end_of_text), np.int64)
+    return numbers + np.concatenate([[0], np.cumsum(numbers.max(axis=1) + 1)[:-1]])[:, None]
+
+
+def _score(losses: Any) -> float | None:
+    """Return the score of the last loss, or None if it has none."""
+    recent = np.asarray(losses, np.float64)
+    score = spike_scores(recent.tolist(), first=len(recent) - 1)[0]
+    return float(score) if np.isfinite(score) else None
+
+
+def _largest_difference(recorded: NDArray[np.float32], found: Sequence[float]) -> float | None:
+    """Return the largest difference between losses. A step that was skipped in both does not differ."""
+    pairs = [(float(one), other) for one, other in zip(recorded, found, strict=True)]
+    differences = [abs(one - other) for one, other in pairs if not np.isnan([one, other]).all()]
+    return max(differences, default=None)
