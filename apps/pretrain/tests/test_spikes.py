@@ -8,12 +8,25 @@ def normal_losses(num, seed=0):
     return np.random.default_rng(seed).normal(3.0, 0.1, num).astype(np.float32)
 
 
-def test_the_score_is_the_distance_from_the_median_in_scaled_median_deviations():
-    losses = [*np.tile([1.0, 2.0, 3.0, 4.0, 5.0], 10), 7.0, 2.5]
+def test_the_score_is_the_distance_from_the_median_in_deviations_of_the_differences():
+    losses = [*np.tile([1.0, 3.0, 2.0, 4.0], 13)[:50], 7.0, 2.5]
     scores = spike_scores(losses)
     assert np.isnan(scores[:50]).all()
-    np.testing.assert_allclose(scores[50], (7 - 3) / 1.4826, rtol=1e-12)
-    np.testing.assert_allclose(scores[51], (2.5 - 3) / 1.4826, rtol=1e-12)  # 51 losses, whose median is still 3
+    # Differences of 2, 1, 2 and 3 in turn.
+    np.testing.assert_allclose(scores[50], (7 - 2.5) / (2 * 1.4826 / np.sqrt(2)), rtol=1e-12)
+
+
+def test_the_scores_of_normal_noise_have_the_deviation_one():
+    assert abs(np.nanstd(spike_scores(normal_losses(4000))) - 1) < 0.05
+
+
+def test_the_fall_of_the_loss_does_not_hide_a_spike():
+    losses = normal_losses(120) + np.linspace(3.0, 0.0, 120, dtype=np.float32)
+    losses[119] += 4.0
+    assert largest_spike(losses[:119]) is None
+    spike = largest_spike(losses)
+    assert spike is not None
+    assert spike.step == 120
 
 
 def test_only_the_losses_just_before_a_step_count():

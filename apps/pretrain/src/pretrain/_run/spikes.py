@@ -1,5 +1,6 @@
 """Spikes of the training loss: steps whose loss is far above that of the steps before."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,8 +17,9 @@ FEWEST = 50
 THRESHOLD = 10.0
 """The score from which a step is a spike. `benchmarks/results/blame.md` has the false alarms of normal runs."""
 
-# The median of the absolute deviations of a normal distribution, times this number, is its standard deviation.
-_NORMAL = 1.4826
+# The median of the absolute values of a centered normal distribution, times this number, is its standard deviation. The
+# difference of two such numbers has the square root of 2 times their deviation.
+_DEVIATIONS = 1.4826 / math.sqrt(2)
 # A deviation below this share of the median is noise of rounding, as in a run whose loss does not change.
 _LEAST_DEVIATION = 1e-3
 _ROWS_AT_ONCE = 4096
@@ -30,14 +32,15 @@ class Spike(NamedTuple):
     """The step."""
 
     score: float
-    """Its distance from the median of the losses before it, in their deviations: see `spike_scores`."""
+    """Its distance from the median of the losses before it, in deviations of their noise: see `spike_scores`."""
 
 
 def spike_scores(losses: Sequence[float] | NDArray[np.float32], *, first: int = 0) -> NDArray[np.float64]:
     """Return the robust z-score of each loss: its distance from the median of the `TRAILING` losses before it.
 
-    The unit is the median absolute deviation of these losses, scaled to the standard deviation of a normal distribution
-    (Leys et al., 2013, doi:10.1016/j.jesp.2013.03.013). A loss that falls has a negative score.
+    The unit is the standard deviation of the noise of these losses, as the median of the absolute differences between
+    two in a row shows it (von Neumann et al., 1941, doi:10.1214/aoms/1177731746, with medians): their fall in the course
+    of the training does not count. A loss that falls has a negative score.
 
     Args:
         losses: the loss of each step, in nats per token; not finite for a step without a loss.
@@ -67,7 +70,7 @@ def _scores(values: NDArray[np.float64], first: int) -> NDArray[np.float64]:
 def _deviations(before: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the distance of each value from the median of its row, in deviations of the row."""
     medians = np.median(before, axis=1)
-    deviations = _NORMAL * np.median(np.abs(before - medians[:, None]), axis=1)
+    deviations = _DEVIATIONS * np.median(np.abs(np.diff(before, axis=1)), axis=1)
     return (values - medians) / np.maximum(deviations, _LEAST_DEVIATION * np.abs(medians))
 
 
