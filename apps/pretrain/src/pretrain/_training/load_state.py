@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from nnx_gpt2 import GPT2, TrainState, abstract_train_state, averaged_params, create_optimizer, split_params
 from pretrain._config import PretrainConfig
+from pretrain._run.checkpoint_digests import DIGESTS, digests_of
 from pretrain._run.description import RUN, Origin, parse_description
 from pretrain._training.best_validation import without_checkpoints
 from pretrain._training.setup import Setup
@@ -72,6 +73,12 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
 def items(state: TrainState) -> dict[str, Any]:
     """Return the items of a checkpoint: the arrays of a state, by the names of its fields."""
     return {"params": state.params, "opt_state": state.opt_state}
+
+
+def metadata_of(state: TrainState) -> dict[str, Any]:
+    """Return what the metadata of a checkpoint tell about a state: its digests and counters. A collective."""
+    counters = {name: int(getattr(state, name)) for name in COUNTERS}
+    return {DIGESTS: digests_of(items(state)), **counters}
 
 
 def _weights(checkpoints: Checkpoints, step: int, setup: Setup) -> Any:
