@@ -39,8 +39,8 @@ def spike_scores(losses: Sequence[float] | NDArray[np.float32], *, first: int = 
     """Return the robust z-score of each loss: its distance from the median of the `TRAILING` losses before it.
 
     The unit is the standard deviation of the noise of these losses, as the median of the absolute differences between
-    two in a row shows it (von Neumann et al., 1941, doi:10.1214/aoms/1177731746, with medians): their fall in the course
-    of the training does not count. A loss that falls has a negative score.
+    two in a row shows it (von Neumann et al., 1941, doi:10.1214/aoms/1177731746, with medians): the fall of the losses
+    in the course of the training does not count. A loss that falls has a negative score.
 
     Args:
         losses: the loss of each step, in nats per token; not finite for a step without a loss.

@@ -12,13 +12,9 @@ from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
 from owt_data import GrowingTokens, Tokens, step_starts
 from pretrain._config import PretrainConfig
 from pretrain._errors import TrainingDivergedError
-<<<<<<< HEAD
-from pretrain._run.metrics import Record, rounded
-from pretrain._run.spikes import THRESHOLD, TRAILING, spike_scores
-=======
 from pretrain._run.metrics import Record, rounded, windows_digest
+from pretrain._run.spikes import THRESHOLD, TRAILING, spike_scores
 from pretrain._training.train_batches import batches_of
->>>>>>> 34580a9db9ec5c118c2fe34c339b272a277f0822
 
 NOTHING_UNRECORDED: dict[str, Any] = {
     "loss_sum": 0.0,
