@@ -20,6 +20,7 @@ from pretrain._command_line.arguments import build_command, split_command
 from pretrain._command_line.command_classes import (
     Command,
     CompareCommand,
+    DataCommand,
     EvalCommand,
     ExportCommand,
     PlanCommand,
@@ -223,13 +224,20 @@ def _run(command: Command, began_s: float) -> int:
             _imported("report.report")(runs, out=out, console=console)
         case CompareCommand(runs=runs, against=against, at=at, json=as_json):
             _imported("compare.compare")(runs, against=against, at=at, as_json=as_json, console=console)
-        case RunsCommand(json=as_json):
-            given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
-            del given["json"]
-            _imported("runs.show_runs")(**given, as_json=as_json, console=console)
+        case RunsCommand():
+            _imported("runs.show_runs")(**_options(command), console=console)
+        case DataCommand():
+            progress = Console(stderr=True, emoji=False)
+            _imported("data.show_data")(**_options(command), console=console, progress=progress)
         case WatchCommand(run=run):
             _imported("watch.watch")(run, console=console)
     return 0
+
+
+def _options(command: RunsCommand | DataCommand) -> dict[str, Any]:
+    """Return the options of a command as the arguments of its function."""
+    names = (field.name for field in dataclasses.fields(command))
+    return {"as_json" if name == "json" else name: getattr(command, name) for name in names}
 
 
 def _typed_prompts(console: Console) -> Iterator[str]:
