@@ -10,6 +10,7 @@ from pretrain._command_line.command_classes import (
     COMMANDS,
     FREQUENT,
     CompareCommand,
+    DataCommand,
     EvalCommand,
     ExportCommand,
     ReportCommand,
@@ -35,6 +36,9 @@ from pretrain._errors import UsageError
         ("report a b --out x.html", ReportCommand(runs=("a", "b"), out="x.html")),
         ("report --out x.html a", ReportCommand(runs=("a",), out="x.html")),
         ("report a --out x.html b", ReportCommand(runs=("a", "b"), out="x.html")),
+        ("data first --step 12", DataCommand(run="first", step=12)),
+        ("data first --find -x --json", DataCommand(run="first", find="-x", json=True)),
+        ("data first --document 7 --full", DataCommand(run="first", document=7, full=True)),
         ("compare a b --at 50", CompareCommand(runs=("a", "b"), at=50)),
         ("compare a b --against c d --json", CompareCommand(runs=("a", "b"), against=("c", "d"), json=True)),
         ("runs", RunsCommand(storage_path="runs")),
@@ -155,8 +159,8 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("sample run --resume", "options must be those of pretrain sample --help, got --resume."),
         (
             "help trains",
-            "no command trains; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch; did "
-            "you mean train?",
+            "no command trains; there are train, plan, sweep, sample, eval, export, report, compare, blame, runs, watch, "
+            "data; did you mean train?",
         ),
         ("sample run --xyzzyq 3", "options must be those of pretrain sample --help, got --xyzzyq."),
         ("--train.max-steps abc", "--train.max-steps must be an integer, got abc."),
@@ -209,8 +213,8 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--prepare.val-fraction 2", "prepare.val_fraction must be between 0 and 1, got 2.0."),
         (
             "report2",
-            "no command report2; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch; did "
-            "you mean report?",
+            "no command report2; there are train, plan, sweep, sample, eval, export, report, compare, blame, runs, watch, "
+            "data; did you mean report?",
         ),
     ],
 )

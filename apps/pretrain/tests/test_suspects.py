@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nnx_gpt2 import GradientShares
-from owt_data import load_tokenizer
+from owt_data import TokenDocument, load_tokenizer
 from pretrain._audit.suspects import Removal, Suspect, parse_removal, rank_documents, rank_windows, replace_windows
 from pretrain._errors import UsageError
 
@@ -20,6 +20,18 @@ def shares_of(losses, shares):
     return GradientShares(losses=losses, shares=shares, norms=norms, norm=2.0)
 
 
+PLACES = {
+    number: TokenDocument(
+        id=number,
+        start=0,
+        stop=9,
+        token_file="train.bin",
+        number=number,
+        file=None if number == 9 else "c.jsonl",
+        row=None if number == 9 else number + 100,
+    )
+    for number in (2, 5, 7, 9)
+}
 FOUND = shares_of(
     [[1, 2, 3, 4], [5, 6, 7, 9], [0, 0, 1, 1]], [[0.1, 0.1, 0, 0.1], [0.5, 0.0, -0.05, 0], [0.1, 0.1, 0.1, 0.1]]
 )
@@ -31,11 +43,13 @@ def test_windows_are_ranked_by_their_share_in_the_gradient_or_by_their_mean_loss
     assert [suspect.id for suspect in by_gradient] == ["w1", "w2", "w0"]
     assert [suspect.id for suspect in by_loss] == ["w1", "w0", "w2"]
     share = float(np.float32([0.5, 0.0, -0.05, 0]).sum())
-    assert by_loss[0] == Suspect(id="w1", rows=[1], num_tokens=4, loss=6.75, share=share, norm=1.5, text="efgh")
+    assert by_loss[0] == Suspect(
+        id="w1", rows=[1], num_tokens=4, loss=6.75, share=share, norm=1.5, source=None, text="efgh"
+    )
 
 
 def test_a_prediction_counts_for_the_document_of_its_target():
-    by_loss = rank_documents(FOUND, WINDOWS, DOCUMENTS, load_tokenizer("bytes"), "loss")
+    by_loss = rank_documents(FOUND, WINDOWS, DOCUMENTS, PLACES, load_tokenizer("bytes"), "loss")
     # The first token of document 9 is predicted from the end of document 7.
     assert [(suspect.id, suspect.num_tokens, suspect.loss) for suspect in by_loss] == [
         ("d9", 2, 8.0),
@@ -43,9 +57,10 @@ def test_a_prediction_counts_for_the_document_of_its_target():
         ("d5", 3, 2.0),
         ("d2", 4, 0.5),
     ]
+    assert [suspect.source for suspect in by_loss] == [None, "c.jsonl:107", "c.jsonl:105", "c.jsonl:102"]
     assert [suspect.rows for suspect in by_loss] == [[1], [0, 1], [0], [2]]
     assert [suspect.text for suspect in by_loss] == ["gh", "d", "abc", "ijklm"]
-    by_gradient = rank_documents(FOUND, WINDOWS, DOCUMENTS, None, "gradient")
+    by_gradient = rank_documents(FOUND, WINDOWS, DOCUMENTS, PLACES, None, "gradient")
     assert [(suspect.id, round(suspect.share, 6)) for suspect in by_gradient] == [
         ("d7", 0.6),
         ("d2", 0.4),
@@ -62,7 +77,7 @@ def test_what_is_not_finite_comes_first_and_is_null_in_json(by):
     found = shares_of(losses, shares)
     for ranked in (
         rank_windows(found, WINDOWS, None, by),
-        rank_documents(found, WINDOWS, DOCUMENTS, None, by),
+        rank_documents(found, WINDOWS, DOCUMENTS, PLACES, None, by),
     ):
         assert ranked[0].rows == [2]
         values = json.loads(json.dumps(ranked[0].to_json(), allow_nan=False))
@@ -88,7 +103,7 @@ def test_the_next_window_that_stays_takes_the_place_of_one_that_goes():
 def test_ids_that_are_not_in_the_step_are_rejected(unknown):
     suspects = [
         *rank_windows(FOUND, WINDOWS, None, "loss"),
-        *rank_documents(FOUND, WINDOWS, DOCUMENTS, None, "loss"),
+        *rank_documents(FOUND, WINDOWS, DOCUMENTS, PLACES, None, "loss"),
     ]
     assert parse_removal(["w2", "d7", "d5"], suspects) == Removal(frozenset({2}), frozenset({7, 5}))
     with pytest.raises(UsageError, match="--without must be windows and documents of the step, such as w1, got"):

@@ -21,6 +21,7 @@ from pretrain._command_line.command_classes import (
     BlameCommand,
     Command,
     CompareCommand,
+    DataCommand,
     EvalCommand,
     ExportCommand,
     PlanCommand,
@@ -51,6 +52,7 @@ _INTERRUPTED = 130
 _NO_READER = 141
 _TRAINING = (PretrainConfig, TrainCommand, SweepCommand)
 _USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand, BlameCommand)
+_FUNCTIONS: dict[type, str] = {BlameCommand: "blame.blame", RunsCommand: "runs.show_runs"}
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
@@ -224,19 +226,20 @@ def _run(command: Command, began_s: float) -> int:
             _imported("report.report")(runs, out=out, console=console)
         case CompareCommand(runs=runs, against=against, at=at, json=as_json):
             _imported("compare.compare")(runs, against=against, at=at, as_json=as_json, console=console)
-        case BlameCommand():
-            _imported("blame.blame")(**_arguments(command), console=console)
-        case RunsCommand():
-            _imported("runs.show_runs")(**_arguments(command), console=console)
+        case BlameCommand() | RunsCommand():
+            _imported(_FUNCTIONS[type(command)])(**_options(command), console=console)
+        case DataCommand():
+            progress = Console(stderr=True, emoji=False)
+            _imported("data.show_data")(**_options(command), console=console, progress=progress)
         case WatchCommand(run=run):
             _imported("watch.watch")(run, console=console)
     return 0
 
 
-def _arguments(command: Any) -> dict[str, Any]:
-    """Return the options of a command as arguments of its function. `json` is the name of a module there."""
-    given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
-    return {"as_json" if name == "json" else name: value for name, value in given.items()}
+def _options(command: BlameCommand | DataCommand | RunsCommand) -> dict[str, Any]:
+    """Return the options of a command as the arguments of its function."""
+    names = (field.name for field in dataclasses.fields(command))
+    return {"as_json" if name == "json" else name: getattr(command, name) for name in names}
 
 
 def _typed_prompts(console: Console) -> Iterator[str]:

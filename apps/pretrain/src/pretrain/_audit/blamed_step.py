@@ -8,8 +8,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from nnx_gpt2 import document_ids, gradient_shares
+from nnx_gpt2 import gradient_shares
 from pretrain._audit.rerun import Rerun
+from pretrain._audit.run_tokens import RunTokens
+from pretrain._audit.step_windows import StepWindow, step_windows
 from pretrain._audit.suspects import (
     Measure,
     Suspect,
@@ -19,8 +21,6 @@ from pretrain._audit.suspects import (
     replace_windows,
 )
 from pretrain._errors import UsageError
-from pretrain._run.description import RunDescription
-from pretrain._run.folder import RunFolder
 from pretrain._run.spikes import spike_scores
 
 
@@ -78,8 +78,7 @@ class BlamedStep:
 
 
 def blame_step(
-    folder: RunFolder,
-    description: RunDescription,
+    tokens: RunTokens,
     step: int,
     losses: NDArray[np.float32],
     *,
@@ -92,8 +91,7 @@ def blame_step(
     The losses and gradients are those of the parameters before the step, without dropout.
 
     Args:
-        folder: the run's folder. Nothing is written.
-        description: the run's description.
+        tokens: the run's tokens. Nothing is written into its folder.
         step: the step, from 1.
         losses: the losses of the steps of the run.
         by: the number that the order follows.
@@ -104,25 +102,25 @@ def blame_step(
         UsageError: see `Rerun`; or `without` names no windows and documents of the step, or all windows of a step.
         DataError, LaunchError: see `Rerun`.
     """
-    rerun = Rerun(folder, description, step - 1)
+    rerun = Rerun(tokens, step - 1)
     begin, found = rerun.step, []
     while rerun.step < step - 1:
         found.append(rerun.compute(next(rerun.batches)))
-    setup, windows = rerun.setup, next(rerun.batches)
-    end_of_text = setup.tokenizer.eot_token if setup.tokenizer else None
+    setup, windows, parts = rerun.setup, next(rerun.batches), step_windows(tokens, step)
+    masks = setup.config.train.mask_documents
     shares = gradient_shares(
         setup.config.model,
         rerun.state.params,
         windows,
         mesh=setup.mesh,
-        end_of_text=end_of_text if setup.config.train.mask_documents else None,
+        end_of_text=setup.data.vocab_size - 1 if masks else None,
     )
-    documents = documents_of(windows, end_of_text)
+    documents = {part.document.id: part.document for window in parts for part in window.documents}
     ranked_windows = rank_windows(shares, windows, setup.tokenizer, by)
-    ranked_documents = rank_documents(shares, windows, documents, setup.tokenizer, by)
+    ranked_documents = rank_documents(shares, windows, _document_ids(parts), documents, setup.tokenizer, by)
     comparison = None
     if without:
-        comparison = _compare(rerun, windows, without, [*ranked_windows, *ranked_documents], losses, num_steps)
+        comparison = _compare(rerun, tokens, windows, without, [*ranked_windows, *ranked_documents], losses, num_steps)
     return BlamedStep(
         step=step,
         loss=float(losses[step - 1]),
@@ -138,6 +136,7 @@ def blame_step(
 
 def _compare(
     rerun: Rerun,
+    tokens: RunTokens,
     windows: NDArray[np.uint16],
     ids: Sequence[str],
     suspects: Sequence[Suspect],
@@ -150,8 +149,7 @@ def _compare(
     batches = [windows, *(next(rerun.batches) for _ in range(num_steps - 1))]
     reduced, num_windows = [], 0
     for number, batch in enumerate(batches):
-        documents = documents_of(batch, setup.tokenizer.eot_token if setup.tokenizer else None)
-        stays = removal.stays(documents, is_first=number == 0)
+        stays = removal.stays(_document_ids(step_windows(tokens, first + number)), is_first=number == 0)
         if not stays.any():
             raise UsageError(
                 f"--without must leave a window of each step, got all {len(stays)} windows of step {first + number}."
@@ -171,17 +169,13 @@ def _compare(
     )
 
 
-def documents_of(windows: NDArray[np.uint16], end_of_text: int | None) -> NDArray[np.int64]:
-    """Return the number of the document of each token of a batch, `int64[B, W]`.
-
-    Args:
-        windows: the batch.
-        end_of_text: the token that ends a document; None takes each window for one.
-    """
-    if end_of_text is None:
-        return np.broadcast_to(np.arange(len(windows))[:, None], windows.shape)
-    numbers = np.asarray(document_ids(windows, end_of_text), np.int64)
-    return numbers + np.concatenate([[0], np.cumsum(numbers.max(axis=1) + 1)[:-1]])[:, None]
+def _document_ids(windows: Sequence[StepWindow]) -> NDArray[np.int64]:
+    """Return the document of each token of the windows of a step, `int64[B, seq_len + 1]`."""
+    ids = np.empty((len(windows), len(windows[0].tokens)), np.int64)
+    for window in windows:
+        for part in window.documents:
+            ids[window.row, part.start : part.stop] = part.document.id
+    return ids
 
 
 def _score(losses: Any) -> float | None:

@@ -8,12 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnx_gpt2 import TrainState, put_batch
-from owt_data import open_tokens
+from pretrain._audit.run_tokens import RunTokens
 from pretrain._config import MeshConfig
 from pretrain._errors import UsageError
 from pretrain._resolve.devices import check_shares
-from pretrain._run.description import RunDescription
-from pretrain._run.folder import RunFolder
 from pretrain._surroundings.environment import start_jax
 from pretrain._training.load_state import restore
 from pretrain._training.setup import set_up
@@ -25,31 +23,25 @@ class Rerun:
     """A run from a checkpoint on, on the devices of this process. No file of the run is written.
 
     Args:
-        folder: the run's folder.
-        description: the run's description.
+        tokens: the run's tokens.
         step: the last step that is not computed again. The newest checkpoint up to it is the start, or else the random
             parameters of the run.
 
     Raises:
-        UsageError: the tokens are not those of the run, the run has no such checkpoint and does not start from random
-            parameters, or the devices of this machine cannot share its batch.
-        DataError: the tokens cannot be read.
+        UsageError: the run has no such checkpoint and does not start from random parameters, or the devices of this
+            machine cannot share its batch.
         LaunchError: the model does not fit the memory.
     """
 
-    def __init__(self, folder: RunFolder, description: RunDescription, step: int) -> None:
-        stored = description.data
-        data = open_tokens(stored.tokens, tokenizer=stored.tokenizer)
-        if stored.fingerprint not in (data.fingerprint, data.source_fingerprint):
-            raise UsageError(f"{stored.tokens} must hold the tokens of the run, got others. Restore the files.")
+    def __init__(self, tokens: RunTokens, step: int) -> None:
         start_jax()
-        config = description.config
+        folder, config, data = tokens.folder, tokens.description.config, tokens.data
         if jax.device_count() % (config.mesh.fsdp * config.mesh.tensor):  # those of another machine
             config = dataclasses.replace(config, mesh=MeshConfig())
         check_shares(config, [jax.device_count() // config.mesh.tensor])
         self.setup = set_up(config, data)
         saved = [one for one in checkpoint_steps(folder.checkpoints) if one <= step]
-        if not saved and description.origin is not None:
+        if not saved and tokens.description.origin is not None:
             raise UsageError(
                 f"{folder} has no checkpoint before step {step + 1}, and does not start from random parameters. Give a "
                 "later step."

@@ -6,7 +6,7 @@ Shapes: B windows of a batch, W = T + 1 tokens of a window, T predictions.
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnx_gpt2 import GradientShares
+from owt_data import TokenDocument
 from pretrain._errors import UsageError, short
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Suspect:
     """A window of a step, or the part of a document that the windows of a step hold."""
 
     id: str
-    """`w` and the row of the window in the batch, or `d` and the number of the document; for `Removal`."""
+    """`w` and the row of the window in the batch, or `d` and the id of the document in the training tokens."""
 
     rows: list[int]
     """The windows."""
@@ -47,6 +48,10 @@ class Suspect:
 
     norm: float | None
     """The norm of the gradient of a window's mean loss; None for a document."""
+
+    source: str | None
+    """The file of a document, and the number of its document or row there, from 0; None for a window, and if the index
+    of the tokens does not tell it."""
 
     text: str
     """Its text; of a document, the part in the first of these windows. Empty without the files of the tokenizer."""
@@ -78,6 +83,7 @@ def rank_windows(
             loss=float(found.losses[row].mean()),
             share=float(found.shares[row].sum()),
             norm=float(found.norms[row]),
+            source=None,
             text=_decoded(tokenizer, window),
         )
         for row, window in enumerate(windows)
@@ -88,7 +94,8 @@ def rank_windows(
 def rank_documents(
     found: GradientShares,
     windows: NDArray[np.uint16],
-    documents: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    documents: Mapping[int, TokenDocument],
     tokenizer: "tiktoken.Encoding | None",
     by: Measure,
 ) -> list[Suspect]:
@@ -97,19 +104,21 @@ def rank_documents(
     Args:
         found: the losses and the shares of the batch.
         windows: the batch, `uint16[B, W]`.
-        documents: the number of the document of each token, `int64[B, W]`.
+        ids: the id of the document of each token, `int64[B, W]`.
+        documents: the documents, by their ids.
         tokenizer: the tokenizer of the run.
         by: the number that the order follows.
     """
-    numbers, group = np.unique(documents[:, 1:], return_inverse=True)
+    numbers, group = np.unique(ids[:, 1:], return_inverse=True)
     group = group.ravel()
     counts = np.bincount(group)
     losses = np.bincount(group, weights=found.losses.ravel()) / counts
     shares = np.bincount(group, weights=found.shares.ravel())
     suspects = []
     for number, count, loss, share in zip(numbers.tolist(), counts.tolist(), losses, shares, strict=True):
-        rows = np.flatnonzero((documents[:, 1:] == number).any(axis=1)).tolist()
-        text = _decoded(tokenizer, windows[rows[0]][documents[rows[0]] == number])
+        place = documents[number]
+        rows = np.flatnonzero((ids[:, 1:] == number).any(axis=1)).tolist()
+        text = _decoded(tokenizer, windows[rows[0]][ids[rows[0]] == number])
         suspects.append(
             Suspect(
                 id=f"{_DOCUMENT}{number}",
@@ -118,6 +127,7 @@ def rank_documents(
                 loss=float(loss),
                 share=float(share),
                 norm=None,
+                source=None if place.file is None else f"{place.file}:{place.row}",
                 text=text,
             )
         )

@@ -175,6 +175,29 @@ class WatchCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DataCommand:
+    """Show the text of any step of a run, past or to come, or the steps that read a text or a document."""
+
+    run: str = field(metadata=_RUN)
+    """The run's folder or URI, or its name in ./runs."""
+
+    step: int | None = None
+    """Show the windows of this step: their documents, with file and row of the source, and their text."""
+
+    find: str | None = None
+    """Show the documents with this text, and the steps at which they were and will be read."""
+
+    document: int | None = None
+    """Show this document, by its id as --step and --find print it, and the steps that read it."""
+
+    full: bool = False
+    """Show all of the text, and all documents and steps."""
+
+    json: bool = False
+    """Print one line of JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
     """Say what a run needs, before it starts. Takes every option of `train`."""
 
@@ -290,6 +313,7 @@ Command = (
     | BlameCommand
     | RunsCommand
     | WatchCommand
+    | DataCommand
     | PlanCommand
     | SweepCommand
     | ShowConfig
@@ -307,6 +331,7 @@ COMMANDS: dict[str, type] = {
     "blame": BlameCommand,
     "runs": RunsCommand,
     "watch": WatchCommand,
+    "data": DataCommand,
 }
 
 EXAMPLES = {
@@ -345,6 +370,7 @@ EXAMPLES = {
     "blame": ("pretrain blame quickstart-builtin --spike", "pretrain blame runs/first --step 1200 --without d17 w3"),
     "runs": ("pretrain runs s3://bucket/runs", "pretrain runs 'baby-*' --group-by seed"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),
+    "data": ("pretrain data quickstart-builtin --step 120", "pretrain data runs/first --find 'a sentence' --json"),
 }
 """Two command lines of each command, for its help."""
 

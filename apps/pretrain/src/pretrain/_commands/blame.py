@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pretrain._audit.blamed_step import BlamedStep, Comparison, blame_step
+from pretrain._audit.run_tokens import open_run_tokens
 from pretrain._audit.suspects import Measure, Suspect
 from pretrain._errors import UsageError, rejecting, short
 from pretrain._formats import loss
@@ -66,7 +67,8 @@ def blame(  # noqa: PLR0913 - the options of the command
     if not 1 <= chosen <= len(losses):
         raise UsageError(f"--step must be from 1 to {len(losses)}, the last step of {folder}, got {chosen}.")
     with waiting(Console(stderr=True, emoji=False), f"computing the steps up to {chosen} again"):
-        found = blame_step(folder, description, chosen, losses, by=by, without=without, num_steps=steps)
+        tokens = open_run_tokens(folder, description)
+        found = blame_step(tokens, chosen, losses, by=by, without=without, num_steps=steps)
     if as_json:
         console.file.write(_json_line(found))
         return found
@@ -153,6 +155,8 @@ def _table(suspects: Sequence[Suspect]) -> Iterator[str]:
         share = f"{suspect.share:.1%}" if math.isfinite(suspect.share) else "-"
         numbers = f"{loss(suspect.loss):>8}  {share:>8}  {suspect.num_tokens:>6}"
         yield f"{suspect.id:<{width}}  {numbers}  {_shortened(suspect.text)}"
+        if suspect.source is not None:
+            yield f"{'':<{width}}  {suspect.source}"
 
 
 def _shortened(text: str) -> str:
