@@ -81,9 +81,9 @@ def test_the_garbage_is_the_first_document_of_its_step_and_its_text_is_shown(tra
     assert digests(folder) == before  # no file of the run is written
     assert (found["step"], found["checkpoint"], found["largest_difference"]) == (step, (step - 1) // 60 * 60, 0.0)
     assert found["loss"] == read_step_losses(folder / "runs/run/step_losses.f32")[step - 1]
-    for by in ("gradient", "loss"):
+    for by, order in (("loss", "what they add to the mean loss"), ("gradient", "their share in the gradient")):
         text = blame("--step", str(step), "--by", by, "--top", "1")
-        row = text.partition(f"1 of {len(found['documents'])} documents, by the {by}\n")[2].splitlines()[1]
+        row = text.partition(f"1 of {len(found['documents'])} documents, by {order}\n")[2].splitlines()[1]
         assert row.split()[0] == next(one["id"] for one in found["documents"] if one["text"][:20] in GARBAGE)
         assert next(one["text"] for one in found["documents"] if one["id"] == row.split()[0])[:20] in row
 

@@ -37,13 +37,21 @@ FOUND = shares_of(
 )
 
 
-def test_windows_are_ranked_by_their_share_in_the_gradient_or_by_their_mean_loss():
+def test_windows_are_ranked_by_their_share_in_the_gradient_or_by_what_they_add_to_the_loss():
     tokenizer = load_tokenizer("bytes")
     by_gradient, by_loss = (rank_windows(FOUND, WINDOWS, tokenizer, by) for by in ("gradient", "loss"))
     assert [suspect.id for suspect in by_gradient] == ["w1", "w2", "w0"]
     assert [suspect.id for suspect in by_loss] == ["w1", "w0", "w2"]
     share = float(np.float32([0.5, 0.0, -0.05, 0]).sum())
-    expected = {"num_tokens": 4, "loss": 6.75, "share": share, "norm": 1.5, "source": None, "text": "efgh"}
+    expected = {
+        "num_tokens": 4,
+        "loss": 6.75,
+        "excess": (27 - 4 * 39 / 12) / 12,
+        "share": share,
+        "norm": 1.5,
+        "source": None,
+        "text": "efgh",
+    }
     assert by_loss[0] == Suspect(id="w1", rows=[1], **expected)
 
 
@@ -56,6 +64,7 @@ def test_a_prediction_counts_for_the_document_of_its_target():
         ("d5", 3, 2.0),
         ("d2", 4, 0.5),
     ]
+    np.testing.assert_allclose([one.excess * 12 for one in by_loss], [2 * 4.75, 3 * 1.75, 3 * -1.25, 4 * -2.75])
     assert [suspect.source for suspect in by_loss] == [None, "c.jsonl:107", "c.jsonl:105", "c.jsonl:102"]
     assert [suspect.rows for suspect in by_loss] == [[1], [0, 1], [0], [2]]
     assert [suspect.text for suspect in by_loss] == ["gh", "d", "abc", "ijklm"]
@@ -67,6 +76,14 @@ def test_a_prediction_counts_for_the_document_of_its_target():
         ("d9", -0.05),
     ]
     assert {suspect.text for suspect in by_gradient} == {""}
+
+
+def test_a_few_tokens_of_a_high_loss_come_after_many_with_a_lower_one():
+    losses = [[9, 1, 1, 1], [6, 6, 6, 6], [0, 0, 0, 0]]
+    ids = np.array([[5, 7, 5, 5, 5], [2, 2, 2, 2, 2], [9, 9, 9, 9, 9]])
+    ranked = rank_documents(shares_of(losses, FOUND.shares), WINDOWS, ids, PLACES, None, "loss")
+    assert [(one.id, one.loss) for one in ranked] == [("d2", 6.0), ("d7", 9.0), ("d5", 1.0), ("d9", 0.0)]
+    assert [round(one.excess * 12, 6) for one in ranked] == [12, 6, -6, -12]
 
 
 @pytest.mark.parametrize("by", ["gradient", "loss"])

@@ -20,8 +20,8 @@ from pretrain._errors import UsageError, short
 if TYPE_CHECKING:
     import tiktoken
 
-Measure = Literal["gradient", "loss"]
-"""The number that the order follows."""
+Measure = Literal["loss", "gradient"]
+"""The number that the order follows: `Suspect.excess` or `Suspect.share`."""
 
 _WINDOW, _DOCUMENT = "w", "d"
 _ID = re.compile(rf"(?P<kind>[{_WINDOW}{_DOCUMENT}])(?P<number>[0-9]{{1,18}})")
@@ -42,6 +42,10 @@ class Suspect:
 
     loss: float
     """Mean loss of these tokens, in nats, before the step."""
+
+    excess: float
+    """Its part in the mean loss of the batch, in nats: its share of the predictions, times its loss less the mean loss. A
+    few tokens with a high loss have a small part."""
 
     share: float
     """Its share in the squared norm of the gradient of the step: see `nnx_gpt2.GradientShares.shares`."""
@@ -75,12 +79,14 @@ def rank_windows(
         tokenizer: the tokenizer of the run.
         by: the number that the order follows.
     """
+    excess = _excess(found)
     suspects = [
         Suspect(
             id=f"{_WINDOW}{row}",
             rows=[row],
             num_tokens=len(window) - 1,
             loss=float(found.losses[row].mean()),
+            excess=float(excess[row].sum()),
             share=float(found.shares[row].sum()),
             norm=float(found.norms[row]),
             source=None,
@@ -113,9 +119,10 @@ def rank_documents(
     group = group.ravel()
     counts = np.bincount(group)
     losses = np.bincount(group, weights=found.losses.ravel()) / counts
+    excess = np.bincount(group, weights=_excess(found).ravel())
     shares = np.bincount(group, weights=found.shares.ravel())
     suspects = []
-    for number, count, loss, share in zip(numbers.tolist(), counts.tolist(), losses, shares, strict=True):
+    for number, count, loss, adds, share in zip(numbers.tolist(), counts.tolist(), losses, excess, shares, strict=True):
         place = documents[number]
         rows = np.flatnonzero((ids[:, 1:] == number).any(axis=1)).tolist()
         text = _decoded(tokenizer, windows[rows[0]][ids[rows[0]] == number])
@@ -125,6 +132,7 @@ def rank_documents(
                 rows=rows,
                 num_tokens=count,
                 loss=float(loss),
+                excess=float(adds),
                 share=float(share),
                 norm=None,
                 source=None if place.file is None else f"{place.file}:{place.row}",
@@ -134,9 +142,16 @@ def rank_documents(
     return _sorted(suspects, by)
 
 
+def _excess(found: GradientShares) -> NDArray[np.float64]:
+    """Return the part of each prediction in the mean loss of the batch, `float64[B, T]`."""
+    losses = found.losses.astype(np.float64)
+    finite = losses[np.isfinite(losses)]
+    return (losses - (finite.mean() if finite.size else np.nan)) / losses.size
+
+
 def _sorted(suspects: list[Suspect], by: Measure) -> list[Suspect]:
     def key(suspect: Suspect) -> tuple[bool, float]:
-        value = suspect.share if by == "gradient" else suspect.loss
+        value = suspect.share if by == "gradient" else suspect.excess
         is_finite = math.isfinite(value) and math.isfinite(suspect.loss)
         return is_finite, -value if is_finite else 0.0
 

@@ -124,9 +124,9 @@ class BlameCommand:
     top: int = 5
     """Number of windows and of documents to show."""
 
-    by: Literal["gradient", "loss"] = "gradient"
-    """The order: the share in the squared norm of the step's gradient, or the mean loss in nats per token. Both are
-    those of the parameters before the step, without dropout."""
+    by: Literal["loss", "gradient"] = "loss"
+    """The order: what a window or a document adds to the mean loss of the step, in nats; or its share in the squared
+    norm of the step's gradient. Both are those of the parameters before the step, without dropout."""
 
     without: tuple[str, ...] = ()
     """Windows (w3) and documents (d17) of the step, by the ids of the tables. The steps from this one on are computed

@@ -22,6 +22,10 @@ from pretrain._screen.printing import print_line, waiting
 
 _TEXT_WIDTH = 60
 _BAR_WIDTH = 30
+_ORDERS: dict[Measure, str] = {
+    "loss": "what they add to the mean loss",
+    "gradient": "their share in the gradient",
+}
 
 
 def blame(  # noqa: PLR0913 - the options of the command
@@ -30,7 +34,7 @@ def blame(  # noqa: PLR0913 - the options of the command
     step: int | None,
     spike: bool,
     top: int = 5,
-    by: Measure = "gradient",
+    by: Measure = "loss",
     without: Sequence[str] = (),
     steps: int = 20,
     as_json: bool = False,
@@ -128,7 +132,7 @@ def _lines(found: BlamedStep, top: int, by: Measure, command: str) -> Iterator[s
     for name, suspects in (("windows", found.windows), ("documents", found.documents)):
         yield ""
         more = f" of {len(suspects)}" if len(suspects) > top else ""
-        yield f"{min(top, len(suspects))}{more} {name}, by the {by}"
+        yield f"{min(top, len(suspects))}{more} {name}, by {_ORDERS[by]}"
         yield from _table(suspects[:top])
     yield ""
     if found.comparison is not None:
@@ -150,10 +154,10 @@ def _origin(found: BlamedStep) -> str:
 
 def _table(suspects: Sequence[Suspect]) -> Iterator[str]:
     width = max(2, *(len(suspect.id) for suspect in suspects))
-    yield f"{'id':<{width}}  {'loss':>8}  {'gradient':>8}  {'tokens':>6}  text"
+    yield f"{'id':<{width}}  {'loss':>8}  {'adds':>8}  {'gradient':>8}  {'tokens':>6}  text"
     for suspect in suspects:
         share = f"{suspect.share:.1%}" if math.isfinite(suspect.share) else "-"
-        numbers = f"{loss(suspect.loss):>8}  {share:>8}  {suspect.num_tokens:>6}"
+        numbers = f"{loss(suspect.loss):>8}  {suspect.excess:>+8.4f}  {share:>8}  {suspect.num_tokens:>6}"
         yield f"{suspect.id:<{width}}  {numbers}  {_shortened(suspect.text)}"
         if suspect.source is not None:
             yield f"{'':<{width}}  {suspect.source}"
