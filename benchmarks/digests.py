@@ -27,7 +27,7 @@ from options import count
 from nnx_gpt2 import OptimizerConfig, create_optimizer, create_train_state, gpt2, make_train_step
 from pretrain import PRESETS
 from pretrain._config import with_vocab_size
-from pretrain._run.checkpoint_digests import digests_of
+from pretrain._training.load_state import digests_of
 
 ROOT = Path(__file__).parent.parent
 STEPS_PER_SAVE = 1000

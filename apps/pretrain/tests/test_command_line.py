@@ -12,6 +12,7 @@ from pretrain._command_line.command_classes import (
     BlameCommand,
     CompareCommand,
     DataCommand,
+    DiffCommand,
     EvalCommand,
     ExportCommand,
     ReportCommand,
@@ -42,6 +43,8 @@ from pretrain._errors import UsageError
         ("data first --document 7 --full", DataCommand(run="first", document=7, full=True)),
         ("blame first --spike", BlameCommand(run="first", spike=True)),
         ("blame first --step 3 --without d17 w3", BlameCommand(run="first", step=3, without=("d17", "w3"))),
+        ("diff a b", DiffCommand(a="a", b="b")),
+        ("diff a@5 b@5 --elements --json", DiffCommand(a="a@5", b="b@5", elements=True, json=True)),
         ("compare a b --at 50", CompareCommand(runs=("a", "b"), at=50)),
         ("compare a b --against c d --json", CompareCommand(runs=("a", "b"), against=("c", "d"), json=True)),
         ("runs", RunsCommand(storage_path="runs")),
@@ -162,8 +165,7 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("sample run --resume", "options must be those of pretrain sample --help, got --resume."),
         (
             "help trains",
-            "no command trains; there are train, plan, sweep, sample, eval, export, report, compare, blame, runs, "
-            "watch, data; did you mean train?",
+            f"no command trains; there are {', '.join(COMMANDS)}; did you mean train?",
         ),
         ("sample run --xyzzyq 3", "options must be those of pretrain sample --help, got --xyzzyq."),
         ("--train.max-steps abc", "--train.max-steps must be an integer, got abc."),
@@ -216,8 +218,7 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--prepare.val-fraction 2", "prepare.val_fraction must be between 0 and 1, got 2.0."),
         (
             "report2",
-            "no command report2; there are train, plan, sweep, sample, eval, export, report, compare, blame, runs, "
-            "watch, data; did you mean report?",
+            f"no command report2; there are {', '.join(COMMANDS)}; did you mean report?",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """A run in this process against a plain loop: its numbers, samples and phases, also after stops at several steps."""
 
+import hashlib
 import json
 import shutil
 import signal
@@ -21,7 +22,7 @@ from nnx_gpt2 import (
     merge,
     put_batch,
 )
-from owt_data import load_tokenizer
+from owt_data import load_tokenizer, window_starts
 from pretrain import PretrainConfig, main
 from pretrain._cli import parse_command
 from pretrain._commands.train import _view as view_of
@@ -111,6 +112,9 @@ def plain_run(place: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str, s
         if step:
             record |= {"loss": sum(losses) / len(losses), "grad_norm_max": max(norms)}
             record["learning_rate"] = float(schedule(step - 1))
+            indices = np.arange(9) + (step - 1) * 9
+            starts = window_starts(indices, order="random", seed=SEED, num_tokens=len(data.train), seq_len=9)
+            record["windows"] = hashlib.sha256(starts.astype("<i8").tobytes()).hexdigest()[:16]
             losses, norms = [], []
         measured = [("", part)] * (step in EVALUATED) + [("full_", full)] * (step == MAX_STEPS)
         for prefix, validation in measured:

@@ -22,6 +22,7 @@ from pretrain._command_line.command_classes import (
     Command,
     CompareCommand,
     DataCommand,
+    DiffCommand,
     EvalCommand,
     ExportCommand,
     PlanCommand,
@@ -52,7 +53,14 @@ _INTERRUPTED = 130
 _NO_READER = 141
 _TRAINING = (PretrainConfig, TrainCommand, SweepCommand)
 _USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand, BlameCommand)
-_FUNCTIONS: dict[type, str] = {BlameCommand: "blame.blame", RunsCommand: "runs.show_runs"}
+_ANSWERS: dict[type, str] = {
+    ReportCommand: "report.report",
+    CompareCommand: "compare.compare",
+    BlameCommand: "blame.blame",
+    DiffCommand: "diff.diff",
+    RunsCommand: "runs.show_runs",
+    WatchCommand: "watch.watch",
+}
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
@@ -60,8 +68,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the application with these arguments, or with those of the process.
 
     Returns:
-        The exit code: 0 for success, 1 for failed training, 2 for bad input, 130 after an interrupt, 141 if the reader
-        of the output has closed it.
+        The exit code: 0 for success; 1 for failed training, or for runs that differ; 2 for bad input, 130 after an
+        interrupt, 141 if the reader of the output has closed it.
     """
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # the command prints the errors of `datasets` itself
     if not os.environ.get("COLUMNS", "1").strip("0"):
@@ -222,24 +230,19 @@ def _run(command: Command, began_s: float) -> int:
         case ExportCommand(run=run, out=out):
             step = _imported("export.export")(run, out)
             print_line(console, f"wrote the model of step {step} to {out}")
-        case ReportCommand(runs=runs, out=out):
-            _imported("report.report")(runs, out=out, console=console)
-        case CompareCommand(runs=runs, against=against, at=at, json=as_json):
-            _imported("compare.compare")(runs, against=against, at=at, as_json=as_json, console=console)
-        case BlameCommand() | RunsCommand():
-            _imported(_FUNCTIONS[type(command)])(**_options(command), console=console)
         case DataCommand():
             progress = Console(stderr=True, emoji=False)
             _imported("data.show_data")(**_options(command), console=console, progress=progress)
-        case WatchCommand(run=run):
-            _imported("watch.watch")(run, console=console)
+        case _:
+            is_success = _imported(_ANSWERS[type(command)])(**_options(command), console=console) is not False
+            return 0 if is_success else _FAILED
     return 0
 
 
-def _options(command: BlameCommand | DataCommand | RunsCommand) -> dict[str, Any]:
-    """Return the options of a command as the arguments of its function."""
-    names = (field.name for field in dataclasses.fields(command))
-    return {"as_json" if name == "json" else name: getattr(command, name) for name in names}
+def _options(command: Command) -> dict[str, Any]:
+    """Return the options of a command as the arguments of its function. One that returns False fails."""
+    fields = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+    return {"as_json" if name == "json" else name: value for name, value in fields.items()}
 
 
 def _typed_prompts(console: Console) -> Iterator[str]:

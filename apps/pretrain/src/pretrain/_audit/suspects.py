@@ -44,8 +44,8 @@ class Suspect:
     """Mean loss of these tokens, in nats, before the step."""
 
     excess: float
-    """Its part in the mean loss of the batch, in nats: its share of the predictions, times its loss less the mean loss. A
-    few tokens with a high loss have a small part."""
+    """Its part in the mean loss of the batch, in nats: its share of the predictions, times its loss less the mean loss.
+    A few tokens with a high loss have a small part."""
 
     share: float
     """Its share in the squared norm of the gradient of the step: see `nnx_gpt2.GradientShares.shares`."""
