@@ -58,21 +58,25 @@ COMMON: dict[str, Any] = {
 FULL: dict[str, Any] = {
     "documents": 10_000,
     "planted": 20,
-    "options": {"model.seq_len": 128, "train.global_batch_size": 16, "train.max_epochs": 1.0},
+    "runs": [
+        {"train.global_batch_size": 16, "train.order": "shuffle", "train.max_epochs": 1.0},
+        {"train.global_batch_size": 8, "train.order": "sequential", "train.max_steps": 1750},
+    ],
     "normal": [
         {"train.max_steps": 3000},
-        {"train.max_steps": 3000, "train.global_batch_size": 1, "model.dropout_rate": 0.1},
-        {"train.max_steps": 3000, "train.global_batch_size": 2},
-        {"train.max_steps": 3000, "train.global_batch_size": 4, "optimizer.schedule": "constant",
-         "train.order": "random"},
+        {"train.max_steps": 6000, "train.global_batch_size": 2},
+        {"train.max_steps": 4000, "train.global_batch_size": 4, "optimizer.schedule": "constant",
+         "train.order": "random", "seed": 3},
         {"train.max_steps": 3000, "train.global_batch_size": 8, "optimizer.schedule": "wsd",
          "optimizer.learning_rate": 0.01},
+        {"train.max_steps": 3000, "train.global_batch_size": 4, "model.seq_len": 256, "optimizer.clip_norm": 0.0},
         {"train.max_steps": 3000, "train.order": "sequential"},
     ],
 }  # fmt: skip
 SHORT = FULL | {
     "documents": 600,
     "planted": 2,
+    "runs": [{"train.global_batch_size": 2, "train.order": "sequential", "train.max_epochs": 1.0}],
     "normal": [{"train.max_steps": 150, "train.global_batch_size": 2}],
 }
 
@@ -123,17 +127,17 @@ def step_of(tokens: RunTokens, document: int) -> int | None:
     return max(counts, key=lambda step: (counts[step], -step), default=None)
 
 
-def blame_planted(folder: Path, form: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train a run on a corpus with planted documents, and blame a step of each."""
-    planted = write_corpus(folder, form)
-    options = {
+def blame_planted(folder: Path, name: str, options: dict[str, Any], planted: dict[int, str]) -> list[dict[str, Any]]:
+    """Train a run on the corpus with planted documents, and blame a step of each that it reads."""
+    of_corpus = {
         "data": str(folder / "corpus.jsonl"),
         "prepare.split": "position",
+        "model.seq_len": 128,
         "train.checkpoint_every": 50,
         "train.checkpoints_to_keep": None,
     }
-    train_run(folder, "planted", form["options"] | options)
-    run, description = find_run(str(folder / "planted"))
+    train_run(folder, name, of_corpus | options)
+    run, description = find_run(str(folder / name))
     tokens, losses = open_run_tokens(run, description), read_step_losses(run.step_losses)
     ids = {place.row: place.id for place in tokens.documents.describe(np.arange(len(tokens.documents)))}
     rows = []
@@ -198,23 +202,25 @@ def report(results: dict[str, Any], form: dict[str, Any]) -> str:
         f"{results['hardware']}, {results['date']}, {versions}, {results['seconds']:.0f} s. Models of 2 layers of "
         "width 64 on bytes; otherwise the preset `quickstart`.",
         "",
-        *_planted_lines(results["planted"], form),
+        f"The corpus has {form['documents']:,} documents of {DOCUMENT_BYTES} bytes, and {form['planted']} planted ones of "
+        "the same length.",
         "",
+        *(line for run in results["planted"] for line in (*_planted_lines(run["options"], run["rows"]), "")),
         *_alarm_lines(results["alarms"]),
     ]
     return "\n".join(lines) + "\n" + NOTES.format(first=FIRST_STEP, compared=COMPARED_STEPS)
 
 
-def _planted_lines(rows: list[dict[str, Any]], form: dict[str, Any]) -> list[str]:
-    options, num = form["options"], len(rows)
+def _planted_lines(options: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    num, sizes = len(rows), f"batches of {options['train.global_batch_size']} windows of 128 bytes"
     found = {name: sum(row[name] <= 3 for row in rows) for name in ("rank", "rank_by_gradient", "rank_by_mean_loss")}
     exact = sum(row["largest_difference"] in (0.0, None) for row in rows)
     spikes = [row for row in rows if row["score"] >= THRESHOLD]
     gone = sum(row["score_without"] < THRESHOLD for row in spikes)
     return [
-        f"## {num} documents of random characters among {form['documents']:,}",
+        f"## Documents of random characters: order `{options['train.order']}`, {sizes}",
         "",
-        f"Batches of {options['train.global_batch_size']} windows of {options['model.seq_len']} bytes, one epoch.",
+        f"The run reads {num} of the planted documents after step {FIRST_STEP}.",
         "",
         f"- Among the first three documents of `blame`: {found['rank']} of {num}; with `--by gradient` "
         f"{found['rank_by_gradient']}, by the mean loss of a document {found['rank_by_mean_loss']}.",
@@ -266,7 +272,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = f"{name}/cache"
         folder = Path(name)
-        found = {"planted": blame_planted(folder, form), "alarms": count_alarms(folder, form)}
+        planted = write_corpus(folder, form)
+        runs = [
+            {"options": options, "rows": blame_planted(folder, f"planted-{number}", options, planted)}
+            for number, options in enumerate(form["runs"])
+        ]
+        found = {"planted": runs, "alarms": count_alarms(folder, form)}
     results = environment("pretrain", "nnx-gpt2", "jax", "numpy") | found | {"seconds": time.perf_counter() - began}
     options.out.mkdir(parents=True, exist_ok=True)
     text = report(results, form)

@@ -225,7 +225,7 @@ def test_a_run_ends_after_as_many_skipped_steps_in_a_row_as_its_option_says(most
 def test_a_record_names_its_largest_spike_and_its_last_skipped_step():
     meter, losses = make_meter(), [2.0 + 0.01 * (step % 7) for step in range(1, 121)]
     losses[80], losses[84], losses[86], losses[87] = 3.0, 4.0, float("nan"), float("inf")
-    records, scores = {}, spike_scores(np.float32(losses))
+    records, scores = {}, spike_scores(np.asarray(losses, np.float32))
     for step, loss in enumerate(losses, 1):
         meter.add(metrics(loss))
         if step % 10 == 0:
@@ -275,7 +275,9 @@ def test_a_stop_between_two_records_does_not_change_the_next_one():
         if number == 2:
             after.restore(json.loads(json.dumps(before.wait_for_unrecorded())))
     assert after.wait_for_record(5) == whole.wait_for_record(5)
-    assert after.wait_for_unrecorded() == NOTHING_UNRECORDED | {"trailing_losses": np.float32(losses).tolist()}
+    assert after.wait_for_unrecorded() == NOTHING_UNRECORDED | {
+        "trailing_losses": np.asarray(losses, np.float32).tolist()
+    }
 
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)

@@ -15,7 +15,7 @@ DOCUMENTS = np.array([[5, 5, 5, 5, 7], [7, 7, 7, 9, 9], [2, 2, 2, 2, 2]])
 
 
 def shares_of(losses, shares):
-    losses, shares = np.float32(losses), np.float32(shares)
+    losses, shares = (np.asarray(values, np.float32) for values in (losses, shares))
     norms = np.where(np.isfinite(losses.sum(1)), 1.5, np.nan).astype(np.float32)
     return GradientShares(losses=losses, shares=shares, norms=norms, norm=2.0)
 
@@ -42,7 +42,7 @@ def test_windows_are_ranked_by_their_share_in_the_gradient_or_by_what_they_add_t
     by_gradient, by_loss = (rank_windows(FOUND, WINDOWS, tokenizer, by) for by in ("gradient", "loss"))
     assert [suspect.id for suspect in by_gradient] == ["w1", "w2", "w0"]
     assert [suspect.id for suspect in by_loss] == ["w1", "w0", "w2"]
-    share = float(np.float32([0.5, 0.0, -0.05, 0]).sum())
+    share = float(np.asarray([0.5, 0.0, -0.05, 0], np.float32).sum())
     expected = {
         "num_tokens": 4,
         "loss": 6.75,

@@ -92,7 +92,7 @@ def gradient_shares(
             if np.isfinite(norms[row]):
                 parts = np.asarray(along(params, _repeated(window, mesh), total))
                 shares[row] = parts / (parts.size * squared) if squared else 0.0
-    return GradientShares(losses=np.stack(losses), shares=shares, norms=np.float32(norms), norm=norm)
+    return GradientShares(losses=np.stack(losses), shares=shares, norms=np.asarray(norms, np.float32), norm=norm)
 
 
 def _repeated(window: Integer[np.ndarray, " W"], mesh: Mesh | None) -> Any:

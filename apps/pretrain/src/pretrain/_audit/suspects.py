@@ -186,10 +186,10 @@ class Removal:
             documents: the number of the document of each token, `int64[B, W]`.
             is_first: True for the first step.
         """
-        goes = np.isin(documents, [*self.documents]).any(axis=1)
+        stays = np.array([self.documents.isdisjoint(row) for row in documents.tolist()], np.bool_)
         if is_first:
-            goes[[*self.windows]] = True
-        return ~goes
+            stays[[*self.windows]] = False
+        return stays
 
 
 def parse_removal(ids: Sequence[str], suspects: Sequence[Suspect]) -> Removal:
