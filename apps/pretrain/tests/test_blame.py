@@ -154,3 +154,22 @@ def test_a_run_without_a_spike_says_so(trained, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["blame", "quiet", "--spike"]) == 2
     assert "must have a spike of its loss for --spike, got none: no loss is 10 deviations" in capsys.readouterr().err
+
+
+def test_a_run_ends_after_so_many_skipped_steps_and_its_skipped_steps_can_be_blamed(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained[0])
+    wild = TRAIN.replace("--name run", "--name wild --train.stop-after-bad-steps 3 --train.checkpoint-every 7").split()
+    wild += ["--optimizer.learning-rate", "1e30", "--optimizer.clip-norm", "0", "--optimizer.schedule", "constant"]
+    assert main(wild) == 1
+    error = capsys.readouterr().err
+    # The checkpoint of step 7 would be the first, and would hold parameters that are not finite.
+    assert re.search(r"the loss or the gradient of [3-6] steps in a row, up to step 7, is not finite\. Lower", error)
+    assert not [*(trained[0] / "runs/wild/checkpoints").glob("[0-9]*")]
+    losses = read_step_losses(trained[0] / "runs/wild/step_losses.f32")
+    assert (len(losses), np.isnan(losses[-3:]).all(), np.isfinite(losses[0])) == (7, True, True)
+    assert main(["blame", "wild", "--step", "6", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["loss"], found["score"], found["largest_difference"]) == (None, None, 0.0)
+    assert {one["loss"] for one in found["windows"]} == {None}
+    assert main(["blame", "wild", "--step", "6", "--without", found["documents"][0]["id"], "--steps", "2"]) == 0
+    assert "step 6 was skipped, because its loss or gradient is not finite" in capsys.readouterr().out

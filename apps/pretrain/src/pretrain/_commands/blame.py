@@ -22,6 +22,7 @@ from pretrain._screen.printing import print_line, waiting
 
 _TEXT_WIDTH = 60
 _BAR_WIDTH = 30
+_UNKNOWN = "-"
 _ORDERS: dict[Measure, str] = {
     "loss": "what they add to the mean loss",
     "gradient": "their share in the gradient",
@@ -127,7 +128,8 @@ def _lines(found: BlamedStep, top: int, by: Measure, command: str) -> Iterator[s
         score = f"{found.score:+.1f} deviations from the median before it"
         known = f", {score}" if found.score is not None else f" (no score in the first {FEWEST} steps)"
         state = f"has the loss {loss(found.loss)}{known}"
-    yield f"step {found.step} {state}; norm of its gradient {found.grad_norm:.4g}"
+    norm = f"; norm of its gradient {found.grad_norm:.4g}" if found.grad_norm else ""
+    yield f"step {found.step} {state}{norm}"
     yield _origin(found)
     for name, suspects in (("windows", found.windows), ("documents", found.documents)):
         yield ""
@@ -156,11 +158,16 @@ def _table(suspects: Sequence[Suspect]) -> Iterator[str]:
     width = max(2, *(len(suspect.id) for suspect in suspects))
     yield f"{'id':<{width}}  {'loss':>8}  {'adds':>8}  {'gradient':>8}  {'tokens':>6}  text"
     for suspect in suspects:
-        share = f"{suspect.share:.1%}" if math.isfinite(suspect.share) else "-"
-        numbers = f"{loss(suspect.loss):>8}  {suspect.excess:>+8.4f}  {share:>8}  {suspect.num_tokens:>6}"
+        share = f"{suspect.share:.1%}" if math.isfinite(suspect.share) else _UNKNOWN
+        adds = f"{suspect.excess:+.4f}" if math.isfinite(suspect.excess) else _UNKNOWN
+        numbers = f"{_loss(suspect.loss):>8}  {adds:>8}  {share:>8}  {suspect.num_tokens:>6}"
         yield f"{suspect.id:<{width}}  {numbers}  {_shortened(suspect.text)}"
         if suspect.source is not None:
             yield f"{'':<{width}}  {suspect.source}"
+
+
+def _loss(value: float) -> str:
+    return loss(value) if math.isfinite(value) else _UNKNOWN
 
 
 def _shortened(text: str) -> str:
@@ -178,7 +185,7 @@ def _comparison(found: BlamedStep, comparison: Comparison) -> Iterator[str]:
     width = len(str(found.step + len(comparison.losses) - 1))
     yield f"{'step':>{max(4, width)}}  {'loss':>8}  {'without':>8}"
     for step, (one, other) in enumerate(zip(comparison.losses, comparison.without, strict=True), found.step):
-        yield f"{step:>{max(4, width)}}  {loss(one):>8}  {loss(other):>8}  {_bar(one, other, low, high)}".rstrip()
+        yield f"{step:>{max(4, width)}}  {_loss(one):>8}  {_loss(other):>8}  {_bar(one, other, low, high)}".rstrip()
     if comparison.score_without is not None:
         is_gone = comparison.score_without < THRESHOLD
         was_spike = found.score is None or found.score >= THRESHOLD
