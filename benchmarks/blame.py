@@ -202,8 +202,8 @@ def report(results: dict[str, Any], form: dict[str, Any]) -> str:
         f"{results['hardware']}, {results['date']}, {versions}, {results['seconds']:.0f} s. Models of 2 layers of "
         "width 64 on bytes; otherwise the preset `quickstart`.",
         "",
-        f"The corpus has {form['documents']:,} documents of {DOCUMENT_BYTES} bytes, and {form['planted']} planted ones of "
-        "the same length.",
+        f"The corpus has {form['documents']:,} documents of {DOCUMENT_BYTES} bytes, and {form['planted']} planted ones "
+        "of the same length.",
         "",
         *(line for run in results["planted"] for line in (*_planted_lines(run["options"], run["rows"]), "")),
         *_alarm_lines(results["alarms"]),
