@@ -159,8 +159,8 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("sample run --resume", "options must be those of pretrain sample --help, got --resume."),
         (
             "help trains",
-            "no command trains; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch, data; did "
-            "you mean train?",
+            "no command trains; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch, "
+            "data; did you mean train?",
         ),
         ("sample run --xyzzyq 3", "options must be those of pretrain sample --help, got --xyzzyq."),
         ("--train.max-steps abc", "--train.max-steps must be an integer, got abc."),
@@ -213,8 +213,8 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--prepare.val-fraction 2", "prepare.val_fraction must be between 0 and 1, got 2.0."),
         (
             "report2",
-            "no command report2; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch, data; did "
-            "you mean report?",
+            "no command report2; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch, "
+            "data; did you mean report?",
         ),
     ],
 )
