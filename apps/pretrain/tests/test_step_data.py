@@ -13,7 +13,7 @@ from pretrain import PRESETS, main
 from pretrain._audit.run_tokens import open_run_tokens
 from pretrain._audit.step_windows import read_document, step_windows
 from pretrain._config import with_vocab_size
-from pretrain._run.description import Origin, describe, describe_data, read_description, write_description
+from pretrain._run.description import Origin, describe, describe_data, write_description
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._training.train_batches import train_batches
@@ -54,10 +54,10 @@ def corpora(tmp_path_factory):
 
 @pytest.fixture
 def make_run(tmp_path, monkeypatch):
-    """Makes a run of given tokens in `runs`. Returns its folder, configuration and tokens."""
+    """Makes a run of given tokens in `runs`. Returns its folder, description and tokens."""
     monkeypatch.chdir(tmp_path)
 
-    def make(names, *, order="shuffle", reached=30, name="run", origin=None, max_steps=STEPS, data_mode="prepared"):
+    def make(names, *, order="shuffle", reached=30, name="run", origin=None, max_steps=STEPS):
         quickstart = with_vocab_size(PRESETS["quickstart"](), 257)
         config = dataclasses.replace(
             quickstart,
@@ -68,9 +68,10 @@ def make_run(tmp_path, monkeypatch):
         data = open_tokens(names, tokenizer="bytes")
         folder = RunFolder(tmp_path / "runs" / name)
         folder.path.mkdir(parents=True)
-        write_description(folder, describe(config, describe_data(data, data_mode), "local", origin))
+        description = describe(config, describe_data(data), "local", origin)
+        write_description(folder, description)
         folder.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(0, reached + 1, 10)))
-        return folder, config, data
+        return folder, description, data
 
     return make
 
@@ -111,11 +112,11 @@ ORDERS = [
 
 @pytest.mark.parametrize(("form", "order"), ORDERS)
 def test_the_windows_of_a_step_are_those_of_the_training(form, order, corpora, make_run):
-    folder, config, data = make_run(corpora[form], order=order)
-    run = open_run_tokens(folder, read_description(folder))
+    folder, description, data = make_run(corpora[form], order=order)
+    run = open_run_tokens(folder, description)
     assert data.train.num_windows(SEQ_LEN) < BATCH * STEPS  # more than an epoch
     encoding = load_tokenizer("bytes")
-    for step, rows in enumerate(train_batches(config, data, 0, uses_ray_data=False), start=1):
+    for step, rows in enumerate(train_batches(description.config, data, 0, uses_ray_data=False), start=1):
         windows = step_windows(run, step)
         assert [window.row for window in windows] == list(range(BATCH))
         assert np.array([window.tokens for window in windows]).tolist() == rows.tolist()
@@ -132,11 +133,11 @@ def test_the_windows_of_a_step_are_those_of_the_training(form, order, corpora, m
 
 @pytest.mark.parametrize(("form", "order"), ORDERS)
 def test_a_document_is_read_at_the_steps_whose_batches_have_its_tokens(form, order, corpora, make_run, shown):
-    _, config, data = make_run(corpora[form], order=order)
+    _, description, data = make_run(corpora[form], order=order)
     documents = open_documents(data)
     # The ids of the documents of each row of each step, from the windows that the training reads.
     expected = {}
-    rows = np.concatenate([*train_batches(config, data, 0, uses_ray_data=False)])
+    rows = np.concatenate([*train_batches(description.config, data, 0, uses_ray_data=False)])
     content = documents.tokens.read()
     places = {}
     for position in range(len(content) - SEQ_LEN):
@@ -161,7 +162,7 @@ def read_text(documents, document):
 
 @pytest.mark.parametrize("form", ["folder", "folders", "mixture"])
 def test_a_text_is_found_at_the_steps_that_read_it(form, corpora, make_run, shown):
-    _, config, data = make_run(corpora[form])
+    _, description, data = make_run(corpora[form])
     documents = open_documents(data)
     wanted = next(one for one in documents.describe(np.arange(len(documents))) if one.row == 8)
     text = read_text(documents, wanted.id)[:9]
@@ -169,7 +170,7 @@ def test_a_text_is_found_at_the_steps_that_read_it(form, corpora, make_run, show
     assert found["num_documents"] == 1
     (match,) = found["documents"]
     assert (match["id"], match["file"], match["row"], match["num_matches"]) == (wanted.id, wanted.file, 8, 1)
-    batches = [*train_batches(config, data, 0, uses_ray_data=False)]
+    batches = [*train_batches(description.config, data, 0, uses_ray_data=False)]
     has_first_byte = {(read["step"], read["row"]) for read in match["match_reads"]}
     for step, rows in enumerate(batches, start=1):
         for number, row in enumerate(rows):
@@ -247,10 +248,10 @@ def unfinished(tmp_path):
 
 def test_a_stream_has_the_same_windows_before_and_after_its_end(unfinished, make_run, shown, rejected):
     source, out, options = unfinished
-    _, config, data = make_run(str(out), order="sequential-first", max_steps=100_000, data_mode="stream")
+    _, description, data = make_run(str(out), order="sequential-first", max_steps=100_000)
     last = data.train.num_windows(SEQ_LEN) // BATCH
     before = [shown("--step", str(step)) for step in (1, 2, last)]
-    batches = train_batches(config, data, 0, uses_ray_data=False)
+    batches = train_batches(description.config, data, 0, uses_ray_data=False)
     for found in before[:2]:
         text = [load_tokenizer("bytes").decode(row.tolist()) for row in next(batches)]
         assert [window["text"] for window in found["windows"]] == text
@@ -258,8 +259,10 @@ def test_a_stream_has_the_same_windows_before_and_after_its_end(unfinished, make
     assert f"step must be at most {last}, the last whose text is tokenized so far, got {last + 1}." in rejected(
         "run", "--step", str(last + 1)
     )
-    assert shown("--find", "line 60000 of")["documents"][0]["match_reads"]
-    batches.close()
+    (found,) = shown("--find", before[0]["windows"][3]["text"])["documents"]
+    assert [(read["step"], read["row"]) for read in found["match_reads"]] == [(1, 2), (1, 3)]  # a target, and an input
+    assert {read["step"] for read in found["reads"]} >= set(range(1, last + 1))
+    del batches
     prepare(str(source), out, options)
     after = [shown("--step", str(step)) for step in (1, 2, last)]
     for one, two in zip(before, after, strict=True):
@@ -336,8 +339,8 @@ def test_a_run_that_has_trained_shows_the_text_of_its_steps(tmp_path, monkeypatc
 
 
 def test_a_document_can_be_read_by_its_id(corpora, make_run):
-    folder, _, _ = make_run(corpora["folders"])
-    run = open_run_tokens(folder, read_description(folder))
+    folder, description, _ = make_run(corpora["folders"])
+    run = open_run_tokens(folder, description)
     document, text = read_document(run, 100)
     lines = Path(str(document.file)).read_text().splitlines()
-    assert text == json.loads(lines[document.row])["text"]
+    assert text == json.loads(lines[document.row or 0])["text"]
