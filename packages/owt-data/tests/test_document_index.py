@@ -65,8 +65,10 @@ def test_every_document_is_a_row_of_its_source(split, shard_bytes, rows, tmp_pat
     monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", shard_bytes)  # shards that end anywhere
     if split == "start" and shard_bytes > 64:
         pytest.skip("the text is shorter than the least block of validation")
-    fraction = {} if split == "start" else {"val_fraction": 0.3}
-    prepare(list(map(str, rows)), tmp_path / "out", PrepareOptions(tokenizer="bytes", split=split, **fraction))
+    fraction = None if split == "start" else 0.3
+    prepare(
+        list(map(str, rows)), tmp_path / "out", PrepareOptions(tokenizer="bytes", split=split, val_fraction=fraction)
+    )
     data = open_tokens(tmp_path / "out", tokenizer="bytes")
     found = {}
     for part in ("train", "val"):
@@ -121,8 +123,7 @@ def test_an_article_of_wikitext_is_numbered_in_its_file(tmp_path):
         assert decode(documents.read(document.id)).startswith(f" = {Path(str(document.file)).stem} {document.row} = \n")
 
 
-def test_the_token_files_are_those_of_a_preparation_without_an_index(prepared):
-    # The digests of the manifest are of the files of test_prepare, which a plain loop writes.
+def test_prepare_writes_an_index_beside_each_token_file(prepared):
     assert sorted(path.name for path in prepared.iterdir()) == [
         "manifest.json",
         "train.bin",
@@ -268,15 +269,15 @@ def test_an_older_folder_gets_the_index_of_prepare(documents, split, tmp_path, m
     (tmp_path / "wiki.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     source = tmp_path / ("wiki.jsonl" if documents == "rows" else "wiki.txt")
     options = PrepareOptions(
-        tokenizer="bytes", documents=documents, split=split, **({} if split == "start" else {"val_fraction": 0.1})
+        tokenizer="bytes", documents=documents, split=split, val_fraction=None if split == "start" else 0.1
     )
     prepare(str(source), tmp_path / "out", options)
     before = {name: pq.read_table(tmp_path / "out" / name)["end"].to_pylist() for name in ("train.docs", "val.docs")}
     for name in before:
         (tmp_path / "out" / name).unlink()
     data = open_tokens(tmp_path / "out", tokenizer="bytes")
-    for part, name in (("train", "train.docs"), ("val", "val.docs")):
-        check_ranges(open_documents(data, part))
+    for documents_of_part, name in ((open_documents(data), "train.docs"), (open_documents(data, "val"), "val.docs")):
+        check_ranges(documents_of_part)
         assert pq.read_table(tmp_path / "out" / name)["end"].to_pylist() == before[name]
     assert verify(tmp_path / "out") == []
 
@@ -342,7 +343,7 @@ def test_a_text_is_found_wherever_chunks_and_documents_end(wanted, chunk, tmp_pa
     documents = open_documents(open_tokens(tmp_path / "out", tokenizer="bytes"))
     expected = {}
     for document in documents.describe(np.arange(len(documents))):
-        content = texts[document.row].encode()
+        content = texts[document.row or 0].encode()
         places = [place for place in range(len(content)) if content[place:].startswith(wanted.encode())]
         if places:
             expected[document.id] = (len(places), document.start + places[0])

@@ -113,4 +113,5 @@ def open_run_tokens(
 def _difference(stored: dict[str, object], data: TokenData) -> str:
     """Return the first fields of a fingerprint that differ."""
     found = data.fingerprint if stored.keys() & {"manifest", "mixture", "sequence"} else data.source_fingerprint or {}
-    return " and ".join(name for name in stored if stored[name] != found.get(name)) + " differ"
+    names = [name for name in stored if stored[name] != found.get(name)]
+    return f"{' and '.join(names)} differ{'s' if len(names) == 1 else ''}"

@@ -147,7 +147,10 @@ def _document_lines(run: RunTokens, found: DocumentReads, full: bool) -> Iterato
 
 def _reads_json(run: RunTokens, found: DocumentReads) -> dict[str, Any]:
     def listed(reads: Sequence[Read]) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(read) | {"is_past": read.step <= run.reached_step} for read in reads]
+        reached = run.reached_step
+        return [
+            {"step": read.step, "row": read.row, "epoch": read.epoch, "is_past": read.step <= reached} for read in reads
+        ]
 
     matches = {"num_matches": found.num_matches, "match_position": found.match_position}
     of_match = matches | {"match_reads": listed(found.match_reads)} if found.num_matches is not None else {}

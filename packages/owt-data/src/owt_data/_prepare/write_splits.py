@@ -87,8 +87,11 @@ def documents_in(ends: NDArray[np.int64], ranges: Ranges) -> tuple[NDArray[np.in
         The exclusive end in the file, and the number in all tokens, of each document of the file.
     """
     starts, stops = ranges
-    first = np.searchsorted(ends, starts, side="right")
-    counts = np.where(stops > starts, np.searchsorted(ends, stops, side="left") + 1 - first, 0)
+    by_start = np.argsort(starts)  # a search for ascending values is many times faster than one in another order
+    first, last = np.empty_like(starts), np.empty_like(starts)
+    first[by_start] = np.searchsorted(ends, starts[by_start], side="right")
+    last[by_start] = np.searchsorted(ends, stops[by_start], side="left")
+    counts = np.where(stops > starts, last + 1 - first, 0)
     which = np.repeat(np.arange(len(starts)), counts)
     numbers = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + first[which]
     begins = np.maximum(np.where(numbers > 0, ends[numbers - 1], 0), starts[which])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -179,10 +179,12 @@ def write_index(
     names, files, rows = places if places is not None else ([], None, None)
     dictionary = pa.array(names, pa.large_string())
     sink = pa.BufferOutputStream()
-    encodings = {"end": "DELTA_BINARY_PACKED", "row": "DELTA_BINARY_PACKED"}
-    with pq.ParquetWriter(
-        sink, schema, use_dictionary=["file"], column_encoding=encodings, write_page_checksum=True
-    ) as writer:
+    options: dict[str, Any] = {
+        "use_dictionary": ["file"],
+        "column_encoding": {"end": "DELTA_BINARY_PACKED", "row": "DELTA_BINARY_PACKED"},
+        "write_page_checksum": True,
+    }
+    with pq.ParquetWriter(sink, schema, **options) as writer:
         for begin in range(0, len(ends), _GROUP_DOCUMENTS):
             part = slice(begin, begin + _GROUP_DOCUMENTS)
             nothing = [None] * len(ends[part])

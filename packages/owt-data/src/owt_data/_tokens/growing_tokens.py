@@ -61,7 +61,7 @@ class GrowingTokens:
     ) -> None:
         check_choice("split", split, ("train", "val"))
         self._folder = Path(name_text(folder))
-        self._split = split
+        self._split: Literal["train", "val"] = split
         self._is_one_source = is_one_source
         self._vocab_size = vocab_size
         self.is_complete = False

@@ -11,7 +11,7 @@ from owt_data._errors import DataError, check_function, check_text, check_type, 
 from owt_data._tokenizers import load_tokenizer
 from owt_data._tokens.token_documents import TokenDocuments
 
-_CHUNK_TOKENS = 1 << 20
+_CHUNK_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +69,11 @@ def _find_places(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the positions of the tokens that begin a match, for each chunk with matches."""
     encoding = load_tokenizer(tokenizer)
-    # No text has this character, so no match goes beyond the end of a document.
-    null = encoding.encode_single_token(b"\0")
-    num_bytes = np.array([len(encoding.decode_single_token_bytes(number)) for number in range(encoding.n_vocab)])
-    num_bytes[encoding.eot_token] = 1
+    pieces = [encoding.decode_single_token_bytes(number) for number in range(encoding.n_vocab)]
+    pieces[encoding.eot_token] = b"\0"  # no text has it, so no match goes beyond the end of a document
+    content_of_pieces = np.frombuffer(b"".join(pieces), np.uint8)
+    num_bytes = np.array([*map(len, pieces)])
+    first_bytes = np.cumsum(num_bytes) - num_bytes
     advance = share_counter(len(documents.tokens), report)
     for first, last in documents.parts():
         for begin in range(first, last, _CHUNK_TOKENS):
@@ -80,9 +81,12 @@ def _find_places(
             # A token has at least one byte. A match that ends in this chunk begins at most this many tokens before it.
             start = max(first, begin - len(wanted))
             tokens = documents.tokens.read(start, end)
-            tokens[tokens == encoding.eot_token] = null
-            content = encoding.decode_bytes(tokens.tolist())
-            stops = np.cumsum(num_bytes[tokens])
+            lengths = num_bytes[tokens]
+            stops = np.cumsum(lengths)
+            # As `decode_bytes` of tiktoken, and twice as fast.
+            content = content_of_pieces[
+                np.arange(stops[-1]) + np.repeat(first_bytes[tokens] - stops + lengths, lengths)
+            ].tobytes()
             num_before = int(stops[begin - start - 1]) if begin > start else 0
             # The chunk before has the others.
             found = [place for place in _occurrences(content, wanted) if place + len(wanted) > num_before]
