@@ -13,6 +13,7 @@ from pretrain._audit.recorded_run import RecordedRun, read_checkpoint, read_run
 from pretrain._audit.run_difference import (
     CheckpointDifference,
     FirstDifference,
+    Kind,
     RunDifference,
     compare_checkpoints,
     compare_runs,
@@ -25,7 +26,7 @@ from pretrain._surroundings.environment import start_jax
 
 _WIDTH = 80
 _MOST_ARRAYS, _MOST_CHECKPOINTS = 12, 8
-_WHAT = {"windows": "the windows", "loss": "the losses", "arrays": "the arrays of the checkpoints"}
+_WHAT: dict[Kind, str] = {"windows": "the windows", "loss": "the losses", "arrays": "the arrays of the checkpoints"}
 
 
 def diff(a: str, b: str, *, elements: bool, as_json: bool, console: Console) -> bool:
