@@ -40,6 +40,7 @@ SHORT = {
     "scale.py": ["--num-layers", "2"],
     "launch.py": ["--turns", "3"],
     "step_metrics.py": ["--rounds", "1"],
+    "blame.py": ["--short"],
     "compare.py": ["--short"],
     "stream.py": ["--rounds", "1", "--megabytes", "60"],
     "saves.py": ["--rounds", "1"],

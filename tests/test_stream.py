@@ -92,7 +92,13 @@ def test_a_stream_that_is_killed_has_the_numbers_of_a_prepared_run(
     train_and_kill(articles, tmp_path, environment, hardware="local", kills=1, kill=kill_command)
     assert records(tmp_path) == prepared
     (tokens,) = (tmp_path / "tokens").iterdir()
-    assert {path.name for path in tokens.iterdir()} == {"train.bin", "val.bin", "manifest.json"}
+    assert {path.name for path in tokens.iterdir()} == {
+        "train.bin",
+        "train.docs",
+        "val.bin",
+        "val.docs",
+        "manifest.json",
+    }
 
 
 @pytest.mark.slow

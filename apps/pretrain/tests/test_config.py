@@ -90,6 +90,7 @@ def test_a_cache_path_with_credentials_is_rejected():
         *((name, 1) for name in (
             "global_batch_size", "max_steps", "log_every", "eval_every", "eval_tokens", "checkpoint_every",
             "checkpoints_to_keep", "grad_accum_steps", "micro_batch_size", "max_tokens",
+            "stop_after_bad_steps",
         )),
         ("sample_tokens", 0),
         ("max_failures", -1),

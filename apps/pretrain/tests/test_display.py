@@ -74,6 +74,20 @@ def test_records_are_lines_whose_numbers_stand_below_each_other():
     ]
 
 
+def test_a_spike_and_a_skipped_step_get_a_line_with_the_command_that_looks_into_them():
+    def feed(display, clock):
+        display.add(record(300, 1, loss=2.0, spike_step=288, spike_score=12.345))
+        display.add(record(325, 2, loss=2.0, skipped_step=301))
+        display.add(record(300, 3, loss=2.0, spike_step=288, spike_score=12.345))  # of a restart from its checkpoint
+        display.add(record(350, 4, loss=2.0))
+
+    lines = [line for line in printed(feed, blame="pretrain blame first") if "blame" in line]
+    assert lines == [
+        "the loss of step 288 is 12 deviations above the median before it: pretrain blame first --step 288",
+        "step 301 was skipped, because its loss or gradient is not finite: pretrain blame first --step 301",
+    ]
+
+
 @pytest.fixture
 def utc(monkeypatch):
     """The local time is UTC."""

@@ -20,6 +20,7 @@ from owt_data import GrowingTokens, TokenSequence, TokenSpan, window_starts
 from pretrain import PRESETS
 from pretrain._config import with_vocab_size
 from pretrain._run.metrics import windows_digest
+from pretrain._run.spikes import spike_scores
 from pretrain._training.step_meter import NOTHING_UNRECORDED, StepMeter
 
 CONFIG = with_vocab_size(PRESETS["quickstart"](), 257).with_options({"train.order": "shuffle"})
@@ -197,6 +198,65 @@ def test_a_step_that_was_skipped_is_counted_and_is_not_in_the_mean(loss):
     assert {"loss", "grad_norm_max"}.isdisjoint(meter.wait_for_record(21))
 
 
+@pytest.mark.parametrize(("most", "ends"), [(2, False), (3, True), (None, False)])
+def test_a_run_ends_after_as_many_skipped_steps_in_a_row_as_its_option_says(most, ends):
+    """Also if they are not the last steps of the record."""
+    config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, stop_after_bad_steps=most))
+    meter = make_meter(config)
+    meter.add(metrics("nan", num_skipped=1, in_a_row=1))
+    meter.add(metrics("nan", num_skipped=2, in_a_row=2))
+    meter.add(metrics(1.0, num_skipped=2))
+    if most == 2:
+        with pytest.raises(FloatingPointError, match="of 2 steps in a row, up to step 3, is not finite"):
+            meter.wait_for_record(3)
+        return
+    meter.wait_for_record(3)
+    meter.add(metrics("nan", num_skipped=3, in_a_row=1))
+    meter.wait_for_record(4)
+    for number in (2, 3):
+        meter.add(metrics("nan", num_skipped=2 + number, in_a_row=number))
+    if ends:
+        with pytest.raises(FloatingPointError, match="of 3 steps in a row, up to step 6, is not finite"):
+            meter.wait_for_record(6)
+    else:
+        assert meter.wait_for_record(6)["num_skipped"] == 5
+
+
+def test_a_record_names_its_largest_spike_and_its_last_skipped_step():
+    meter, losses = make_meter(), [2.0 + 0.01 * (step % 7) for step in range(1, 121)]
+    losses[80], losses[84], losses[86], losses[87] = 3.0, 4.0, float("nan"), float("inf")
+    records, scores = {}, spike_scores(np.asarray(losses, np.float32))
+    for step, loss in enumerate(losses, 1):
+        meter.add(metrics(loss))
+        if step % 10 == 0:
+            records[step] = meter.wait_for_record(step)
+    named = {
+        step: (record.get("spike_step"), record.get("spike_score"), record.get("skipped_step"))
+        for step, record in records.items()
+        if {"spike_step", "spike_score", "skipped_step"} & record.keys()
+    }
+    assert named == {90: (85, float(f"{scores[84]:.6g}"), 88)}
+    assert "spike_step" not in records[120]
+
+
+@pytest.mark.parametrize("stop", [70, 84, 85, 87, 89, 90, 95])
+def test_a_stop_does_not_change_the_spikes(stop):
+    losses = [2.0 + 0.01 * (step % 7) for step in range(1, 131)]
+    losses[84], losses[85], losses[86], losses[119] = 4.0, 5.0, float("nan"), 3.0
+    whole, resumed, found = make_meter(), make_meter(), []
+    for step, loss in enumerate(losses, 1):
+        for meter in (whole, resumed):
+            meter.add(metrics(loss))
+        if step % 10 == 0:
+            found.append(whole.wait_for_record(step))
+            assert resumed.wait_for_record(step) == found[-1]
+        if step == stop:
+            stored = json.loads(json.dumps(resumed.wait_for_unrecorded()))
+            resumed = make_meter()
+            resumed.restore(stored)
+    assert [record["spike_step"] for record in found if "spike_step" in record] == [86, 120]
+
+
 def test_a_run_that_only_skips_ends():
     meter = make_meter()
     meter.add(metrics("nan", num_skipped=49, in_a_row=49))
@@ -215,7 +275,9 @@ def test_a_stop_between_two_records_does_not_change_the_next_one():
         if number == 2:
             after.restore(json.loads(json.dumps(before.wait_for_unrecorded())))
     assert after.wait_for_record(5) == whole.wait_for_record(5)
-    assert after.wait_for_unrecorded() == NOTHING_UNRECORDED
+    assert after.wait_for_unrecorded() == NOTHING_UNRECORDED | {
+        "trailing_losses": np.asarray(losses, np.float32).tolist()
+    }
 
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)

@@ -243,7 +243,9 @@ def test_each_metric_has_its_own_tag():
         "loss": "train/loss", "val_loss": "val/loss", "full_val_loss": "val/full_loss",
         "val_bits_per_byte": "val/bits_per_byte", "full_val_bits_per_byte": "val/full_bits_per_byte",
         "grad_norm_max": "optimizer/grad_norm_max", "learning_rate": "optimizer/learning_rate",
-        "num_skipped": "optimizer/num_skipped", "epoch": "progress/epoch", "tokens": "progress/tokens",
+        "num_skipped": "optimizer/num_skipped", "skipped_step": "optimizer/skipped_step",
+        "spike_step": "optimizer/spike_step", "spike_score": "optimizer/spike_score",
+        "epoch": "progress/epoch", "tokens": "progress/tokens",
         "data_wait_s": "speed/data_wait_s", "memory_bytes": "speed/memory_bytes", "mfu": "speed/mfu",
         "step_s": "speed/step_s", "tokens_per_s": "speed/tokens_per_s", "another": "another",
     }  # fmt: skip

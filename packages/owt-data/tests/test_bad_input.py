@@ -176,7 +176,7 @@ def test_a_link_to_an_empty_folder_is_written_through(folder):
     (folder / "link").symlink_to("elsewhere/disk")
     assert main(["prepare", "book.txt", "link", *BYTES]) == 0
     assert sorted(path.name for path in (folder / "elsewhere").rglob("*")) == [
-        "disk", "manifest.json", "train.bin", "val.bin",
+        "disk", "manifest.json", "train.bin", "train.docs", "val.bin", "val.docs",
     ]  # fmt: skip
     assert (folder / "link").is_symlink()
 

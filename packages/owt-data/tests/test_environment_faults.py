@@ -303,7 +303,7 @@ def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(corpu
     monkeypatch.setattr(os, "replace", note_replace)
     prepare(str(corpus), tmp_path / "out", OPTIONS, num_processes=1)
     durable = [entry for entry in renamed if not entry[0].endswith(".bin")]  # shards have checksums instead
-    assert [name for name, *_ in durable] == ["plan.json", "manifest.json", "out"]
+    assert [name for name, *_ in durable] == ["plan.json", "train.docs", "val.docs", "manifest.json", "out"]
     for name, contents_are_on_disk, folder, num_before in durable:
         assert contents_are_on_disk, name
         assert synced[num_before] == folder, name

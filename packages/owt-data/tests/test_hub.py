@@ -17,7 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from owt_data import PrepareOptions, is_wikitext_title, prepare, read_manifest, verify
+from owt_data import (
+    PrepareOptions,
+    is_wikitext_title,
+    load_tokenizer,
+    open_documents,
+    open_tokens,
+    prepare,
+    read_manifest,
+    verify,
+)
 
 WIKITEXT_CARD = """---
 configs:
@@ -355,3 +364,18 @@ def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
     swapped = ["train=org/corpus:wikitext:validation", "val=org/corpus:wikitext:train"]
     code, err = run_online(*arguments(tmp_path, *swapped), "--documents", "wikitext-titles", "--row-end", "\n")
     assert (code, "contents differ" in err) == (2, True)
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_the_rows_of_a_dataset_are_numbered_over_all_its_files(offline, hub, copy, tmp_path):
+    process = start(hub, copy if offline else tmp_path / "home", arguments(tmp_path), offline=offline)
+    assert "error" not in process.communicate()[1]
+    data = open_tokens(tmp_path / "out", tokenizer="bytes")
+    rows = []
+    for documents in (open_documents(data), open_documents(data, "val")):
+        for document in documents.describe(np.arange(len(documents))):
+            text = load_tokenizer("bytes").decode(documents.read(document.id).tolist())
+            assert document.file == "org/corpus"
+            assert text == f"{hub.texts[document.row or 0]}<|endoftext|>"
+            rows.append(document.row)
+    assert sorted(rows) == list(range(1200))

@@ -71,7 +71,7 @@ subprocess.run(["cp", "-r", folder / "out", kept], check=True)
     assert int(shards) > 5
     assert rest == ["False []"]
     prepare(str(corpus), tmp_path / "expected", OPTIONS, num_processes=1)
-    names = ["manifest.json", "train.bin", "val.bin"]
+    names = ["manifest.json", "train.bin", "train.docs", "val.bin", "val.docs"]
     assert sorted(path.name for path in kept.iterdir()) == names
     assert [(kept / name).read_bytes() for name in names] == [
         (tmp_path / "expected" / name).read_bytes() for name in names

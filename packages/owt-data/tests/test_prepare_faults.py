@@ -68,9 +68,10 @@ def kill_when(wait_until):
 
 
 def assert_same(out, expected):
-    for file in ("train.bin", "val.bin", "manifest.json"):
+    names = ["manifest.json", "train.bin", "train.docs", "val.bin", "val.docs"]
+    for file in names:
         assert (out / file).read_bytes() == (expected / file).read_bytes()
-    assert sorted(entry.name for entry in out.iterdir()) == ["manifest.json", "train.bin", "val.bin"]
+    assert sorted(entry.name for entry in out.iterdir()) == names
     assert not out.with_name(f".{out.name}.partial").exists()
     assert verify(out) == []
 

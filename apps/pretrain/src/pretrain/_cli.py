@@ -18,8 +18,10 @@ from rich.console import Console
 
 from pretrain._command_line.arguments import build_command, split_command
 from pretrain._command_line.command_classes import (
+    BlameCommand,
     Command,
     CompareCommand,
+    DataCommand,
     DiffCommand,
     EvalCommand,
     ExportCommand,
@@ -50,10 +52,11 @@ _BAD_INPUT = 2
 _INTERRUPTED = 130
 _NO_READER = 141
 _TRAINING = (PretrainConfig, TrainCommand, SweepCommand)
-_USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand)
+_USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand, BlameCommand)
 _ANSWERS: dict[type, str] = {
     ReportCommand: "report.report",
     CompareCommand: "compare.compare",
+    BlameCommand: "blame.blame",
     DiffCommand: "diff.diff",
     RunsCommand: "runs.show_runs",
     WatchCommand: "watch.watch",
@@ -227,16 +230,19 @@ def _run(command: Command, began_s: float) -> int:
         case ExportCommand(run=run, out=out):
             step = _imported("export.export")(run, out)
             print_line(console, f"wrote the model of step {step} to {out}")
+        case DataCommand():
+            progress = Console(stderr=True, emoji=False)
+            _imported("data.show_data")(**_options(command), console=console, progress=progress)
         case _:
-            return _answer(command, console)
+            is_success = _imported(_ANSWERS[type(command)])(**_options(command), console=console) is not False
+            return 0 if is_success else _FAILED
     return 0
 
 
-def _answer(command: Command, console: Console) -> int:
-    """Run a command whose options are the arguments of its function. A function that returns False fails."""
+def _options(command: Command) -> dict[str, Any]:
+    """Return the options of a command as the arguments of its function. One that returns False fails."""
     fields = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
-    options = {"as_json" if name == "json" else name: value for name, value in fields.items()}
-    return _FAILED if _imported(_ANSWERS[type(command)])(**options, console=console) is False else 0
+    return {"as_json" if name == "json" else name: value for name, value in fields.items()}
 
 
 def _typed_prompts(console: Console) -> Iterator[str]:

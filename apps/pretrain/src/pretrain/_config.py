@@ -177,6 +177,10 @@ class TrainConfig:
     """Restrict attention to a token's own document. Otherwise a token sees the documents before it in its window, as in
     GPT-2."""
 
+    stop_after_bad_steps: int | None = field(default=50, metadata=FREE)
+    """Steps in a row without a finite loss and gradient after which the run ends as failed, at the next record of
+    metrics. Such a step is skipped: it keeps the parameters. None goes on."""
+
     max_failures: int = field(default=3, metadata=FREE)
     """Failures without progress since the last checkpoint to recover from; -1 for any number."""
 
@@ -197,6 +201,7 @@ class TrainConfig:
             ("grad_accum_steps", 1, math.inf),
             ("micro_batch_size", 1, math.inf),
             ("num_shards", 1, MAX_COUNT + 1),
+            ("stop_after_bad_steps", 1, math.inf),
             ("max_failures", -1, math.inf),
             ("max_tokens", 1, math.inf),
         ):

@@ -8,6 +8,8 @@ from ._evaluation import evaluate_choices as evaluate_choices
 from ._evaluation import evaluate_tokens as evaluate_tokens
 from ._evaluation import read_questions as read_questions
 from ._generate import generate as generate
+from ._gradient_shares import GradientShares as GradientShares
+from ._gradient_shares import gradient_shares as gradient_shares
 from ._loss import mean_loss as mean_loss
 from ._loss import token_losses as token_losses
 from ._memory_estimate import MemoryEstimate as MemoryEstimate

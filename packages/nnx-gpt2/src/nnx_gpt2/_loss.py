@@ -160,7 +160,8 @@ def _chunk_losses(
     if config.padded_vocab_size > config.vocab_size:
         # Mask the padding instead of slicing it off: a slice would copy the largest array of the step.
         logits_MP = jnp.where((ids_P < config.vocab_size)[None], logits_MP, jnp.finfo(logits_MP.dtype).min)
-    largest_M = pmax(logits_MP.max(axis=1), TENSOR_AXIS)
+    # The shift cancels. Without a gradient of its own, the losses can be differentiated over the axis `tensor` too.
+    largest_M = pmax(jax.lax.stop_gradient(logits_MP).max(axis=1), TENSOR_AXIS)
     exp_MP = jnp.exp(logits_MP - largest_M[:, None])
     sums_M = psum(exp_MP.sum(axis=1), TENSOR_AXIS)
     is_target_MP = ids_P[None] == targets_M[:, None]

@@ -117,7 +117,7 @@ def make_gradient(
         model = merge(part_config, params)
         dropout_key = key if config.dropout_rate > 0 else None
         losses = [
-            mean_loss(model, part, segment_ids=_segment_ids(part, end_of_text), dropout_key=dropout_key)
+            mean_loss(model, part, segment_ids=segments_of(part, end_of_text), dropout_key=dropout_key)
             for part in parts
         ]
         return sum(losses[1:], losses[0]) / len(losses)
@@ -267,11 +267,11 @@ def losses_of(
     config: GPT2Config, params: Params, windows: Integer[Array, "B W"], end_of_text: int | None
 ) -> Float[Array, "B T"]:
     """Return each prediction's loss in nats, without dropout; NaN in a window with ids outside the vocabulary."""
-    losses = token_losses(merge(config, params), windows, segment_ids=_segment_ids(windows, end_of_text))
+    losses = token_losses(merge(config, params), windows, segment_ids=segments_of(windows, end_of_text))
     return jnp.where(have_known_ids(windows, config.vocab_size), losses, jnp.nan)
 
 
-def _segment_ids(windows: Integer[Array, "B W"], end_of_text: int | None) -> Int[Array, "B T"] | None:
+def segments_of(windows: Integer[Array, "B W"], end_of_text: int | None) -> Int[Array, "B T"] | None:
     """Return the documents of a window's inputs, or None if attention ignores documents."""
     return None if end_of_text is None else document_ids(windows[:, :-1], end_of_text)
 

@@ -39,6 +39,11 @@ from ._tokens.sequence import TokenMixture as TokenMixture
 from ._tokens.sequence import Tokens as Tokens
 from ._tokens.sequence import TokenSequence as TokenSequence
 from ._tokens.sequence import TokenSpan as TokenSpan
+from ._tokens.text_search import TextMatches as TextMatches
+from ._tokens.text_search import find_text as find_text
+from ._tokens.token_documents import TokenDocument as TokenDocument
+from ._tokens.token_documents import TokenDocuments as TokenDocuments
+from ._tokens.token_documents import open_documents as open_documents
 from ._tokens.verification import BackgroundVerification as BackgroundVerification
 from ._tokens.verification import check_digests as check_digests
 from ._tokens.verification import verify_in_background as verify_in_background
@@ -46,5 +51,7 @@ from ._tokens.verify import verify as verify
 from ._tokens.window_order import WINDOW_ORDER_VERSION as WINDOW_ORDER_VERSION
 from ._tokens.window_order import num_windows as num_windows
 from ._tokens.window_order import window_starts as window_starts
+from ._tokens.window_search import find_windows as find_windows
+from ._tokens.window_search import window_positions as window_positions
 
 __version__: str

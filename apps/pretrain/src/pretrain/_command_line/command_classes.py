@@ -115,6 +115,41 @@ class CompareCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlameCommand:
+    """Show which windows and documents a step of a run owes its loss and its gradient to.
+
+    The steps before it are computed again from a checkpoint, in this process. No file of the run is written.
+    """
+
+    run: str = field(metadata=_RUN)
+    """The run's folder or URI, or its name in ./runs."""
+
+    step: int | None = None
+    """The step."""
+
+    spike: bool = False
+    """Take the step of the largest spike of the loss, in place of --step."""
+
+    top: int = 5
+    """Number of windows and of documents to show."""
+
+    by: Literal["loss", "gradient"] = "loss"
+    """The order: what a window or a document adds to the mean loss of the step, in nats; or its share in the squared
+    norm of the step's gradient. Both are those of the parameters before the step, without dropout."""
+
+    without: tuple[str, ...] = ()
+    """Windows (w3) and documents (d17) of the step, by the ids of the tables. The steps from this one on are computed
+    twice: as they were, and without these. Another window of the same step takes the place of a window that is one of
+    these or holds a part of one of these documents, in all of the steps."""
+
+    steps: int = 20
+    """Number of steps that --without computes."""
+
+    json: bool = False
+    """Print one line of JSON, with all windows and documents and their texts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DiffCommand:
     """Say whether two runs are the same to the bit.
 
@@ -166,6 +201,29 @@ class WatchCommand:
 
     run: str = field(metadata=_RUN)
     """The run's folder or URI, or its name in ./runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataCommand:
+    """Show the text of any step of a run, past or to come, or the steps that read a text or a document."""
+
+    run: str = field(metadata=_RUN)
+    """The run's folder or URI, or its name in ./runs."""
+
+    step: int | None = None
+    """Show the windows of this step: their documents, with file and row of the source, and their text."""
+
+    find: str | None = None
+    """Show the documents with this text, and the steps at which they were and will be read."""
+
+    document: int | None = None
+    """Show this document, by its id as --step and --find print it, and the steps that read it."""
+
+    full: bool = False
+    """Show all of the text, and all documents and steps."""
+
+    json: bool = False
+    """Print one line of JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,9 +345,11 @@ Command = (
     | ExportCommand
     | ReportCommand
     | CompareCommand
+    | BlameCommand
     | DiffCommand
     | RunsCommand
     | WatchCommand
+    | DataCommand
     | PlanCommand
     | SweepCommand
     | ShowConfig
@@ -302,7 +362,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "eval": EvalCommand,
     },
     "compare": {"compare": CompareCommand},
-    "prove": {"diff": DiffCommand},
+    "prove": {"diff": DiffCommand, "data": DataCommand, "blame": BlameCommand},
     "hand over": {"export": ExportCommand},
 }  # fmt: skip
 """The commands by their purpose, in the order of the help."""
@@ -342,12 +402,14 @@ EXAMPLES = {
         "pretrain compare runs/first runs/second",
         "pretrain compare a-1 a-2 a-3 --against b-1 b-2 b-3 --at 2000",
     ),
+    "blame": ("pretrain blame quickstart-builtin --spike", "pretrain blame runs/first --step 1200 --without d17 w3"),
     "diff": (
         "pretrain diff runs/first runs/second",
         "pretrain diff first@500 second@500 --elements",
     ),
     "runs": ("pretrain runs s3://bucket/runs", "pretrain runs 'baby-*' --group-by seed"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),
+    "data": ("pretrain data quickstart-builtin --step 120", "pretrain data runs/first --find 'a sentence' --json"),
 }
 """Two command lines of each command, for its help."""
 

@@ -23,6 +23,9 @@ Record = dict[str, Any]
 - `loss`: mean training loss of the steps since the last record, nats per token. Skipped steps do not count.
 - `grad_norm_max`: largest norm of the gradient, before clipping, of these steps.
 - `num_skipped`: steps of the run that made no update, if there are any.
+- `skipped_step`: the last one of these steps, if it is after the last record.
+- `spike_step`, `spike_score`: the step of the largest spike of the loss since the last record, if there is one, and its
+  score: see `pretrain._run.spikes`.
 - `learning_rate`: of this step.
 - `val_loss`: mean loss in nats per token on `train.eval_tokens` of the validation tokens.
 - `val_bits_per_byte`: the same in bits per byte of the text. End-of-text tokens count in the loss, and have no bytes.

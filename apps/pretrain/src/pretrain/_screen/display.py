@@ -68,6 +68,7 @@ class Display:
         self._announced: tuple[str, float | None] | None = None
         self._told_start = view.start_step
         self._told_estimate = False
+        self._told_step = view.step  # steps up to this one are not told again
 
     def __enter__(self) -> "Display":
         self._write(self._live.start if self._console.is_interactive else lambda: None)
@@ -143,11 +144,24 @@ class Display:
         elif "val_loss" in view.last:
             losses = [f"{name} {loss(view.last[key])}" for name, key in _LOSSES if key in view.last]
             lines.append("  ".join((f"step {view.step}", *losses)))
+        lines += self._bad_step_lines()
         if not self._told_estimate and "step_s" in view.last and (left_s := view.left_s()) is not None:
             self._told_estimate = True
             num_left, step_ms = view.max_steps - view.step, 1000 * view.last["step_s"]
             if num_left:
                 lines.append(f"about {duration(left_s)} for the other {num_left:,} steps, {step_ms:,.0f} ms each")
+        return lines
+
+    def _bad_step_lines(self) -> list[str]:
+        """Return a line for a spike of the loss, and one for a skipped step, with the command that looks into it."""
+        last, lines = self.view.last, []
+        if (step := last.get("spike_step", 0)) > self._told_step:
+            found = f"the loss of step {step} is {last['spike_score']:.0f} deviations above the median before it"
+            lines.append(f"{found}: {self.view.blame} --step {step}")
+        if (step := last.get("skipped_step", 0)) > self._told_step:
+            found = f"step {step} was skipped, because its loss or gradient is not finite"
+            lines.append(f"{found}: {self.view.blame} --step {step}")
+        self._told_step = max(self._told_step, last["step"])
         return lines
 
     def _phase_lines(self) -> list[str]:

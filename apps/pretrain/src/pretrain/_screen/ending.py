@@ -37,7 +37,7 @@ def show_result(history: RunHistory, result: RunResult, console: Console, *, sam
     print_line(console, f"done in {duration(total_s or result.wall_s)}{starts}")
     print_facts(console, _numbers(history, result))
     if lines := sample_lines(history.samples, console.width if console.is_terminal else None):
-        prompt = _visible(next(found.prompt for found in history.samples))
+        prompt = visible(next(found.prompt for found in history.samples))
         print_line(console, f'\nsamples of the prompt "{prompt}"')
         for line in lines:
             print_line(console, line)
@@ -82,7 +82,7 @@ def sample_lines(samples: Sequence[Sample], width: int | None) -> list[str]:
     width_of_step = max(map(len, steps), default=0)
     lines = []
     for step, sample in zip(steps, chosen, strict=True):
-        line = Text(f"step {step:>{width_of_step}}  {_visible(sample.text)}")
+        line = Text(f"step {step:>{width_of_step}}  {visible(sample.text)}")
         line.truncate((width or 80) - 1)
         lines.append(line.plain.rstrip())
     return lines
@@ -143,7 +143,7 @@ def _shares(seconds: dict[str, float]) -> str:
     return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= _SMALLEST_SHARE)
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Return the text on one line, with its line breaks and tabs made visible."""
     text = text.replace("\n", "⏎").replace("\t", "→")
     return "".join(character if character.isprintable() else "·" for character in text)

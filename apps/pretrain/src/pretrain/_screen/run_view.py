@@ -7,6 +7,7 @@ from collections.abc import Callable
 from owt_data import Progress
 from pretrain._run.history import Phase, PhaseName, RunHistory, seconds_by_phase
 from pretrain._run.metrics import Record
+from pretrain._screen.ending import application, as_typed
 
 Clock = Callable[[], float]
 """Function that returns the Unix time in seconds."""
@@ -41,13 +42,21 @@ class RunView:
         max_steps: the last step.
         is_local: True if the process of the command trains, without workers.
         tokenizing: the preparation of the tokens, if it goes on during the run.
+        blame: the command that looks into a step, without its step.
         clock: returns the Unix time.
     """
 
     def __init__(
-        self, max_steps: int, *, is_local: bool = False, tokenizing: Tokenizing | None = None, clock: Clock = time.time
+        self,
+        max_steps: int,
+        *,
+        is_local: bool = False,
+        tokenizing: Tokenizing | None = None,
+        blame: str = "pretrain blame RUN",
+        clock: Clock = time.time,
     ) -> None:
         self.max_steps = max_steps
+        self.blame = blame
         self.clock = clock
         self.tokenizing = tokenizing
         self.last: Record = {}
@@ -73,7 +82,8 @@ class RunView:
     ) -> "RunView":
         """Return the state of a run from its files. The other arguments are those of the class."""
         max_steps = history.description.config.train.max_steps
-        view = cls(max_steps, is_local=is_local, tokenizing=tokenizing, clock=clock)
+        blame = f"{application()} blame {as_typed(history.folder)}"
+        view = cls(max_steps, is_local=is_local, tokenizing=tokenizing, blame=blame, clock=clock)
         for phase in history.phases:
             view.add_phase(phase)
         for record in history.records:

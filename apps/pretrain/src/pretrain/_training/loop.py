@@ -148,9 +148,7 @@ class Loop:
         self._profiling.after_step(step, metrics)
         # The metrics of a step are read after the next step has started: the device never waits.
         if self._has_unwritten_record:
-            record = self.meter.wait_for_record(step - 1)
-            self._log.write_losses(step - 1, self.meter.take_losses())
-            self._log.write(record)
+            self._log.write(self._wait_for_record(step - 1))
         self.meter.add(metrics)
         self._has_unwritten_record = due(self._train, step).record
         return metrics
@@ -160,7 +158,7 @@ class Loop:
         is_saved, is_evaluated, _ = due(self._train, step)
         if not is_saved and not is_evaluated:
             return
-        record = self.meter.wait_for_record(step)
+        record = self._wait_for_record(step)
         self._has_unwritten_record = False
         self.meter.stop()
         if is_saved:
@@ -173,7 +171,7 @@ class Loop:
 
     def stop(self, step: int) -> None:
         """Save after a stop request. The continued run does everything else that is due at this step."""
-        record = self.meter.wait_for_record(step) if any(due(self._train, step)) else self.meter.progress(step)
+        record = self._wait_for_record(step) if any(due(self._train, step)) else self.meter.progress(step)
         self._save(record)
 
     def finish(self) -> str:
@@ -194,6 +192,13 @@ class Loop:
         """The parameters to evaluate: their average if the run keeps one."""
         has_average = self._setup.config.optimizer.average_decay > 0
         return averaged_params(self._state.opt_state) if has_average else self._state.params
+
+    def _wait_for_record(self, step: int) -> Record:
+        """Return the record of a step, and write the losses up to it, also if they end the run."""
+        try:
+            return self.meter.wait_for_record(step)
+        finally:
+            self._log.write_losses(step, self.meter.take_losses())
 
     def _resume(self, step: int) -> None:
         self._log.phase(step, "training")

@@ -13,13 +13,20 @@ from owt_data import GrowingTokens, Tokens, step_starts
 from pretrain._config import PretrainConfig
 from pretrain._errors import TrainingDivergedError
 from pretrain._run.metrics import Record, rounded, windows_digest
+from pretrain._run.spikes import THRESHOLD, TRAILING, spike_scores
 from pretrain._training.train_batches import batches_of
 
-# A run ends at the first recorded step at which this many steps in a row, or more, made no update.
-MAX_STEPS_SKIPPED = 50
-
-NOTHING_UNRECORDED: dict[str, Any] = {"loss_sum": 0.0, "num_losses": 0, "grad_norm_max": None}
-"""The result of `StepMeter.wait_for_unrecorded` right after a record."""
+NOTHING_UNRECORDED: dict[str, Any] = {
+    "loss_sum": 0.0,
+    "num_losses": 0,
+    "grad_norm_max": None,
+    "num_steps": 0,
+    "spike": None,
+    "skipped": None,
+    "most_in_a_row": 0,
+    "trailing_losses": [],
+}
+"""The result of `StepMeter.wait_for_unrecorded` of a run without steps. After a record, it has trailing losses."""
 
 Metrics = dict[str, jax.Array]
 
@@ -75,6 +82,12 @@ class StepMeter:
         self._loss_sum = 0.0
         self._num_losses = 0
         self._grad_norm_max = -math.inf
+        self._stop_after = config.train.stop_after_bad_steps
+        self._num_steps = 0  # since the last record
+        self._spike: tuple[int, float] | None = None  # the largest of these steps: its number among them, its score
+        self._skipped: int | None = None  # the last skipped one of these steps: its number among them
+        self._most_in_a_row = 0
+        self._trailing: list[float] = []
         self._since: float | None = None
         self._num_timed = 0
         self._wait_s = 0.0
@@ -125,21 +138,26 @@ class StepMeter:
         """Wait for the added steps, return the record of the last of them, and begin the next record.
 
         A step whose loss or gradient is not finite made no update, and does not count in either. The record lacks the
-        two if no step counts.
+        two if no step counts. It names the last such step, and the step of the largest spike of the loss.
 
         Args:
             step: the last step that was added.
 
         Raises:
-            TrainingDivergedError: `MAX_STEPS_SKIPPED` steps in a row, or more, made no update.
+            TrainingDivergedError: `train.stop_after_bad_steps` steps in a row, or more, made no update.
         """
         last = self._steps[-1]
         self._collect()
         now = self._clock()
-        num_skipped, num_in_a_row = int(last["num_skipped"]), int(last["num_skipped_in_a_row"])
-        if num_in_a_row >= MAX_STEPS_SKIPPED:
-            raise diverged(f"the loss or the gradient of {num_in_a_row} steps in a row, up to step {step},")
+        num_skipped = int(last["num_skipped"])
+        if self._stop_after is not None and self._most_in_a_row >= self._stop_after:
+            raise diverged(f"the loss or the gradient of {self._most_in_a_row} steps in a row, up to step {step},")
         record = self.progress(step) | ({"num_skipped": num_skipped} if num_skipped else {})
+        before = step - self._num_steps
+        if self._skipped is not None:
+            record["skipped_step"] = before + self._skipped
+        if self._spike is not None:
+            record |= {"spike_step": before + self._spike[0], "spike_score": self._spike[1]}
         if self._num_losses:
             record |= {"loss": self._loss_sum / self._num_losses, "grad_norm_max": self._grad_norm_max}
         record["learning_rate"] = float(self._schedule(step - 1))
@@ -157,6 +175,7 @@ class StepMeter:
         self._loss_sum = 0.0
         self._num_losses = 0
         self._grad_norm_max = -math.inf
+        self._num_steps, self._spike, self._skipped, self._most_in_a_row = 0, None, None, 0
         if self._since is not None:
             self._since = now
             self._num_timed = 0
@@ -170,6 +189,11 @@ class StepMeter:
             "loss_sum": self._loss_sum,
             "num_losses": self._num_losses,
             "grad_norm_max": self._grad_norm_max if self._num_losses else None,
+            "num_steps": self._num_steps,
+            "spike": self._spike,
+            "skipped": self._skipped,
+            "most_in_a_row": self._most_in_a_row,
+            "trailing_losses": self._trailing,
         }
 
     def take_losses(self) -> list[float]:
@@ -186,15 +210,33 @@ class StepMeter:
         self._loss_sum, self._num_losses = unrecorded["loss_sum"], unrecorded["num_losses"]
         if self._num_losses:
             self._grad_norm_max = unrecorded["grad_norm_max"]
+        self._num_steps, self._skipped = unrecorded["num_steps"], unrecorded["skipped"]
+        self._spike = None if unrecorded["spike"] is None else (unrecorded["spike"][0], unrecorded["spike"][1])
+        self._most_in_a_row, self._trailing = unrecorded["most_in_a_row"], [*unrecorded["trailing_losses"]]
 
     def _collect(self) -> None:
         """Wait for the added steps, and add their metrics up, in the order of steps."""
-        for metrics in jax.device_get(self._steps):
+        losses: list[float] = []
+        for number, metrics in enumerate(jax.device_get(self._steps), self._num_steps + 1):
             loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
             is_update = math.isfinite(loss) and math.isfinite(grad_norm)
-            self._losses.append(loss if is_update else math.nan)
-            if is_update:
+            losses.append(loss if is_update else math.nan)
+            self._most_in_a_row = max(self._most_in_a_row, int(metrics["num_skipped_in_a_row"]))
+            if not is_update:
+                self._skipped = number
+            else:
                 self._loss_sum += loss
                 self._num_losses += 1
                 self._grad_norm_max = max(self._grad_norm_max, grad_norm)
         self._steps.clear()
+        self._find_spike(losses)
+        self._num_steps += len(losses)
+        self._losses += losses
+
+    def _find_spike(self, losses: list[float]) -> None:
+        """Note the largest spike among the losses of further steps."""
+        all_losses = self._trailing + losses
+        for number, score in enumerate(spike_scores(all_losses, first=len(self._trailing)), self._num_steps + 1):
+            if score >= max(THRESHOLD, self._spike[1] if self._spike else -math.inf):
+                self._spike = (number, float(score))
+        self._trailing = [loss for loss in all_losses if math.isfinite(loss)][-TRAILING:]

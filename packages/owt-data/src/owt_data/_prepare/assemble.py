@@ -2,8 +2,9 @@
 
 import dataclasses
 import shutil
+from collections import Counter
 from importlib.metadata import version
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,10 @@ from owt_data._options import PrepareOptions
 from owt_data._paths import MANIFEST_NAME, TRAIN_NAME, VAL_NAME
 from owt_data._prepare.planning import Request
 from owt_data._prepare.progress import Progress, Report
-from owt_data._prepare.write_splits import Ranges, copy_ranges, document_ends, split_at, split_documents
+from owt_data._prepare.write_splits import Ranges, copy_ranges, document_ends, documents_in, split_at, split_documents
 from owt_data._sources.source import BUILTIN
 from owt_data._tokenizers import load_tokenizer
+from owt_data._tokens.document_index import index_name, write_index
 from owt_data._tokens.journal import ShardRecord, shard_folder, shard_path
 from owt_data._tokens.manifest import DTYPE, FORMAT, Manifest, SplitKind
 from owt_data._tokens.plan import Plan
@@ -81,10 +83,20 @@ def assemble(
     only_ends = any(len(sequences[name]) == len(ends[name]) for name in sequences)
     if only_ends or not all((stops > starts).any() for starts, stops in ranges.values()):
         raise _shortage_error(plan, split, done)
+    offsets = accumulate((len(sequences[name]) for name in sequences), initial=0)
+    all_ends = np.concatenate([ends[name] + offset for name, offset in zip(ends, offsets, strict=False)])
     files = {}
     for name, file in (("train", TRAIN_NAME), ("val", VAL_NAME)):
         summary = summary_of(file, options.documents, split, tokenizer.eot_token)
         files[file] = copy_ranges(whole, ranges[name], result / file, summary, advance)
+        local_ends, numbers = documents_in(all_ends, ranges[name])
+        write_index(
+            Path(index_name(str(result / file))),
+            local_ends,
+            _places(request, shards, numbers, len(all_ends)),
+            sha256=files[file].sha256,
+            durable=True,
+        )
     manifest = Manifest(
         format=FORMAT,
         version=version("owt-data"),
@@ -102,6 +114,32 @@ def assemble(
     # The token files are on disk already. This call also waits for all names in the folder.
     write_file(result / MANIFEST_NAME, manifest.to_json(), durable=True)
     return manifest
+
+
+def _places(
+    request: Request, shards: dict[str, list[ShardRecord]], numbers: np.ndarray, num_documents: int
+) -> tuple[list[str], np.ndarray, np.ndarray] | None:
+    """Return the names of the source's files, and the file and the row in it of documents of all splits.
+
+    None if shards of an earlier version do not tell.
+    """
+    names: list[str] = []
+    counts: list[int] = []
+    for split, source in request.splits.items():
+        found: Counter[int] = Counter()
+        for record in shards[split]:
+            found.update(dict(record.files))
+        if source.files:
+            names += map(str, source.files)
+            counts += (found[file] for file in range(len(source.files)))
+        else:  # the rows of a dataset are numbered over all its files
+            names.append(source.name)
+            counts.append(found.total())
+    firsts = np.concatenate([[0], np.cumsum(counts)])
+    if firsts[-1] != num_documents:
+        return None
+    files = np.searchsorted(firsts, numbers, side="right") - 1
+    return names, files, numbers - firsts[files]
 
 
 def _split(

@@ -45,7 +45,7 @@ def prepare(
     After an interruption, the same call resumes after the last finished shard and writes the same bytes. A folder
     that was prepared from the same source and options is left unchanged.
 
-    Memory: a few shards of at most 16 MiB of text for each process, 128 MiB of tokens, and about 50 bytes for each
+    Memory: a few shards of at most 16 MiB of text for each process, 128 MiB of tokens, and about 100 bytes for each
     document.
 
     Args:

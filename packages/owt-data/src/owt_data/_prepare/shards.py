@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -45,6 +45,9 @@ class Shard:
 
     stop: Cursor
     """Start of the next shard."""
+
+    files: list[tuple[int, int]]
+    """See `ShardRecord.files`."""
 
 
 Result = Future[dict[str, Any]]
@@ -130,11 +133,19 @@ def _cut(documents: Documents, folder: Path, start: Cursor, index: int, shard_by
     """Cut the documents from `start` on into shards. The first shard has the number `index`."""
     held: list[pa.RecordBatch] = []
     held_bytes, stop = 0, start
+    files: Counter[int] = Counter()
 
     def shard() -> Shard:
         # A copy, because slices would keep their complete chunks in memory.
         batch = pa.Table.from_batches(held, SCHEMA).combine_chunks().to_batches()[0]
-        return Shard(index=index, path=shard_path(folder, index), batch=batch, num_bytes=held_bytes, stop=stop)
+        return Shard(
+            index=index,
+            path=shard_path(folder, index),
+            batch=batch,
+            num_bytes=held_bytes,
+            stop=stop,
+            files=sorted(files.items()),
+        )
 
     for chunk in documents.read(start):
         pieces = pa.record_batch([chunk.texts, pa.array(chunk.starts), pa.array(chunk.ends)], schema=SCHEMA)
@@ -146,12 +157,17 @@ def _cut(documents: Documents, folder: Path, start: Cursor, index: int, shard_by
             full = last < len(up_to)
             last = min(last, len(up_to) - 1)
             held.append(pieces.slice(begin, last + 1 - begin))
+            taken = slice(begin, last + 1)
+            num_documents = int(chunk.starts[taken].sum() + chunk.ends[taken].sum())
+            if num_documents:
+                # The last piece of a text file ends at the start of the next file.
+                files[chunk.file - (int(chunk.offsets[last]) == 0)] += num_documents
             held_bytes += int(up_to[last]) - before
             stop = Cursor(chunk.file, int(chunk.offsets[last]))
             begin = last + 1
             if full:
                 yield shard()
-                held, held_bytes, index = [], 0, index + 1
+                held, held_bytes, index, files = [], 0, index + 1, Counter()
     if held:
         yield shard()
 
@@ -169,7 +185,7 @@ def _encode(shards: Iterable[Shard], encoder: Encoder, follower: Follower | None
 
     def oldest() -> ShardRecord:
         shard, future = pending.popleft()
-        return ShardRecord(num_bytes=shard.num_bytes, stop=shard.stop, **future.result())
+        return ShardRecord(num_bytes=shard.num_bytes, stop=shard.stop, files=shard.files, **future.result())
 
     for shard in shards:
         while follower is not None and shard.index >= follower.num_wanted() + most_ahead:

@@ -61,7 +61,7 @@ class GrowingTokens:
     ) -> None:
         check_choice("split", split, ("train", "val"))
         self._folder = Path(name_text(folder))
-        self._split = split
+        self._split: Literal["train", "val"] = split
         self._is_one_source = is_one_source
         self._vocab_size = vocab_size
         self.is_complete = False
@@ -78,6 +78,30 @@ class GrowingTokens:
         """
         self._retry(self._refresh)
         return len(self._tokens)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that is being prepared."""
+        return self._folder
+
+    @property
+    def split(self) -> Literal["train", "val"]:
+        """The tokens that are read."""
+        return self._split
+
+    @property
+    def is_one_source(self) -> bool:
+        """True if the first shard is the validation tokens."""
+        return self._is_one_source
+
+    def existing(self) -> TokenSequence:
+        """Return the tokens that exist, as a sequence.
+
+        Raises:
+            DataError: the folder cannot be read.
+        """
+        self._retry(self._refresh)
+        return self._tokens
 
     def num_windows(self, seq_len: int) -> int:
         """Return the number of non-overlapping windows of `seq_len` inputs that exist.

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -53,6 +53,10 @@ class ShardRecord:
 
     stop: Cursor
     """Start of the next shard."""
+
+    files: list[tuple[int, int]] = field(default_factory=list, compare=False)
+    """Numbers of the source's files whose documents are counted in the shard, and the number of these documents. Empty
+    in journals of versions before 0.8."""
 
 
 def staging_path(out: Path) -> Path:

@@ -70,6 +70,10 @@ class TokenData:
     digests: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """SHA-256 of each file on disk that has a manifest, by path, for `check_digests` and `verify_in_background`."""
 
+    file_digests: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """SHA-256 of each token file, by path or URI, from its manifest or from the file itself. Empty while a folder is
+    being prepared."""
+
 
 @file_errors("readable")
 def is_prepared(name: str | os.PathLike[str]) -> bool:
@@ -139,6 +143,9 @@ def _open_splits(paths: dict[str, list[str]], tokenizer: str) -> TokenData:
         # Equal to the fingerprint of a folder with these two files and no manifest.
         fingerprint={"tokenizer": tokenizer, "manifest": False}
         | {f"{split}.bin": group[0] if len(group) == 1 else group for split, group in digests.items()},
+        file_digests={
+            path: sha256 for split in paths for path, sha256 in zip(paths[split], digests[split], strict=True)
+        },
     )
 
 
@@ -199,6 +206,7 @@ def _combine(
         vocab_size=opened[0].vocab_size,
         fingerprint=fingerprint,
         digests={path: sha256 for data in opened for path, sha256 in data.digests.items()},
+        file_digests={path: sha256 for data in opened for path, sha256 in data.file_digests.items()},
     )
 
 
@@ -227,6 +235,7 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
         fingerprint={"tokenizer": tokenizer, "manifest": manifest is not None, **digests},
         source_fingerprint=None if manifest is None else source_fingerprint(manifest),
         digests={} if manifest is None or is_uri(folder) else {join(folder, name): digests[name] for name in digests},
+        file_digests={join(folder, name): digests[name] for name in digests},
     )
 
 
@@ -266,6 +275,7 @@ def _open_files(paths: list[str], tokenizer: str) -> TokenData:
             "split": boundary,
             "whole": digests[0] if len(digests) == 1 else digests,
         },
+        file_digests=dict(zip(paths, digests, strict=True)),
     )
 
 

@@ -25,10 +25,18 @@ from owt_data._errors import (
 )
 from owt_data._options import OrderKind
 from owt_data._paths import BYTES_PER_TOKEN, LocalTokens, RemoteTokens, is_uri, look_up
-from owt_data._tokens.window_order import as_int64, check_seed, count_windows, num_windows, shuffled, window_starts
+from owt_data._tokens.window_order import (
+    as_int64,
+    check_seed,
+    count_windows,
+    num_windows,
+    shuffled,
+    unshuffled,
+    window_starts,
+)
 
-# Windows in a round of a mixture. Each round has the exact proportions.
-_ROUND = 1 << 16
+MIXTURE_ROUND = 1 << 16
+"""Windows in a round of a mixture. Each round has the exact proportions."""
 
 # A ranged read waits tens of milliseconds for the storage and needs little CPU.
 _REMOTE_READERS = 32
@@ -251,10 +259,10 @@ class TokenMixture:
         count, most = len(self.sequences), sys.float_info.max
         positive = all(is_number(weight) and 0 < weight <= most for weight in self.weights)
         fit = len(self.weights) == count > 0 and positive and sum(map(float, self.weights)) < float("inf")
-        if not fit or 0 in self._shares():
+        if not fit or 0 in self.shares():
             raise DataError(
-                f"The weights must be {count} finite numbers, and give each sequence at least one window in {_ROUND}, "
-                f"got {show(list(self.weights))}. Raise the small ones, or leave out their sequences."
+                f"The weights must be {count} finite numbers, and give each sequence at least one window in "
+                f"{MIXTURE_ROUND}, got {show(list(self.weights))}. Raise the small ones, or leave out their sequences."
             )
 
     def __len__(self) -> int:
@@ -304,29 +312,41 @@ class TokenMixture:
             )
         seed = check_seed(seed)
         count_windows(len(self), seq_len)
-        which, own_index = self._deal(as_int64("index", indices), seed)
+        which, own_index = self.deal(as_int64("index", indices), seed)
         selections = [(number, which == number) for number in range(len(self.sequences))]
-        return [(number, here, own_index[here], (seed + number) % 2**64) for number, here in selections if here.any()]
+        return [
+            (number, here, own_index[here], self.seed_of(number, seed)) for number, here in selections if here.any()
+        ]
 
-    def _deal(self, indices: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def deal(self, indices: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return, for each index, the number of its sequence and the index of the window in that sequence's order."""
-        shares = np.array(self._shares())
+        shares = np.array(self.shares())
         bounds = np.concatenate([[0], np.cumsum(shares)])
         which, own_index = np.empty_like(indices), np.empty_like(indices)
         if len(indices):
-            for where, number, positions in shuffled(indices, _ROUND, seed):
+            for where, number, positions in shuffled(indices, MIXTURE_ROUND, seed):
                 chosen = np.searchsorted(bounds, positions, side="right") - 1
                 which[where] = chosen
                 own_index[where] = number * shares[chosen] + positions - bounds[chosen]
         return which, own_index
 
-    def _shares(self) -> list[int]:
+    def undeal(self, which: int, own_indices: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+        """Return the indices of windows of one sequence, by their indices in its own order: the inverse of `deal`."""
+        shares = self.shares()
+        rounds, places = np.divmod(own_indices, shares[which])
+        return unshuffled(places + sum(shares[:which]), MIXTURE_ROUND, seed, rounds)
+
+    def seed_of(self, which: int, seed: int) -> int:
+        """Return the seed of the order of one sequence."""
+        return (seed + which) % 2**64
+
+    def shares(self) -> list[int]:
         """Return the windows of each sequence in a round, rounded by the largest-remainder method."""
         weights = [*map(float, self.weights)]  # sums of numpy's small numbers would overflow
-        exact = [weight / sum(weights) * _ROUND for weight in weights]
+        exact = [weight / sum(weights) * MIXTURE_ROUND for weight in weights]
         shares = [int(share) for share in exact]
         by_remainder = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
-        for number in by_remainder[: _ROUND - sum(shares)]:
+        for number in by_remainder[: MIXTURE_ROUND - sum(shares)]:
             shares[number] += 1
         return shares
 

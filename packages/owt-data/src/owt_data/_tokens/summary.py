@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from owt_data._paths import TRAIN_NAME, VAL_NAME
 from owt_data._tokens.manifest import FileRecord, SplitKind
 
-# By split, the file that may begin inside a document.
-_CONTINUING: dict[SplitKind, str] = {"position": VAL_NAME, "start": TRAIN_NAME}
+CONTINUING: dict[SplitKind, str] = {"position": VAL_NAME, "start": TRAIN_NAME}
+"""By split, the file that may begin inside a document."""
 
 
 def summary_of(name: str, documents: str, split: SplitKind, end_of_text: int) -> "Summary":
@@ -22,7 +22,7 @@ def summary_of(name: str, documents: str, split: SplitKind, end_of_text: int) ->
         end_of_text: the token that ends a document, or begins it.
     """
     begins = documents == "wikitext-titles"
-    return Summary(end_of_text, begins=begins, continues=_CONTINUING.get(split) == name)
+    return Summary(end_of_text, begins=begins, continues=CONTINUING.get(split) == name)
 
 
 class Summary:

@@ -21,6 +21,7 @@ from owt_data._paths import (
     type_name,
 )
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
+from owt_data._tokens.document_index import index_name, open_index
 from owt_data._tokens.manifest import FileRecord, Manifest, read_manifest
 from owt_data._tokens.summary import summary_of
 
@@ -52,6 +53,7 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
     advance = share_counter(sum(record.num_tokens for record in manifest.files.values()), report)
     for file, record in manifest.files.items():
         differences += [f"{file}: {found}" for found in _differences(join(name, file), record, manifest, advance)]
+        differences += _differences_of_index(join(name, file), record)
     return differences
 
 
@@ -93,3 +95,13 @@ def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: C
     if summary.largest >= manifest.vocab_size:
         differences.append(f"expected ids below {manifest.vocab_size}, found {summary.largest}")
     return differences
+
+
+def _differences_of_index(path: str, expected: FileRecord) -> list[str]:
+    """Return what is wrong with the index of a token file. A missing one is made again when it is needed."""
+    name = index_name(path)
+    if look_up(name).type is FileType.NotFound:
+        return []
+    index = open_index(path, expected.sha256)
+    found = "expected an index of the token file, found another or a damaged file" if index is None else index.check()
+    return [] if found is None else [f"{base_name(name)}: {found}"]

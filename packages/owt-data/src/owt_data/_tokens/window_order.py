@@ -146,6 +146,32 @@ def shuffled(
         yield here, epoch, _permute(indices[here] - epoch * size, size, _key(seed, epoch + 1))
 
 
+def unshuffled(positions: NDArray[np.int64], size: int, seed: int, epochs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the indices whose positions, after the permutation of their epoch, are these: the inverse of `shuffled`.
+
+    Args:
+        positions: positions in an epoch, below `size`, `int64[N]`.
+        size: positions of an epoch.
+        seed: the seed.
+        epochs: the epoch of each position, `int64[N]`.
+    """
+    return epochs * size + _permute(positions, size, _keys(seed, epochs + 1), inverse=True)
+
+
+def epoch_offsets(
+    epochs: NDArray[np.int64], *, order: OrderKind, seed: int, num_tokens: int, seq_len: int
+) -> NDArray[np.int64]:
+    """Return the first token that the windows of each epoch read, in an order without repetition, `int64[N]`."""
+    spare = num_tokens - 1 - num_windows(num_tokens, seq_len) * seq_len
+    offsets = (_keys(seed, epochs + 1) % np.uint64(spare + 1)).astype(np.int64)
+    return np.where(is_sequential(epochs, order), 0, offsets)
+
+
+def is_sequential(epochs: NDArray[np.int64], order: OrderKind) -> NDArray[np.bool_]:
+    """Return whether the windows of each epoch are in the order of the tokens, `bool[N]`."""
+    return (epochs == 0) & (order == "sequential-first") | (order == "sequential")
+
+
 def _shuffle(
     indices: NDArray[np.int64], out: NDArray[np.int64], seed: int, count: int, num_tokens: int, seq_len: int
 ) -> None:
@@ -164,26 +190,36 @@ def _mix(x: _U64) -> _U64:
 
 def _key(seed: int, stream: int) -> int:
     """Return the 64-bit key of a numbered stream of a seed."""
-    mixed = int(_mix(np.array([seed & _MASK_64], dtype=np.uint64))[0])
-    return int(_mix(np.array([mixed ^ stream], dtype=np.uint64))[0])
+    return int(_keys(seed, np.array([stream]))[0])
 
 
-def _permute(positions: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """Evaluate a permutation of `range(size)` at `positions`."""
+def _keys(seed: int, streams: NDArray[np.int64]) -> _U64:
+    """Return the 64-bit keys of numbered streams of a seed."""
+    mixed = _mix(np.array([seed & _MASK_64], dtype=np.uint64))
+    return _mix(mixed ^ streams.astype(np.uint64))
+
+
+def _permute(positions: NDArray[np.int64], size: int, key: int | _U64, *, inverse: bool = False) -> NDArray[np.int64]:
+    """Evaluate a permutation of `range(size)`, or its inverse, at `positions`. Each position may have its own key.
+
+    The inverse walks the same cycle backwards, from an image to the position before the cells outside the range.
+    """
     word = np.uint32 if size < 1 << 31 else np.uint64
     images = positions.astype(word)
-    _feistel(images, size, key)
+    _feistel(images, size, key, inverse=inverse)
     outside = np.flatnonzero(images >= size)
     while outside.size:
         walked = images[outside]
-        _feistel(walked, size, key)
+        _feistel(walked, size, key if isinstance(key, int) else key[outside], inverse=inverse)
         images[outside] = walked
         outside = outside[walked >= size]
     return images.astype(np.int64)
 
 
-def _feistel(x: NDArray[np.unsignedinteger], size: int, key: int) -> None:
+def _feistel(x: NDArray[np.unsignedinteger], size: int, key: int | _U64, *, inverse: bool) -> None:
     """Permute the cells `x` of the rectangle in place. Rounds change row and column in turn, by a hash of the other.
+
+    The inverse undoes the rounds from the last to the first: a hash that was added is subtracted.
 
     Words of 32 bits, used if the cells fit, are twice as fast as 64 bits. A coordinate fits into `half` a word, so its
     product with a fraction of `half` bits does not overflow.
@@ -194,15 +230,14 @@ def _feistel(x: NDArray[np.unsignedinteger], size: int, key: int) -> None:
     bits = max(2, (size - 1).bit_length()) // 2
     num_rows = -(-size >> bits)
     num_columns = 1 << bits
-    round_keys = (
-        _mix(np.uint64(key) ^ np.arange(1, 2 * _ROUNDS + 1, dtype=np.uint64)) >> np.uint64(64 - width)
-    ).tolist()
+    numbers = np.arange(1, 2 * _ROUNDS + 1, dtype=np.uint64)
+    round_keys = (_mix(np.asarray(key, np.uint64)[..., None] ^ numbers) >> np.uint64(64 - width)).astype(word)
     constant = word(0xD6E8FEB86659FD93 >> (64 - width) | 1)
     row, column = x >> word(bits), x & word(num_columns - 1)
     mixed, other = np.empty_like(x), np.empty_like(x)
-    for number in range(_ROUNDS):
-        np.bitwise_xor(row if number % 2 else column, word(round_keys[2 * number]), out=mixed)
-        np.multiply(mixed, word(round_keys[2 * number + 1] | 1), out=mixed)
+    for number in reversed(range(_ROUNDS)) if inverse else range(_ROUNDS):
+        np.bitwise_xor(row if number % 2 else column, round_keys[..., 2 * number], out=mixed)
+        np.multiply(mixed, round_keys[..., 2 * number + 1] | word(1), out=mixed)
         np.right_shift(mixed, word(half - 1), out=other)
         np.bitwise_xor(mixed, other, out=mixed)
         np.multiply(mixed, constant, out=mixed)
@@ -214,8 +249,12 @@ def _feistel(x: NDArray[np.unsignedinteger], size: int, key: int) -> None:
             np.right_shift(mixed, word(half), out=mixed)
             np.multiply(mixed, word(num_rows), out=mixed)
             np.right_shift(mixed, word(half), out=mixed)
-            np.add(row, mixed, out=row)
-            np.subtract(row, word(num_rows), out=mixed)  # wraps to a huge number if the row is in range
+            if inverse:
+                np.subtract(row, mixed, out=row)  # wraps to a huge number below 0
+                np.add(row, word(num_rows), out=mixed)
+            else:
+                np.add(row, mixed, out=row)
+                np.subtract(row, word(num_rows), out=mixed)  # wraps to a huge number if the row is in range
             np.minimum(row, mixed, out=row)
     np.left_shift(row, word(bits), out=row)
     np.bitwise_or(row, column, out=x)

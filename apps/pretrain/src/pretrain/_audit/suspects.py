@@ -1,0 +1,231 @@
+"""The windows and the documents of a step, ranked by what they add to its loss and to its gradient.
+
+Shapes: B windows of a batch, W = T + 1 tokens of a window, T predictions.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnx_gpt2 import GradientShares
+from owt_data import TokenDocument
+from pretrain._errors import UsageError, short
+
+if TYPE_CHECKING:
+    import tiktoken
+
+Measure = Literal["loss", "gradient"]
+"""The number that the order follows: `Suspect.excess` or `Suspect.share`."""
+
+_WINDOW, _DOCUMENT = "w", "d"
+_ID = re.compile(rf"(?P<kind>[{_WINDOW}{_DOCUMENT}])(?P<number>[0-9]{{1,18}})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspect:
+    """A window of a step, or the part of a document that the windows of a step hold."""
+
+    id: str
+    """`w` and the row of the window in the batch, or `d` and the id of the document in the training tokens."""
+
+    rows: list[int]
+    """The windows."""
+
+    num_tokens: int
+    """The number of its tokens that are predicted."""
+
+    loss: float
+    """Mean loss of these tokens, in nats, before the step."""
+
+    excess: float
+    """Its part in the mean loss of the batch, in nats: its share of the predictions, times its loss less the mean loss.
+    A few tokens with a high loss have a small part."""
+
+    share: float
+    """Its share in the squared norm of the gradient of the step: see `nnx_gpt2.GradientShares.shares`."""
+
+    norm: float | None
+    """The norm of the gradient of a window's mean loss; None for a document."""
+
+    source: str | None
+    """The file of a document, and the number of its document or row there, from 0; None for a window, and if the index
+    of the tokens does not tell it."""
+
+    text: str
+    """Its text; of a document, the part in the first of these windows. Empty without the files of the tokenizer."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values. JSON has no numbers that are not finite: they are null."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+
+def rank_windows(
+    found: GradientShares, windows: NDArray[np.uint16], tokenizer: "tiktoken.Encoding | None", by: Measure
+) -> list[Suspect]:
+    """Return the windows of a batch, the most suspicious first. A loss or gradient that is not finite comes first.
+
+    Args:
+        found: the losses and the shares of the batch.
+        windows: the batch, `uint16[B, W]`.
+        tokenizer: the tokenizer of the run.
+        by: the number that the order follows.
+    """
+    excess = _excess(found)
+    suspects = [
+        Suspect(
+            id=f"{_WINDOW}{row}",
+            rows=[row],
+            num_tokens=len(window) - 1,
+            loss=float(found.losses[row].mean()),
+            excess=float(excess[row].sum()),
+            share=float(found.shares[row].sum()),
+            norm=float(found.norms[row]),
+            source=None,
+            text=_decoded(tokenizer, window),
+        )
+        for row, window in enumerate(windows)
+    ]
+    return _sorted(suspects, by)
+
+
+def rank_documents(
+    found: GradientShares,
+    windows: NDArray[np.uint16],
+    ids: NDArray[np.int64],
+    documents: Mapping[int, TokenDocument],
+    tokenizer: "tiktoken.Encoding | None",
+    by: Measure,
+) -> list[Suspect]:
+    """Return the documents of a batch, the most suspicious first. A prediction counts for the document of its target.
+
+    Args:
+        found: the losses and the shares of the batch.
+        windows: the batch, `uint16[B, W]`.
+        ids: the id of the document of each token, `int64[B, W]`.
+        documents: the documents, by their ids.
+        tokenizer: the tokenizer of the run.
+        by: the number that the order follows.
+    """
+    numbers, group = np.unique(ids[:, 1:], return_inverse=True)
+    group = group.ravel()
+    counts = np.bincount(group)
+    losses = np.bincount(group, weights=found.losses.ravel()) / counts
+    excess = np.bincount(group, weights=_excess(found).ravel())
+    shares = np.bincount(group, weights=found.shares.ravel())
+    suspects = []
+    for number, count, loss, adds, share in zip(numbers.tolist(), counts.tolist(), losses, excess, shares, strict=True):
+        place = documents[number]
+        rows = np.flatnonzero((ids[:, 1:] == number).any(axis=1)).tolist()
+        text = _decoded(tokenizer, windows[rows[0]][ids[rows[0]] == number])
+        suspects.append(
+            Suspect(
+                id=f"{_DOCUMENT}{number}",
+                rows=rows,
+                num_tokens=count,
+                loss=float(loss),
+                excess=float(adds),
+                share=float(share),
+                norm=None,
+                source=None if place.file is None else f"{place.file}:{place.row}",
+                text=text,
+            )
+        )
+    return _sorted(suspects, by)
+
+
+def _excess(found: GradientShares) -> NDArray[np.float64]:
+    """Return the part of each prediction in the mean loss of the batch, `float64[B, T]`."""
+    losses = found.losses.astype(np.float64)
+    finite = losses[np.isfinite(losses)]
+    return (losses - (finite.mean() if finite.size else np.nan)) / losses.size
+
+
+def _sorted(suspects: list[Suspect], by: Measure) -> list[Suspect]:
+    def key(suspect: Suspect) -> tuple[bool, float]:
+        value = suspect.share if by == "gradient" else suspect.excess
+        is_finite = math.isfinite(value) and math.isfinite(suspect.loss)
+        return is_finite, -value if is_finite else 0.0
+
+    return sorted(suspects, key=key)
+
+
+def _decoded(tokenizer: "tiktoken.Encoding | None", tokens: NDArray[np.uint16]) -> str:
+    """Return the text of tokens, without that of end-of-text tokens."""
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode([token for token in tokens.tolist() if token != tokenizer.eot_token])
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """The windows to take out of the batches of a step and those that follow.
+
+    Another window of the same step takes the place of each one: the next one that stays, or one before. The batch keeps
+    its size, so that the step is the same program. The loss is then nearly the mean over the windows that stay.
+    """
+
+    windows: frozenset[int]
+    """Rows of the first step."""
+
+    documents: frozenset[int]
+    """Documents, whose windows are taken out of all steps."""
+
+    def stays(self, documents: NDArray[np.int64], *, is_first: bool) -> NDArray[np.bool_]:
+        """Return which windows of a batch stay, `bool[B]`.
+
+        Args:
+            documents: the number of the document of each token, `int64[B, W]`.
+            is_first: True for the first step.
+        """
+        stays = np.array([self.documents.isdisjoint(row) for row in documents.tolist()], np.bool_)
+        if is_first:
+            stays[[*self.windows]] = False
+        return stays
+
+
+def parse_removal(ids: Sequence[str], suspects: Sequence[Suspect]) -> Removal:
+    """Parse the ids of windows and documents.
+
+    Args:
+        ids: the ids.
+        suspects: the windows and the documents of the step.
+
+    Raises:
+        UsageError: an id is that of no window and of no document of the step.
+    """
+    known = {suspect.id for suspect in suspects}
+    numbers: dict[str, set[int]] = {_WINDOW: set(), _DOCUMENT: set()}
+    for one in ids:
+        parsed = _ID.fullmatch(one)
+        if parsed is None or one not in known:
+            raise UsageError(
+                f"--without must be windows and documents of the step, such as {suspects[0].id}, got {short(one)}. "
+                "Take the ids of the tables."
+            )
+        numbers[parsed["kind"]].add(int(parsed["number"]))
+    return Removal(frozenset(numbers[_WINDOW]), frozenset(numbers[_DOCUMENT]))
+
+
+def replace_windows(windows: NDArray[np.uint16], stays: NDArray[np.bool_]) -> NDArray[np.uint16]:
+    """Return a batch in which windows that stay take the place of the others.
+
+    >>> replace_windows(np.array([[1], [2], [3], [4]], np.uint16), np.array([False, True, True, False])).tolist()
+    [[2], [2], [3], [2]]
+
+    Args:
+        windows: the batch, `uint16[B, W]`.
+        stays: the windows that stay, `bool[B]`; at least one.
+    """
+    kept = np.flatnonzero(stays)
+    places = np.arange(len(windows))
+    next_kept = kept[np.searchsorted(kept, places) % len(kept)]
+    return windows[np.where(stays, places, next_kept)]

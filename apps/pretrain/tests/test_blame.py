@@ -1,0 +1,175 @@
+"""The command `blame`, on a run that reads a document of random characters."""
+
+import hashlib
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from owt_data import Batches, open_tokens, read_steps
+from pretrain import main
+from pretrain._run.spikes import spike_scores
+from pretrain._run.step_losses import read_step_losses
+
+SENTENCES = ("A short book, of some words. ", "Another line of the same book. ", "It has a few lines, and no more. ")
+GARBAGE = "".join(random.Random(0).choices([chr(code) for code in range(0x21, 0x7F)], k=60))
+PLACE = 380
+STEPS, BATCH, SEQ_LEN = 200, 4, 48
+TRAIN = (
+    f"--data corpus.jsonl --tokenizer bytes --hardware local --train.max-steps {STEPS} --train.global-batch-size "
+    f"{BATCH} --model.seq-len {SEQ_LEN} --model.num-layers 1 --model.num-heads 1 --model.embed-dim 32 --trackers "
+    "--train.log-every 10 --train.checkpoint-every 60 --train.checkpoints-to-keep none --train.order sequential "
+    "--prepare.split position --optimizer.learning-rate 0.01 --optimizer.warmup-steps 10 --name run"
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with the run, its output, and the step that reads most of the garbage."""
+    folder = tmp_path_factory.mktemp("blame")
+    rng = random.Random(1)
+    documents = ["".join(rng.choices(SENTENCES, k=3)) for _ in range(600)]
+    documents.insert(PLACE, GARBAGE)
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.chdir(folder)
+        out = (folder / "out.txt").open("w+")
+        patch.setattr("sys.stdout", out)
+        assert main(TRAIN.split()) == 0
+        out.flush()
+        middle = len("".join(documents[:PLACE])) + PLACE + len(GARBAGE) // 2  # each document has an end-of-text token
+        yield folder, (folder / "out.txt").read_text(), middle // SEQ_LEN // BATCH + 1
+
+
+@pytest.fixture
+def blame(trained, monkeypatch, capsys):
+    """A function that returns the output of the command."""
+    monkeypatch.chdir(trained[0])
+
+    def call(*options, code=0):
+        assert main(["blame", "run", *options]) == code
+        found = capsys.readouterr()
+        return found.err if code else found.out
+
+    return call
+
+
+def digests(folder):
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_step_that_reads_garbage_is_marked_as_a_spike(trained, blame):
+    folder, out, step = trained
+    (line,) = re.findall(r"the loss of step (\d+) is (\d+) deviations above the median before it: (.*)", out)
+    scores = spike_scores(read_step_losses(folder / "runs/run/step_losses.f32"))
+    largest = int(np.nanargmax(scores)) + 1
+    assert (int(line[0]), int(line[1])) == (largest, round(scores[largest - 1]))
+    assert largest == step
+    assert line[2].endswith(f"blame run --step {largest}")
+    records = [json.loads(text) for text in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [record["spike_step"] for record in records if "spike_step" in record] == [largest]
+    assert json.loads(blame("--spike", "--json"))["step"] == largest
+
+
+def test_the_garbage_is_the_first_document_of_its_step_and_its_text_is_shown(trained, blame):
+    folder, _, step = trained
+    before = digests(folder)
+    found = json.loads(blame("--step", str(step), "--json"))
+    assert digests(folder) == before  # no file of the run is written
+    assert (found["step"], found["checkpoint"], found["largest_difference"]) == (step, (step - 1) // 60 * 60, 0.0)
+    assert found["loss"] == read_step_losses(folder / "runs/run/step_losses.f32")[step - 1]
+    for by, order in (("loss", "what they add to the mean loss"), ("gradient", "their share in the gradient")):
+        text = blame("--step", str(step), "--by", by, "--top", "1")
+        row = text.partition(f"1 of {len(found['documents'])} documents, by {order}\n")[2].splitlines()[1]
+        assert row.split()[0] == next(one["id"] for one in found["documents"] if one["text"][:20] in GARBAGE)
+        assert next(one["text"] for one in found["documents"] if one["id"] == row.split()[0])[:20] in row
+
+
+def test_shares_sum_to_one_and_the_windows_are_those_of_the_step(trained, blame):
+    folder, _, step = trained
+    found = json.loads(blame("--step", str(step), "--json"))
+    for name in ("windows", "documents"):
+        assert sum(one["share"] for one in found[name]) == pytest.approx(1, rel=1e-3)
+    assert np.mean([one["loss"] for one in found["windows"]]) == pytest.approx(found["loss"], rel=1e-4)
+    data = open_tokens(json.loads((folder / "runs/run/config.json").read_text())["data"]["tokens"], tokenizer="bytes")
+    batches = Batches(seq_len=SEQ_LEN, global_batch_size=BATCH, rank=0, world_size=1, order="sequential", seed=0)
+    ((_, windows),) = read_steps(data.train, batches, start_step=step - 1, stop_step=step)
+    texts = {f"w{row}": bytes(token for token in window if token < 256).decode() for row, window in enumerate(windows)}
+    assert {one["id"]: one["text"] for one in found["windows"]} == texts
+
+
+def test_without_the_garbage_the_step_is_no_spike(trained, blame):
+    _, _, step = trained
+    found = json.loads(blame("--step", str(step), "--json"))
+    document = found["documents"][0]["id"]
+    compared = json.loads(blame("--step", str(step), "--without", document, "--steps", "5", "--json"))["comparison"]
+    assert compared["losses"][0] == found["loss"]
+    assert (len(compared["losses"]), len(compared["losses_without"])) == (5, 5)
+    assert compared["losses_without"][0] < compared["losses"][0] - 0.5
+    assert compared["score_without"] < 10
+    lines = blame("--step", str(step), "--without", document, "--steps", "3").splitlines()
+    assert lines[-1].startswith(f"without it, the loss of step {step} is ")
+    assert [int(line.split()[0]) for line in lines[-4:-1]] == [step, step + 1, step + 2]
+
+
+def test_the_steps_with_all_windows_are_those_of_the_run_to_its_end(trained, blame):
+    found = json.loads(blame("--step", "3", "--without", "w0", "--steps", "400", "--json"))
+    assert found["checkpoint"] is None  # the random parameters of the start
+    assert found["largest_difference"] == 0.0
+    compared = found["comparison"]
+    assert len(compared["losses"]) == STEPS - 2  # to the last step
+    recorded = read_step_losses(trained[0] / "runs/run/step_losses.f32")
+    assert compared["losses"] == recorded[2:].tolist()
+    assert compared["losses_without"] != compared["losses"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--step or --spike must be given, got none of the two."),
+        (["--step", "3", "--spike"], "--step or --spike must be given, got both."),
+        (["--step", "0"], f"--step must be from 1 to {STEPS}, the last step of"),
+        (["--step", f"{STEPS + 1}"], f"--step must be from 1 to {STEPS}, the last step of"),
+        (["--step", "3", "--top", "0"], "--top must be at least 1, got 0."),
+        (["--step", "3", "--without", "w0", "--steps", "0"], "--steps must be at least 1, got 0."),
+        (["--step", "3", "--without", "w4"], "--without must be windows and documents of the step, such as w"),
+        (["--step", "3", "--without", "w0", "w1", "w2", "w3"], "--without must leave a window of each step, got all 4"),
+    ],
+)
+def test_bad_input_is_one_sentence(blame, options, message):
+    err = blame(*options, code=2)
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_run_without_a_spike_says_so(trained, monkeypatch, capsys, tmp_path):
+    (tmp_path / "runs").mkdir()
+    run = tmp_path / "runs" / "quiet"
+    run.mkdir()
+    (run / "config.json").write_bytes((trained[0] / "runs/run/config.json").read_bytes())
+    np.full(150, 2.5, "<f4").tofile(run / "step_losses.f32")
+    monkeypatch.chdir(tmp_path)
+    assert main(["blame", "quiet", "--spike"]) == 2
+    assert "must have a spike of its loss for --spike, got none: no loss is 10 deviations" in capsys.readouterr().err
+
+
+def test_a_run_ends_after_so_many_skipped_steps_and_its_skipped_steps_can_be_blamed(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained[0])
+    wild = TRAIN.replace("--name run", "--name wild --train.stop-after-bad-steps 3 --train.checkpoint-every 7").split()
+    wild += ["--optimizer.learning-rate", "1e30", "--optimizer.clip-norm", "0", "--optimizer.schedule", "constant"]
+    assert main(wild) == 1
+    error = capsys.readouterr().err
+    # The checkpoint of step 7 would be the first, and would hold parameters that are not finite.
+    assert re.search(r"the loss or the gradient of [3-6] steps in a row, up to step 7, is not finite\. Lower", error)
+    assert not [*(trained[0] / "runs/wild/checkpoints").glob("[0-9]*")]
+    losses = read_step_losses(trained[0] / "runs/wild/step_losses.f32")
+    assert (len(losses), np.isnan(losses[-3:]).all(), np.isfinite(losses[0])) == (7, True, True)
+    assert main(["blame", "wild", "--step", "6", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["loss"], found["score"], found["largest_difference"]) == (None, None, 0.0)
+    assert {one["loss"] for one in found["windows"]} == {None}
+    assert main(["blame", "wild", "--step", "6", "--without", found["documents"][0]["id"], "--steps", "2"]) == 0
+    assert "step 6 was skipped, because its loss or gradient is not finite" in capsys.readouterr().out
