@@ -20,6 +20,7 @@ from owt_data import (
     prepare_in_background,
     verify,
 )
+from owt_data._cli import main
 
 BYTES = PrepareOptions(tokenizer="bytes")
 END = 256
@@ -387,3 +388,30 @@ def test_positions_and_ids_out_of_range_are_rejected(call, message, tmp_path):
     documents = open_documents(open_tokens(bare_file(tmp_path, [3] * 50), tokenizer="bytes"))
     with pytest.raises(DataError, match=message):
         call(documents)
+
+
+def damage_rows(path):
+    content = bytearray(path.read_bytes())
+    content[120] ^= 1  # in the ends of documents
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda path: path.write_bytes(b""), "train.docs: expected an index of the token file, found another or a dam"),
+        (
+            lambda path: path.write_bytes(path.with_name("val.docs").read_bytes()),
+            "train.docs: expected an index of the",
+        ),
+        (damage_rows, "train.docs is damaged: "),
+    ],
+    ids=["empty", "of another file", "bit"],
+)
+def test_verify_names_a_damaged_index(change, found, prepared, capsys):
+    change(prepared / "train.docs")
+    (difference,) = verify(prepared)
+    assert found in difference
+    assert main(["verify", str(prepared)]) == 1
+    (prepared / "train.docs").unlink()
+    assert verify(prepared) == []

@@ -14,8 +14,10 @@ from owt_data import (
     TokenData,
     TokenSequence,
     find_source,
+    find_text,
     inspect,
     iter_steps,
+    open_documents,
     open_tokens,
     prepare,
     read_manifest,
@@ -68,6 +70,21 @@ def test_files_and_lists_on_the_server_are_sequences(both):
         np.testing.assert_array_equal(sequence(b).read(), sequence(a).read())
         np.testing.assert_array_equal(sequence(b, "val").read(), sequence(a, "val").read())
         assert a.fingerprint == b.fingerprint
+
+
+def test_documents_on_the_server_are_those_from_disk(both):
+    folders = [[folder] for folder in both]
+    # A file that is named without its folder has an index too.
+    files = [[f"{folder}/train.bin", f"{folder}/val.bin"] for folder in both]
+    for names in (folders, files):
+        a, b = (open_documents(open_tokens(name, tokenizer="bytes")) for name in names)
+        assert len(a) == len(b) > 9
+        positions = np.arange(len(a.tokens))
+        np.testing.assert_array_equal(a.find(positions), b.find(positions))
+        first, second = (one.describe(np.arange(len(a))) for one in (a, b))
+        assert [(one.start, one.file, one.row) for one in first] == [(one.start, one.file, one.row) for one in second]
+        assert second[3].token_file.startswith("s3://")
+        assert find_text(b, "naïve", tokenizer="bytes") == find_text(a, "naïve", tokenizer="bytes") != []
 
 
 def test_a_folder_on_the_server_is_verified_and_inspected(both, capsys):
