@@ -1,7 +1,9 @@
 """Loops that hang: stopped workers, data that never comes, long work that is no hang. Real launches."""
 
+import io
 import logging
 import os
+import pdb
 import signal
 import sys
 import threading
@@ -29,7 +31,7 @@ from ray_jax_launch import (
 # Workers cannot import this file: their functions are sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-HANG_AT, LAST = 60, 90
+HANG_AT, LAST = 45, 60
 
 
 def wait_for_data(how: str) -> None:
@@ -51,7 +53,7 @@ def train(config: dict[str, Any]) -> Any:
     step_of = jax.jit(lambda total, ones: total + ones.sum())
     pids = Path(config["pids"])
     (pids / f"{rank}-{len([*pids.glob(f'{rank}-*')])}").write_text(str(os.getpid()))
-    total = jnp.zeros(())
+    total = jax.device_put(jnp.zeros(()), NamedSharding(mesh, PartitionSpec()))
     with Checkpoints() as checkpoints:
         start = checkpoints.latest_step() or 0
         if start:
@@ -144,7 +146,7 @@ def test_a_worker_that_is_stopped_in_each_start_ends_the_launch_after_max_failur
     record_property("lost", "steps since the last checkpoint; the launch fails")
     with pytest.raises(TrainingFailed):
         run("stopped", always=True, max_failures=1)
-    lines = [record.message for record in caplog.records if record.message.startswith("no step for ")]
+    lines = [record.message for record in caplog.records if record.getMessage().startswith("no step for ")]
     assert lines[0].endswith("; the workers start again (failure 1 of at most 1 without a new checkpoint)")
     assert lines[1].endswith("): worker 1 does not answer; the workers do not start again")
 
@@ -186,42 +188,65 @@ def test_a_validation_and_work_after_the_last_step_are_no_hang(cluster, tmp_path
     assert caplog.messages == []
 
 
-def hang_once(config: dict[str, Any]) -> int:
-    """Run in the driver's process, and hang until the test goes on."""
-    for step in range(1, 61):
-        time.sleep(0.05)
-        if step == 50:
-            config["go_on"].wait(300)
-        stop_requested(step)
-    return 60
+class GoesOn(logging.Handler):
+    """Calls a function at the first log line with a text."""
+
+    def __init__(self, text: str, go_on: Any) -> None:
+        super().__init__()
+        self.text, self.go_on = text, go_on
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.text in record.getMessage():
+            self.go_on()
 
 
-def test_a_hang_in_this_process_is_logged_with_its_stack_and_ends_nothing(tmp_path, caplog):
-    go_on = threading.Event()
+@pytest.fixture
+def launch_here(tmp_path, caplog, monkeypatch):
+    """Return a function that runs a loop in this process, and calls a function at a log line."""
+    monkeypatch.setattr("ray_jax_launch._control.watchdog._PATIENCE_IF_ALL_ANSWER", 1)
 
-    class GoesOn(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.message.startswith("stack of worker 0:"):
-                go_on.set()
+    def launch_here(wait: Any, line: str, go_on: Any) -> Any:
+        def loop() -> int:
+            for step in range(1, 61):
+                time.sleep(0.05)
+                if step == 50:
+                    wait()
+                stop_requested(step)
+            return 60
 
-    logger, handler = logging.getLogger("ray_jax_launch"), GoesOn()
-    handler.setFormatter(logging.Formatter())
-    caplog.set_level(logging.WARNING, "ray_jax_launch")
-    logger.addHandler(handler)
-    try:
-        result = launch(
-            hang_once, {"go_on": go_on}, hardware="local", storage_path=tmp_path, name="run", hang_timeout_s=5
-        )
-    finally:
-        logger.removeHandler(handler)
+        caplog.set_level(logging.WARNING, "ray_jax_launch")
+        logger, handler = logging.getLogger("ray_jax_launch"), GoesOn(line, go_on)
+        logger.addHandler(handler)
+        try:
+            return launch(loop, hardware="local", storage_path=tmp_path, name="run", hang_timeout_s=5)
+        finally:
+            logger.removeHandler(handler)
+
+    return launch_here
+
+
+def test_a_hang_in_this_process_is_logged_with_its_stack_and_ends_nothing(launch_here, caplog):
+    event = threading.Event()
+    result = launch_here(lambda: event.wait(300), "stack of worker 0:", event.set)
     assert result.return_value == 60
     line, stack = caplog.messages
     assert line.startswith("no step for ")
+    assert " after step 49 (usual: 0.05" in line
     assert line.endswith("; this process cannot be restarted from outside")
-    assert ", in hang_once\n" in stack
-    assert ", in wait\n" in stack
+    assert ", in loop\n    wait()\n" in stack
+
+
+def test_a_loop_in_a_debugger_is_no_hang(launch_here, caplog):
+    reader, writer = os.pipe()
+    with open(reader) as commands:  # noqa: PTH123 - a pipe
+        debugger = pdb.Pdb(stdin=commands, stdout=io.StringIO(), nosigint=True)
+        result = launch_here(debugger.set_trace, "in a debugger", lambda: os.write(writer, b"continue\n"))
+    os.close(writer)
+    assert result.return_value == 60
+    (line,) = caplog.messages
+    assert line.endswith(": worker 0 is in a debugger; nothing is restarted")
 
 
 def test_a_timeout_below_five_seconds_is_rejected(tmp_path):
-    with pytest.raises(LaunchError, match="^hang_timeout_s must be a number of at least 5, got 4.9. Leave it out"):
+    with pytest.raises(LaunchError, match=r"^hang_timeout_s must be a number of at least 5, got 4\.9\. Leave it out"):
         launch(lambda: None, hardware="local", storage_path=tmp_path, name="run", hang_timeout_s=4.9)

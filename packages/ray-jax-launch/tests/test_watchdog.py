@@ -108,6 +108,21 @@ def test_work_that_is_no_step_takes_any_time_on_any_worker():
     assert group.live(5) is not None
 
 
+def test_a_worker_that_is_stopped_before_it_says_that_it_trains_again_is_noticed_by_those_that_wait():
+    group = Group()
+    group.live(30, advancing=(0, 1, 2))
+    group.is_training[1] = False
+    group.live(1)
+    group.silent = {1}
+    noticed = group.live(100)
+    assert noticed is not None
+    assert group.watchdog.end_group().endswith(": worker 1 does not answer")
+    group.group, group.silent, group.is_training = "second", set(), [False, False, False]
+    group.live(30, advancing=(0, 1, 2))
+    group.silent = {0, 1, 2}  # all validate, and nobody waits
+    assert group.live(10_000) is None
+
+
 def test_a_worker_without_a_first_step_is_no_hang():
     group = Group()
     group.silent = {2}  # it compiles, and has sent nothing

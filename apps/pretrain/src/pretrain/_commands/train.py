@@ -181,6 +181,7 @@ def _run_workers(run: ResolvedRun, name: str, view: RunView, console: Console, b
                 data_cpus=0 if hardware.kind == "local" else hardware.data_cpus,
                 max_failures=config.train.max_failures,
                 wait_for_resources_s=config.wait_for_resources_s,
+                hang_timeout_s=config.train.hang_timeout_s,
             )
     except (StopRequestedError, UnsavedCheckpointError):
         raise  # `lock_run` makes it a failure of the run

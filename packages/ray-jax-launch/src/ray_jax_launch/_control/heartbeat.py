@@ -19,9 +19,11 @@ from ray_jax_launch._control.watchdog import Beat
 _BEAT_EVERY_S = 1.0
 # The usual time is the median of the newest ones.
 _NUM_TIMES = 21
+# A limit is 20 times the usual time (`watchdog.py`).
+_FIRST_SHARE = 10
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy")
-# The function that calls the loop. The frames before it are those of Ray.
-_CALLER = "_with_save_events"
+# Functions that call the loop, the second of Ray. The frames before them say nothing about the loop.
+_CALLERS = ("_with_save_events", "train_fn")
 
 
 class Heartbeat:
@@ -46,7 +48,8 @@ class Heartbeat:
         self._is_training = True
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._since_s, self._num_before = time.monotonic(), 0
-        self._ended = threading.Event()
+        self._has_ended = False
+        self._wake = threading.Event()
         threading.Thread(target=self._send, name="heartbeat", daemon=True).start()
 
     def add(self, step: int, computed: Any = None) -> None:
@@ -58,8 +61,9 @@ class Heartbeat:
         """
         with self._lock:
             if not self._num_added:
-                # With its compilation, the first step takes longer than the others: the first limit is generous.
-                self._times.append(time.monotonic() - self._since_s)
+                # No step is longer than the first one with all that comes before it. The first limit is twice its time.
+                self._times.append((time.monotonic() - self._since_s) / _FIRST_SHARE)
+                self._wake.set()
             self._num_added += 1
             self._pending.append((step, computed))
             self._count()
@@ -71,12 +75,14 @@ class Heartbeat:
             if is_training and not before:
                 self._count()
                 self._since_s, self._num_before = time.monotonic(), self._num_computed
+            if is_training != before:
+                self._wake.set()  # a process that is stopped right after this must not seem to do other work
             return before
 
     def end(self) -> None:
         """Note that the loop has returned. What this worker does now takes as long as it takes."""
         self.watch(False)
-        self._ended.set()
+        self._has_ended = True
         self._beat()
 
     def read(self) -> Beat:
@@ -98,7 +104,9 @@ class Heartbeat:
             self._num_computed += 1
 
     def _send(self) -> None:
-        while not self._ended.wait(_BEAT_EVERY_S):
+        while not self._has_ended:
+            self._wake.wait(_BEAT_EVERY_S)
+            self._wake.clear()
             if answer(self._beat()):
                 self._send_stack()
 
@@ -115,7 +123,7 @@ class Heartbeat:
         frames = [] if frame is None else [*traceback.walk_stack(frame)][::-1]
         modules = {one.f_globals.get("__name__", "").partition(".")[0].lstrip("_") for one, _ in frames}
         stack = traceback.StackSummary.extract(iter(frames))
-        first = max((number for number, one in enumerate(stack, 1) if one.name == _CALLER), default=0)
+        first = max((number for number, one in enumerate(stack, 1) if one.name in _CALLERS), default=0)
         group, _, rank = self._sender
         self._control.add_stack.remote(
             group,

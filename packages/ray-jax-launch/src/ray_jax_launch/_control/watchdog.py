@@ -74,7 +74,8 @@ class Watchdog:
         self._clock = clock
         self._looked_s = clock()
         self._now_s = 0.0
-        self._group, self._size = "", 0
+        self._group: str | None = None
+        self._size = 0
         self._workers: dict[int, _Worker] = {}
         self._ended: set[str] = set()
         self._asked_s: float | None = None
@@ -102,7 +103,7 @@ class Watchdog:
     def end_group(self) -> str:
         """Forget the group, which has ended. Return why it was killed; an empty text if it was not."""
         cause, self._cause = self._cause, ""
-        if self._workers:
+        if self._group is not None and self._workers:
             self._ended.add(self._group)
         self._workers = {}
         self._calm_down()
@@ -115,12 +116,17 @@ class Watchdog:
         self._looked_s = now_s
         workers = self._workers
         is_complete = 0 < len(workers) == self._size
-        if self._timeout_s is None or not is_complete or not all(one.beat.is_training for one in workers.values()):
+        if self._timeout_s is None or not is_complete:
+            self._calm_down()
+            return None
+        silent = [rank for rank, one in workers.items() if self._now_s - one.answered_s >= self._timeout_s]
+        # The last word of a worker may be older than its state, so that of a silent one does not count beside others.
+        said = {one.beat.is_training for rank, one in workers.items() if rank not in silent or len(silent) == self._size}
+        if said != {True}:
             self._calm_down()
             return None
         stalled_s = self._now_s - max(one.progress_s for one in workers.values())
         usual_s = max(one.beat.usual_s for one in workers.values())
-        silent = [rank for rank, one in workers.items() if self._now_s - one.answered_s >= self._timeout_s]
         patience_s = self._timeout_s * (1 if silent else _PATIENCE_IF_ALL_ANSWER)
         if stalled_s < max(patience_s, _MULTIPLE * usual_s):
             self._calm_down()
