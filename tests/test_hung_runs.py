@@ -15,7 +15,7 @@ from support import COMMAND, started, wait_until
 from nnx_gpt2 import abstract_train_state, create_optimizer
 from pretrain._run.files import read_lines
 from pretrain._run.find import find_run
-from ray_jax_launch import Checkpoints, latest_step
+from ray_jax_launch import Checkpoints
 
 pytestmark = [
     pytest.mark.fault,
@@ -26,7 +26,7 @@ MAX_STEPS = 200
 OPTIONS = [
     "--preset=baby", "--model.num-layers=1", "--model.embed-dim=64", f"--train.max-steps={MAX_STEPS}",
     "--train.log-every=1", "--train.eval-every=100", "--train.eval-tokens=10000", "--train.sample-tokens=0",
-    "--train.checkpoint-every=20", "--train.hang-timeout-s=5", "--trackers",
+    "--train.checkpoint-every=50", "--train.global-batch-size=48", "--train.hang-timeout-s=5", "--trackers",
 ]  # fmt: skip
 # Reads of the training windows of the first start hang in the second worker.
 HANGING_READER = """
@@ -96,13 +96,14 @@ def train(
         environment: variables of the command.
         storage: the storage path.
         name: of the run.
-        stops: the worker that gets SIGSTOP after the second checkpoint, in the order of process ids; None for none.
+        stops: the worker that gets SIGSTOP after 60 steps, in the order of process ids; None for none.
     """
-    log, checkpoints = storage / f"{name}.log", storage / name / "checkpoints"
+    log = storage / f"{name}.log"
     args = ["--data", str(corpus), "--storage-path", str(storage), "--name", name, "--hardware", hardware, *OPTIONS]
+    metrics = storage / name / "metrics.jsonl"
     with started([*COMMAND, *args], log, environment) as driver:
         if stops is not None:
-            wait_until(lambda: (latest_step(checkpoints) or 0) >= 40, driver, log)
+            wait_until(lambda: metrics.exists() and len(read_lines(metrics)) > 60, driver, log)
             victim = find_workers(driver.pid)[stops]
             os.kill(victim, signal.SIGSTOP)
         wait_until(lambda: driver.poll() is not None, driver, log)

@@ -96,6 +96,7 @@ FREE = {
     "model.remat": "full",
     "model.loss_chunk_tokens": 64,
     "train.max_failures": 0,
+    "train.hang_timeout_s": None,
     "train.log_every": 7,
     "train.eval_every": 7,
     "train.eval_tokens": 7,

@@ -203,7 +203,7 @@ class GoesOn(logging.Handler):
 @pytest.fixture
 def launch_here(tmp_path, caplog, monkeypatch):
     """Return a function that runs a loop in this process, and calls a function at a log line."""
-    monkeypatch.setattr("ray_jax_launch._control.watchdog._PATIENCE_IF_ALL_ANSWER", 1)
+    monkeypatch.setattr("ray_jax_launch._control.watchdog._PATIENCE", 1)
 
     def launch_here(wait: Any, line: str, go_on: Any) -> Any:
         def loop() -> int:

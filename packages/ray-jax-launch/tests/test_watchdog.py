@@ -117,9 +117,24 @@ def test_a_worker_that_is_stopped_before_it_says_that_it_trains_again_is_noticed
     noticed = group.live(100)
     assert noticed is not None
     assert group.watchdog.end_group().endswith(": worker 1 does not answer")
-    group.group, group.silent, group.is_training = "second", set(), [False, False, False]
+
+
+def test_a_worker_that_is_stopped_in_a_validation_is_noticed_after_five_times_as_long():
+    group = Group(handles=("a",))
+    group.live(30, advancing=(0,))
+    group.is_training = [False]
+    assert group.live(1000) is None
+    group.silent = {0}
+    noticed = group.live(1000)
+    assert noticed is not None
+    assert 299 <= noticed[0] <= 303
+
+
+def test_a_worker_that_has_returned_and_is_silent_is_no_hang():
+    group = Group()
     group.live(30, advancing=(0, 1, 2))
-    group.silent = {0, 1, 2}  # all validate, and nobody waits
+    group.watchdog.beat("first", 3, 1, Beat(30, 530, False, 0.4, has_ended=True), "b")
+    group.silent, group.is_training[0] = {1}, False
     assert group.live(10_000) is None
 
 

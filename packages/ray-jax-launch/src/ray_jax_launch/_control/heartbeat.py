@@ -96,7 +96,8 @@ class Heartbeat:
                     self._times.append((now_s - self._since_s) / num_steps)
                 self._since_s, self._num_before = now_s, self._num_computed
             usual_s = statistics.median(self._times) if self._times else 0.0
-            return Beat(self._num_computed, self._step, self._is_training and self._num_added > 0, usual_s)
+            is_training = self._is_training and self._num_added > 0
+            return Beat(self._num_computed, self._step, is_training, usual_s, self._has_ended)
 
     def _count(self) -> None:
         while self._pending and ((array := self._pending[0][1]) is None or array.is_ready()):

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 # A step takes this many times the usual time before it is suspicious: a slow worker makes all others slow.
 _MULTIPLE = 20
-# While all workers answer, nothing has died. Storage or a network may be slow.
-_PATIENCE_IF_ALL_ANSWER = 5
+# While all workers answer, nothing has died: storage or a network may be slow. In work that is no step, only a worker
+# that does not answer for as long is suspicious.
+_PATIENCE = 5
 _LONGEST_TICK_S = 2.0
 # Workers that answer have sent their stacks within this time.
 _STACKS_WITHIN_S = 10.0
@@ -34,6 +35,9 @@ class Beat(NamedTuple):
 
     usual_s: float
     """Usual seconds of a step."""
+
+    has_ended: bool = False
+    """Whether it has returned. The worker sends nothing after this."""
 
 
 class Hang(NamedTuple):
@@ -65,7 +69,8 @@ class Watchdog:
 
     Args:
         timeout_s: seconds without a step after which a group hangs, if a worker does not answer. While all workers
-            answer, it is five times as long; in any case at least 20 times the usual time of a step. None never.
+            answer, and in work that is no step, it is five times as long; in any case at least 20 times the usual time
+            of a step. In work that is no step, only a worker that does not answer hangs. None never.
         clock: returns seconds.
     """
 
@@ -116,18 +121,22 @@ class Watchdog:
         self._looked_s = now_s
         workers = self._workers
         is_complete = 0 < len(workers) == self._size
-        if self._timeout_s is None or not is_complete:
+        if self._timeout_s is None or not is_complete or any(one.beat.has_ended for one in workers.values()):
             self._calm_down()
             return None
         silent = [rank for rank, one in workers.items() if self._now_s - one.answered_s >= self._timeout_s]
         # The last word of a worker may be older than its state, so that of a silent one does not count beside others.
-        said = {one.beat.is_training for rank, one in workers.items() if rank not in silent or len(silent) == self._size}
-        if said != {True}:
+        said = {
+            one.beat.is_training for rank, one in workers.items() if rank not in silent or len(silent) == self._size
+        }
+        is_step = said == {True}
+        long_s = self._timeout_s * _PATIENCE
+        if not is_step and all(self._now_s - one.answered_s < long_s for one in workers.values()):
             self._calm_down()
             return None
         stalled_s = self._now_s - max(one.progress_s for one in workers.values())
         usual_s = max(one.beat.usual_s for one in workers.values())
-        patience_s = self._timeout_s * (1 if silent else _PATIENCE_IF_ALL_ANSWER)
+        patience_s = self._timeout_s if silent and is_step else long_s
         if stalled_s < max(patience_s, _MULTIPLE * usual_s):
             self._calm_down()
             return None
