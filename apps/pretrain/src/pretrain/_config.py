@@ -177,7 +177,7 @@ class TrainConfig:
 
     hang_timeout_s: float | None = field(default=60.0, metadata=FREE)
     """Seconds without a step after which the workers start again from the newest checkpoint, if a worker does not
-    answer; five times as long if all answer, and at least 20 times the usual time of a step. none waits for ever."""
+    answer; five times as long if all answer, and at least 20 times the usual time of a step. none waits forever."""
 
     def __post_init__(self) -> None:
         """Check every field once."""

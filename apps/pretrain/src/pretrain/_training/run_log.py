@@ -31,7 +31,7 @@ class RunLog:
         description: the run's description.
         send: called with each record, and with each phase as a dictionary.
         clock: returns Unix time in seconds.
-        watch: called on all ranks at the begin of each phase, with whether it computes steps.
+        watch: called on all ranks at the beginning of each phase, with whether its work is steps.
 
     Raises:
         MovedFolderError: the command has locked another folder than the one that has its name now. `open`, `write` and

@@ -22,7 +22,7 @@ _MOST_STACKS = 4
 
 
 class Beat(NamedTuple):
-    """How far the loop of a worker is."""
+    """Progress of the loop of a worker."""
 
     num_computed: int
     """Steps that are computed."""
@@ -31,13 +31,13 @@ class Beat(NamedTuple):
     """The newest step that is computed."""
 
     is_training: bool
-    """Whether it computes steps, and does nothing else such as a validation."""
+    """True if it computes steps, and does nothing else such as a validation."""
 
     usual_s: float
     """Usual seconds of a step."""
 
     has_ended: bool = False
-    """Whether it has returned. The worker sends nothing after this."""
+    """True if it has returned. The worker sends nothing after this."""
 
 
 class Hang(NamedTuple):
@@ -47,13 +47,13 @@ class Hang(NamedTuple):
     """For the log: stacks, and what happened if the workers go on."""
 
     handles: list[Any]
-    """Of the workers to kill."""
+    """Actors of the workers to kill."""
 
 
 @dataclass
 class _Worker:
     handle: Any
-    """Of its actor; None for the process of the driver."""
+    """Handle of its actor; None for the process of the driver."""
 
     beat: Beat
     progress_s: float
@@ -125,10 +125,9 @@ class Watchdog:
             self._calm_down()
             return None
         silent = [rank for rank, one in workers.items() if self._now_s - one.answered_s >= self._timeout_s]
-        # The last word of a worker may be older than its state, so that of a silent one does not count beside others.
-        said = {
-            one.beat.is_training for rank, one in workers.items() if rank not in silent or len(silent) == self._size
-        }
+        # The last word of a worker may be older than its state. That of a silent one does not count beside others.
+        heard = [one for rank, one in workers.items() if rank not in silent] or [*workers.values()]
+        said = {one.beat.is_training for one in heard}
         is_step = said == {True}
         long_s = self._timeout_s * _PATIENCE
         if not is_step and all(self._now_s - one.answered_s < long_s for one in workers.values()):
