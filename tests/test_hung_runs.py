@@ -102,12 +102,13 @@ def train(
     args = ["--data", str(corpus), "--storage-path", str(storage), "--name", name, "--hardware", hardware, *OPTIONS]
     metrics = storage / name / "metrics.jsonl"
     with started([*COMMAND, *args], log, environment) as driver:
+        victim = 0
         if stops is not None:
             wait_until(lambda: metrics.exists() and len(read_lines(metrics)) > 60, driver, log)
             victim = find_workers(driver.pid)[stops]
             os.kill(victim, signal.SIGSTOP)
         wait_until(lambda: driver.poll() is not None, driver, log)
-        if stops is not None:
+        if victim:
             assert not Path(f"/proc/{victim}").exists()
     output = log.read_text()
     assert driver.returncode == 0, output
