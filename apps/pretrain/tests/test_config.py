@@ -32,6 +32,7 @@ FACTS = DataFacts(tokenizer="bytes", vocab_size=257, num_windows=1000)
         ({"max_epochs": 0.0}, "train.max_epochs must be above 0 and at most 1e+39, got 0.0."),
         ({"max_epochs": float("nan")}, "train.max_epochs must be above 0 and at most 1e+39, got nan."),
         ({"max_tokens": 0}, "train.max_tokens must be at least 1, got 0."),
+        ({"hang_timeout_s": 4.9}, "train.hang_timeout_s must be at least 5 and below 1000000000.0, got 4.9."),
         ({"max_failures": -2}, "train.max_failures must be at least -1, got -2."),
         (
             {"global_batch_size": 2**31},

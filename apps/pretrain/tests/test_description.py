@@ -97,6 +97,7 @@ FREE = {
     "model.loss_chunk_tokens": 64,
     "train.max_failures": 0,
     "train.stop_after_bad_steps": 7,
+    "train.hang_timeout_s": None,
     "train.log_every": 7,
     "train.eval_every": 7,
     "train.eval_tokens": 7,

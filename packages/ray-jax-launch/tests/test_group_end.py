@@ -58,7 +58,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(run_plan, "check_resources", lambda hardware, **given: None)
     for name, value in {
         "is_silent": lambda: False,
-        "start_control_actor": lambda: group.control,
+        "start_control_actor": lambda hang_timeout_s: group.control,
         "placement_groups": lambda: {*group.placement_groups},
         "remove_placement_groups": group.remove,
         "end_actor": group.ended.append,

@@ -184,6 +184,10 @@ class TrainConfig:
     max_failures: int = field(default=3, metadata=FREE)
     """Failures without progress since the last checkpoint to recover from; -1 for any number."""
 
+    hang_timeout_s: float | None = field(default=60.0, metadata=FREE)
+    """Seconds without a step after which the workers start again from the newest checkpoint, if a worker does not
+    answer; five times as long if all answer, and at least 20 times the usual time of a step. none waits forever."""
+
     def __post_init__(self) -> None:
         """Check every field once."""
         check_fields(self, "train.")
@@ -207,6 +211,8 @@ class TrainConfig:
         ):
             if (value := getattr(self, name)) is not None:
                 _check_range(f"train.{name}", value, least, end)
+        if self.hang_timeout_s is not None:
+            _check_range("train.hang_timeout_s", self.hang_timeout_s, 5, _MAX_WAIT_S)
         if self.max_epochs is not None and not 0 < self.max_epochs <= MAX_FLOAT:
             raise ValueError(f"train.max_epochs must be above 0 and at most {MAX_FLOAT}, got {self.max_epochs}.")
         if self.num_shards is not None and self.num_shards & (self.num_shards - 1):

@@ -56,5 +56,6 @@ from ._train.worker_context import log_metrics as log_metrics
 from ._train.worker_context import log_to_driver as log_to_driver
 from ._train.worker_context import mark_finished as mark_finished
 from ._train.worker_context import stop_requested as stop_requested
+from ._train.worker_context import watch_steps as watch_steps
 
 __version__: str

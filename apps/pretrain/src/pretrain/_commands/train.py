@@ -184,6 +184,7 @@ def _run_workers(run: ResolvedRun, name: str, view: RunView, console: Console, b
                 env_vars=ONE_THREAD if config.train.num_shards is not None and hardware.kind == "cpu" else None,
                 max_failures=config.train.max_failures,
                 wait_for_resources_s=config.wait_for_resources_s,
+                hang_timeout_s=config.train.hang_timeout_s,
             )
     except (StopRequestedError, UnsavedCheckpointError):
         raise  # `lock_run` makes it a failure of the run

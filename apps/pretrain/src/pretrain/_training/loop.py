@@ -26,7 +26,7 @@ from pretrain._training.setup import Setup, set_up
 from pretrain._training.step_meter import Metrics, StepMeter, diverged
 from pretrain._training.train_batches import train_batches
 from pretrain._training.validation import Validation
-from ray_jax_launch import Checkpoints, log_metrics, mark_finished, stop_requested
+from ray_jax_launch import Checkpoints, log_metrics, mark_finished, stop_requested, watch_steps
 
 
 def run(resolved: ResolvedRun, *, began_s: float) -> str:
@@ -45,7 +45,7 @@ def run(resolved: ResolvedRun, *, began_s: float) -> str:
     setup = set_up(config, resolved.data)
     best = BestValidation(config.train)
     with (
-        RunLog(folder, config, description, send=log_metrics) as log,
+        RunLog(folder, config, description, send=log_metrics, watch=watch_steps) as log,
         Checkpoints(folder.checkpoints, num_to_keep=config.train.checkpoints_to_keep, keep=best.keep) as checkpoints,
         Profiling(config.profile, log.folder.profiles) as profiling,
         ThreadPoolExecutor(1) as thread,
@@ -60,12 +60,12 @@ def run(resolved: ResolvedRun, *, began_s: float) -> str:
             if best.has_stalled:
                 break
             if step == start + 1:
-                loop.train_first(step, first_windows.result())
+                metrics = loop.train_first(step, first_windows.result())
             else:
                 with loop.meter.waiting_for_data():
                     rows = next(batches)
-                loop.train(step, put_batch(rows, setup.mesh))
-            if stop_requested(step):
+                metrics = loop.train(step, put_batch(rows, setup.mesh))
+            if stop_requested(step, metrics["loss"]):
                 loop.stop(step)
                 return ""
             loop.do_what_is_due(step)
@@ -136,10 +136,11 @@ class Loop:
         if start < self._train.max_steps:
             self._log.phase(start, "compiling")
 
-    def train_first(self, step: int, windows: jax.Array) -> None:
+    def train_first(self, step: int, windows: jax.Array) -> Metrics:
         """Run the first step of this start. The time of a step excludes its compilation."""
-        jax.block_until_ready(self.train(step, windows))
+        metrics = jax.block_until_ready(self.train(step, windows))
         self._resume(step)
+        return metrics
 
     def train(self, step: int, windows: jax.Array) -> Metrics:
         """Start a step on the devices, and return its metrics."""

@@ -32,6 +32,7 @@ class RunLog:
         description: the run's description.
         send: called with each record, and with each phase as a dictionary.
         clock: returns Unix time in seconds.
+        watch: called on all ranks at the beginning of each phase, with whether its work is steps.
 
     Raises:
         MovedFolderError: the command has locked another folder than the one that has its name now. `open`, `write` and
@@ -45,8 +46,10 @@ class RunLog:
         description: RunDescription,
         send: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.time,
+        watch: Callable[[bool], None] = lambda is_training: None,
     ) -> None:
         self._send = send
+        self._watch = watch
         self._clock = clock
         self._config = config
         self._description = description
@@ -141,6 +144,7 @@ class RunLog:
             step: the step.
             name: the phase.
         """
+        self._watch(name == "training")
         if not self._writes or (self._last is not None and self._last.phase == name):
             return
         self._add(Phase(step=step, time_s=round(self._clock(), 3), phase=name))

@@ -18,7 +18,7 @@ from ray_jax_launch._checkpoint.checksums import STEP_NAME
 from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_metadata, to_save
 from ray_jax_launch._checkpoint.save_events import notify, notify_of_failure
 from ray_jax_launch._checkpoint.writers import complete, make_writer
-from ray_jax_launch._control.session import current_session
+from ray_jax_launch._control.session import current_session, unwatched
 from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError, shown
 from ray_jax_launch._numbers import check_flag, check_number, check_type
 from ray_jax_launch._storage import StoragePath, as_storage_path, join_path
@@ -143,6 +143,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
+    @unwatched()
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -177,6 +178,7 @@ class Checkpoints:
         """
         return self._durable_step
 
+    @unwatched()
     def save(self, step: int, items: Mapping[str, Any], *, metadata: Mapping[str, Any]) -> None:
         """Copy arrays to host memory and begin to write them in the background. Every process must call this.
 
@@ -228,6 +230,7 @@ class Checkpoints:
             failure.__cause__ = error
             notify_of_failure(failure)
 
+    @unwatched()
     def wait(self) -> None:
         """Wait until the checkpoint that is being saved is durable and listed.
 
@@ -243,6 +246,7 @@ class Checkpoints:
             raise unsaved(self._folder, step, error) from error
         self._steps = kept
 
+    @unwatched()
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """Read items of a checkpoint, in all processes together: every process must call this.
 

@@ -21,6 +21,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_jax_launch._control.events import Event
+from ray_jax_launch._control.watchdog import Beat, Watchdog
 
 Metrics = dict[str, Any]
 ControlHandle = Any
@@ -115,15 +116,17 @@ class ControlActor:
 
     Args:
         silent_after_s: seconds after the last poll when the workers count as ended.
+        hang_timeout_s: see `Watchdog`.
     """
 
-    def __init__(self, silent_after_s: float = _SILENT_AFTER_S) -> None:
+    def __init__(self, silent_after_s: float = _SILENT_AFTER_S, hang_timeout_s: float | None = None) -> None:
         self._silent_after_s = silent_after_s
         self._id = uuid.uuid4().hex
         self._unread: deque[tuple[int, Metrics]] = deque(maxlen=_MAX_UNREAD)
         self._events: list[Event] = []
         self._lines: list[tuple[int, str]] = []
         self._groups: dict[str, _Group] = {}
+        self._watchdog = Watchdog(hang_timeout_s)
         self._state = ControlState()
         self._is_resumed = not _is_restarted()
         self._polled_s = -math.inf if self._is_resumed else time.monotonic()
@@ -169,7 +172,12 @@ class ControlActor:
         self._state.finished = (return_value,)
 
     def collect(self) -> Collected:
-        """Return the state, and what has come since the last call."""
+        """Return the state, and what has come since the last call. Kill workers that hang."""
+        if (hang := self._watchdog.look()) is not None:
+            for line in hang.lines:
+                self.log(line)
+            for worker in hang.handles:
+                ray.kill(worker)  # SIGKILL after five seconds, which a stopped process gets too
         new = list(self._unread), list(self._events), list(self._lines)
         for queue in (self._unread, self._events, self._lines):
             queue.clear()
@@ -214,6 +222,18 @@ class ControlActor:
             entry.next_steps[rank] = next_step
         return entry.request, max(entry.next_steps.values()) if len(entry.next_steps) == size else None
 
+    def beat(self, group: str, size: int, rank: int, beat: Beat, handle: Any) -> bool:
+        """Note how far a worker is. Return whether it should send its stack (`add_stack`)."""
+        return self._watchdog.beat(group, size, rank, beat, handle)
+
+    def add_stack(self, group: str, rank: int, stack: str, *, is_in_debugger: bool) -> None:
+        """Note the stack of a worker's loop."""
+        self._watchdog.add_stack(group, rank, stack, is_in_debugger=is_in_debugger)
+
+    def end_group(self) -> str:
+        """Note that the newest group has ended. Return why it was killed; an empty text if it was not."""
+        return self._watchdog.end_group()
+
     def acknowledge(self) -> None:
         """Note that the loop returned because of an interrupt."""
         self._state.is_acknowledged = True
@@ -228,18 +248,22 @@ def _is_restarted() -> bool:
     return bool(context and context.get_actor_id() and context.was_current_actor_reconstructed)
 
 
-def start_control_actor() -> ControlHandle:
-    """Start the actor on this node. It lives as long as its handle, in a new process if its process dies."""
+def start_control_actor(hang_timeout_s: float | None = None) -> ControlHandle:
+    """Start the actor on this node. It lives as long as its handle, in a new process if its process dies.
+
+    Args:
+        hang_timeout_s: see `Watchdog`.
+    """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
-    return ray.remote(ControlActor).options(**options).remote()
+    return ray.remote(ControlActor).options(**options).remote(hang_timeout_s=hang_timeout_s)
 
 
 class LocalControl:
     """Stand-in for the actor's handle where the loop runs in the driver's process: calls the methods at once."""
 
-    def __init__(self) -> None:
-        self._actor = ControlActor(silent_after_s=math.inf)  # the loop polls once a step
+    def __init__(self, hang_timeout_s: float | None = None) -> None:
+        self._actor = ControlActor(math.inf, hang_timeout_s)  # the loop polls once a step
         # The handler of a signal may call while the thread that it interrupts calls.
         self._lock = threading.RLock()
 

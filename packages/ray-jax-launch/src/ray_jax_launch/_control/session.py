@@ -1,5 +1,7 @@
 """The session of a worker: its launch, as this process sees it. Imports neither Ray nor jax."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from ray_jax_launch._storage import StoragePath
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
 
+    from ray_jax_launch._control.heartbeat import Heartbeat
     from ray_jax_launch._control.stop_poller import LocalStop, StopPoller
 
 
@@ -34,11 +37,17 @@ class Session:
     prints: bool = False
     """True if the driver logs what the loop prints."""
 
+    is_watched: bool = False
+    """True if the control actor has a watchdog."""
+
     gauges: "dict[str, Gauge]" = field(default_factory=dict)
     """Ray's gauges of the metrics, by name."""
 
     poller: "StopPoller | LocalStop | None" = None
     """Looks for a stop request, from the loop's first `stop_requested` on."""
+
+    heartbeat: "Heartbeat | None" = None
+    """Sends how far the loop is, if it is watched."""
 
     failed_saves: list[Exception] = field(default_factory=list)
     """Errors of saves in the background of this process."""
@@ -62,3 +71,17 @@ def current_session() -> Session:
     if _session is None:
         raise RuntimeError("No training loop runs in this process. Call this in the loop of `launch` or `JaxTrainer`.")
     return _session
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Tell the watchdog that the time in the block belongs to no step, if a loop runs in this process."""
+    heartbeat = None if _session is None else _session.heartbeat
+    if heartbeat is None:
+        yield
+        return
+    before = heartbeat.watch(False)
+    try:
+        yield
+    finally:
+        heartbeat.watch(before)

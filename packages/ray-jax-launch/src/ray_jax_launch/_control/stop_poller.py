@@ -13,6 +13,15 @@ from ray_jax_launch._ray_internals.ray_train import preemption_noticed
 _POLL_EVERY_S = 0.5
 
 
+def current_group() -> tuple[str, int, int]:
+    """Return the start of the workers that this worker belongs to, their number, and the rank."""
+    context = ray.train.get_context()
+    # Each start of the workers has its own placement group.
+    placement_group = ray.util.get_current_placement_group()
+    group = "" if placement_group is None else placement_group.id.hex()
+    return group, context.get_world_size(), context.get_world_rank()
+
+
 class StopPoller:
     """Polls the control actor for a stop request, and then for a step that no rank has passed.
 
@@ -34,12 +43,7 @@ class StopPoller:
         self._lock = threading.Lock()
         self._stop_step = 0
         self._agreed = threading.Event()
-        context = ray.train.get_context()
-        rank, size = context.get_world_rank(), context.get_world_size()
-        # Each start of the workers has its own placement group.
-        placement_group = ray.util.get_current_placement_group()
-        group = "" if placement_group is None else placement_group.id.hex()
-        threading.Thread(target=self._poll, args=(group, size, rank), name="stop-poller", daemon=True).start()
+        threading.Thread(target=self._poll, args=current_group(), name="stop-poller", daemon=True).start()
 
     def stop_requested(self, step: int) -> bool:
         """Return whether to stop at this step. Wait for the other ranks once a stop is requested.

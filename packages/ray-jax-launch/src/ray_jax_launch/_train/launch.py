@@ -39,6 +39,7 @@ def launch(  # noqa: PLR0913 - a launch in one call
     max_failures: int = 3,
     preemption_grace_s: float = 0.0,
     wait_for_resources_s: float = 0.0,
+    hang_timeout_s: float | None = None,
     env_vars: Mapping[str, str] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
     backend: JaxConfig | None = None,
@@ -78,6 +79,10 @@ def launch(  # noqa: PLR0913 - a launch in one call
             number.
         preemption_grace_s: seconds that workers on other nodes have to save after a preempted node is gone.
         wait_for_resources_s: seconds to wait for an autoscaler, or a person, to add missing nodes.
+        hang_timeout_s: seconds without a step after which the workers are killed and start again, as after a failure,
+            if a worker does not answer; five times as long if all answer, and at least 20 times the usual time of a
+            step. A step ends when the loop calls `stop_requested`; see there and `watch_steps`. With `local`, the stack
+            of the loop is logged, and the loop goes on. None, the default, for any time.
         env_vars: environment variables of the workers, set before jax is imported. They win over those that
             `worker_environment(hardware)` sets.
         runtime_env: Ray's runtime environment of the workers. `local` uses only its `env_vars`.
@@ -134,6 +139,7 @@ def launch(  # noqa: PLR0913 - a launch in one call
         dataset_config=dataset_config,
         data_cpus=data_cpus,
         wait_for_resources_s=wait_for_resources_s,
+        hang_timeout_s=hang_timeout_s,
         on_metrics=on_metrics,
         on_event=on_event,
     )

@@ -23,6 +23,9 @@ from ray_jax_launch._storage import StoragePath, check_run_name, open_uri
 from ray_jax_launch._train.backend import check_env_vars
 from ray_jax_launch._train.datasets import RankedDataset, check_datasets
 
+# Workers tell every second how far they are.
+_LEAST_HANG_TIMEOUT_S = 5
+
 TrainLoop = Callable[[], Any] | Callable[[dict[str, Any]], Any]
 AnyDataset = ray.data.Dataset | Callable[[], ray.data.Dataset] | RankedDataset
 
@@ -71,6 +74,9 @@ class LaunchPlan:
     wait_for_resources_s: float = 0.0
     """Seconds to wait for missing nodes."""
 
+    hang_timeout_s: float | None = None
+    """Seconds without a step after which workers that do not answer start again. None for any time."""
+
     on_metrics: OnMetrics | None = None
     """Gets the rank and the metrics of each `log_metrics`, in a thread of the driver."""
 
@@ -104,6 +110,11 @@ class LaunchPlan:
         check_number("max_failures", self.failures.max_failures, at_least=-1)
         check_number("preemption_grace_s", self.failures.preemption_grace_s, at_least=0, whole=False)
         check_number("wait_for_resources_s", self.wait_for_resources_s, at_least=0, whole=False)
+        if self.hang_timeout_s is not None:
+            check_number(
+                "hang_timeout_s", self.hang_timeout_s, at_least=_LEAST_HANG_TIMEOUT_S, whole=False,
+                remedy="Leave it out to wait for any time",
+            )  # fmt: skip
         check_run_name(self.run_name)
         check_env_vars(self.run_config.worker_runtime_env)
         self._check_workers()

@@ -30,9 +30,9 @@ def run_local(launch: PreparedLaunch) -> Result:
         KeyboardInterrupt: Ctrl-C or SIGTERM, as for a group.
     """
     plan, run_config = launch.plan, launch.run_config
-    control = LocalControl()
+    control = LocalControl(plan.hang_timeout_s)
     run_path = launch.folder.path if launch.folder else None
-    session = Session(control, run_path, plan.run_name, None, is_local=True)
+    session = Session(control, run_path, plan.run_name, None, is_local=True, is_watched=plan.hang_timeout_s is not None)
     on_report = partial(control.report.remote, has_checkpoint=False)
     reports = LocalReports(run_config, for_one(plan.datasets or {}), on_report)
     interrupt = Interrupt(control)

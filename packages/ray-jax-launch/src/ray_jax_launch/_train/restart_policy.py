@@ -89,9 +89,11 @@ class RestartPolicy(FailurePolicy):
         self._wait_s = restart_wait_s(wait_for_resources_s)
         self._waiting_since_s: float | None = None
         self._last: str | None = None
+        self._hang = ""
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Return whether to retry or to raise. Called once for each failure of the group."""
+        self._hang = answer(self._control.end_group.remote())
         if answer(self._control.state.remote()).finished is not None:
             return FailureDecision.RAISE  # `launch` then returns the result that `mark_finished` was given
         if isinstance(training_failed_error, ControllerError):
@@ -118,12 +120,12 @@ class RestartPolicy(FailurePolicy):
             return self._restart(Restarting("resize", what), "the workers start again, from where they were")
         rank, details = first_failure(failures)
         failure = failures[rank]
-        what = in_a_line(rank, failure)
+        what = self._hang or in_a_line(rank, failure)
         if is_permanent(failure):
             return FailureDecision.RAISE
         num_failures = self._count()
         before = self._last if num_failures > 1 else None
-        self._last = fingerprint(failure, details)
+        self._last = None if self._hang else fingerprint(failure, details)
         if self._last is not None and self._last == before:
             self._log(f"{what}; the workers do not start again, because they failed in the same way before")
             return FailureDecision.RAISE
@@ -134,6 +136,8 @@ class RestartPolicy(FailurePolicy):
 
     def _retry(self, what: str, num_failures: int) -> FailureDecision:
         if num_failures > self._max_failures:
+            if self._hang:
+                self._log(f"{what}; the workers do not start again")
             return FailureDecision.RAISE
         return self._restart(Restarting("failure", what, num_failures), _describe(num_failures, self._max_failures))
 

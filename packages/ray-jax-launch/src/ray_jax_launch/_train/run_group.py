@@ -41,7 +41,7 @@ def run_group(launch: PreparedLaunch) -> Result:
     """Run the loop on every worker, and wait for its end."""
     if is_silent():
         hide_cluster_messages()
-    control = start_control_actor()
+    control = start_control_actor(launch.plan.hang_timeout_s)
     interrupt = Interrupt(control)
     try:
         interrupt.install()
@@ -106,7 +106,8 @@ def _make_trainer(launch: PreparedLaunch, control: ControlHandle) -> Trainer:
     """Make Ray's trainer for one start of its controller."""
     plan, run_config = launch.plan, launch.run_config
     run_path, marker = launch.folder or (None, None)
-    session = Session(control, run_path, plan.run_name, marker, prints=is_silent())
+    is_watched = plan.hang_timeout_s is not None
+    session = Session(control, run_path, plan.run_name, marker, prints=is_silent(), is_watched=is_watched)
     trainer = Trainer(
         functools.partial(run_loop, plan.worker_loop(), session),
         jax_config=plan.jax_config or backend_config(launch.hardware),

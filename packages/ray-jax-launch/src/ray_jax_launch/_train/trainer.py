@@ -45,6 +45,10 @@ class JaxTrainer(RayJaxTrainer):
         data_cpus: CPUs for the tasks of Ray Data, in addition to the workers' CPUs. By default `Hardware.data_cpus`
             with `datasets`, else 0.
         wait_for_resources_s: seconds to wait for an autoscaler, or a person, to add missing nodes.
+        hang_timeout_s: seconds without a step after which the workers are killed and start again, as after a failure,
+            if a worker does not answer; five times as long if all answer, and at least 20 times the usual time of a
+            step. A step ends when the loop calls `stop_requested`; see there and `watch_steps`. With `local`, the stack
+            of the loop is logged, and the loop goes on. None, the default, for any time.
 
     Raises:
         LaunchError: an argument is invalid.
@@ -67,6 +71,7 @@ class JaxTrainer(RayJaxTrainer):
         on_event: OnEvent | None = None,
         data_cpus: int | None = None,
         wait_for_resources_s: float = 0.0,
+        hang_timeout_s: float | None = None,
     ) -> None:
         if resume_from_checkpoint is not None:
             raise LaunchError(
@@ -87,6 +92,7 @@ class JaxTrainer(RayJaxTrainer):
             validation_config=validation_config,
             data_cpus=data_cpus,
             wait_for_resources_s=wait_for_resources_s,
+            hang_timeout_s=hang_timeout_s,
             on_metrics=on_metrics,
             on_event=on_event,
             has_rays_path=True,

@@ -20,8 +20,9 @@ from ray.util.metrics import Gauge
 
 from ray_jax_launch._checkpoint.save_events import notify_of_saves
 from ray_jax_launch._control.control_actor import ControlHandle, answer
+from ray_jax_launch._control.heartbeat import Heartbeat
 from ray_jax_launch._control.session import Session, current_session, set_session
-from ray_jax_launch._control.stop_poller import LocalStop, StopPoller
+from ray_jax_launch._control.stop_poller import LocalStop, StopPoller, current_group
 from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._numbers import check_number, check_type
 from ray_jax_launch._train.failures import Preempted, Resized, note_traceback
@@ -107,12 +108,21 @@ def _with_save_events(train_loop: Callable[[], Any], session: Session) -> Any:
     ended = threading.Event()
     thread = threading.Thread(target=_log_devices, args=(session.control, worker, ended), daemon=True)
     thread.start()
+    session.heartbeat = _heartbeat(session) if session.is_watched else None
     with notify_of_saves(session.control.save.remote, session.failed_saves.append):
         try:
             return train_loop()
         finally:
+            if session.heartbeat is not None:
+                session.heartbeat.end()
             ended.set()
             thread.join(_LOOK_FOR_DEVICES_EVERY_S)
+
+
+def _heartbeat(session: Session) -> Heartbeat:
+    if session.is_local:
+        return Heartbeat(session.control, "", 1, 0)
+    return Heartbeat(session.control, *current_group(), ray.get_runtime_context().current_actor)
 
 
 def _log_devices(control: ControlHandle, worker: str, ended: threading.Event) -> None:
@@ -238,7 +248,7 @@ def mark_finished(return_value: Any = None) -> None:
     answer(current_session().control.finish.remote(return_value))
 
 
-def stop_requested(step: int) -> bool:
+def stop_requested(step: int, computed: Any = None) -> bool:
     """Return whether to save and return now.
 
     True at the same step on every rank, after one of these:
@@ -251,6 +261,8 @@ def stop_requested(step: int) -> bool:
 
     Args:
         step: the loop's step, which only grows. Every rank calls this at the same steps.
+        computed: a `jax.Array` that the step computes, for `launch(hang_timeout_s=)`: jax returns it before the step is
+            computed. Without it, the step counts as computed at this call.
 
     Raises:
         LaunchError: the step is no whole number, or negative.
@@ -263,7 +275,27 @@ def stop_requested(step: int) -> bool:
         raise session.failed_saves.pop()
     if session.poller is None:
         session.poller = (LocalStop if session.is_local else StopPoller)(session.control)
-    return session.poller.stop_requested(step)
+    if session.heartbeat is not None:
+        session.heartbeat.add(step, computed)
+    stops = session.poller.stop_requested(step)
+    if stops:
+        watch_steps(False)  # the loop saves
+    return stops
+
+
+def watch_steps(is_training: bool) -> None:
+    """Tell the watchdog of `launch(hang_timeout_s=)` whether the loop computes steps from now on.
+
+    Call it with False before work that is no step, such as a validation, and with True after it: such work may take any
+    time. The methods of `Checkpoints` need no call. The watch begins with the first `stop_requested`, and ends when the
+    loop returns. Without `hang_timeout_s` this does nothing.
+
+    Args:
+        is_training: whether the loop computes steps.
+    """
+    heartbeat = current_session().heartbeat
+    if heartbeat is not None:
+        heartbeat.watch(is_training)
 
 
 def _note_step(exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
