@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from nnx_gpt2._dropout import check_key
 from nnx_gpt2._errors import check_type, is_whole, plain, require, shown
@@ -73,7 +73,11 @@ class TreeTrainStep:
         gradient = make_gradient(config, grad_accum_steps=grad_accum_steps, end_of_text=end_of_text, in_halves=False)
 
         def shard_gradient(
-            params: Params, step: Array, windows: Integer[Array, "b W"], shard: int, key: PRNGKeyArray
+            params: Params,
+            step: Int[Array, ""],
+            windows: Integer[Array, "b W"],
+            shard: Int[Array, ""],
+            key: PRNGKeyArray,
         ) -> tuple[Float[Array, "1"], Params]:
             with compiled_for_each(mesh):
                 loss, grads = gradient(params, windows, jax.random.fold_in(jax.random.fold_in(key, step), shard))
@@ -159,7 +163,7 @@ def make_tree_eval_step(
 
 @cache
 def _eval_programs(config: GPT2Config, mesh: Mesh, end_of_text: int | None) -> tuple[Any, Any]:
-    def shard_losses(params: Params, windows: Integer[Array, "b W"], shard: int) -> Float[Array, "b T"]:
+    def shard_losses(params: Params, windows: Integer[Array, "b W"], shard: Int[Array, ""]) -> Float[Array, "b T"]:
         with compiled_for_each(mesh):
             return losses_of(config, params, windows, end_of_text)
 
