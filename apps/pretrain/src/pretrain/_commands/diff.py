@@ -161,9 +161,8 @@ def _paragraphs(found: RunDifference, runs: Sequence[RecordedRun]) -> Iterator[s
     for kind, what in _WHAT.items():
         later = found.first.get(kind)
         if later is None and kind != "arrays":
-            number = found.num_losses if kind == "loss" else found.num_windows
-            of = "losses of steps" if kind == "loss" else "records"
-            yield f"{what} are equal in {number:,} {of}.".capitalize()
+            of_loss, of_windows = (found.num_losses, "step", "steps"), (found.num_windows, "record", "records")
+            yield f"{what} of {_count(*(of_loss if kind == 'loss' else of_windows))} are equal.".capitalize()
         elif later is not None and later is not earliest:
             yield f"{what} differ from step {later.step:,} on.".capitalize()
     if found.same_checkpoints:
