@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from pretrain._audit.recorded_run import RecordedRun, read_checkpoint, read_run
+from pretrain._audit.recorded_run import read_checkpoint, read_run
 from pretrain._audit.run_difference import (
     CheckpointDifference,
     FirstDifference,
@@ -117,7 +117,7 @@ def _runs(a: str, b: str, elements: bool) -> _Answer:
     texts = _heads(*(str(run.folder) for run in runs))
     for name, (of_a, of_b) in found.settings.items():
         texts += _wrapped(f"{name}: {shown(of_a)} in A, {shown(of_b)} in B")
-    for paragraph in _paragraphs(found, runs):
+    for paragraph in _paragraphs(found):
         texts += _wrapped(paragraph)
     if found.checkpoint is not None:
         texts += _arrays(found.checkpoint)
@@ -147,7 +147,7 @@ def _heads(a: str, b: str) -> list[str]:
     return [f"A: {one_line(a)}", f"B: {one_line(b)}"]  # each in one line, to be copied
 
 
-def _paragraphs(found: RunDifference, runs: Sequence[RecordedRun]) -> Iterator[str]:
+def _paragraphs(found: RunDifference) -> Iterator[str]:
     earliest = found.earliest
     compared = (
         f"{_count(found.num_losses, 'loss', 'losses')}, the windows of {_count(found.num_windows, 'record', 'records')}"
@@ -161,9 +161,8 @@ def _paragraphs(found: RunDifference, runs: Sequence[RecordedRun]) -> Iterator[s
     for kind, what in _WHAT.items():
         later = found.first.get(kind)
         if later is None and kind != "arrays":
-            number = found.num_losses if kind == "loss" else found.num_windows
-            of = "losses of steps" if kind == "loss" else "records"
-            yield f"{what} are equal in {number:,} {of}.".capitalize()
+            of_loss, of_windows = (found.num_losses, "step", "steps"), (found.num_windows, "record", "records")
+            yield f"{what} of {_count(*(of_loss if kind == 'loss' else of_windows))} are equal.".capitalize()
         elif later is not None and later is not earliest:
             yield f"{what} differ from step {later.step:,} on.".capitalize()
     if found.same_checkpoints:
