@@ -343,12 +343,12 @@ def test_the_logging_of_a_program_is_left_as_it_is(capsys: pytest.CaptureFixture
 
 def test_the_actor_takes_nothing_from_the_workers_and_lives_on_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
     def remote(actor: type) -> Any:
-        return SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda: (actor, given)))
+        return SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda **passed: (actor, given, passed)))
 
     monkeypatch.setattr("ray.remote", remote)
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "ab" * 28))
-    actor, options = control_actor.start_control_actor()
+    actor, options, passed = control_actor.start_control_actor(60.0)
     where = options.pop("scheduling_strategy")
-    assert actor is ControlActor
+    assert (actor, passed) == (ControlActor, {"hang_timeout_s": 60.0})
     assert (where.node_id, where.soft) == ("ab" * 28, False)
     assert options == {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
