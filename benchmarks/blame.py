@@ -76,7 +76,7 @@ FULL: dict[str, Any] = {
 SHORT = FULL | {
     "documents": 600,
     "planted": 2,
-    "runs": [{"train.global_batch_size": 2, "train.order": "sequential", "train.max_epochs": 1.0}],
+    "runs": [{"train.global_batch_size": 8, "train.order": "sequential", "train.max_epochs": 1.0}],
     "normal": [{"train.max_steps": 150, "train.global_batch_size": 2}],
 }
 

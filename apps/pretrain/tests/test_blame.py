@@ -95,7 +95,7 @@ def test_the_garbage_is_the_first_document_of_its_step(trained, blamed):
     assert (found["step"], found["checkpoint"], found["largest_difference"]) == (step, (step - 1) // 60 * 60, 0.0)
     assert found["loss"] == read_step_losses(folder / "runs/run/step_losses.f32")[step - 1]
     first = found["documents"][0]
-    assert (first["text"] in GARBAGE, first["source"]) == (True, f"{folder}/corpus.jsonl:{PLACE}")
+    assert (first["text"] in GARBAGE, first["source"]) == (True, f"corpus.jsonl:{PLACE}")
     assert max(found["documents"], key=lambda one: one["share"]) == first
 
 
