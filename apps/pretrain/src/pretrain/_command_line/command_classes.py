@@ -118,7 +118,8 @@ class CompareCommand:
 class BlameCommand:
     """Show which documents a step of a run owes its loss to.
 
-    Its windows and documents are ranked by what they add to its loss and to its gradient, with their text. The steps before it are computed again from a checkpoint, in this process. No file of the run is written.
+    Its windows and documents are ranked by what they add to its loss and to its gradient, with their text. The steps
+    before it are computed again from a checkpoint, in this process. No file of the run is written.
     """
 
     run: str = field(metadata=_RUN)
