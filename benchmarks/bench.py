@@ -149,9 +149,16 @@ GOALS = [
          value=lambda r: r["ratio_late_to_early"], goal=1.2, at_most=True),
     Goal(what="tokens/s with `--data-mode stream`", baseline="prepared tokens", file="stream",
          value=lambda r: r["ratio"], goal=0.9),
+    Goal(what="planted documents among the first three of `blame`", baseline="all that the runs read", file="blame",
+         value=lambda r: found_share([row for run in r["planted"] for row in run["rows"]]), goal=0.95),
     Goal(what="step time with metrics", baseline="without", file="step_metrics", value=lambda r: r["ratio"],
          goal=1.02, at_most=True),
 ]  # fmt: skip
+
+
+def found_share(rows: list[dict[str, Any]]) -> float:
+    """Return the share of planted documents that are among the first three, for results of `blame.py`."""
+    return sum(row["rank"] <= 3 for row in rows) / len(rows) if rows else 0.0
 
 
 def table(folder: Path) -> str:

@@ -76,7 +76,7 @@ FULL: dict[str, Any] = {
 SHORT = FULL | {
     "documents": 600,
     "planted": 2,
-    "runs": [{"train.global_batch_size": 2, "train.order": "sequential", "train.max_epochs": 1.0}],
+    "runs": [{"train.global_batch_size": 8, "train.order": "sequential", "train.max_epochs": 1.0}],
     "normal": [{"train.max_steps": 150, "train.global_batch_size": 2}],
 }
 
@@ -90,6 +90,9 @@ NOTES = """
   the gradient (`gradient`) is a weaker sign of random characters: their gradients point in many directions.
 - `z` is the score of the loss of the step, `z without` that of its loss without the document. `later` is the mean loss
   of the {compared} steps that follow less that without the document: what the model suffers from one update.
+- With shuffled windows, one window of 16 raises the loss by little more than the noise of a batch: no threshold marks
+  these steps without many false alarms. `blame` finds the document in any step that it is given.
+- The threshold was chosen with the normal runs of this table in view.
 - With the order `sequential`, a batch is one place of the text. A place of another kind, such as a table, is a spike.
 """
 

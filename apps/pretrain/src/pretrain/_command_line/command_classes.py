@@ -116,9 +116,10 @@ class CompareCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlameCommand:
-    """Show which windows and documents a step of a run owes its loss and its gradient to.
+    """Show which documents a step of a run owes its loss to.
 
-    The steps before it are computed again from a checkpoint, in this process. No file of the run is written.
+    Its windows and documents are ranked by what they add to its loss and to its gradient, with their text. The steps
+    before it are computed again from a checkpoint, in this process. No file of the run is written.
     """
 
     run: str = field(metadata=_RUN)
@@ -205,7 +206,10 @@ class WatchCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCommand:
-    """Show the text of any step of a run, past or to come, or the steps that read a text or a document."""
+    """Show the text of any step of a run, past or to come.
+
+    Or show the steps that read a text or a document.
+    """
 
     run: str = field(metadata=_RUN)
     """The run's folder or URI, or its name in ./runs."""
