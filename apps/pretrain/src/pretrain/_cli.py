@@ -40,7 +40,7 @@ from pretrain._errors import RunFailedError, UsageError, one_line, rejection, sh
 from pretrain._formats import loss
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, set_log_level, show_warnings
 from pretrain._screen.plan_table import show_plan
-from pretrain._screen.printing import print_line
+from pretrain._screen.printing import TextWriter, print_line
 from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
 _LOSSES = (("loss", "loss"), ("val loss", "val_loss"))
@@ -204,14 +204,7 @@ def _run(command: Command, began_s: float) -> int:
                 print_error(f"error: {one_line(sentence)}: the same command continues them")
                 return _FAILED
         case SampleCommand():
-            options = dataclasses.asdict(command)
-            if options.pop("interactive"):
-                options["prompt"] = _typed_prompts(console)
-            for number, text in enumerate(_imported("sample.sample")(**options)):
-                if number:
-                    console.rule()
-                print_line(console, text)
-                console.file.flush()
+            _sample(command, console)
         case EvalCommand():
             evaluate = _imported("evaluate.evaluate")
             found = evaluate(**dataclasses.asdict(command), console=Console(stderr=True, emoji=False))
@@ -230,6 +223,19 @@ def _run(command: Command, began_s: float) -> int:
         case WatchCommand(run=run):
             _imported("watch.watch")(run, console=console)
     return 0
+
+
+def _sample(command: SampleCommand, console: Console) -> None:
+    options = dataclasses.asdict(command)
+    if options.pop("interactive"):
+        options["prompt"] = _typed_prompts(console)
+    texts = TextWriter(console)
+    try:
+        for _ in _imported("sample.sample")(**options, write=texts.write):
+            texts.end()
+    except KeyboardInterrupt:
+        texts.end()  # the message begins a line
+        raise
 
 
 def _typed_prompts(console: Console) -> Iterator[str]:

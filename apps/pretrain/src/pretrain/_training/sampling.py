@@ -1,5 +1,7 @@
 """Text from a model."""
 
+import codecs
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -91,7 +93,14 @@ class Sampler:
 
 
 def continue_prompt(
-    model: GPT2, tokenizer: "tiktoken.Encoding", prompt: str, *, num_samples: int, max_new_tokens: int, **options: Any
+    model: GPT2,
+    tokenizer: "tiktoken.Encoding",
+    prompt: str,
+    *,
+    num_samples: int,
+    max_new_tokens: int,
+    write: Callable[[str], object] | None = None,
+    **options: Any,
 ) -> list[str]:
     """Generate continuations of a prompt. An empty prompt starts a document, after an end of text.
 
@@ -101,6 +110,7 @@ def continue_prompt(
         prompt: the beginning of each text.
         num_samples: number of texts.
         max_new_tokens: number of tokens to add.
+        write: called with each piece of the first text, as soon as its tokens are drawn. The pieces make up the text.
         options: other arguments of `nnx_gpt2.generate`.
 
     Returns:
@@ -111,6 +121,17 @@ def continue_prompt(
     unseen, seen = prompt_tokens[: -model.config.seq_len], prompt_tokens[-model.config.seq_len :]
     # The model may have more ids than the tokenizer can decode.
     vocab_size = min(tokenizer.n_vocab, model.config.vocab_size)
-    texts = generate(model, [seen] * num_samples, max_new_tokens, vocab_size=vocab_size, **options)
     first = 0 if prompt else 1  # the end of text before an empty prompt is no part of the text
+    on_tokens = None
+    if write is not None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the bytes of an incomplete character
+
+        def on_tokens(tokens: list[list[int]], is_last: bool = False) -> None:
+            if piece := decoder.decode(tokenizer.decode_bytes(tokens[0]), final=is_last):
+                write(piece)
+
+        on_tokens([prompt_tokens[first:]])
+    texts = generate(model, [seen] * num_samples, max_new_tokens, vocab_size=vocab_size, on_tokens=on_tokens, **options)
+    if on_tokens:
+        on_tokens([[]], is_last=True)
     return [tokenizer.decode((unseen + text)[first:], errors="replace") for text in texts]
