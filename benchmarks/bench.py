@@ -44,6 +44,7 @@ SHORT = {
     "stream.py": ["--rounds", "1", "--megabytes", "60"],
     "saves.py": ["--rounds", "1"],
     "save_steps.py": ["--rounds", "1"],
+    "digests.py": ["--rounds", "1"],
     "restore_bytes.py": [],
 }
 # The same for the scripts that need torch, besides `--torch-python`.
@@ -138,6 +139,9 @@ GOALS = [
            value=largest_excess(layout), goal=1.05, at_most=True) for layout in ("data", "fsdp", "tensor")),
     Goal(what="delay of the steps by a save, gpt2", baseline="one step", file="save_steps",
          value=lambda r: r["delay_steps"]["save"], goal=1, at_most=True),
+    *(Goal(what=f"digests of a checkpoint every 1,000 steps, {name}", baseline="the time of the run", file="digests",
+           value=lambda r, name=name: 100 * r["states"][name]["share"], goal=1, at_most=True, unit=" %")
+      for name in ("baby", "gpt2")),
     Goal(what="bytes of a restore from object storage", baseline="the bytes needed", file="restore_bytes",
          value=lambda r: max(case["bytes"] / case["needed_bytes"] for case in r["cases"]), goal=1.05, at_most=True),
     Goal(what="time of a token at position 1000", baseline="at position 100", file="decode",

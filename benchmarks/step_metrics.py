@@ -28,7 +28,7 @@ from pretrain._training.step_meter import StepMeter
 
 RESULTS = Path(__file__).parent / "results"
 RECORD_EVERY, STEPS = 25, 100
-CONFIG = with_vocab_size(PRESETS["quickstart"](), 257)
+CONFIG = with_vocab_size(PRESETS["quickstart"](), 257).with_options({"train.order": "shuffle"})
 TRAIN = TokenSequence((TokenSpan(path="not read", start=0, stop=10_000_000),))
 
 

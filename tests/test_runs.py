@@ -20,8 +20,8 @@ from plain_loop import run_plain_loop
 from support import COMMAND, started, wait_until
 
 from pretrain._commands.load import load_trained
-from pretrain._run.files import read_lines
 from pretrain._run.folder import locate
+from pretrain._run.metrics import read_records
 from ray_jax_launch import latest_step
 
 MAX_STEPS = 100
@@ -300,7 +300,7 @@ def test_a_fork_on_two_workers_is_its_parent_to_the_bit(pretrain, corpus, tmp_pa
         assert pretrain("export", tmp_path / name, tmp_path / f"{name}-exported").returncode == 0
         weights.append((tmp_path / f"{name}-exported" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
-    parent, fork = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("parent", "fork"))
+    parent, fork = (read_records(tmp_path / name / "metrics.jsonl") for name in ("parent", "fork"))
     assert exact(fork) == exact(parent)[39:]
 
 
@@ -330,7 +330,7 @@ def test_two_workers_on_object_storage_have_the_losses_of_one_until_an_interrupt
     ]
     folder = locate(run)
     folder.pull()
-    two = losses(read_lines(folder.metrics))
+    two = losses(read_records(folder.metrics))
     assert 10 <= len(two) < MAX_STEPS
     np.testing.assert_allclose(two, losses(plain)[: len(two)], rtol=0, atol=1e-4)
     # The interruption saves the last finished step, which metrics may not have yet.

@@ -20,7 +20,7 @@ import pytest
 from plain_loop import run_plain_loop
 from support import COMMAND, wait_until
 
-from pretrain._run.files import read_lines
+from pretrain._run.metrics import read_records
 from pretrain._training.validation import Validation
 
 BOOT_ID = "proc/sys/kernel/random/boot_id"
@@ -127,7 +127,7 @@ def test_two_machines_have_the_losses_of_one_device(machines, plain, documents, 
     assert done.returncode == 0, done.stderr
     run = storage / "run"
     assert json.loads((run / "result.json").read_text())["workers"] == 2  # one per machine
-    records = read_lines(run / "metrics.jsonl")
+    records = read_records(run / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]
     np.testing.assert_allclose(losses, plain[0], rtol=0, atol=1e-5)
     assert records[-1]["val_loss"] == pytest.approx(plain[1], abs=1e-5)

@@ -10,16 +10,16 @@ from typing import Any
 
 # A digest is that of all arrays of a checkpoint.
 SCRIPT = """
-import dataclasses, hashlib, json, shutil
+import dataclasses, json, shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from nnx_gpt2 import abstract_train_state, create_optimizer, split_params
+from nnx_gpt2 import abstract_train_state, create_optimizer, root_digest, split_params, tensor_digests
 from pretrain import PRESETS, load_trained, train
 from pretrain._run.description import read_description
-from pretrain._run.files import read_lines
+from pretrain._run.metrics import read_records
 from pretrain._run.folder import RunFolder
 from ray_jax_launch import Checkpoints, checkpoint_steps
 
@@ -50,16 +50,15 @@ def arrays(name, step):
         return checkpoints.restore(step, {"params": like.params, "opt_state": like.opt_state})
 
 def digest(name, step):
-    leaves = jax.tree.leaves(arrays(name, step))
-    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()[:12]
+    return params_digest(arrays(name, step))
 
 def params_digest(params):
-    leaves = jax.tree.leaves(params)
-    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()[:12]
+    return root_digest(tensor_digests(params))
 
 def losses(name):
     kept = ("step", "loss", "learning_rate", "grad_norm_max", "val_loss", "tokens")
-    return [{key: line[key] for key in kept if key in line} for line in read_lines(Path("runs", name, "metrics.jsonl"))]
+    lines = read_records(Path("runs", name, "metrics.jsonl"))
+    return [{key: line[key] for key in kept if key in line} for line in lines]
 
 def steps(name):
     return checkpoint_steps(Path("runs", name, "checkpoints"))

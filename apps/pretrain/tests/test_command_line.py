@@ -10,6 +10,7 @@ from pretrain._command_line.command_classes import (
     COMMANDS,
     FREQUENT,
     CompareCommand,
+    DiffCommand,
     EvalCommand,
     ExportCommand,
     ReportCommand,
@@ -35,6 +36,8 @@ from pretrain._errors import UsageError
         ("report a b --out x.html", ReportCommand(runs=("a", "b"), out="x.html")),
         ("report --out x.html a", ReportCommand(runs=("a",), out="x.html")),
         ("report a --out x.html b", ReportCommand(runs=("a", "b"), out="x.html")),
+        ("diff a b", DiffCommand(a="a", b="b")),
+        ("diff a@5 b@5 --elements --json", DiffCommand(a="a@5", b="b@5", elements=True, json=True)),
         ("compare a b --at 50", CompareCommand(runs=("a", "b"), at=50)),
         ("compare a b --against c d --json", CompareCommand(runs=("a", "b"), against=("c", "d"), json=True)),
         ("runs", RunsCommand(storage_path="runs")),
@@ -155,8 +158,7 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("sample run --resume", "options must be those of pretrain sample --help, got --resume."),
         (
             "help trains",
-            "no command trains; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch; did "
-            "you mean train?",
+            f"no command trains; there are {', '.join(COMMANDS)}; did you mean train?",
         ),
         ("sample run --xyzzyq 3", "options must be those of pretrain sample --help, got --xyzzyq."),
         ("--train.max-steps abc", "--train.max-steps must be an integer, got abc."),
@@ -209,8 +211,7 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--prepare.val-fraction 2", "prepare.val_fraction must be between 0 and 1, got 2.0."),
         (
             "report2",
-            "no command report2; there are train, plan, sweep, sample, eval, export, report, compare, runs, watch; did "
-            "you mean report?",
+            f"no command report2; there are {', '.join(COMMANDS)}; did you mean report?",
         ),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from pretrain import PRESETS, PretrainConfig, main
 from pretrain._cli import parse_command
-from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, PlanCommand, SweepCommand
+from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, GROUPS, PlanCommand, SweepCommand
 from pretrain._command_line.help_page import shown_default
 from pretrain._command_line.option_table import options_of, with_defaults
 
@@ -73,7 +73,15 @@ def test_the_usual_page_has_the_frequent_options_and_every_command(page):
     shown = [line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")]
     assert shown[: len(FREQUENT)] == [options.get(name, f"--{name.replace('_', '-')}") for name in FREQUENT]
     assert "--model.dropout-rate" not in text
-    assert all(f"\n  {command} " in text for command in COMMANDS)
+
+
+def test_the_commands_are_on_one_screen_by_their_purpose(page):
+    screen = page("--help").splitlines()[:24]
+    start = screen.index("commands") + 1
+    lines = screen[start : screen.index("", start)]
+    assert [line[12:20].strip() for line in lines] == [*COMMANDS]
+    purposes = {line[2:12].strip(): line[12:20].strip() for line in lines if line[2:12].strip()}
+    assert purposes == {group: next(iter(commands)) for group, commands in GROUPS.items()}
 
 
 def test_the_other_page_has_every_option(page):

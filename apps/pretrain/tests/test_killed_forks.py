@@ -37,6 +37,9 @@ def test_a_killed_extension_and_a_killed_fork_end_in_the_parameters_of_one_long_
     run(*OPTIONS, "--name", "extended", "--train.max-steps", "150")
     run(*OPTIONS, "--name", "extended", "--train.max-steps", "700", killed_after=("extended", 300))
     run("--from", "once@100", "--name", "fork", "--train.log-every", "5", killed_after=("fork", 300))
+    for other in ("extended", "fork"):
+        done = subprocess.run([*PRETRAIN, "diff", "once", other], cwd=place, env=environment(place), check=False)
+        assert done.returncode == 0, other
     found = results(DIGESTS, place)
     assert found["once"] == found["extended"]
     assert {digest for digest, _ in found.values()} == {found["once"][0]}

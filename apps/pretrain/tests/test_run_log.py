@@ -12,6 +12,7 @@ from pretrain._run.description import DataDescription, RunDescription
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, read_phases, seconds_by_phase
+from pretrain._run.metrics import read_records
 from pretrain._trackers import tensorboard
 from pretrain._trackers.tensorboard import TensorBoard
 from pretrain._training.run_log import RunLog
@@ -38,7 +39,7 @@ def test_the_log_starts_where_the_run_does(tmp_path):
     with start_log(folder, sent.append) as log:
         begin(log, 10)
         log.write({"step": 10, "loss": 2.0})
-    assert read_lines(folder.metrics) == [{"step": 0}, {"step": 10, "loss": 2.0}]
+    assert read_records(folder.metrics) == [{"step": 0}, {"step": 10, "loss": 2.0}]
     assert [line for line in sent if "phase" not in line] == [{"step": 10, "loss": 2.0}]
     (start,) = read_lines(folder.starts, texts=("device",))
     assert {name: start[name] for name in ("step", "workers", "devices", "device")} == {
@@ -81,11 +82,11 @@ def test_a_record_reaches_object_storage_before_a_save(s3, tmp_path, monkeypatch
         begin(log, 0)
         log.write({"step": 1, "loss": 2.0})
         until_s = time.monotonic() + 60
-        while not reader.metrics.exists() or not read_lines(reader.metrics):
+        while not reader.metrics.exists() or not read_records(reader.metrics):
             assert time.monotonic() < until_s
             time.sleep(0.1)
             reader.pull()
-        assert read_lines(reader.metrics) == [{"step": 1, "loss": 2.0}]
+        assert read_records(reader.metrics) == [{"step": 1, "loss": 2.0}]
 
 
 def test_what_a_tracker_writes_at_its_end_reaches_object_storage(s3, tmp_path, monkeypatch):
@@ -145,7 +146,7 @@ def test_what_is_not_finite_is_left_out(tmp_path):
     with start_log(folder, sent.append) as log:
         begin(log, 0)
         log.write({"step": 0, "val_loss": float("nan"), "learning_rate": 0.5})
-    assert read_lines(folder.metrics) == [{"step": 0, "learning_rate": 0.5}]
+    assert read_records(folder.metrics) == [{"step": 0, "learning_rate": 0.5}]
     assert {"step": 0, "learning_rate": 0.5} in sent
 
 

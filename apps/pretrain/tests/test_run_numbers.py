@@ -1,5 +1,6 @@
 """A run in this process against a plain loop: its numbers, samples and phases, also after stops at several steps."""
 
+import hashlib
 import json
 import shutil
 import signal
@@ -21,15 +22,15 @@ from nnx_gpt2 import (
     merge,
     put_batch,
 )
-from owt_data import load_tokenizer
+from owt_data import load_tokenizer, window_starts
 from pretrain import PretrainConfig, main
 from pretrain._cli import parse_command
 from pretrain._commands.train import _view as view_of
 from pretrain._config import with_vocab_size
 from pretrain._data import load_tokens
-from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_history, read_phases, read_samples, read_starts
+from pretrain._run.metrics import read_records
 from pretrain._training import loop
 from pretrain._training.sampling import continue_prompt
 from pretrain._training.validation import Validation
@@ -76,7 +77,7 @@ def run(place: Path) -> RunFolder:
 def numbers(folder: RunFolder) -> list[dict[str, Any]]:
     """The records of a run, without their times."""
     return [
-        {name: value for name, value in record.items() if name not in TIMES} for record in read_lines(folder.metrics)
+        {name: value for name, value in record.items() if name not in TIMES} for record in read_records(folder.metrics)
     ]
 
 
@@ -111,6 +112,9 @@ def plain_run(place: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str, s
         if step:
             record |= {"loss": sum(losses) / len(losses), "grad_norm_max": max(norms)}
             record["learning_rate"] = float(schedule(step - 1))
+            indices = np.arange(9) + (step - 1) * 9
+            starts = window_starts(indices, order="random", seed=SEED, num_tokens=len(data.train), seq_len=9)
+            record["windows"] = hashlib.sha256(starts.astype("<i8").tobytes()).hexdigest()[:16]
             losses, norms = [], []
         measured = [("", part)] * (step in EVALUATED) + [("full_", full)] * (step == MAX_STEPS)
         for prefix, validation in measured:
@@ -171,7 +175,7 @@ def test_stops_at_several_steps_change_no_number(run: RunFolder, place: Path, mo
     assert folder.sample.read_text() == run.sample.read_text()
     assert [start["step"] for start in read_starts(folder)] == [0, *STOPS]
     # The record of a step that was saved is that of its own workers, with their times.
-    written = {record["step"]: record for record in read_lines(folder.metrics)}
+    written = {record["step"]: record for record in read_records(folder.metrics)}
     assert 7 not in written
     assert {step: saved[step].items() <= written[step].items() for step in (3, 4, 10)} == {3: True, 4: True, 10: True}
     assert phases(folder) == [
@@ -214,7 +218,7 @@ def test_a_continued_run_does_not_count_the_time_since_a_kill(run: RunFolder, tm
     assert json.loads(last)["phase"] == "finished"
     folder.phases.write_text("".join(lines))
     times = [phase.time_s for phase in read_phases(folder)]
-    alive_s = max(*times, *(record["time_s"] for record in read_lines(folder.metrics)))
+    alive_s = max(*times, *(record["time_s"] for record in read_records(folder.metrics)))
     view = view_of(read_history(folder), parse_hardware("local"), None, alive_s + 1000)
     view.clock = lambda: alive_s + 1005
     assert (view.phase, view.phase_s(), view.num_restarts) == ("starting", pytest.approx(5), 1)

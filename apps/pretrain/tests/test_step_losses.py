@@ -19,6 +19,7 @@ from pretrain._run import log_parts
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.log_parts import METRICS, LogWriter
+from pretrain._run.metrics import read_records
 from pretrain._run.remote_copy import pull_changed, reader_copy
 from pretrain._run.step_losses import (
     ValLosses,
@@ -226,7 +227,7 @@ def test_the_loss_of_each_step_is_that_of_the_records(finished):
     losses = read_step_losses(finished / "step_losses.f32")
     assert len(losses) == STEPS
     last = 0
-    for record in read_lines(finished / "metrics.jsonl"):
+    for record in read_records(finished / "metrics.jsonl"):
         if record["step"]:
             assert record["loss"] == pytest.approx(losses[last : record["step"]].astype(float).mean(), rel=1e-5)
         last = record["step"]
@@ -248,7 +249,7 @@ def equal(finished, run):
 
 def wait_for_step(process, run, step):
     until_s = time.monotonic() + 240
-    while max((record["step"] for record in read_lines(run / "metrics.jsonl")), default=0) < step:
+    while max((record["step"] for record in read_records(run / "metrics.jsonl")), default=0) < step:
         assert process.poll() is None
         assert time.monotonic() < until_s
         time.sleep(0.002)

@@ -16,12 +16,13 @@ from nnx_gpt2 import (
     flops_per_token,
     make_train_step,
 )
-from owt_data import GrowingTokens, TokenSequence, TokenSpan
+from owt_data import GrowingTokens, TokenSequence, TokenSpan, window_starts
 from pretrain import PRESETS
 from pretrain._config import with_vocab_size
+from pretrain._run.metrics import windows_digest
 from pretrain._training.step_meter import NOTHING_UNRECORDED, StepMeter
 
-CONFIG = with_vocab_size(PRESETS["quickstart"](), 257)
+CONFIG = with_vocab_size(PRESETS["quickstart"](), 257).with_options({"train.order": "shuffle"})
 TRAIN = TokenSequence((TokenSpan(path="not read", start=0, stop=3000 * 64 + 1),))
 
 
@@ -114,6 +115,7 @@ def test_a_record_of_untimed_steps_has_no_times():
         "epoch",
         "tokens",
         "time_s",
+        "windows",
         "loss",
         "grad_norm_max",
         "learning_rate",
@@ -137,9 +139,22 @@ def test_a_stream_has_epochs_from_its_second_on(is_complete, step, epoch, tmp_pa
     tokens = GrowingTokens(tmp_path, "train", is_one_source=False)
     tokens.is_complete = is_complete
     monkeypatch.setattr(GrowingTokens, "num_windows", lambda self, seq_len: {64: 187 * 16}[seq_len])
+    monkeypatch.setattr(GrowingTokens, "starts", lambda self, indices, **order: indices * 64)
     device = SimpleNamespace(device_kind="cpu", memory_stats=lambda: None)
     meter = StepMeter(CONFIG, tokens, device, 1, wall_clock=lambda: 5.0)
-    assert meter.progress(step) == {"step": step, "tokens": step * 16 * 64, "time_s": 5.0} | epoch
+    windows = windows_digest(np.arange((step - 1) * 16, step * 16) * 64)
+    assert meter.progress(step) == {"step": step, "tokens": step * 16 * 64, "time_s": 5.0, "windows": windows} | epoch
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 3}, {"train.order": "sequential"}, {"train.global_batch_size": 8}], ids=str
+)
+def test_a_record_names_the_windows_of_its_step(change):
+    found = make_meter().progress(250)["windows"]
+    starts = window_starts(np.arange(249 * 16, 250 * 16), order="shuffle", seed=2357, num_tokens=192_001, seq_len=64)
+    assert found == windows_digest(starts)
+    others = [make_meter(CONFIG.with_options(change)).progress(250), make_meter().progress(249)]
+    assert found not in [record["windows"] for record in others]
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])

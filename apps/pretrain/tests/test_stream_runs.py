@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from pretrain import main
-from pretrain._run.files import read_lines
+from pretrain._run.metrics import read_records
 
 LINE = (
     "--data book.txt --data-mode stream --tokenizer bytes --hardware local --name run --trackers --model.seq-len 64 "
@@ -37,7 +37,7 @@ def place(finished, tmp_path, monkeypatch):
 
 def test_a_stream_trains_on_what_validation_leaves_of_a_text(place):
     """20 steps are 81,920 of 790,000 tokens."""
-    assert [record["step"] for record in read_lines(place / "runs/run/metrics.jsonl")] == [0, 20]
+    assert [record["step"] for record in read_records(place / "runs/run/metrics.jsonl")] == [0, 20]
 
 
 def test_a_finished_stream_is_known_by_its_text(place, capsys):

@@ -17,9 +17,9 @@ from pretrain._command_line.arguments import build_command
 from pretrain._command_line.command_classes import SweepCommand
 from pretrain._command_line.config_file import to_arguments
 from pretrain._errors import UsageError
-from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_starts
+from pretrain._run.metrics import read_records
 from pretrain._run.names import run_name
 
 TINY = (
@@ -87,7 +87,7 @@ def results(place):
     """The losses of all runs."""
     kept = ("step", "loss", "val_loss", "full_val_loss", "learning_rate")
     return {
-        path.parent.name: [{key: line[key] for key in kept if key in line} for line in read_lines(path)]
+        path.parent.name: [{key: line[key] for key in kept if key in line} for line in read_records(path)]
         for path in (place / "runs").glob("*/metrics.jsonl")
     }
 

@@ -21,9 +21,10 @@ from tensorboardX.proto import event_pb2
 
 from pretrain import PRESETS
 from pretrain._run.description import DataDescription, describe
-from pretrain._run.files import append_line, read_lines
+from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, read_samples, read_starts
+from pretrain._run.metrics import read_records
 from pretrain._trackers.tensorboard import TensorBoard
 from pretrain._trackers.tracker import open_trackers
 
@@ -233,7 +234,7 @@ def test_a_kill_after_a_save_loses_no_metric_before_it(tmp_path, record_property
         # Whatever of the steps after the save is there: all those before it are.
         assert {step: {"loss": float(step)} for step in range(20)}.items() <= shown(folder, "train").items()
     assert [*shown(folder, "train")] == [*range(40)]
-    assert [record["step"] for record in read_lines(folder.metrics)] == [*range(40)]
+    assert [record["step"] for record in read_records(folder.metrics)] == [*range(40)]
 
 
 @pytest.mark.fault
@@ -380,7 +381,7 @@ def killed_twice(tmp_path_factory):
         with (storage / "log").open("wb") as log:
             process = subprocess.Popen(command, env=os.environ | caches, stdout=log, stderr=subprocess.STDOUT)
         while last_step is not None and process.poll() is None:
-            if any(record["step"] >= last_step for record in read_lines(folder.metrics)):
+            if any(record["step"] >= last_step for record in read_records(folder.metrics)):
                 process.kill()
                 break
             time.sleep(0.02)
@@ -396,7 +397,7 @@ def killed_twice(tmp_path_factory):
 def test_a_run_that_was_killed_twice_is_served_without_a_hole_or_a_double(killed_twice, load_fast, record_property):
     record_property("fault", "SIGKILL of a run, twice")
     record_property("lost", "nothing that TensorBoard serves")
-    records, samples = read_lines(killed_twice.metrics), read_samples(killed_twice)
+    records, samples = read_records(killed_twice.metrics), read_samples(killed_twice)
     with server(killed_twice.tensorboard, load_fast=load_fast) as ask:
         train, val = (served(ask, "scalars", run, "loss") for run in ("train", "val"))
         texts = served(ask, "text", "val", "samples/1/text_summary")

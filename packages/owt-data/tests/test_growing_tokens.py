@@ -216,3 +216,9 @@ def test_a_reader_waits_for_a_slow_preparation(articles: Path, tmp_path: Path, m
         windows = data.train.windows(last, seq_len=64, order=ORDER, seed=0)
     assert answers
     assert windows.shape == (1, 64 + 1)
+
+
+def test_positions_of_windows_are_known_before_the_folder_is_complete(unfinished, tmp_path):
+    unfinished("all", 4)  # the first shard is the validation tokens
+    tokens = GrowingTokens(tmp_path / "out", "train", is_one_source=True)
+    np.testing.assert_array_equal(tokens.starts(np.array([3, 0, 1]), seq_len=7, order=ORDER, seed=0), [21, 0, 7])

@@ -124,6 +124,9 @@ def test_with_a_concurrency_of_1_one_task_reads_at_once(tokens, tmp_path):
                 (spans_of / f"{indices.min()}").write_text(f"{begin} {time.monotonic()}")
             return tokens.windows(indices, **order)
 
+        def starts(self, indices, **order):
+            return tokens.starts(indices, **order)
+
     rows = token_windows(Timed(), seq_len=SEQ_LEN, num_rows=40, batch_size=10, concurrency=1)
     assert len(rows.take_all()) == 40
     spans = sorted(tuple(map(float, path.read_text().split())) for path in spans_of.iterdir())
@@ -164,6 +167,9 @@ def test_rows_keep_the_order_when_the_first_block_is_the_last_to_be_read(tokens)
             if len(indices) > 1 and indices.min() == 0:
                 time.sleep(2)
             return self._tokens.windows(indices, **order)
+
+        def starts(self, indices, **order):
+            return self._tokens.starts(indices, **order)
 
     rows = token_windows(SlowFirst(tokens), seq_len=SEQ_LEN, num_rows=100, order="shuffle", seed=3, batch_size=10)
     read = np.stack([row["x"] for row in rows.iter_rows()])

@@ -82,6 +82,9 @@ class CountedTokens:
         self.num_reads += 1
         return self._tokens.windows(indices, **order)
 
+    def starts(self, indices, **order):
+        return self._tokens.starts(indices, **order)
+
 
 @pytest.mark.parametrize("prefetch_steps", [1, 7])
 def test_the_thread_reads_as_far_ahead_as_asked(prefetch_steps, tokens, wait_until):

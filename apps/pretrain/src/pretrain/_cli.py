@@ -20,6 +20,7 @@ from pretrain._command_line.arguments import build_command, split_command
 from pretrain._command_line.command_classes import (
     Command,
     CompareCommand,
+    DiffCommand,
     EvalCommand,
     ExportCommand,
     PlanCommand,
@@ -50,6 +51,13 @@ _INTERRUPTED = 130
 _NO_READER = 141
 _TRAINING = (PretrainConfig, TrainCommand, SweepCommand)
 _USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand)
+_ANSWERS: dict[type, str] = {
+    ReportCommand: "report.report",
+    CompareCommand: "compare.compare",
+    DiffCommand: "diff.diff",
+    RunsCommand: "runs.show_runs",
+    WatchCommand: "watch.watch",
+}
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
 
@@ -57,8 +65,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the application with these arguments, or with those of the process.
 
     Returns:
-        The exit code: 0 for success, 1 for failed training, 2 for bad input, 130 after an interrupt, 141 if the reader
-        of the output has closed it.
+        The exit code: 0 for success; 1 for failed training, or for runs that differ; 2 for bad input, 130 after an
+        interrupt, 141 if the reader of the output has closed it.
     """
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # the command prints the errors of `datasets` itself
     if not os.environ.get("COLUMNS", "1").strip("0"):
@@ -212,16 +220,8 @@ def _run(command: Command, began_s: float) -> int:
         case ExportCommand(run=run, out=out):
             step = _imported("export.export")(run, out)
             print_line(console, f"wrote the model of step {step} to {out}")
-        case ReportCommand(runs=runs, out=out):
-            _imported("report.report")(runs, out=out, console=console)
-        case CompareCommand(runs=runs, against=against, at=at, json=as_json):
-            _imported("compare.compare")(runs, against=against, at=at, as_json=as_json, console=console)
-        case RunsCommand(json=as_json):
-            given = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
-            del given["json"]
-            _imported("runs.show_runs")(**given, as_json=as_json, console=console)
-        case WatchCommand(run=run):
-            _imported("watch.watch")(run, console=console)
+        case _:
+            return _answer(command, console)
     return 0
 
 
@@ -236,6 +236,13 @@ def _sample(command: SampleCommand, console: Console) -> None:
     except KeyboardInterrupt:
         texts.end()  # the message begins a line
         raise
+
+
+def _answer(command: Command, console: Console) -> int:
+    """Run a command whose options are the arguments of its function. A function that returns False fails."""
+    fields = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
+    options = {"as_json" if name == "json" else name: value for name, value in fields.items()}
+    return _FAILED if _imported(_ANSWERS[type(command)])(**options, console=console) is False else 0
 
 
 def _typed_prompts(console: Console) -> Iterator[str]:

@@ -42,6 +42,8 @@ from ._sharding import put_batch as put_batch
 from ._sharding import replicated as replicated
 from ._sharding import tree_shardings as tree_shardings
 from ._target import has_bfloat16 as has_bfloat16
+from ._tensor_digests import root_digest as root_digest
+from ._tensor_digests import tensor_digests as tensor_digests
 from ._train_state import TrainState as TrainState
 from ._train_state import abstract_train_state as abstract_train_state
 from ._train_state import create_train_state as create_train_state

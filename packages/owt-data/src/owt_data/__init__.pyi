@@ -17,6 +17,7 @@ from ._sources.source import Source as Source
 from ._sources.source import find_source as find_source
 from ._sources.source import source_digest as source_digest
 from ._stream.batches import Batches as Batches
+from ._stream.batches import step_starts as step_starts
 from ._stream.ray_reader import iter_steps as iter_steps
 from ._stream.ray_reader import read_steps_by_tasks as read_steps_by_tasks
 from ._stream.ray_reader import step_windows as step_windows

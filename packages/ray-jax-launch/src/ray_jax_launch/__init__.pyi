@@ -1,5 +1,6 @@
 """Public names of ray_jax_launch, by module. `__init__.py` loads each name on first use."""
 
+from ._checkpoint.catalog import checkpoint_metadata as checkpoint_metadata
 from ._checkpoint.catalog import checkpoint_steps as checkpoint_steps
 from ._checkpoint.catalog import intact_step as intact_step
 from ._checkpoint.catalog import latest_step as latest_step

@@ -46,7 +46,10 @@ class SampleCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalCommand:
-    """Evaluate a trained model on all validation tokens, or on other data, and print the loss as JSON."""
+    """Evaluate a trained model, and print the loss as JSON.
+
+    On all validation tokens of the run, or on other data.
+    """
 
     run: str = field(metadata=_RUN)
     """The run's folder or URI, or its name in ./runs, for its newest checkpoint; RUN@STEP for that of a step; RUN@best
@@ -67,7 +70,10 @@ class EvalCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportCommand:
-    """Write a trained model in Hugging Face's format, for transformers, vLLM and others."""
+    """Write a trained model in Hugging Face's format.
+
+    transformers, vLLM and others read it.
+    """
 
     run: str = field(metadata=_RUN)
     """The run's folder or URI, or its name in ./runs, for its newest checkpoint; RUN@STEP for that of a step; RUN@best
@@ -79,7 +85,7 @@ class ExportCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportCommand:
-    """Write a page with the curves of one or more runs, and their comparison, to open in a browser."""
+    """Write a page with the curves of runs, for a browser."""
 
     runs: tuple[str, ...] = field(metadata={"placeholder": "RUN"})
     """The folders or URIs of the runs, or their names in ./runs; or patterns such as 'lr-*'."""
@@ -90,7 +96,10 @@ class ReportCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareCommand:
-    """Say whether a run is better than another one, with intervals, from the losses of the same windows."""
+    """Say whether a run is better than another, with intervals.
+
+    From the losses of the same windows.
+    """
 
     runs: tuple[str, ...] = field(metadata={"placeholder": "RUN"})
     """Two runs, A and B: folders, URIs, names in ./runs, or patterns of them, such as 'baby-*'."""
@@ -100,6 +109,26 @@ class CompareCommand:
 
     at: int | None = None
     """The last step to compare, at least 40; none takes the last one that all runs have."""
+
+    json: bool = False
+    """Print one line of JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffCommand:
+    """Say whether two runs are the same to the bit.
+
+    Where they are not, name the first step and the arrays that differ. The exit code is 0 if they are, 1 if not.
+    """
+
+    a: str = field(metadata={"placeholder": "A"})
+    """A run: its folder, URI, or name in ./runs; or a checkpoint of it, RUN@STEP or RUN@best."""
+
+    b: str = field(metadata={"placeholder": "B"})
+    """Another run; or a checkpoint, if A is one."""
+
+    elements: bool = False
+    """Read the arrays that differ, count their elements that differ, and find the largest difference."""
 
     json: bool = False
     """Print one line of JSON."""
@@ -133,7 +162,7 @@ class RunsCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchCommand:
-    """Show a run live, from any machine that can read its folder."""
+    """Show a run live, from any machine that sees its folder."""
 
     run: str = field(metadata=_RUN)
     """The run's folder or URI, or its name in ./runs."""
@@ -141,7 +170,10 @@ class WatchCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """Say what a run needs, before it starts. Takes every option of `train`."""
+    """Say what a run needs, before it starts.
+
+    Takes every option of `train`.
+    """
 
     price_per_hour: float | None = None
     """Price of all devices for an hour, to show the price of the run."""
@@ -169,7 +201,10 @@ class PlanCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions:
-    """Train a run for each combination of values of some options. Takes the options of `train`."""
+    """Train a run for each combination of values of options.
+
+    Takes the options of `train`.
+    """
 
     file: str | None = field(default=None, metadata={"placeholder": "FILE"})
     """A .toml file of options, as for --config, with a table [grid]: lists of values, by the names of the options."""
@@ -252,6 +287,7 @@ Command = (
     | ExportCommand
     | ReportCommand
     | CompareCommand
+    | DiffCommand
     | RunsCommand
     | WatchCommand
     | PlanCommand
@@ -259,18 +295,19 @@ Command = (
     | ShowConfig
 )
 
-COMMANDS: dict[str, type] = {
-    "train": PretrainConfig,
-    "plan": PlanOptions,
-    "sweep": SweepOptions,
-    "sample": SampleCommand,
-    "eval": EvalCommand,
-    "export": ExportCommand,
-    "report": ReportCommand,
-    "compare": CompareCommand,
-    "runs": RunsCommand,
-    "watch": WatchCommand,
-}
+GROUPS: dict[str, dict[str, type]] = {
+    "train": {"train": PretrainConfig, "plan": PlanOptions, "sweep": SweepOptions},
+    "look": {
+        "watch": WatchCommand, "runs": RunsCommand, "report": ReportCommand, "sample": SampleCommand,
+        "eval": EvalCommand,
+    },
+    "compare": {"compare": CompareCommand},
+    "prove": {"diff": DiffCommand},
+    "hand over": {"export": ExportCommand},
+}  # fmt: skip
+"""The commands by their purpose, in the order of the help."""
+
+COMMANDS: dict[str, type] = {name: kind for commands in GROUPS.values() for name, kind in commands.items()}
 
 EXAMPLES = {
     "train": (
@@ -304,6 +341,10 @@ EXAMPLES = {
     "compare": (
         "pretrain compare runs/first runs/second",
         "pretrain compare a-1 a-2 a-3 --against b-1 b-2 b-3 --at 2000",
+    ),
+    "diff": (
+        "pretrain diff runs/first runs/second",
+        "pretrain diff first@500 second@500 --elements",
     ),
     "runs": ("pretrain runs s3://bucket/runs", "pretrain runs 'baby-*' --group-by seed"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),

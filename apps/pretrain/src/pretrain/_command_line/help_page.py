@@ -7,7 +7,7 @@ from dataclasses import MISSING
 from typing import Any
 
 from pretrain._command_line.arguments import usage
-from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, ConfigOptions, OutputOptions
+from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, GROUPS, ConfigOptions, OutputOptions
 from pretrain._command_line.option_table import Option, options_of, with_defaults
 from pretrain._config import PretrainConfig
 
@@ -62,11 +62,15 @@ def _page(
         yield [(_INTRODUCTION, 0)]
         yield [
             ("commands", 0),
-            *((f"  {name:9}{_summary(kind)}{default.get(name, '')}", 11) for name, kind in COMMANDS.items()),
+            *(
+                (f"  {'' if number else group:10}{name:9}{_summary(kind)}{default.get(name, '')}", 21)
+                for group, commands in GROUPS.items()
+                for number, (name, kind) in enumerate(commands.items())
+            ),
         ]
     else:
         yield [(f"usage: {usage(command)}{' [OPTIONS]' if {*groups} - {'arguments'} else ''}", 11)]
-        yield [(_summary(COMMANDS[command]), 0)]
+        yield [(_described(COMMANDS[command]), 0)]
         more.append("pretrain --help lists the commands.")
     for title, options in groups.items():
         yield [(title, 0), *(paragraph for option in options for paragraph in _entry(option))]
@@ -115,6 +119,12 @@ def _entry(option: Option) -> list[tuple[str, int]]:
     if option.placeholder is None and option.type is not bool:
         head += f" {values or _VALUES[option.type]}{' ...' if option.is_tuple else ''}"
     return [(f"  {head}", 4), (f"      {doc}", 6)]
+
+
+def _described(command: type) -> str:
+    """Return the summary of a command, and the sentences below it."""
+    text, _, _ = (command.__doc__ or "").partition("Raises:")
+    return " ".join(text.split())
 
 
 def _summary(command: type) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import time
 import traceback
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +21,7 @@ from pretrain._resolve.length import has_same_length
 from pretrain._resolve.origin import find_origin
 from pretrain._resolve.resolve import resolve_settings, resolving
 from pretrain._resolve.resolved_run import ResolvedRun
+from pretrain._run.checkpoint_digests import roots
 from pretrain._run.description import (
     RunDescription,
     check_same_data,
@@ -30,12 +30,12 @@ from pretrain._run.description import (
     read_description,
     write_description,
 )
-from pretrain._run.files import read_lines, read_text
+from pretrain._run.files import read_text
 from pretrain._run.find import names_a_checkpoint
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize, write_end
 from pretrain._run.lock import lock_run
-from pretrain._run.metrics import last_values
+from pretrain._run.metrics import last_values, read_records
 from pretrain._run.names import run_name
 from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._screen.display import Display
@@ -57,6 +57,7 @@ from ray_jax_launch import (
     check_run_name,
     join_path,
     latest_step,
+    newest_metadata,
 )
 
 
@@ -198,7 +199,8 @@ def write_result_and_picture(folder: RunFolder, name: str, *, wall_s: float) -> 
         wall_s: seconds from the start of the last command.
     """
     history = read_history(folder)
-    result = summarize(history, wall_s=wall_s)
+    metadata = newest_metadata(folder.checkpoints)
+    result = summarize(history, wall_s=wall_s, digests=roots(metadata) if metadata else None)
     write_result(folder, result)
     _draw(history, name)
     return result
@@ -254,7 +256,7 @@ def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResu
     if error is None and folder.sample.is_file():  # a run without a tokenizer has no sample
         with best_effort(f"the sample {folder.sample}"):
             sample = read_text(folder.sample)
-    records = sorted(read_lines(folder.metrics), key=itemgetter("step"))
+    records = read_records(folder.metrics)
     return TrainResult(
         metrics=last_values(records),
         history=records,

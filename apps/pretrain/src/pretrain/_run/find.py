@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from pretrain._errors import UsageError, short
 from pretrain._run.description import RunDescription, read_description
-from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder, locate
-from pretrain._run.metrics import Record, finite
+from pretrain._run.metrics import Record, finite, read_records
 from pretrain._run.remote_copy import pull_changed, reader_copy
 from pretrain._suggestions import nearest
 from ray_jax_launch import checkpoint_steps, is_uri
@@ -66,7 +65,7 @@ def find_checkpoint(name: str) -> FoundCheckpoint:
     if wanted is None:
         return FoundCheckpoint(folder, description, steps[-1])
     if wanted == BEST:
-        step = best_step(read_lines(folder.metrics), steps)
+        step = best_step(read_records(folder.metrics), steps)
         if step is None:
             raise UsageError(f"{folder} has no validation loss of a checkpoint. Give {short(run)}@STEP.")
         return FoundCheckpoint(folder, description, step)

@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from operator import itemgetter
 from typing import Any, Literal, get_args
 
 from nnx_gpt2 import num_params
@@ -13,7 +12,7 @@ from pretrain._run.description import RunDescription, read_description
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.log_parts import PHASES, SAMPLES, STARTS, TEXTS
-from pretrain._run.metrics import Record, finite, last_values
+from pretrain._run.metrics import Record, finite, last_values, read_records
 from pretrain._run.result import RunResult, as_utc, read_result
 
 PhaseName = Literal[
@@ -105,7 +104,7 @@ def read_history(folder: RunFolder, description: RunDescription | None = None) -
     return RunHistory(
         folder=folder,
         description=description,
-        records=sorted(read_lines(folder.metrics), key=itemgetter("step")),
+        records=read_records(folder.metrics),
         starts=read_starts(folder),
         phases=read_phases(folder),
         samples=read_samples(folder),
@@ -162,7 +161,7 @@ def write_end(folder: RunFolder, phase: PhaseName, time_s: float | None) -> None
     with contextlib.suppress(OSError, ValueError):
         folder.check_place()
         folder.pull()
-        phases, records = read_phases(folder), read_lines(folder.metrics)
+        phases, records = read_phases(folder), read_records(folder.metrics)
         if phases and phases[-1].phase in ENDS:
             return
         if time_s is None:
@@ -183,12 +182,13 @@ def last_sign_of_life(phases: Sequence[Phase], records: Iterable[Record]) -> flo
 _PHASE_KEYS, _SAMPLE_KEYS = Phase.__annotations__.keys(), Sample.__annotations__.keys()
 
 
-def summarize(history: RunHistory, *, wall_s: float) -> RunResult:
+def summarize(history: RunHistory, *, wall_s: float, digests: dict[str, str] | None = None) -> RunResult:
     """Return the result of a run.
 
     Args:
         history: the run's history.
         wall_s: seconds from the start of the last command.
+        digests: of the last checkpoint, if they are known.
     """
     records = history.records
     starts = history.starts
@@ -217,6 +217,7 @@ def summarize(history: RunHistory, *, wall_s: float) -> RunResult:
         device=last_start.get("device"),
         devices=last_start.get("devices"),
         commit=history.description.commit,
+        digests=digests or {},
         metrics={name: value for name, value in final.items() if name != "time_s"},
         seconds={name: round(seconds, 3) for name, seconds in seconds_by_phase(phases, ended_s or 0.0).items()},
         wall_s=round(wall_s, 1),

@@ -27,7 +27,7 @@ from pyarrow.fs import FileInfo, FileSelector, FileSystem, LocalFileSystem, copy
 
 from pretrain._config import MAX_STEPS
 from pretrain._run.files import append_line, is_line, load_json, read_text, replacing, sync_file, sync_folder
-from pretrain._run.metrics import cut_lines
+from pretrain._run.metrics import TEXT_METRICS, cut_lines
 from pretrain._run.step_losses import (
     STEP_LOSSES,
     cut_step_losses,
@@ -45,7 +45,9 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 STARTS = "starts.jsonl"
 PHASES = "phases.jsonl"
-TEXTS: dict[str, tuple[str, ...]] = {METRICS: (), SAMPLES: ("prompt", "text"), STARTS: ("device",), PHASES: ("phase",)}
+TEXTS: dict[str, tuple[str, ...]] = {
+    METRICS: TEXT_METRICS, SAMPLES: ("prompt", "text"), STARTS: ("device",), PHASES: ("phase",),
+}  # fmt: skip
 """The names of the values of each log that are texts. All others are numbers."""
 
 UPLOAD_EVERY_S = 30.0

@@ -1,18 +1,25 @@
 """`metrics.jsonl`: one JSON object per recorded step, in the order of steps."""
 
+import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pretrain._run.files import read_lines, write_durably
 
 Record = dict[str, Any]
-"""Metrics of a step. A record lacks the metrics that are unknown.
+"""Metrics of a step. A record lacks the metrics that are unknown. All but `windows` are numbers.
 
 - `step`, `tokens`, `epoch`: the updates, the training tokens, and the passes over the training windows up to here.
 - `time_s`: Unix time.
+- `windows`: the windows of this step alone, as the first 16 digits of the SHA-256 of `owt_data.step_starts`, int64,
+  little-endian.
 - `loss`: mean training loss of the steps since the last record, nats per token. Skipped steps do not count.
 - `grad_norm_max`: largest norm of the gradient, before clipping, of these steps.
 - `num_skipped`: steps of the run that made no update, if there are any.
@@ -26,7 +33,11 @@ Record = dict[str, Any]
 - `memory_bytes`: the most memory that the first device has used.
 """
 
+TEXT_METRICS = ("windows",)
+"""The values of a record that are texts."""
+
 _DIGITS = 6
+_WINDOWS_DIGITS = 16
 
 
 def rounded(record: Record) -> Record:
@@ -46,12 +57,34 @@ def finite(record: Record) -> Record:
     return {name: value for name, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
+def numbers(record: Record) -> Record:
+    """Return the finite numbers of a record."""
+    return {name: value for name, value in finite(record).items() if name not in TEXT_METRICS}
+
+
 def last_values(records: Iterable[Record]) -> Record:
-    """Return the last value of each metric."""
+    """Return the last value of each metric that is a number."""
     final: Record = {}
     for record in records:
-        final |= finite(record)
+        final |= numbers(record)
     return final
+
+
+def windows_digest(starts: NDArray[np.int64]) -> str:
+    """Return the value `windows` of a record.
+
+    Args:
+        starts: the result of `owt_data.step_starts`, `int64[G]`.
+
+    >>> windows_digest(np.array([30, 0, 10]))
+    '99a2fae3423c5768'
+    """
+    return hashlib.sha256(starts.astype("<i8").tobytes()).hexdigest()[:_WINDOWS_DIGITS]
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read the records of a file, in the order of steps. A missing file has none."""
+    return sorted(read_lines(path, TEXT_METRICS), key=itemgetter("step"))
 
 
 def cut_lines(path: Path, last_step: int, texts: Collection[str] = ()) -> list[dict[str, Any]]:

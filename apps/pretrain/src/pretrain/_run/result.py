@@ -70,6 +70,9 @@ class RunResult:
     commit: str | None = None
     """Commit of the source code at the first start, if it is a git checkout; with `-dirty` if files differed."""
 
+    digests: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the items `params` and `opt_state` of the last checkpoint: see `pretrain._run.checkpoint_digests`."""
+
     tokens_per_s: float | None = None
     """Training tokens per second, over all steps. Compiling, evaluations and saves do not count."""
 

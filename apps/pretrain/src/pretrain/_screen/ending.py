@@ -18,6 +18,8 @@ from pretrain._screen.printing import print_facts, print_line
 from ray_jax_launch import LaunchError, StoragePath, latest_step
 
 _SMALLEST_SHARE = 0.01
+_DIGITS = 16
+_ITEMS = (("params", "params"), ("opt_state", "optimizer"))
 
 
 def show_result(history: RunHistory, result: RunResult, console: Console, *, sample: str = "") -> None:
@@ -115,6 +117,11 @@ def _numbers(history: RunHistory, result: RunResult) -> list[tuple[str, str]]:
         facts.append(("bits per byte", f"{result.full_val_bits_per_byte:.4f} on all validation tokens"))
     if result.tokens_per_s is not None:
         facts.append(("speed", f"{result.tokens_per_s:,.0f} tokens/s while training"))
+    if result.digests:
+        roots = "  ".join(
+            f"{label} {result.digests[name][:_DIGITS]}" for name, label in _ITEMS if name in result.digests
+        )
+        facts.append(("digest", roots))
     if shares := _shares(result.seconds):
         facts.append(("time", shares))
     return facts

@@ -6,7 +6,7 @@ from typing import Any
 
 from pretrain._run.description import RunDescription
 from pretrain._run.differences import changes_result, option_values
-from pretrain._run.metrics import Record
+from pretrain._run.metrics import Record, numbers
 
 _TAGS = {
     "loss": "train/loss",
@@ -33,7 +33,7 @@ def tagged(record: Record) -> dict[str, float]:
     >>> tagged({"step": 10, "time_s": 1.7e9, "loss": 2.5, "mfu": 0.25})
     {'train/loss': 2.5, 'speed/mfu': 0.25}
     """
-    return {_TAGS.get(name, name): value for name, value in record.items() if name not in ("step", "time_s")}
+    return {_TAGS.get(name, name): value for name, value in numbers(record).items() if name not in ("step", "time_s")}
 
 
 def settings(description: RunDescription) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from pretrain._best_effort import best_effort
 from pretrain._config import PretrainConfig, TrackerName
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription
-from pretrain._run.files import read_lines, read_text, write_durably
+from pretrain._run.files import read_text, write_durably
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, read_samples
-from pretrain._run.metrics import Record
+from pretrain._run.metrics import Record, read_records
 from pretrain._trackers.shown_values import hyperparameters, settings
 from pretrain._trackers.trackio_tracker import TrackioTracker
 from pretrain._trackers.wandb_tracker import WandbTracker
@@ -114,7 +114,7 @@ def open_trackers(config: PretrainConfig, description: RunDescription, folder: R
     for name in dict.fromkeys(config.trackers):
         trackers.add(name, lambda name=name: _open(name, config, description, folder, start))
     samples = deque(read_samples(folder))
-    for record in read_lines(folder.metrics):
+    for record in read_records(folder.metrics):
         if record["step"] >= start:
             break
         while samples and samples[0].step <= record["step"]:  # all of a step, before the next step

@@ -1,13 +1,24 @@
 """The state that a start of a run begins with: that of its newest checkpoint, of another run, of weights, or random."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from nnx_gpt2 import GPT2, TrainState, abstract_train_state, averaged_params, create_optimizer, split_params
+from nnx_gpt2 import (
+    GPT2,
+    TrainState,
+    abstract_train_state,
+    averaged_params,
+    create_optimizer,
+    root_digest,
+    split_params,
+    tensor_digests,
+)
 from pretrain._config import PretrainConfig
+from pretrain._run.checkpoint_digests import DIGESTS, TENSORS
 from pretrain._run.description import RUN, Origin, parse_description
 from pretrain._training.best_validation import without_checkpoints
 from pretrain._training.setup import Setup
@@ -72,6 +83,20 @@ def restore(checkpoints: Checkpoints, step: int, like: TrainState) -> tuple[Trai
 def items(state: TrainState) -> dict[str, Any]:
     """Return the items of a checkpoint: the arrays of a state, by the names of its fields."""
     return {"params": state.params, "opt_state": state.opt_state}
+
+
+def metadata_of(state: TrainState) -> dict[str, Any]:
+    """Return what the metadata of a checkpoint tell about a state: its digests and counters. A collective."""
+    return {
+        DIGESTS: digests_of(items(state)),
+        **{name: int(getattr(state, name)) for name in COUNTERS},
+    }
+
+
+def digests_of(items: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the digests of the items of a checkpoint: see `DIGESTS`. A collective."""
+    tensors = {name: tensor_digests(tree) for name, tree in items.items()}
+    return {name: root_digest(of_item) for name, of_item in tensors.items()} | {TENSORS: tensors}
 
 
 def _weights(checkpoints: Checkpoints, step: int, setup: Setup) -> Any:

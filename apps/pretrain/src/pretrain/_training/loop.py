@@ -19,7 +19,7 @@ from pretrain._run.description import RUN, RunDescription
 from pretrain._run.metrics import Record, rounded
 from pretrain._run.step_losses import ValLosses
 from pretrain._training.best_validation import BestValidation
-from pretrain._training.load_state import COUNTERS, first_step, items, load_state
+from pretrain._training.load_state import first_step, items, load_state, metadata_of
 from pretrain._training.profiling import Profiling
 from pretrain._training.run_log import RunLog
 from pretrain._training.setup import Setup, set_up
@@ -213,7 +213,7 @@ class Loop:
                 "unrecorded": unrecorded,
                 "best": self._best.to_json(),
                 RUN: self._description.to_json(),
-                **{name: int(getattr(self._state, name)) for name in COUNTERS},
+                **metadata_of(self._state),
             },
         )
 

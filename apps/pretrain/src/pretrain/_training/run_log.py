@@ -11,11 +11,11 @@ import jax
 from pretrain._best_effort import best_effort
 from pretrain._config import PretrainConfig
 from pretrain._run.description import RunDescription
-from pretrain._run.files import read_lines, write_durably
+from pretrain._run.files import write_durably
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import ENDS, Phase, PhaseName, Sample, last_sign_of_life, read_phases, read_starts
 from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, STARTS
-from pretrain._run.metrics import Record, finite
+from pretrain._run.metrics import Record, finite, read_records
 from pretrain._run.step_losses import ValLosses, write_val_losses
 from pretrain._trackers.tracker import Trackers, open_trackers
 
@@ -97,7 +97,7 @@ class RunLog:
             return
         self._start, self._began_s = start, began_s
         phases, starts = read_phases(self._folder), read_starts(self._folder)
-        alive_s = last_sign_of_life(phases, read_lines(self._folder.metrics))
+        alive_s = last_sign_of_life(phases, read_records(self._folder.metrics))
         if alive_s is not None and starts and starts[-1].get("began_s") == began_s:  # this command has lost its workers
             self._add(Phase(step=start, time_s=alive_s, phase="restarting"))
         else:

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 
 from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
-from owt_data import GrowingTokens, Tokens
+from owt_data import GrowingTokens, Tokens, step_starts
 from pretrain._config import PretrainConfig
 from pretrain._errors import TrainingDivergedError
-from pretrain._run.metrics import Record, rounded
+from pretrain._run.metrics import Record, rounded, windows_digest
+from pretrain._training.train_batches import batches_of
 
 # A run ends at the first recorded step at which this many steps in a row, or more, made no update.
 MAX_STEPS_SKIPPED = 50
@@ -59,6 +60,7 @@ class StepMeter:
         self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
         self._train = train
         self._seq_len = config.model.seq_len
+        self._batches = batches_of(config)
         self._batch_size = config.train.global_batch_size
         self._tokens_per_step = config.train.global_batch_size * config.model.seq_len
         peak = peak_flops_per_s(device.device_kind) if config.peak_tflops is None else config.peak_tflops * 1e12
@@ -107,11 +109,16 @@ class StepMeter:
         self._since = None
 
     def progress(self, step: int) -> Record:
-        """Return the step, and the epochs and training tokens up to it. A stream has no epochs before its second."""
+        """Return the step and its windows, and the epochs and training tokens up to it.
+
+        A stream has no epochs before its second.
+        """
         num_seen, num_windows = step * self._batch_size, self._train.num_windows(self._seq_len)
         record: Record = {"step": step, "tokens": step * self._tokens_per_step}
         if not isinstance(self._train, GrowingTokens) or (self._train.is_complete and num_seen >= num_windows):
             record["epoch"] = round(num_seen / num_windows, 4)
+        if step:
+            record["windows"] = windows_digest(step_starts(self._train, self._batches, step - 1))
         return record | {"time_s": round(self._wall_clock(), 3)}
 
     def wait_for_record(self, step: int) -> Record:

@@ -30,15 +30,7 @@ def train_batches(
     stop = config.train.max_steps
     if start == stop:
         return
-    assert config.train.order is not None, "it is resolved"
-    batches = Batches(
-        seq_len=config.model.seq_len,
-        global_batch_size=config.train.global_batch_size,
-        rank=jax.process_index(),
-        world_size=jax.process_count(),
-        order=config.train.order,
-        seed=config.seed,
-    )
+    batches = batches_of(config, rank=jax.process_index(), world_size=jax.process_count())
     read = read_steps_by_tasks if uses_ray_data else read_steps
     try:
         steps = read(data.train, batches, start_step=start, stop_step=stop)
@@ -49,6 +41,19 @@ def train_batches(
             yield rows
     except DataError as error:
         raise LaunchError(str(error)) from error
+
+
+def batches_of(config: PretrainConfig, *, rank: int = 0, world_size: int = 1) -> Batches:
+    """Return the batches of a worker of a run."""
+    assert config.train.order is not None, "it is resolved"
+    return Batches(
+        seq_len=config.model.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        rank=rank,
+        world_size=world_size,
+        order=config.train.order,
+        seed=config.seed,
+    )
 
 
 def check_readable(data: TokenData, seq_len: int) -> None:

@@ -82,6 +82,25 @@ def read_batches(tokens: Tokens, batches: Batches, steps: NDArray[np.int64]) -> 
     return windows.reshape(*indices.shape, batches.seq_len + 1)
 
 
+def step_starts(tokens: Tokens, batches: Batches, step: int) -> NDArray[np.int64]:
+    """Return the position of the first token of each window of a step, of all workers. Reads no tokens.
+
+    Args:
+        tokens: `train` or `val` of `open_tokens`.
+        batches: the batches of any of the workers.
+        step: number of the step, from 0.
+
+    Returns:
+        `int64[G]`, in the order of the rows. For a mixture, positions in its sequences, one after another.
+
+    Raises:
+        DataError: the step is out of range, or the tokens have no such windows.
+    """
+    step = check_integer("step", step, least=0, most=LARGEST // batches.global_batch_size - 1)
+    indices = step * batches.global_batch_size + np.arange(batches.global_batch_size)
+    return tokens.starts(indices, seq_len=batches.seq_len, order=batches.order, seed=batches.seed)
+
+
 def check_reading(tokens: Tokens, batches: Batches, start_step: int, stop_step: int) -> range:
     """Check the arguments of a reader. Return the steps.
 

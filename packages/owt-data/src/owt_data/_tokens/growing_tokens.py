@@ -115,11 +115,32 @@ class GrowingTokens:
             exists = last < num_windows(len(tokens), seq_len)
             return tokens.read_windows(indices * seq_len, seq_len) if exists else None
 
+        return self._wait_for(read)
+
+    def starts(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.int64]:
+        """Return the first token of each of the windows at these indices, `int64[N]`. Wait until the windows exist.
+
+        Raises:
+            DataError: see `windows`.
+        """
+        last = int(indices.max(initial=0))
+
+        def find() -> NDArray[np.int64] | None:
+            if last >= num_windows(len(self._tokens), seq_len):
+                self._refresh()
+            if self.is_complete or self._split == "val":
+                return self._tokens.starts(indices, seq_len=seq_len, order=order, seed=seed)
+            return indices * seq_len if last < num_windows(len(self._tokens), seq_len) else None
+
+        return self._wait_for(find)
+
+    def _wait_for(self, read: Callable[[], T | None]) -> T:
+        """Call a function until it returns something."""
         wait = _Wait(time.monotonic())
-        while (windows := self._retry(read)) is None:
+        while (found := self._retry(read)) is None:
             self._check_running(wait)
             time.sleep(_POLL_S)
-        return windows
+        return found
 
     def _retry(self, read: Callable[[], T]) -> T:
         """Call a function until it does not fail.

@@ -51,6 +51,10 @@ class Tokens(Protocol):
         """Return the windows at these indices of an order, `uint16[N, seq_len + 1]`; see `window_starts`."""
         ...
 
+    def starts(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.int64]:
+        """Return the position of the first token of each of these windows among all tokens, `int64[N]`."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpan:
@@ -175,8 +179,11 @@ class TokenSequence:
 
     def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
         """Return the windows at these indices of an order, `uint16[N, seq_len + 1]`; see `window_starts`."""
-        starts = window_starts(indices, order=order, seed=seed, num_tokens=len(self), seq_len=seq_len)
-        return self.read_windows(starts, seq_len)
+        return self.read_windows(self.starts(indices, seq_len=seq_len, order=order, seed=seed), seq_len)
+
+    def starts(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.int64]:
+        """Return the first token of each of the windows at these indices of an order, `int64[N]`."""
+        return window_starts(indices, order=order, seed=seed, num_tokens=len(self), seq_len=seq_len)
 
 
 class SequenceReader:
@@ -265,6 +272,30 @@ class TokenMixture:
         Raises:
             DataError: the order is `sequential`, which a mixture does not have.
         """
+        parts = self._by_sequence(indices, seq_len, order, seed)
+        windows = np.empty((len(indices), int(seq_len) + 1), dtype=np.uint16)
+        for number, here, own_index, own_seed in parts:
+            windows[here] = self.sequences[number].windows(own_index, seq_len=seq_len, order=order, seed=own_seed)
+        return windows
+
+    def starts(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.int64]:
+        """Return the first token of each window, `int64[N]`: its position in the sequences, one after another.
+
+        Raises:
+            DataError: the order is `sequential`, which a mixture does not have.
+        """
+        firsts = [0, *accumulate(map(len, self.sequences))]
+        parts = self._by_sequence(indices, seq_len, order, seed)
+        starts = np.empty(len(indices), dtype=np.int64)
+        for number, here, own_index, own_seed in parts:
+            own = self.sequences[number].starts(own_index, seq_len=seq_len, order=order, seed=own_seed)
+            starts[here] = firsts[number] + own
+        return starts
+
+    def _by_sequence(
+        self, indices: NDArray[np.int64], seq_len: int, order: OrderKind, seed: int
+    ) -> list[tuple[int, NDArray[np.bool_], NDArray[np.int64], int]]:
+        """Return, for each sequence of these windows: its number, which windows, their indices in it, and its seed."""
         check_choice("order", order, get_args(OrderKind))
         if order == "sequential":
             raise DataError(
@@ -273,17 +304,9 @@ class TokenMixture:
             )
         seed = check_seed(seed)
         count_windows(len(self), seq_len)
-        seq_len = int(seq_len)
-        indices = as_int64("index", indices)
-        windows = np.empty((len(indices), seq_len + 1), dtype=np.uint16)
-        which, own_index = self._deal(indices, seed)
-        for number, sequence in enumerate(self.sequences):
-            here = which == number
-            if here.any():
-                windows[here] = sequence.windows(
-                    own_index[here], seq_len=seq_len, order=order, seed=(seed + number) % 2**64
-                )
-        return windows
+        which, own_index = self._deal(as_int64("index", indices), seed)
+        selections = [(number, which == number) for number in range(len(self.sequences))]
+        return [(number, here, own_index[here], (seed + number) % 2**64) for number, here in selections if here.any()]
 
     def _deal(self, indices: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return, for each index, the number of its sequence and the index of the window in that sequence's order."""

@@ -15,6 +15,7 @@ from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._checkpoint.retry import STORAGE_FULL
 from ray_jax_launch._errors import (
     DamagedCheckpointError,
+    DeletedCheckpointError,
     LaunchError,
     StorageFullError,
     UnsavedCheckpointError,
@@ -55,6 +56,27 @@ def checkpoint_steps(folder: StoragePath) -> list[int]:
         LaunchError: the storage cannot be read.
     """
     return sorted(open_store(folder).steps())
+
+
+def checkpoint_metadata(folder: StoragePath, step: int) -> dict[str, Any]:
+    """Return the metadata of a checkpoint. The arrays are not read.
+
+    Args:
+        folder: folder of the checkpoints, or a URI of object storage.
+        step: number of the checkpoint.
+
+    Raises:
+        DeletedCheckpointError: there is no checkpoint of this number, or a running run deletes it.
+        DamagedCheckpointError: the metadata cannot be read.
+        LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
+    """
+    store = open_store(folder)
+    try:
+        return store.metadata(step)
+    except DamagedCheckpointError as error:
+        if step in store.steps():
+            raise
+        raise DeletedCheckpointError(f"there is no checkpoint {step} in {folder}. Read the newest one.") from error
 
 
 def newest_metadata(folder: StoragePath) -> dict[str, Any] | None:

@@ -1,0 +1,205 @@
+"""The command `diff` on real runs, one of which has one element of one array changed by one ulp."""
+
+import json
+
+import numpy as np
+import pytest
+from many_runs import results
+
+from pretrain import main
+from pretrain._audit.checkpoint_arrays import differing_elements
+
+# Restores the checkpoint of step 8, adds one ulp to one element, saves it again, and trains on.
+SCRIPT = """
+from pretrain._training.load_state import digests_of
+
+train(changed(BASE, name="whole"))
+train(changed(BASE, name="killed"))
+rewind("killed", 8)
+train(changed(BASE, name="killed", train__log_every=4))
+train(changed(BASE, name="short", train__max_steps=8))
+train(changed(BASE, name="fork", from_checkpoint="whole@8"))
+train(changed(BASE, name="seed", seed=3))
+train(changed(BASE, name="rate", optimizer__learning_rate=3e-3))
+train(changed(BASE, name="wide", model__embed_dim=24))
+Path("next.txt").write_text(Path("book.txt").read_text() + "Another end. ")
+train(changed(BASE, name="data", data="train=next.txt,val=end.txt"))
+
+train(changed(BASE, name="planted", train__max_steps=8))
+state = jax.tree.map(np.array, arrays("planted", 8))
+folder = RunFolder(Path("runs/planted").absolute())
+with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
+    metadata = checkpoints.broadcast_metadata(8)
+shutil.rmtree(folder.path / "checkpoints" / "8")
+kernel = state["params"]["h"][0]["mlp"]["c_fc"]["kernel"]
+kernel[3, 5] = np.nextafter(kernel[3, 5], np.float32(np.inf))
+with Checkpoints(folder.checkpoints, num_to_keep=None) as checkpoints:
+    checkpoints.save(8, state, metadata=metadata | {"digests": digests_of(state)})
+train(changed(BASE, name="planted"))
+"""
+PLANTED = "params.h.0.mlp.c_fc.kernel"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs")
+    results(SCRIPT, place)
+    return place
+
+
+@pytest.fixture
+def diff(place, monkeypatch, capsys):
+    """Runs the command in the folder of the runs. Returns its exit code, its output and its errors."""
+    monkeypatch.chdir(place)
+
+    def run(*arguments):
+        code = main(["diff", *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def facts(diff):
+    """Runs the command with --json. Returns the exit code and the object."""
+
+    def run(*arguments):
+        code, out, _ = diff(*arguments, "--json")
+        return code, json.loads(out)
+
+    return run
+
+
+def test_a_killed_and_continued_run_is_the_same(diff, place):
+    code, out, _ = diff("whole", "killed")
+    assert code == 0
+    assert out.splitlines() == [
+        f"A: {place}/runs/whole",
+        f"B: {place}/runs/killed",
+        "The runs are the same through step 13.",
+        "Equal to the bit: 13 losses, the windows of 10 records, and the checkpoints of",
+        "steps 4, 8, 12, 13.",
+    ]
+
+
+def test_one_ulp_in_one_array_is_found_with_its_step_and_its_name(diff, facts):
+    code, found = facts("whole", "planted", "--elements")
+    assert code == 1
+    assert found["first"] == {"kind": "arrays", "step": 8, "of_a": None, "of_b": None}
+    assert found["checkpoint"]["differing"] == [PLANTED]
+    elements = found["checkpoint"]["elements"][PLANTED]
+    assert (elements["num_elements"], elements["size"]) == (1, 16 * 64)
+    assert 0 < elements["largest"] < 1e-7
+    assert found["same_checkpoints"] == [4]
+    assert found.get("first_loss", {"step": 9})["step"] > 8
+    _, out, _ = diff("whole", "planted")
+    assert "The runs differ at step 8: the arrays of its checkpoints differ.\n" in out
+    assert "Equal to the bit: the checkpoint of step 4.\n" in out
+    assert out.endswith(f" arrays:\n  {PLANTED}\n")
+
+
+def test_the_arrays_of_two_checkpoints_are_compared(diff, facts):
+    assert facts("whole@4", "planted@4")[0] == 0
+    code, out, _ = diff("whole@8", "planted@8")
+    assert code == 1
+    assert out.splitlines()[2:] == ["The checkpoints differ in 1 of 50 arrays:", f"  {PLANTED}"]
+    code, found = facts("whole@12", "planted@12", "--elements")
+    assert code == 1
+    assert {*found["checkpoint"]["elements"]} == {*found["checkpoint"]["differing"]} > {PLANTED}
+    # Checkpoints of two steps have no array of the parameters in common.
+    found = facts("whole@4", "whole@8")[1]["checkpoint"]
+    assert found["steps"] == [4, 8]
+    assert len([name for name in found["differing"] if name.startswith("params.")]) == 16
+
+
+def test_the_same_checkpoints_have_the_digests_of_the_result(diff, place):
+    code, out, _ = diff("whole@13", "killed@13")
+    assert code == 0
+    for item, root in json.loads((place / "runs/whole/result.json").read_text())["digests"].items():
+        assert f"{item} {root}\n" in out
+
+
+def test_a_fork_is_its_parent_from_its_start_on(facts):
+    code, found = facts("whole", "fork")
+    assert (code, found["num_losses"], found["same_checkpoints"]) == (0, 5, [8, 12, 13])
+    assert found["settings"]["from_checkpoint"] == [None, "whole@8"]
+
+
+def test_a_shorter_run_is_the_same_up_to_its_end(diff):
+    code, out, _ = diff("short", "whole")
+    assert code == 0
+    assert "train.max_steps: 8 in A, 13 in B\n" in out
+    assert "The runs are the same through step 8, where A ends; B goes on to step 13.\n" in out
+    assert "through step 8, where B ends; A goes on to step 13.\n" in diff("whole", "short")[1]
+
+
+def test_another_seed_reads_other_windows_from_the_first_step(facts):
+    code, found = facts("whole", "seed")
+    assert (code, found["first"]["kind"], found["first"]["step"]) == (1, "windows", 1)
+    assert found["first"]["of_a"] != found["first"]["of_b"]
+    assert found["settings"]["seed"] == [2357, 3]
+
+
+def test_another_learning_rate_shows_in_the_loss_after_the_first_update(diff, facts):
+    code, found = facts("whole", "rate")
+    assert (code, found["first"]["kind"], found["first"]["step"]) == (1, "loss", 2)
+    out = diff("whole", "rate")[1]
+    # What differs in the options is said first.
+    before, after = found["settings"]["optimizer.learning_rate"]
+    assert out.splitlines()[2] == f"optimizer.learning_rate: {before} in A, {after} in B"
+    assert "The runs differ from step 2 on: its loss is " in out
+    assert "The windows are equal in 13 records." in out
+    assert "The arrays of the checkpoints differ from step 4 on." in out
+
+
+def test_runs_of_other_data_and_of_other_models_are_answered(facts):
+    code, found = facts("whole", "data")
+    assert code == 1
+    assert any(name.startswith("data.") and "sha256" in name for name in found["settings"])
+    code, found = facts("whole", "wide", "--elements")
+    assert (code, found["settings"]["model.embed_dim"]) == (1, [16, 24])
+    assert found["checkpoint"]["elements"].keys() == {"opt_state.0.count"} & {*found["checkpoint"]["differing"]}
+
+
+def test_runs_in_object_storage_are_compared(s3, place, diff):
+    results(f'train(changed(BASE, name="remote", storage_path="{s3}/runs"))', place)
+    code, out, _ = diff("whole", f"{s3}/runs/remote")
+    assert code == 0
+    assert "the checkpoints of steps 4, 8, 12, 13." in " ".join(out.split())
+    assert diff(f"{s3}/runs/remote@8", "whole@8")[0] == 0
+    code, out, _ = diff(f"{s3}/runs/remote@8", "planted@8", "--elements")
+    assert code == 1
+    assert f"{PLANTED} 1 of 1,024 elements, by " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("whole killed@8", "A and B must be two runs or two checkpoints, got whole and killed@8. Write RUN@STEP for "),
+        ("whole nosuch", "run must be the folder or URI of a run, or its name in runs, got nosuch. "),
+        ("whole@5 killed@4", "runs/whole has no checkpoint of step 5; it has 4, 8, 12, 13."),
+        ("whole", "B must be given, got nothing. Write: pretrain diff A B"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(diff, arguments, error):
+    code, out, err = diff(*arguments.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert error in err
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])
+def test_elements_are_compared_bit_by_bit(dtype):
+    a = np.arange(6, dtype=dtype).reshape(2, 3)
+    b = a.copy()
+    assert differing_elements(a, b).num_elements == 0
+    b[1, 2] = 9
+    assert (differing_elements(a, b).num_elements, differing_elements(a, b).largest) == (1, 4.0)
+
+
+def test_signs_of_zero_and_values_that_are_not_finite_differ():
+    a, b = np.float32([0.0, np.nan, 1.0]), np.float32([-0.0, np.nan, np.inf])
+    assert differing_elements(a, b).num_elements == 2
+    assert differing_elements(a, b).largest is None
