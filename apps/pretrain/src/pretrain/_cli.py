@@ -24,6 +24,7 @@ from pretrain._command_line.command_classes import (
     EvalCommand,
     ExportCommand,
     PlanCommand,
+    ReplayCommand,
     ReportCommand,
     RunsCommand,
     SampleCommand,
@@ -50,11 +51,12 @@ _BAD_INPUT = 2
 _INTERRUPTED = 130
 _NO_READER = 141
 _TRAINING = (PretrainConfig, TrainCommand, SweepCommand)
-_USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand)
+_USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand, ReplayCommand)
 _ANSWERS: dict[type, str] = {
     ReportCommand: "report.report",
     CompareCommand: "compare.compare",
     DiffCommand: "diff.diff",
+    ReplayCommand: "replay.replay",
     RunsCommand: "runs.show_runs",
     WatchCommand: "watch.watch",
 }
