@@ -1,6 +1,5 @@
 """Steps of a run, computed again from one of its checkpoints. No file is written."""
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ _REPORT_EVERY = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputedSteps:
-    """What a run should have recorded of its steps."""
+    """Steps computed again: the values that the run should have recorded."""
 
     losses: list[float]
     """The loss of each step after the start, nats per token; NaN for a step that made no update."""
@@ -64,20 +63,19 @@ def recompute(resolved: ResolvedRun, segment: Segment) -> RecomputedSteps | None
     records: dict[int, Record] = {}
     digests = {segment.start: digests_of(items(state))} if segment.has_checkpoint else {}
     batches = train_batches(config, resolved.data, segment.start, uses_ray_data=False)
-    with contextlib.closing(batches):
-        for step in range(segment.start + 1, segment.stop + 1):
-            state, metrics = setup.train_step(state, put_batch(next(batches), setup.mesh), setup.key)
-            meter.add(metrics)
-            if step in segment.record_steps:
-                records[step] = meter.wait_for_record(step)
-            if step in segment.checkpoint_steps:
-                digests[step] = digests_of(items(state))
-            if step % _REPORT_EVERY == 0 or step == segment.stop:
-                meter.wait_for_unrecorded()
-                losses += meter.take_losses()
-                log_metrics({"step": step})
-            if stop_requested(step):
-                return None
+    for step in range(segment.start + 1, segment.stop + 1):
+        state, metrics = setup.train_step(state, put_batch(next(batches), setup.mesh), setup.key)
+        meter.add(metrics)
+        if step in segment.record_steps:
+            records[step] = meter.wait_for_record(step)
+        if step in segment.checkpoint_steps:
+            digests[step] = digests_of(items(state))
+        if step % _REPORT_EVERY == 0 or step == segment.stop:
+            meter.wait_for_unrecorded()
+            losses += meter.take_losses()
+            log_metrics({"step": step})
+        if stop_requested(step):
+            return None
     return RecomputedSteps(
         losses=losses,
         records=records,

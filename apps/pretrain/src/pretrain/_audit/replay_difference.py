@@ -32,7 +32,7 @@ class RecordDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayDifference:
-    """What differs between a run and its steps computed again."""
+    """Differences between a run and its steps computed again."""
 
     run: RunDifference
     """Windows, losses and arrays: A is the run, B the replay."""

@@ -1,4 +1,4 @@
-"""What each worker of a replay runs. The driver imports this module, and must not import jax: it would lock a TPU."""
+"""The replay of every worker. The driver imports this module, and must not import jax: it would lock a TPU."""
 
 from typing import Any
 

@@ -14,6 +14,7 @@ from pretrain._field_types import FieldType, field_type
 # Options of the section `prepare` that have a short name too, as in the command `owt-data prepare`.
 _SHORT_NAMES = ("tokenizer", "split", "val_fraction", "split_seed", "text_column")
 _NONE = ("None", "none")
+# A field cannot be named `from`.
 _STEPS = {"from_step": "--from", "to_step": "--to"}
 _LETTERS = {"quiet": ("-q",), "verbose": ("-v",)}
 

@@ -196,16 +196,16 @@ def _texts(segment: Segment, answer: ReplayDifference) -> list[str]:
         lines += _wrapped(f"Computed again from {_start(segment)}.")
         for first in sorted(found.first.values(), key=lambda first: first.step):
             lines += _wrapped(_sentence(first))
+            if first.kind == "arrays" and found.checkpoint is not None:
+                names = found.checkpoint.names
+                lines += [f"  {name}" for name in names[:_MOST_ARRAYS]]
+                lines += [f"  and {len(names) - _MOST_ARRAYS:,} more"] if len(names) > _MOST_ARRAYS else []
         if answer.record is not None:
             record = answer.record
             lines += _wrapped(
                 f"The record of step {record.step:,} has the {record.name} {record.recorded}; computed again it is "
                 f"{record.recomputed}."
             )
-        if found.checkpoint is not None:
-            names = found.checkpoint.names
-            lines += [f"  {name}" for name in names[:_MOST_ARRAYS]]
-            lines += [f"  and {len(names) - _MOST_ARRAYS:,} more"] if len(names) > _MOST_ARRAYS else []
     unknown = segment.stop - segment.first - found.num_losses
     if unknown:
         lines += _wrapped(f"The losses of {unknown:,} steps are not recorded.")

@@ -92,6 +92,19 @@ class Sampler:
         return texts
 
 
+class _Pieces:
+    """The pieces of a text, as its tokens come. The bytes of an incomplete character wait for the others."""
+
+    def __init__(self, tokenizer: "tiktoken.Encoding", write: Callable[[str], object]) -> None:
+        self._tokenizer, self._write = tokenizer, write
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, tokens: list[int], *, is_last: bool = False) -> None:
+        """Write the text of tokens."""
+        if piece := self._decoder.decode(self._tokenizer.decode_bytes(tokens), final=is_last):
+            self._write(piece)
+
+
 def continue_prompt(
     model: GPT2,
     tokenizer: "tiktoken.Encoding",
@@ -122,16 +135,17 @@ def continue_prompt(
     # The model may have more ids than the tokenizer can decode.
     vocab_size = min(tokenizer.n_vocab, model.config.vocab_size)
     first = 0 if prompt else 1  # the end of text before an empty prompt is no part of the text
-    on_tokens = None
-    if write is not None:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the bytes of an incomplete character
-
-        def on_tokens(tokens: list[list[int]], is_last: bool = False) -> None:
-            if piece := decoder.decode(tokenizer.decode_bytes(tokens[0]), final=is_last):
-                write(piece)
-
-        on_tokens([prompt_tokens[first:]])
-    texts = generate(model, [seen] * num_samples, max_new_tokens, vocab_size=vocab_size, on_tokens=on_tokens, **options)
-    if on_tokens:
-        on_tokens([[]], is_last=True)
+    pieces = None if write is None else _Pieces(tokenizer, write)
+    if pieces:
+        pieces.add(prompt_tokens[first:])
+    texts = generate(
+        model,
+        [seen] * num_samples,
+        max_new_tokens,
+        vocab_size=vocab_size,
+        on_tokens=None if pieces is None else lambda tokens: pieces.add(tokens[0]),
+        **options,
+    )
+    if pieces:
+        pieces.add([], is_last=True)
     return [tokenizer.decode((unseen + text)[first:], errors="replace") for text in texts]
