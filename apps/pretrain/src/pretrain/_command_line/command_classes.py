@@ -136,9 +136,10 @@ class DiffCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayCommand:
-    """Compute steps of a run again, and compare them to the bit with what the run has recorded.
+    """Compute steps of a run again, and compare the bits.
 
-    Nothing is written, and the run may train. The exit code is 0 if all is equal, 1 if not.
+    All that the run has recorded of these steps is compared: losses, windows, gradient norms, and the arrays of
+    checkpoints. Nothing is written, and the run may train. The exit code is 0 if all is equal, 1 if not.
     """
 
     run: str = field(metadata=_RUN)
