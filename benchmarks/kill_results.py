@@ -1,16 +1,13 @@
 """The numbers of a run that `kill_matrix.py` compares, and its tables."""
 
-import hashlib
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from watched_run import WatchedRun
 
-from nnx_gpt2 import abstract_train_state, create_optimizer
+from nnx_gpt2 import abstract_train_state, create_optimizer, tensor_digests
 from pretrain._run.find import find_run
 from ray_jax_launch import Checkpoints
 
@@ -27,15 +24,11 @@ def numbers(run: WatchedRun) -> dict[str, Any]:
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         restored = checkpoints.restore_latest({"params": like.params, "opt_state": like.opt_state})
     assert restored is not None, "a finished run has a checkpoint"
-    arrays = {
-        jax.tree_util.keystr(path): hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
-        for path, array in jax.tree_util.tree_leaves_with_path(restored.items)
-    }
     result = json.loads((run.folder / "result.json").read_text())
     return {
         "metrics": metrics,
         "samples": [run.lines("samples.jsonl"), (run.folder / "sample.txt").read_text()],
-        "parameters": (restored.step, arrays),
+        "parameters": (restored.step, tensor_digests(restored.items)),
         "result": {key: result[key] for key in ("steps", "tokens", "full_val_loss", "best_val_loss", "best_val_step")},
     }
 

@@ -1,6 +1,7 @@
 """The command `diff` on real runs, one of which has one element of one array changed by one ulp."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ train(changed(BASE, name="fork", from_checkpoint="whole@8"))
 train(changed(BASE, name="seed", seed=3))
 train(changed(BASE, name="rate", optimizer__learning_rate=3e-3))
 train(changed(BASE, name="wide", model__embed_dim=24))
-Path("next.txt").write_text(Path("book.txt").read_text() + "Another end. ")
+Path("next.txt").write_text("Another start. " + Path("book.txt").read_text())
 train(changed(BASE, name="data", data="train=next.txt,val=end.txt"))
 
 train(changed(BASE, name="planted", train__max_steps=8))
@@ -32,7 +33,8 @@ with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
     metadata = checkpoints.broadcast_metadata(8)
 shutil.rmtree(folder.path / "checkpoints" / "8")
 kernel = state["params"]["h"][0]["mlp"]["c_fc"]["kernel"]
-kernel[3, 5] = np.nextafter(kernel[3, 5], np.float32(np.inf))
+place = np.unravel_index(np.argmax(np.abs(kernel)), kernel.shape)
+kernel[place] = np.nextafter(kernel[place], np.float32(np.inf))
 with Checkpoints(folder.checkpoints, num_to_keep=None) as checkpoints:
     checkpoints.save(8, state, metadata=metadata | {"digests": digests_of(state)})
 train(changed(BASE, name="planted"))
@@ -74,9 +76,8 @@ def facts(diff):
 def test_a_killed_and_continued_run_is_the_same(diff, place):
     code, out, _ = diff("whole", "killed")
     assert code == 0
-    assert out.splitlines() == [
-        f"A: {place}/runs/whole",
-        f"B: {place}/runs/killed",
+    assert out.splitlines()[:2] == [f"A: {place}/runs/whole", f"B: {place}/runs/killed"]
+    assert out.splitlines()[-3:] == [
         "The runs are the same through step 13.",
         "Equal to the bit: 13 losses, the windows of 10 records, and the checkpoints of",
         "steps 4, 8, 12, 13.",
@@ -104,20 +105,34 @@ def test_the_arrays_of_two_checkpoints_are_compared(diff, facts):
     code, out, _ = diff("whole@8", "planted@8")
     assert code == 1
     assert out.splitlines()[2:] == ["The checkpoints differ in 1 of 50 arrays:", f"  {PLANTED}"]
-    code, found = facts("whole@12", "planted@12", "--elements")
-    assert code == 1
-    assert {*found["checkpoint"]["elements"]} == {*found["checkpoint"]["differing"]} > {PLANTED}
     # Checkpoints of two steps have no array of the parameters in common.
-    found = facts("whole@4", "whole@8")[1]["checkpoint"]
-    assert found["steps"] == [4, 8]
+    code, found = facts("whole@4", "whole@8", "--elements")
+    found = found["checkpoint"]
+    assert (code, found["steps"]) == (1, [4, 8])
+    assert {*found["elements"]} == {*found["differing"]} > {PLANTED}
     assert len([name for name in found["differing"] if name.startswith("params.")]) == 16
 
 
 def test_the_same_checkpoints_have_the_digests_of_the_result(diff, place):
     code, out, _ = diff("whole@13", "killed@13")
     assert code == 0
-    for item, root in json.loads((place / "runs/whole/result.json").read_text())["digests"].items():
-        assert f"{item} {root}\n" in out
+    digests = json.loads((place / "runs/whole/result.json").read_text())["digests"]
+    assert out.endswith(f"\nparams {digests['params']}\nopt_state {digests['opt_state']}\n")
+
+
+def test_the_command_in_the_result_repeats_the_run(diff, place):
+    result = json.loads((place / "runs/whole/result.json").read_text())
+    program, *arguments = shlex.split(result["repeat"])
+    assert program == "pretrain"
+    assert main(arguments) == 0
+    assert diff("whole", "whole-again")[0] == 0
+    again = json.loads((place / "runs/whole-again/result.json").read_text())
+    assert {name: again[name] for name in ("digests", "versions", "hardware", "processor")} == {
+        name: result[name] for name in ("digests", "versions", "hardware", "processor")
+    }
+    others = [json.loads((place / f"runs/{name}/result.json").read_text())["digests"] for name in ("data", "rate")]
+    assert [other["data"] == result["digests"]["data"] for other in others] == [False, True]
+    assert [other["config"] == result["digests"]["config"] for other in others] == [True, False]
 
 
 def test_a_fork_is_its_parent_from_its_start_on(facts):
@@ -149,14 +164,14 @@ def test_another_learning_rate_shows_in_the_loss_after_the_first_update(diff, fa
     before, after = found["settings"]["optimizer.learning_rate"]
     assert out.splitlines()[2] == f"optimizer.learning_rate: {before} in A, {after} in B"
     assert "The runs differ from step 2 on: its loss is " in out
-    assert "The windows are equal in 13 records." in out
+    assert "The windows of 13 records are equal." in out
     assert "The arrays of the checkpoints differ from step 4 on." in out
 
 
 def test_runs_of_other_data_and_of_other_models_are_answered(facts):
     code, found = facts("whole", "data")
-    assert code == 1
-    assert any(name.startswith("data.") and "sha256" in name for name in found["settings"])
+    assert (code, found["first"]["step"], found["first_loss"]["step"]) == (1, 1, 1)
+    assert {"data", "data.train.bin"} <= found["settings"].keys()
     code, found = facts("whole", "wide", "--elements")
     assert (code, found["settings"]["model.embed_dim"]) == (1, [16, 24])
     assert found["checkpoint"]["elements"].keys() == {"opt_state.0.count"} & {*found["checkpoint"]["differing"]}
@@ -200,6 +215,6 @@ def test_elements_are_compared_bit_by_bit(dtype):
 
 
 def test_signs_of_zero_and_values_that_are_not_finite_differ():
-    a, b = np.float32([0.0, np.nan, 1.0]), np.float32([-0.0, np.nan, np.inf])
+    a, b = np.array([0.0, np.nan, 1.0], np.float32), np.array([-0.0, np.nan, np.inf], np.float32)
     assert differing_elements(a, b).num_elements == 2
     assert differing_elements(a, b).largest is None

@@ -9,7 +9,8 @@ from pretrain import PRESETS
 from pretrain._commands.train import write_result_and_picture
 from pretrain._config import with_vocab_size
 from pretrain._errors import UsageError
-from pretrain._run.description import DataDescription, RunDescription, write_description
+from pretrain._run.checkpoint_digests import description_digests
+from pretrain._run.description import DataDescription, RunDescription, read_description, write_description
 from pretrain._run.files import append_line
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder, locate
@@ -27,6 +28,16 @@ def described(path):
         folder, RunDescription(config=config, data=data, hardware="cpu:1", versions={"nnx-gpt2": "0.7.0"}, commit="abc")
     )
     return folder
+
+
+def repetition(folder):
+    """The fields of the result that a repetition of the run needs."""
+    description = read_description(folder)
+    assert description is not None
+    return {
+        "repeat": f"pretrain --config {folder.config} --name {folder.name}-again",
+        "hardware": "cpu:1", "versions": {"nnx-gpt2": "0.7.0"}, "digests": description_digests(description),
+    }  # fmt: skip
 
 
 def test_a_name_is_that_of_a_run_before_that_of_a_folder(tmp_path, monkeypatch):
@@ -86,7 +97,8 @@ def test_the_report_sums_up_the_run(tmp_path):
         ' "full_val_bits_per_byte": 2.6, "time_s": 1020.0}\n'
     )
     folder.starts.write_text(
-        '{"step": 0, "workers": 1}\n{"step": 5, "workers": 2, "devices": 4, "device": "NVIDIA H200"}\n'
+        '{"step": 0, "workers": 1}\n{"step": 5, "workers": 2, "devices": 4, "device": "NVIDIA H200",'
+        ' "processor": "EPYC"}\n'
     )
     phases = [(0, 1000.0, "starting"), (0, 1004.0, "training"), (5, 1010.0, "stopped"), (5, 1015.5, "starting")]
     phases += [(5, 1016.0, "training"), (10, 1020.0, "evaluating"), (10, 1021.0, "finished")]
@@ -104,7 +116,7 @@ def test_the_report_sums_up_the_run(tmp_path):
         began_at="1970-01-01T00:16:40+00:00", ended_at="1970-01-01T00:17:01+00:00",
         device="NVIDIA H200", devices=4, commit="abc",
         tokens_per_s=2978.91,  # the 8 timed steps, of 1 024 tokens, in 3 * 0.5 + 5 * 0.25 seconds
-        seconds={"starting": 4.5, "training": 10.0, "evaluating": 1.0},
+        seconds={"starting": 4.5, "training": 10.0, "evaluating": 1.0}, processor="EPYC", **repetition(folder),
     )  # fmt: skip
     assert json.loads(folder.result.read_text()) == dataclasses.asdict(result)
     assert folder.loss_picture.read_bytes().startswith(b"\x89PNG")
@@ -134,7 +146,14 @@ def test_a_run_whose_metrics_are_lost_can_be_finished(tmp_path, caplog, contents
         path.write_bytes(contents)
     result = write_result_and_picture(folder, "mine", wall_s=1.0)
     assert result == RunResult(
-        steps=None, metrics={}, wall_s=1.0, restarts=None, workers=None, num_params=834432, commit="abc"
+        steps=None,
+        metrics={},
+        wall_s=1.0,
+        restarts=None,
+        workers=None,
+        num_params=834432,
+        commit="abc",
+        **repetition(folder),
     )
     assert folder.loss_picture.read_bytes().startswith(b"\x89PNG")
     assert caplog.messages == []

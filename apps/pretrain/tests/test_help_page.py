@@ -43,7 +43,7 @@ def test_lines_break_only_where_the_width_ends(page, arguments):
     """A line is as long as its width allows: the first word of the next line of a paragraph does not fit on it."""
     lines = page(*arguments).splitlines()
     for line, below in itertools.pairwise(lines):
-        is_continued = line.startswith(" " * 6) and below.startswith(" " * 6)
+        is_continued = line.startswith(" " * 6) and below.startswith(" " * 6) and below.split()[0] not in COMMANDS
         # A default is not broken.
         word = below.strip() if below.strip().startswith("(default: ") else below.split()[0] if below else ""
         assert not is_continued or len(f"{line} {word}") > 80, line

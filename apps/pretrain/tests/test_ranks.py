@@ -17,6 +17,7 @@ from pretrain import PRESETS
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.files import read_lines, write_json
 from pretrain._run.folder import RunFolder
+from pretrain._run.log_parts import STARTS, TEXTS
 from pretrain._run.metrics import read_records
 from pretrain._run.step_losses import read_step_losses, read_val_losses
 from pretrain._training.validation import Validation
@@ -130,7 +131,7 @@ def test_rank_0_alone_writes_the_log(ranks, place):
     assert [rank["num_sent"] for rank in ranks] == [4, 0]  # two phases, a record and the end
     folder = RunFolder(place / "run")
     assert [line["step"] for line in read_records(folder.metrics)] == [0]
-    assert [line["workers"] for line in read_lines(folder.starts, texts=("device",))] == [2]
+    assert [line["workers"] for line in read_lines(folder.starts, texts=TEXTS[STARTS])] == [2]
 
 
 def test_rank_0_alone_writes_the_losses_of_steps_and_of_all_windows(ranks, place):

@@ -169,10 +169,11 @@ def test_a_changed_value_of_a_record_is_named(facts, copied, name, value):
 def test_other_devices_than_those_of_the_run_are_named(facts, copied):
     path = copied("whole") / "starts.jsonl"
     start = json.loads(path.read_text().splitlines()[0])
-    path.write_text(json.dumps(start | {"workers": 2, "devices": 4}) + "\n")
+    path.write_text(json.dumps(start | {"workers": 2, "devices": 4, "processor": "Z80"}) + "\n")
     code, found = facts("copy-of-whole")
     assert code == 0
-    (cause,) = found["causes"]
+    cause, of_processor = found["causes"]
+    assert of_processor.startswith("The processor of the run was Z80, that of this replay is ")
     assert cause.startswith("The run was computed on 2 workers with 4 devices (cpu), this replay on 1 worker with ")
 
 

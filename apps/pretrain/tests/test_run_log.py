@@ -12,7 +12,9 @@ from pretrain._run.description import DataDescription, RunDescription
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, read_phases, seconds_by_phase
+from pretrain._run.log_parts import STARTS, TEXTS
 from pretrain._run.metrics import read_records
+from pretrain._surroundings.processor import processor_name
 from pretrain._trackers import tensorboard
 from pretrain._trackers.tensorboard import TensorBoard
 from pretrain._training.run_log import RunLog
@@ -41,7 +43,7 @@ def test_the_log_starts_where_the_run_does(tmp_path):
         log.write({"step": 10, "loss": 2.0})
     assert read_records(folder.metrics) == [{"step": 0}, {"step": 10, "loss": 2.0}]
     assert [line for line in sent if "phase" not in line] == [{"step": 10, "loss": 2.0}]
-    (start,) = read_lines(folder.starts, texts=("device",))
+    (start,) = read_lines(folder.starts, texts=TEXTS[STARTS])
     assert {name: start[name] for name in ("step", "workers", "devices", "device")} == {
         "step": 10, "workers": 1, "devices": 2, "device": "cpu",
     }  # fmt: skip
@@ -51,8 +53,16 @@ def test_a_start_has_the_times_of_its_command_and_of_its_workers(tmp_path):
     folder = RunFolder(tmp_path)
     with start_log(folder, clock=lambda: 30.12478) as log:
         begin(log, 7, 25.5)
-    assert read_lines(folder.starts, texts=("device",)) == [
-        {"step": 7, "time_s": 30.125, "began_s": 25.5, "workers": 1, "devices": 2, "device": "cpu"}
+    assert read_lines(folder.starts, texts=TEXTS[STARTS]) == [
+        {
+            "step": 7,
+            "time_s": 30.125,
+            "began_s": 25.5,
+            "workers": 1,
+            "devices": 2,
+            "device": "cpu",
+            "processor": processor_name(),
+        }
     ]
 
 
@@ -121,7 +131,7 @@ def test_a_start_reaches_object_storage_at_once_and_leaves_no_copy(fails, s3, tm
         copies.append(log.folder.path)
         assert copies[0].is_dir()
         reader.pull()
-        assert [start["step"] for start in read_lines(reader.starts, texts=("device",))] == [0]
+        assert [start["step"] for start in read_lines(reader.starts, texts=TEXTS[STARTS])] == [0]
         if fails:
             raise OSError("full")
     assert not copies[0].exists()

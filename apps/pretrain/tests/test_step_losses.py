@@ -18,7 +18,7 @@ from pretrain._errors import UsageError
 from pretrain._run import log_parts
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
-from pretrain._run.log_parts import METRICS, LogWriter
+from pretrain._run.log_parts import METRICS, STARTS, TEXTS, LogWriter
 from pretrain._run.metrics import read_records
 from pretrain._run.remote_copy import pull_changed, reader_copy
 from pretrain._run.step_losses import (
@@ -268,7 +268,7 @@ def test_a_run_that_was_killed_has_the_bytes_of_an_undisturbed_one(finished, pla
     with (run / "step_losses.f32").open("ab") as file:
         file.write(b"\x01")  # as after a power cut: a piece of an entry
     finish(train(place))
-    assert len({start["step"] for start in read_lines(run / "starts.jsonl", ("device",))}) == 2
+    assert len({start["step"] for start in read_lines(run / "starts.jsonl", TEXTS[STARTS])}) == 2
     assert equal(finished, run)
 
 
@@ -281,7 +281,7 @@ def test_losses_that_are_lost_are_nan_in_a_continued_run(finished, place):
     process.communicate(timeout=120)
     (run / "step_losses.f32").unlink()
     finish(train(place))
-    start = read_lines(run / "starts.jsonl", ("device",))[-1]["step"]
+    start = read_lines(run / "starts.jsonl", TEXTS[STARTS])[-1]["step"]
     assert start >= 20
     expected = read_step_losses(finished / "step_losses.f32")
     expected[:start] = NAN

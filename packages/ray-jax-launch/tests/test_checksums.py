@@ -17,7 +17,9 @@ from pyarrow.fs import FileSelector
 from ray_jax_launch import (
     Checkpoints,
     DamagedCheckpointError,
+    DeletedCheckpointError,
     LaunchError,
+    checkpoint_metadata,
     checkpoint_steps,
     intact_step,
     latest_step,
@@ -123,6 +125,15 @@ def test_a_full_disk_of_a_reader_is_named_and_not_taken_for_its_source(saved, ca
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert caplog.messages == []
+
+
+def test_the_metadata_of_any_checkpoint_are_read(saved):
+    assert [checkpoint_metadata(saved, step) for step in (10, 20)] == [{"step": 10}, {"step": 20}]
+    with pytest.raises(DeletedCheckpointError, match="there is no checkpoint 15 in "):
+        checkpoint_metadata(saved, 15)
+    write_description(saved, "{")
+    with pytest.raises(DamagedCheckpointError):
+        checkpoint_metadata(saved, 20)
 
 
 def change_checksum(place, value):

@@ -45,7 +45,7 @@ def read_arrays(folder: RunFolder, checkpoint: RecordedCheckpoint, names: Collec
 def differing_elements(a: np.ndarray, b: np.ndarray) -> ArrayDifference:
     """Compare two arrays of one shape and type, bit for bit.
 
-    >>> differing_elements(np.float32([1, 2, 3]), np.float32([1, 2.5, 1]))
+    >>> differing_elements(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.5, 1.0]))
     ArrayDifference(num_elements=2, size=3, largest=2.0)
     """
     bits = f"u{a.dtype.itemsize}"

@@ -10,6 +10,7 @@ from nnx_gpt2 import TrainState, put_batch
 from pretrain._audit.segment import Segment
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._run.metrics import Record
+from pretrain._surroundings.processor import processor_name
 from pretrain._training.load_state import digests_of, items, restore, start_state
 from pretrain._training.setup import Setup, set_up
 from pretrain._training.step_meter import StepMeter
@@ -37,6 +38,9 @@ class RecomputedSteps:
     devices: int
     device: str
     """Processes, devices of all of them, and the name of a device."""
+
+    processor: str | None
+    """Name of the processor of rank 0."""
 
 
 def recompute(resolved: ResolvedRun, segment: Segment) -> RecomputedSteps | None:
@@ -83,6 +87,7 @@ def recompute(resolved: ResolvedRun, segment: Segment) -> RecomputedSteps | None
         workers=jax.process_count(),
         devices=setup.mesh.size,
         device=setup.device.device_kind,
+        processor=processor_name(),
     )
 
 

@@ -116,6 +116,9 @@ def _causes(run: RecordedRun, segment: Segment, found: RecomputedSteps) -> list[
         if there != here and None not in there:
             text = f"The run was computed on {_layout(*there)}, this replay on {_layout(*here)}"
             causes.append(f"{text}: the last digits may differ.")
+        if start.get("processor") not in (None, found.processor):
+            text = f"The processor of the run was {start['processor']}, that of this replay is {found.processor}"
+            causes.append(f"{text}: the last digits may differ.")
     versions = run.description.versions
     changed = [name for name in _OF_NUMBERS if name in versions and versions[name] != version(name)]
     if changed:

@@ -188,7 +188,7 @@ def _surroundings(run: RecordedRun) -> dict[str, Any]:
         **{name: options[name] for name in _OF_ROUNDING},
         **_data(description),
         "hardware": description.hardware,
-        **{name: start[name] for name in ("device", "devices", "workers") if name in start},
+        **{name: start[name] for name in ("device", "devices", "processor", "workers") if name in start},
         "commit": description.commit,
         **description.versions,
     }

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from pretrain._audit.recorded_run import RecordedRun, read_checkpoint, read_run
+from pretrain._audit.recorded_run import read_checkpoint, read_run
 from pretrain._audit.run_difference import (
     CheckpointDifference,
     FirstDifference,
+    Kind,
     RunDifference,
     compare_checkpoints,
     compare_runs,
@@ -25,7 +26,7 @@ from pretrain._surroundings.environment import start_jax
 
 _WIDTH = 80
 _MOST_ARRAYS, _MOST_CHECKPOINTS = 12, 8
-_WHAT = {"windows": "the windows", "loss": "the losses", "arrays": "the arrays of the checkpoints"}
+_WHAT: dict[Kind, str] = {"windows": "the windows", "loss": "the losses", "arrays": "the arrays of the checkpoints"}
 
 
 def diff(a: str, b: str, *, elements: bool, as_json: bool, console: Console) -> bool:
@@ -116,7 +117,7 @@ def _runs(a: str, b: str, elements: bool) -> _Answer:
     texts = _heads(*(str(run.folder) for run in runs))
     for name, (of_a, of_b) in found.settings.items():
         texts += _wrapped(f"{name}: {shown(of_a)} in A, {shown(of_b)} in B")
-    for paragraph in _paragraphs(found, runs):
+    for paragraph in _paragraphs(found):
         texts += _wrapped(paragraph)
     if found.checkpoint is not None:
         texts += _arrays(found.checkpoint)
@@ -146,7 +147,7 @@ def _heads(a: str, b: str) -> list[str]:
     return [f"A: {one_line(a)}", f"B: {one_line(b)}"]  # each in one line, to be copied
 
 
-def _paragraphs(found: RunDifference, runs: Sequence[RecordedRun]) -> Iterator[str]:
+def _paragraphs(found: RunDifference) -> Iterator[str]:
     earliest = found.earliest
     compared = (
         f"{_count(found.num_losses, 'loss', 'losses')}, the windows of {_count(found.num_windows, 'record', 'records')}"
@@ -160,9 +161,8 @@ def _paragraphs(found: RunDifference, runs: Sequence[RecordedRun]) -> Iterator[s
     for kind, what in _WHAT.items():
         later = found.first.get(kind)
         if later is None and kind != "arrays":
-            number = found.num_losses if kind == "loss" else found.num_windows
-            of = "losses of steps" if kind == "loss" else "records"
-            yield f"{what} are equal in {number:,} {of}.".capitalize()
+            of_loss, of_windows = (found.num_losses, "step", "steps"), (found.num_windows, "record", "records")
+            yield f"{what} of {_count(*(of_loss if kind == 'loss' else of_windows))} are equal.".capitalize()
         elif later is not None and later is not earliest:
             yield f"{what} differ from step {later.step:,} on.".capitalize()
     if found.same_checkpoints:

@@ -182,15 +182,17 @@ class ReportedRun:
         }
 
     def origin(self) -> dict[str, str]:
-        """Return hardware, data, versions and commit."""
+        """Return hardware, data, versions, commit, digests, and the command that repeats the run."""
         description, result = self.history.description, self.result
         data = description.data
         tokens = data.tokens if isinstance(data.tokens, str) else json.dumps(data.tokens)
         device = " x ".join(str(part) for part in (result.devices, result.device) if part is not None)
         return {
             "folder": str(self.history.folder),
+            "repeated by": result.repeat or "",
             "hardware": description.hardware,
             "devices": device,
+            "processor": result.processor or "",
             "workers": _count(result.workers),
             "commit": description.commit or "",
             "start": "" if description.origin is None else str(description.origin),
@@ -198,6 +200,7 @@ class ReportedRun:
             "tokenizer": data.tokenizer,
             **{f"fingerprint: {name}": value for name, value in _as_texts(data.fingerprint).items()},
             "window order": f"version {data.window_order_version}",
+            **{f"digest: {name}": digest for name, digest in result.digests.items()},
             **description.versions,
         }
 

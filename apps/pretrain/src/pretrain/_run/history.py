@@ -1,6 +1,7 @@
 """The history of a run, read from its folder alone."""
 
 import contextlib
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -8,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from nnx_gpt2 import num_params
 from pretrain._errors import UsageError
+from pretrain._run.checkpoint_digests import description_digests
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
@@ -188,7 +190,7 @@ def summarize(history: RunHistory, *, wall_s: float, digests: dict[str, str] | N
     Args:
         history: the run's history.
         wall_s: seconds from the start of the last command.
-        digests: of the last checkpoint, if they are known.
+        digests: of the items of the last checkpoint, if they are known.
     """
     records = history.records
     starts = history.starts
@@ -217,13 +219,24 @@ def summarize(history: RunHistory, *, wall_s: float, digests: dict[str, str] | N
         device=last_start.get("device"),
         devices=last_start.get("devices"),
         commit=history.description.commit,
-        digests=digests or {},
+        repeat=repeating_command(history.folder),
+        hardware=history.description.hardware,
+        processor=last_start.get("processor"),
+        versions=history.description.versions,
+        digests=description_digests(history.description) | (digests or {}),
         metrics={name: value for name, value in final.items() if name != "time_s"},
         seconds={name: round(seconds, 3) for name, seconds in seconds_by_phase(phases, ended_s or 0.0).items()},
         wall_s=round(wall_s, 1),
         restarts=len(starts) - 1 if starts else None,
         workers=last_start.get("workers"),
     )
+
+
+def repeating_command(folder: RunFolder) -> str | None:
+    """Return the command that repeats a run under another name; None in object storage, where no command reads it."""
+    if folder.uri is not None:
+        return None
+    return shlex.join(["pretrain", "--config", str(folder.config), "--name", f"{folder.name}-again"])
 
 
 def _tokens_per_s(history: RunHistory) -> float | None:

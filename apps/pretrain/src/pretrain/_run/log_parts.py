@@ -46,7 +46,7 @@ SAMPLES = "samples.jsonl"
 STARTS = "starts.jsonl"
 PHASES = "phases.jsonl"
 TEXTS: dict[str, tuple[str, ...]] = {
-    METRICS: TEXT_METRICS, SAMPLES: ("prompt", "text"), STARTS: ("device",), PHASES: ("phase",),
+    METRICS: TEXT_METRICS, SAMPLES: ("prompt", "text"), STARTS: ("device", "processor"), PHASES: ("phase",),
 }  # fmt: skip
 """The names of the values of each log that are texts. All others are numbers."""
 

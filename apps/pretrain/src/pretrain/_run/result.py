@@ -70,8 +70,21 @@ class RunResult:
     commit: str | None = None
     """Commit of the source code at the first start, if it is a git checkout; with `-dirty` if files differed."""
 
+    repeat: str | None = None
+    """Command that repeats the run under another name, given in the same folder with the same versions."""
+
+    hardware: str | None = None
+    """Hardware of the first start."""
+
+    processor: str | None = None
+    """Processor of the first worker, at the last start."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of Python and of the packages at the first start."""
+
     digests: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of the items `params` and `opt_state` of the last checkpoint: see `pretrain._run.checkpoint_digests`."""
+    """SHA-256 of the tokens (`data`), of the options that change a result (`config`), and of the items `params` and
+    `opt_state` of the last checkpoint: see `pretrain._run.checkpoint_digests`."""
 
     tokens_per_s: float | None = None
     """Training tokens per second, over all steps. Compiling, evaluations and saves do not count."""

@@ -117,7 +117,7 @@ def _numbers(history: RunHistory, result: RunResult) -> list[tuple[str, str]]:
         facts.append(("bits per byte", f"{result.full_val_bits_per_byte:.4f} on all validation tokens"))
     if result.tokens_per_s is not None:
         facts.append(("speed", f"{result.tokens_per_s:,.0f} tokens/s while training"))
-    if result.digests:
+    if "params" in result.digests:
         roots = "  ".join(
             f"{label} {result.digests[name][:_DIGITS]}" for name, label in _ITEMS if name in result.digests
         )

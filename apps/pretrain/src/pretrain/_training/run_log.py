@@ -17,6 +17,7 @@ from pretrain._run.history import ENDS, Phase, PhaseName, Sample, last_sign_of_l
 from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, STARTS
 from pretrain._run.metrics import Record, finite, read_records
 from pretrain._run.step_losses import ValLosses, write_val_losses
+from pretrain._surroundings.processor import processor_name
 from pretrain._trackers.tracker import Trackers, open_trackers
 
 
@@ -126,6 +127,7 @@ class RunLog:
             "workers": jax.process_count(),
             "devices": num_devices,
             "device": device,
+            "processor": processor_name(),
         }
         self._append(STARTS, start)
         self._writer.flush()  # from here on, the run has begun: no failure deletes it
