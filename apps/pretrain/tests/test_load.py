@@ -150,6 +150,41 @@ def test_each_line_of_the_input_is_a_prompt(make_run, lines):
         assert [text.removesuffix("\n") for text in texts] == [prompt for prompt in prompts for _ in range(2)]
 
 
+def test_the_pieces_of_a_text_have_no_half_characters(make_run, monkeypatch):
+    """The model draws random bytes, one per piece: many are parts of a character, or of none."""
+    folder, _, _, _ = make_run()
+    monkeypatch.setattr("nnx_gpt2._generate._Pace.adapt", lambda pace, elapsed_s: None)
+    options: dict[str, Any] = {"max_new_tokens": 300, "temperature": 1, "top_k": None, "top_p": None, "seed": 0}
+    for prompt in ("", "ü€😀" * 20):
+        pieces: list[str] = []
+        shown = []
+        for text in sample(str(folder.path), prompt=prompt, num_samples=2, write=pieces.append, **options):
+            shown.append(("".join(pieces), text))
+            pieces.clear()
+        assert all(piece == text for piece, text in shown)
+        assert [text for _, text in shown] == [*sample(str(folder.path), prompt=prompt, num_samples=2, **options)]
+        assert any("\x7f" < character < "\ufffd" for character in shown[0][1].removeprefix(prompt))
+
+
+@pytest.mark.parametrize("is_interactive", [True, False])
+def test_a_text_appears_while_it_is_drawn(make_run, is_interactive):
+    folder, _, _, _ = make_run()
+    words = ["--interactive"] if is_interactive else ["--prompt", "first"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pretrain", "sample", str(folder.path), *words, "--max-new-tokens", "1000000"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin
+    assert process.stdout
+    with process:
+        process.stdin.write(b"first\n")
+        process.stdin.flush()
+        text = process.stdout.read(len("first") + 20)
+        assert (text[:5], process.poll()) == (b"first", None)
+        process.stdout.close()
+        assert process.wait() == 141  # the next piece finds that nobody reads
+
+
 def test_each_option_of_a_sample_has_its_effect(make_run):
     folder, _, _, _ = make_run()
 

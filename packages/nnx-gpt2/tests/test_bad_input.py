@@ -350,6 +350,7 @@ CASES = {
     "generate(model, [[1]], 5, key='a')": f"{KEY} 'a'. Pass jax.random.key(seed).",
     "generate(model, [[1]], 5, key=keys)": f"{KEY} key<fry>[2]. Pass jax.random.key(seed).",
     "generate(model, [[1]], 5, key=key, use_cache='no')": "use_cache must be of type bool, got 'no'.",
+    "generate(model, [[1]], 5, key=key, on_tokens=5)": "on_tokens must be a function, or None, got 5.",
     "step(state, ids, None)": f"{KEY} None. Pass jax.random.key(seed).",
     "step(state, ids, 5)": f"{KEY} int32[]. Pass jax.random.key(seed).",
     "create_train_state(config, rule, 5)": f"{KEY} 5. Pass jax.random.key(seed).",

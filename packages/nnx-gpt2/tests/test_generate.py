@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from nnx_gpt2 import GPT2, GPT2Config, abstract_train_state, create_train_state, generate, merge
-from nnx_gpt2._generate import _continue, _Draw, _draw_tokens
+from nnx_gpt2._generate import _Draw, _draw_tokens, _draw_until, _Pace, _read
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 
@@ -160,13 +160,18 @@ def test_the_nucleus_is_taken_after_temperature_and_top_k(temperature, top_k, to
 def test_one_program_serves_many_lengths():
     config = GPT2Config(vocab_size=31, seq_len=64, num_layers=1, num_heads=1, embed_dim=8)
     model = GPT2(config, rngs=nnx.Rngs(0))
-    num_programs: Any = getattr(_continue, "_cache_size")  # noqa: B009 - jax's types lack this method
+
+    def num_programs() -> tuple[int, int]:
+        found: Any = [getattr(function, "_cache_size")() for function in (_read, _draw_until)]  # noqa: B009 - untyped
+        return tuple(found)
+
     before = num_programs()
     for length, num_new in ((1, 3), (7, 20), (32, 9), (20, 11)):
         generate(model, [[1] * length], num_new, temperature=0.0)
-    assert num_programs() - before == 1
+        generate(model, [[1] * length], num_new, temperature=0.0, on_tokens=lambda new: None)
+    assert num_programs() == (before[0] + 1, before[1] + 1)
     generate(model, [[1] * 33], 5, temperature=0.0)
-    assert num_programs() - before == 2
+    assert num_programs() == (before[0] + 2, before[1] + 1)
 
 
 @pytest.mark.fault
@@ -185,6 +190,51 @@ def test_ids_beyond_the_tokenizers_are_never_drawn(model, record_property):
         texts = generate(model, PROMPTS, 40, vocab_size=60, **options)
         assert max(map(max, texts)) < 60
         assert texts == generate(model, PROMPTS, 40, vocab_size=60, use_cache=False, **options)
+
+
+# The context is 16. A text beyond it is read again, in the middle of the calls.
+@pytest.mark.parametrize(("num_new", "num_at_once"), [(1, 1), (7, 3), (45, 1), (45, 4), (45, None)])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 9}, {"use_cache": False}, {"end_of_text": None}])
+def test_tokens_are_shown_while_they_are_drawn_and_are_the_same(model, monkeypatch, num_new, num_at_once, options):
+    """With the end of text, the first text ends after four tokens: it has no new tokens from then on."""
+    prompts = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
+    if num_at_once:
+        monkeypatch.setattr(_Pace, "adapt", lambda pace, elapsed_s: setattr(pace, "num_tokens", num_at_once))
+    options = {"key": jax.random.key(5)} | options
+    if "end_of_text" in options:
+        options["end_of_text"] = generate(model, prompts, 4, **options)[0][-1]
+    whole = generate(model, prompts, num_new, **options)
+    calls: list[list[list[int]]] = []
+    assert generate(model, prompts, num_new, on_tokens=calls.append, **options) == whole
+    shown = [sum((call[i] for call in calls), prompt) for i, prompt in enumerate(prompts)]
+    assert shown == whole
+    assert max(map(len, calls[0])) == 1
+    assert all(any(call) for call in calls)
+    if num_at_once:
+        assert max(len(new) for call in calls for new in call) <= num_at_once
+
+
+def test_an_exception_of_the_caller_ends_the_drawing(model):
+    calls = []
+
+    def stop(new: list[list[int]]) -> None:
+        calls.append(new)
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        generate(model, PROMPTS, 1000, temperature=0.0, on_tokens=stop)
+    assert len(calls) == 1
+
+
+def test_tokens_are_shown_ten_times_a_second_unless_the_calls_cost_much():
+    fast, slow = _Pace(call_s=0.001), _Pace(call_s=1.0)
+    numbers = []
+    for pace, token_s in ((fast, 0.002), (slow, 0.5), (_Pace(call_s=0.0), 0.06), (_Pace(call_s=0.0), 3.0)):
+        for _ in range(9):
+            pace.adapt(pace._call_s + pace.num_tokens * token_s)
+        numbers.append(pace.num_tokens)
+    # A call of a second may take a twentieth of the time: 20 seconds of tokens follow it.
+    assert numbers == [50, 40, 1, 1]
 
 
 def test_no_new_tokens_is_the_prompt(model):

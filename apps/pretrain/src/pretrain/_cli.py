@@ -26,6 +26,7 @@ from pretrain._command_line.command_classes import (
     EvalCommand,
     ExportCommand,
     PlanCommand,
+    ReplayCommand,
     ReportCommand,
     RunsCommand,
     SampleCommand,
@@ -43,7 +44,7 @@ from pretrain._errors import RunFailedError, UsageError, one_line, rejection, sh
 from pretrain._formats import loss
 from pretrain._output import Output, discard_unwritten, open_streams, print_error, set_log_level, show_warnings
 from pretrain._screen.plan_table import show_plan
-from pretrain._screen.printing import print_line
+from pretrain._screen.printing import TextWriter, print_line
 from pretrain._surroundings.environment import check_folders, check_limits, check_ray_variables, check_variables
 
 _LOSSES = (("loss", "loss"), ("val loss", "val_loss"))
@@ -52,12 +53,13 @@ _BAD_INPUT = 2
 _INTERRUPTED = 130
 _NO_READER = 141
 _TRAINING = (PretrainConfig, TrainCommand, SweepCommand)
-_USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand, BlameCommand)
+_USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand, BlameCommand, ReplayCommand)
 _ANSWERS: dict[type, str] = {
     ReportCommand: "report.report",
     CompareCommand: "compare.compare",
     BlameCommand: "blame.blame",
     DiffCommand: "diff.diff",
+    ReplayCommand: "replay.replay",
     RunsCommand: "runs.show_runs",
     WatchCommand: "watch.watch",
 }
@@ -215,14 +217,7 @@ def _run(command: Command, began_s: float) -> int:
                 print_error(f"error: {one_line(sentence)}: the same command continues them")
                 return _FAILED
         case SampleCommand():
-            options = dataclasses.asdict(command)
-            if options.pop("interactive"):
-                options["prompt"] = _typed_prompts(console)
-            for number, text in enumerate(_imported("sample.sample")(**options)):
-                if number:
-                    console.rule()
-                print_line(console, text)
-                console.file.flush()
+            _sample(command, console)
         case EvalCommand():
             evaluate = _imported("evaluate.evaluate")
             found = evaluate(**dataclasses.asdict(command), console=Console(stderr=True, emoji=False))
@@ -239,8 +234,21 @@ def _run(command: Command, began_s: float) -> int:
     return 0
 
 
+def _sample(command: SampleCommand, console: Console) -> None:
+    options = dataclasses.asdict(command)
+    if options.pop("interactive"):
+        options["prompt"] = _typed_prompts(console)
+    texts = TextWriter(console)
+    try:
+        for _ in _imported("sample.sample")(**options, write=texts.write):
+            texts.end()
+    except KeyboardInterrupt:
+        texts.end()  # the message begins a line
+        raise
+
+
 def _options(command: Command) -> dict[str, Any]:
-    """Return the options of a command as the arguments of its function. One that returns False fails."""
+    """Return the options of a command as the arguments of its function."""
     fields = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
     return {"as_json" if name == "json" else name: value for name, value in fields.items()}
 

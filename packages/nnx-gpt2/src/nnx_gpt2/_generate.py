@@ -1,13 +1,15 @@
 """Sampling from the model, with a cache of keys and values.
 
-Prompts are padded to a few sizes, which limits the number of compiled programs. One compiled loop draws the tokens.
-All arrays have a fixed size: a token costs the same at each position.
+Prompts are padded to a few sizes, which limits the number of compiled programs. One compiled loop draws the tokens: all
+of them in one call, or some at a time for a caller that shows them. The loop is the same, and so are the tokens. All
+arrays have a fixed size: a token costs the same at each position.
 
 Shapes: B prompts, Q positions of a padded prompt, T context, W = T + 1 tokens, M = B * Q tokens, C width, N heads,
 H head width, V vocabulary, P padded vocabulary.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,6 +43,23 @@ _SMALLEST_PROMPT = 32
 # Logits divided by a smaller temperature could overflow. Sampling then takes the likeliest token.
 _SMALLEST_TEMPERATURE = 1e-30
 
+# Seconds between two calls of `on_tokens`, and the largest share of the time that interruptions of the loop may take.
+# An interruption costs a millisecond, but on a CPU the loop converts the weights of a bfloat16 model first.
+_SHOWN_EVERY_S, _INTERRUPTED_SHARE = 0.1, 0.05
+
+
+class _Structure:
+    """The static part of a model. Its hash is computed once: a program looks it up, and it takes 0.3 ms."""
+
+    def __init__(self, graphdef: nnx.GraphDef[GPT2]) -> None:
+        self.graphdef, self._hash = graphdef, hash(graphdef)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self.graphdef == other.graphdef
+
 
 class _Draw(NamedTuple):
     """Static arguments of the draw of a token."""
@@ -55,14 +74,13 @@ class _Settings(NamedTuple):
     """Arguments of the draw that change without a new compilation."""
 
     key: PRNGKeyArray
-    max_drawn: Int[Any, ""]
     temperature: Float[Array, ""]
     top_p: Float[Array, ""]
     end_of_text: Int[Array, ""]
 
 
 class _Drawn(NamedTuple):
-    """State of the texts between two calls of the loop."""
+    """State of the texts before the model reads them."""
 
     lengths_B: Int[Any, " B"]
     is_done_B: Bool[Any, " B"]
@@ -80,6 +98,23 @@ class _Progress(NamedTuple):
     cache: Any
 
 
+class _Pace:
+    """The number of tokens to draw at once.
+
+    Args:
+        call_s: seconds of a call of the loop that draws no token.
+    """
+
+    def __init__(self, call_s: float) -> None:
+        self.num_tokens, self._call_s = 1, call_s
+        self._interval_s = max(_SHOWN_EVERY_S, call_s / _INTERRUPTED_SHARE)
+
+    def adapt(self, elapsed_s: float) -> None:
+        """Choose the next number from the seconds of the last call."""
+        wanted = self.num_tokens * self._interval_s / max(elapsed_s - self._call_s, 1e-6)
+        self.num_tokens = max(1, min(8 * self.num_tokens, int(wanted)))
+
+
 def generate(  # noqa: PLR0913 - the arguments of a draw are independent
     model: GPT2,
     prompts: Sequence[Sequence[int]] | np.ndarray | Array,
@@ -92,6 +127,7 @@ def generate(  # noqa: PLR0913 - the arguments of a draw are independent
     end_of_text: int | None = None,
     vocab_size: int | None = None,
     use_cache: bool = True,
+    on_tokens: Callable[[list[list[int]]], object] | None = None,
 ) -> list[list[int]]:
     """Continue each prompt by up to `max_new_tokens` tokens.
 
@@ -111,6 +147,9 @@ def generate(  # noqa: PLR0913 - the arguments of a draw are independent
             tokenizer cannot decode larger ids. None draws from all ids of the model.
         use_cache: keep the keys and values of each layer. Without the cache each token recomputes its context: the
             tokens are the same, but slow (bfloat16 may round differently and decide between two likely tokens).
+        on_tokens: called with the new tokens of each text while tokens are drawn: about ten times a second, or less
+            often where the loop takes long to begin. A text that has ended has no new tokens. The tokens are the same
+            with and without it. What it raises ends the call.
 
     Returns:
         Each prompt with its continuation.
@@ -120,6 +159,7 @@ def generate(  # noqa: PLR0913 - the arguments of a draw are independent
     """
     check_type("model", model, GPT2)
     check_type("use_cache", use_cache, bool)
+    require(on_tokens is None or callable(on_tokens), "on_tokens", "be a function, or None", kind(on_tokens))
     require(is_iterable(prompts), "prompts", "be of type Iterable", kind(prompts))
     rows = [_row(prompt) for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
@@ -137,14 +177,15 @@ def generate(  # noqa: PLR0913 - the arguments of a draw are independent
     )
     settings = _Settings(
         key=jax.random.key(0) if key is None else key,
-        max_drawn=np.int32(max_new_tokens),
         temperature=jnp.float32(temperature),
         top_p=jnp.float32(1.0 if top_p is None else top_p),
         end_of_text=jnp.int32(-1 if end_of_text is None else end_of_text),
     )
     graphdef, state = nnx.split(model)
+    structure = _Structure(graphdef)
     texts, starts = [row.tolist() for row in rows], [0] * len(rows)
-    is_done_B, num_drawn = np.zeros(len(rows), bool), 0
+    is_done_B, num_drawn, pace = np.zeros(len(rows), bool), 0, None
+    draw_until = partial(_draw_until, structure, state, settings, draw=draw, use_cache=use_cache)
     while num_drawn < max_new_tokens and not is_done_B.all():
         for i, text in enumerate(texts):
             if len(text) - starts[i] > context:
@@ -155,11 +196,31 @@ def generate(  # noqa: PLR0913 - the arguments of a draw are independent
         for row, text in zip(prompt_BQ, seen, strict=True):
             row[: len(text)] = text
         before = _Drawn(lengths_B, is_done_B, np.int32(num_drawn))
-        end = _continue(graphdef, state, prompt_BQ, before, settings, draw=draw, use_cache=use_cache)
-        tokens_BW, (ends_B, is_done_B, num_drawn) = jax.device_get(end)
-        for text, row, first, last in zip(texts, tokens_BW, lengths_B, ends_B, strict=True):
-            text += row[first:last].tolist()
+        progress = _read(structure, state, prompt_BQ, before, use_cache=use_cache)
+        if on_tokens and pace is None:
+            progress, _ = _timed(draw_until, progress, 0)  # compiles
+            progress, call_s = _timed(draw_until, progress, 0)
+            pace = _Pace(call_s)
+        while num_drawn < max_new_tokens and not is_done_B.all() and (is_done_B | (lengths_B <= context)).all():
+            limit = max_new_tokens if pace is None else min(num_drawn + pace.num_tokens, max_new_tokens)
+            progress, elapsed_s = _timed(draw_until, progress, limit)
+            firsts_B = lengths_B
+            tokens_BW, lengths_B, is_done_B, drawn = jax.device_get(progress[:4])
+            num_drawn = int(drawn)
+            new = [row[first:end].tolist() for row, first, end in zip(tokens_BW, firsts_B, lengths_B, strict=True)]
+            for text, tokens in zip(texts, new, strict=True):
+                text += tokens
+            if on_tokens and pace:
+                pace.adapt(elapsed_s)
+                on_tokens(new)
     return texts
+
+
+def _timed(draw_until: Callable[..., _Progress], progress: _Progress, limit: int) -> tuple[_Progress, float]:
+    """Draw up to a number of tokens, and return the seconds too."""
+    began_s = time.perf_counter()
+    progress = jax.block_until_ready(draw_until(progress, np.int32(limit)))
+    return progress, time.perf_counter() - began_s
 
 
 def _row(prompt: Any) -> np.ndarray:
@@ -209,29 +270,40 @@ def _padded_size(num_tokens: int, context: int) -> int:
     return min(context, max(_SMALLEST_PROMPT, 1 << (num_tokens - 1).bit_length()))
 
 
-@partial(jax.jit, static_argnames=("graphdef", "draw", "use_cache"))
-def _continue(
-    graphdef: Any,
+@partial(jax.jit, static_argnames=("structure", "use_cache"))
+def _read(
+    structure: _Structure, state: PyTree[Array], prompt_BQ: Int[Array, "B Q"], before: _Drawn, *, use_cache: bool
+) -> _Progress:
+    """Read the texts so far. The logits and the cache allow to draw the next token of each."""
+    model = nnx.merge(structure.graphdef, state)
+    context = model.config.seq_len
+    tokens_BW = jnp.pad(prompt_BQ, ((0, 0), (0, context + 1 - prompt_BQ.shape[1])))
+    if use_cache:
+        logits_BP, cache = _prefill(model, _blocks(model), prompt_BQ, before.lengths_B)
+    else:
+        logits_BP, cache = _full_logits(model, tokens_BW, before.lengths_B), None
+    return _Progress(tokens_BW, *before, logits_BP, cache)
+
+
+@partial(jax.jit, static_argnames=("structure", "draw", "use_cache"), donate_argnames="start")
+def _draw_until(
+    structure: _Structure,
     state: PyTree[Array],
-    prompt_BQ: Int[Array, "B Q"],
-    before: _Drawn,
     settings: _Settings,
+    start: _Progress,
+    max_drawn: Int[Any, ""],
     *,
     draw: _Draw,
     use_cache: bool,
-) -> tuple[Int[Array, "B W"], _Drawn]:
+) -> _Progress:
     """Draw tokens until the limit is reached, all texts have ended, or a text exceeds the context."""
-    model = nnx.merge(graphdef, state)
-    context, rows_B = model.config.seq_len, jnp.arange(len(prompt_BQ))
-    blocks = [model.block(i) for i in range(model.config.num_layers)]
-
-    def full_logits(tokens_BT: Array, lengths_B: Array) -> Array:
-        x_BTC = model.final_activations(tokens_BT).reshape(*tokens_BT.shape, -1)
-        return model.padded_logits(x_BTC[rows_B, lengths_B - 1])
+    model = nnx.merge(structure.graphdef, state)
+    context, rows_B = model.config.seq_len, jnp.arange(len(start.tokens_BW))
+    blocks = _blocks(model)
 
     def continues(now: _Progress) -> Array:
         fits = now.is_done_B | (now.lengths_B <= context)
-        return (now.num_drawn < settings.max_drawn) & ~now.is_done_B.all() & fits.all()
+        return (now.num_drawn < max_drawn) & ~now.is_done_B.all() & fits.all()
 
     def add_token(now: _Progress) -> _Progress:
         keys_B = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(settings.key, row), now.num_drawn))(rows_B)
@@ -244,18 +316,22 @@ def _continue(
         if use_cache:
             logits_BP, cache = _decode(model, blocks, token_B, now.lengths_B, now.cache)
         else:
-            logits_BP, cache = full_logits(tokens_BW[:, :context], lengths_B), None
+            logits_BP, cache = _full_logits(model, tokens_BW, lengths_B), None
         is_done_B = now.is_done_B | (token_B == settings.end_of_text)
         return _Progress(tokens_BW, lengths_B, is_done_B, now.num_drawn + 1, logits_BP, cache)
 
-    tokens_BW = jnp.pad(prompt_BQ, ((0, 0), (0, context + 1 - prompt_BQ.shape[1])))
-    if use_cache:
-        logits_BP, cache = _prefill(model, blocks, prompt_BQ, before.lengths_B)
-    else:
-        logits_BP, cache = full_logits(tokens_BW[:, :context], before.lengths_B), None
-    start = _Progress(tokens_BW, *before, logits_BP, cache)
-    end = jax.lax.while_loop(continues, add_token, start)
-    return end.tokens_BW, _Drawn(end.lengths_B, end.is_done_B, end.num_drawn)
+    return jax.lax.while_loop(continues, add_token, start)
+
+
+def _blocks(model: GPT2) -> list[Block]:
+    return [model.block(i) for i in range(model.config.num_layers)]
+
+
+def _full_logits(model: GPT2, tokens_BW: Array, lengths_B: Array) -> Array:
+    """Return the logits after each text, without a cache."""
+    tokens_BT = tokens_BW[:, : model.config.seq_len]
+    x_BTC = model.final_activations(tokens_BT).reshape(*tokens_BT.shape, -1)
+    return model.padded_logits(x_BTC[jnp.arange(len(tokens_BT)), lengths_B - 1])
 
 
 def _prefill(model: GPT2, blocks: list[Block], prompt_BQ: Array, lengths_B: Array) -> tuple[Array, Any]:

@@ -171,6 +171,35 @@ class DiffCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayCommand:
+    """Compute steps of a run again, and compare the bits.
+
+    All that the run has recorded of these steps is compared: losses, windows, gradient norms, and the arrays of
+    checkpoints. Nothing is written, and the run may train. The exit code is 0 if all is equal, 1 if not.
+    """
+
+    run: str = field(metadata=_RUN)
+    """The run's folder or URI, or its name in ./runs."""
+
+    from_step: int | None = None
+    """Compare the steps after this one. They are computed from the newest checkpoint up to it, or from step 0, where
+    parameters are random. None takes the oldest checkpoint."""
+
+    to_step: int | None = None
+    """The last step to compare. None takes the newest checkpoint."""
+
+    step: int | None = None
+    """Compare this step alone."""
+
+    hardware: str | None = None
+    """Compute on this hardware, in the forms of the command train. None takes the hardware of the run: other numbers of
+    workers or devices change the last digits."""
+
+    json: bool = False
+    """Print one line of JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunsCommand:
     """List all runs, with their losses."""
 
@@ -351,6 +380,7 @@ Command = (
     | CompareCommand
     | BlameCommand
     | DiffCommand
+    | ReplayCommand
     | RunsCommand
     | WatchCommand
     | DataCommand
@@ -366,7 +396,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "eval": EvalCommand,
     },
     "compare": {"compare": CompareCommand},
-    "prove": {"diff": DiffCommand, "data": DataCommand, "blame": BlameCommand},
+    "prove": {"diff": DiffCommand, "replay": ReplayCommand, "data": DataCommand, "blame": BlameCommand},
     "hand over": {"export": ExportCommand},
 }  # fmt: skip
 """The commands by their purpose, in the order of the help."""
@@ -411,6 +441,7 @@ EXAMPLES = {
         "pretrain diff runs/first runs/second",
         "pretrain diff first@500 second@500 --elements",
     ),
+    "replay": ("pretrain replay runs/first", "pretrain replay first --from 500 --to 750"),
     "runs": ("pretrain runs s3://bucket/runs", "pretrain runs 'baby-*' --group-by seed"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),
     "data": ("pretrain data quickstart-builtin --step 120", "pretrain data runs/first --find 'a sentence' --json"),

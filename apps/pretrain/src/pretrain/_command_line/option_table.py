@@ -14,6 +14,8 @@ from pretrain._field_types import FieldType, field_type
 # Options of the section `prepare` that have a short name too, as in the command `owt-data prepare`.
 _SHORT_NAMES = ("tokenizer", "split", "val_fraction", "split_seed", "text_column")
 _NONE = ("None", "none")
+# A field cannot be named `from`.
+_STEPS = {"from_step": "--from", "to_step": "--to"}
 _LETTERS = {"quiet": ("-q",), "verbose": ("-v",)}
 
 
@@ -40,6 +42,8 @@ class Option(FieldType):
         flag = "--" + self.name.replace("_", "-")
         if self.name == "from_checkpoint":
             return "--from", flag  # a field cannot be named `from`
+        if self.name in _STEPS:
+            return _STEPS[self.name], flag
         if section == "prepare" and last in _SHORT_NAMES:
             return ("--" + last.replace("_", "-"), flag)
         return (*_LETTERS.get(self.name, ()), flag)

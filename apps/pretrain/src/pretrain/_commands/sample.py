@@ -1,6 +1,6 @@
 """The command `sample`: texts from a trained model."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 
@@ -14,7 +14,7 @@ _SAMPLES_AT_ONCE = 32
 _MOST_TEMPERATURE = 1e30
 
 
-def sample(
+def sample(  # noqa: PLR0913 - the arguments of a draw are independent
     run: str,
     *,
     prompt: str | Iterable[str],
@@ -24,8 +24,12 @@ def sample(
     top_p: float | None,
     seed: int,
     num_samples: int,
+    write: Callable[[str], object] | None = None,
 ) -> Iterator[str]:
     """Yield continuations of a prompt, as they are drawn. The arguments are checked when the first is requested.
+
+    Several texts are drawn at the same time, up to 32: `write` gets the first of them in pieces while they are drawn,
+    and each other one when it is requested.
 
     Args:
         run: the run's folder, URI or name.
@@ -37,6 +41,7 @@ def sample(
         top_p: draw from the most likely tokens whose probabilities sum to top_p; None draws from all tokens.
         seed: seed of the draw.
         num_samples: number of texts.
+        write: called with the pieces of each text, before the text is yielded.
 
     Raises:
         ValueError: an argument or the run cannot be used; see `rejection` for the subclasses.
@@ -55,7 +60,7 @@ def sample(
     tokenizer, key = trained.tokenizer, jax.random.key(seed)
     prompts = [prompt] if isinstance(prompt, str) else prompt
     for each, first in ((each, first) for each in prompts for first in range(0, num_samples, _SAMPLES_AT_ONCE)):
-        yield from continue_prompt(
+        texts = continue_prompt(
             trained.model,
             tokenizer,
             each,
@@ -65,4 +70,9 @@ def sample(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            write=write,
         )
+        for number, text in enumerate(texts):
+            if number and write is not None:
+                write(text)
+            yield text

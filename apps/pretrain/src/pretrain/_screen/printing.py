@@ -53,6 +53,26 @@ def print_line(console: Console, text: str) -> None:
         console.print(Segments([Segment(f"{text}\n")]), soft_wrap=True)
 
 
+class TextWriter:
+    """Texts that appear as they are generated, with a rule between two. A text is printed as by `print_line`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._num_ended, self._is_begun = console, 0, False
+
+    def write(self, piece: str) -> None:
+        """Print a piece of a text, at once."""
+        if not self._is_begun and self._num_ended:
+            self._console.rule()
+        self._is_begun = True
+        self._console.file.write(piece.translate(_VISIBLE) if self._console.is_terminal else piece)
+        self._console.file.flush()
+
+    def end(self) -> None:
+        """End the text. An empty text is an empty line."""
+        self.write("\n")
+        self._num_ended, self._is_begun = self._num_ended + 1, False
+
+
 class _Elapsed(ProgressColumn):
     def render(self, task: Task) -> Text:
         """Return the time of the wait."""

@@ -54,8 +54,11 @@ def load_state(checkpoints: Checkpoints, origin: Origin | None, setup: Setup) ->
         `best`, of `BestValidation.to_json`.
     """
     step = checkpoints.latest_step()
-    if step is not None:
-        return restore(checkpoints, step, setup.like)
+    return start_state(origin, setup) if step is None else restore(checkpoints, step, setup.like)
+
+
+def start_state(origin: Origin | None, setup: Setup) -> tuple[TrainState, dict[str, Any]]:
+    """Return the state that a run begins with, and its metadata: see `load_state`. A collective."""
     if origin is None:
         return setup.new_state(), _NEW
     if origin.step is None:

@@ -1,5 +1,7 @@
 """Text from a model."""
 
+import codecs
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -90,8 +92,28 @@ class Sampler:
         return texts
 
 
+class _Pieces:
+    """The pieces of a text, as its tokens come. The bytes of an incomplete character wait for the others."""
+
+    def __init__(self, tokenizer: "tiktoken.Encoding", write: Callable[[str], object]) -> None:
+        self._tokenizer, self._write = tokenizer, write
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, tokens: list[int], *, is_last: bool = False) -> None:
+        """Write the text of tokens."""
+        if piece := self._decoder.decode(self._tokenizer.decode_bytes(tokens), final=is_last):
+            self._write(piece)
+
+
 def continue_prompt(
-    model: GPT2, tokenizer: "tiktoken.Encoding", prompt: str, *, num_samples: int, max_new_tokens: int, **options: Any
+    model: GPT2,
+    tokenizer: "tiktoken.Encoding",
+    prompt: str,
+    *,
+    num_samples: int,
+    max_new_tokens: int,
+    write: Callable[[str], object] | None = None,
+    **options: Any,
 ) -> list[str]:
     """Generate continuations of a prompt. An empty prompt starts a document, after an end of text.
 
@@ -101,6 +123,7 @@ def continue_prompt(
         prompt: the beginning of each text.
         num_samples: number of texts.
         max_new_tokens: number of tokens to add.
+        write: called with each piece of the first text, as soon as its tokens are drawn. The pieces make up the text.
         options: other arguments of `nnx_gpt2.generate`.
 
     Returns:
@@ -111,6 +134,18 @@ def continue_prompt(
     unseen, seen = prompt_tokens[: -model.config.seq_len], prompt_tokens[-model.config.seq_len :]
     # The model may have more ids than the tokenizer can decode.
     vocab_size = min(tokenizer.n_vocab, model.config.vocab_size)
-    texts = generate(model, [seen] * num_samples, max_new_tokens, vocab_size=vocab_size, **options)
     first = 0 if prompt else 1  # the end of text before an empty prompt is no part of the text
+    pieces = None if write is None else _Pieces(tokenizer, write)
+    if pieces:
+        pieces.add(prompt_tokens[first:])
+    texts = generate(
+        model,
+        [seen] * num_samples,
+        max_new_tokens,
+        vocab_size=vocab_size,
+        on_tokens=None if pieces is None else lambda tokens: pieces.add(tokens[0]),
+        **options,
+    )
+    if pieces:
+        pieces.add([], is_last=True)
     return [tokenizer.decode((unseen + text)[first:], errors="replace") for text in texts]
