@@ -5,10 +5,10 @@ whichever device runs it. The gradients are added along a binary tree over the s
 those of pairs of devices, at once on both (recursive doubling). Addition commutes to the bit, so both devices of a pair
 get the same sum, and the number of devices decides only where an addition happens.
 
-On a CPU the bits also depend on the number of threads of XLA's pool, which share products, and on the type of the
-processor. Set the environment variables `NPROC` to 1 and `JAX_CPU_ENABLE_ASYNC_DISPATCH` to 0 before jax starts. XLA's
-pool then has one thread, and a program runs in the thread that calls it: a process computes as many shards at the same
-time as it has CPUs.
+On a CPU the bits also depend on the type of the processor, and on the number of threads of XLA's pool: a program for one
+thread adds in another order than one for several. Set the environment variable `NPROC` to the number of threads, 2 or
+more, in all processes before jax starts. With `JAX_CPU_ENABLE_ASYNC_DISPATCH=0` a process computes that many shards at
+the same time; otherwise they wait for each other.
 
 Shapes: B batch, S shards, b = B / S windows of a shard, D devices, W = T + 1 tokens of a window, T predictions.
 """
@@ -30,8 +30,8 @@ from nnx_gpt2._errors import check_type, is_whole, plain, require, shown
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import Params
 from nnx_gpt2._sharding import DATA_AXIS, batch_sharding, check_axis_names, replicated
-from nnx_gpt2._target import compiled_for, compiled_for_each
-from nnx_gpt2._token_ids import check_end_of_text
+from nnx_gpt2._target import compiled_for_each
+from nnx_gpt2._token_ids import check_batch, check_end_of_text
 from nnx_gpt2._train_state import TrainState, abstract_train_state
 from nnx_gpt2._train_step import check_rows, check_state, is_donated, losses_of, make_gradient, updated
 
@@ -86,16 +86,12 @@ class TreeTrainStep:
         def update(
             state: TrainState, total: tuple[Float[Array, "1"], Params]
         ) -> tuple[TrainState, dict[str, jax.Array]]:
-            with compiled_for(mesh):
+            with compiled_for_each(mesh):
                 loss, grads = jax.tree.map(lambda x: x / self._shards.number, total)
                 return updated(optimizer, state, loss[0], grads)
 
         self._shard_gradient = jax.jit(shard_gradient)
-        self._update = jax.jit(
-            update,
-            donate_argnums=0 if is_donated(self._like, mesh) else None,
-            out_shardings=(jax.tree.map(lambda x: x.sharding, self._like), replicated(mesh)),
-        )
+        self._update = jax.jit(update, donate_argnums=0 if is_donated(self._like, mesh) else None)
 
     def __call__(
         self, state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray
@@ -106,11 +102,17 @@ class TreeTrainStep:
             ValueError: it gets no state, that of another optimizer, no random key, or a batch that is not integers of
                 shape `[batch, tokens]`, or that shards and microbatches do not divide.
         """
-        self._check(state, windows, key)
+        check_state(state, self._like)
+        check_key(key)
+        check_batch(windows, "windows")
+        self._check_shape(windows)
         of_devices = self._shards.map(self._shard_gradient, (state.params, state.step), windows, key)
-        return self._update(state, self._shards.sum_devices([*map(_tree_sum, of_devices)]))
+        totals = self._shards.sum_devices([*map(_tree_sum, of_devices)])
+        # Each device computes the update alone: the compiler sees the same program on each number of devices.
+        updates = [self._update(*pair) for pair in zip(self._shards.copies(state), totals, strict=True)]
+        return self._shards.joined_copies(updates)
 
-    def lower(self, state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, windows: Any, key: Any) -> jax.stages.Lowered:
         """Lower the program of a shard, by far the largest one, to compile it before the first step.
 
         Args:
@@ -118,7 +120,7 @@ class TreeTrainStep:
             windows: a batch, or its shape.
             key: random key.
         """
-        self._check(state, windows, key)
+        self._check_shape(windows)
         device = SingleDeviceSharding(self._shards.devices[0])
         like = [jax.ShapeDtypeStruct((windows.shape[0] // self._shards.number, windows.shape[1]), windows.dtype)]
         params, step, rows = jax.tree.map(
@@ -126,10 +128,8 @@ class TreeTrainStep:
         )
         return self._shard_gradient.lower(params, step, rows, 0, key)
 
-    def _check(self, state: TrainState, windows: Array, key: PRNGKeyArray) -> None:
-        check_state(state, self._like)
-        check_key(key)
-        check_rows(self._config, windows, self._shards.number, self._num_microbatches)
+    def _check_shape(self, windows: Any) -> None:
+        _check_shape(self._config, windows.shape, windows.dtype, self._shards.number, self._num_microbatches)
 
 
 def make_tree_eval_step(
@@ -154,7 +154,8 @@ def make_tree_eval_step(
     replicate = jax.jit(lambda x: x, out_shardings=replicated(mesh))
 
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
-        check_rows(config, windows, shards.number, 1)
+        check_batch(windows, "windows")
+        _check_shape(config, windows.shape, windows.dtype, shards.number, 1)
         of_devices = shards.map(shard_losses, (params,), windows)
         return replicate(shards.on_all([concatenate([*losses]) for losses in of_devices]))
 
@@ -168,6 +169,18 @@ def _eval_programs(config: GPT2Config, mesh: Mesh, end_of_text: int | None) -> t
             return losses_of(config, params, windows, end_of_text)
 
     return jax.jit(shard_losses), jax.jit(jnp.concatenate)
+
+
+@cache
+def _check_shape(
+    config: GPT2Config, shape: tuple[int, ...], dtype: Any, num_shards: int, num_microbatches: int
+) -> None:
+    """Check what is known of a batch without its values, as jit does: a device cannot raise an error."""
+
+    def check(windows: Array) -> None:
+        check_rows(config, windows, num_shards, num_microbatches)
+
+    jax.eval_shape(check, jax.ShapeDtypeStruct(shape, dtype))
 
 
 class _Shards:
@@ -200,7 +213,7 @@ class _Shards:
         self._split = jax.jit(lambda rows: jnp.split(rows, self._per_device))
         # One device has one queue of programs, unless several threads call them.
         is_threaded = self.devices[0].platform == "cpu" and len(self.devices) == 1
-        num_threads = min(self._per_device, _num_cpus()) if is_threaded else 1
+        num_threads = min(self._per_device, _num_threads()) if is_threaded else 1
         self._map: Any = ThreadPoolExecutor(num_threads).map if num_threads > 1 else map
 
     def map(
@@ -214,16 +227,14 @@ class _Shards:
             windows: the batch.
             rest: further arguments.
         """
-        rows = _by_device(jax.device_put(windows, batch_sharding(self._mesh)), self.devices)
+        rows = self.copies(jax.device_put(windows, batch_sharding(self._mesh)))
         return [
             self._map(
                 lambda shard, part, copies=copies: program(*copies, part, shard, *rest),
                 range(first, first + self._per_device),
                 self._split(rows_of_device),
             )
-            for first, rows_of_device, copies in zip(
-                self._first_shards, rows, _by_device(copied, self.devices), strict=True
-            )
+            for first, rows_of_device, copies in zip(self._first_shards, rows, self.copies(copied), strict=True)
         ]
 
     def on_all(self, parts: list[Any]) -> Any:
@@ -236,18 +247,25 @@ class _Shards:
 
         return jax.tree.map(join, *parts)
 
-    def sum_devices(self, totals: list[Any]) -> Any:
-        """Return the sum of trees of arrays over all devices, of which this process has some, on each device."""
-        return totals[0] if self._mesh.size == 1 else _sum_by_doubling(self._mesh)(self.on_all(totals))
+    def sum_devices(self, totals: list[Any]) -> list[Any]:
+        """Return the sum over all devices of a tree of arrays, on each device of this process."""
+        return totals if self._mesh.size == 1 else self.copies(_sum_by_doubling(self._mesh)(self.on_all(totals)))
 
+    def copies(self, tree: Any) -> list[Any]:
+        """Return the copy, or the shard, of each array on each device of this process."""
+        if len(self.devices) == 1:
+            return [jax.tree.map(lambda x: x.addressable_data(0), tree)]
+        found = [{shard.device: shard.data for shard in x.addressable_shards} for x in jax.tree.leaves(tree)]
+        structure = jax.tree.structure(tree)
+        return [structure.unflatten([of_device[device] for of_device in found]) for device in self.devices]
 
-def _by_device(tree: Any, devices: list[Any]) -> list[Any]:
-    """Return the copy or the shard of each array on each of these devices of this process."""
-    if len(devices) == 1:
-        return [jax.tree.map(lambda x: x.addressable_data(0), tree)]
-    found = [{shard.device: shard.data for shard in x.addressable_shards} for x in jax.tree.leaves(tree)]
-    structure = jax.tree.structure(tree)
-    return [structure.unflatten([of_device[device] for of_device in found]) for device in devices]
+    def joined_copies(self, copies: list[Any]) -> Any:
+        """Return trees of equal arrays, one per device of this process, as arrays of which each device has a copy."""
+        if self._mesh.size == 1:
+            return copies[0]
+        return jax.tree.map(
+            lambda *xs: jax.make_array_from_single_device_arrays(xs[0].shape, replicated(self._mesh), [*xs]), *copies
+        )
 
 
 @cache
@@ -286,6 +304,9 @@ def _add(x: Any, y: Any) -> Any:
     return jax.tree.map(jnp.add, x, y)
 
 
-def _num_cpus() -> int:
+def _num_threads() -> int:
+    """Return the number of threads of XLA's pool."""
+    if (given := os.environ.get("NPROC", "")).isdecimal():
+        return int(given)
     affinity: Any = getattr(os, "sched_getaffinity", None)  # macOS has none
     return len(affinity(0)) if affinity else os.cpu_count() or 1

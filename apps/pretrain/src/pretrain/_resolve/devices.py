@@ -104,7 +104,7 @@ def _devices_of_worker(hardware: Hardware, config: PretrainConfig) -> tuple[str,
     # This process is the worker. Elsewhere, a driver that imports jax would lock the chips of a TPU host.
     import jax
 
-    start_jax(with_one_thread=config.train.num_shards is not None)
+    start_jax(with_fixed_threads=config.train.num_shards is not None)
     return jax.default_backend(), jax.local_device_count()
 
 

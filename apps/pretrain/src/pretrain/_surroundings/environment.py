@@ -143,24 +143,24 @@ def check_limits() -> None:
         )
 
 
-# With these, XLA's CPU backend computes each program in the thread that calls it: `nnx_gpt2.TreeTrainStep` says why.
-ONE_THREAD = MappingProxyType({"NPROC": "1", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0"})
+# The same threads in all processes, whatever the number of their CPUs: the bits of `nnx_gpt2.TreeTrainStep` depend on it.
+FIXED_THREADS = MappingProxyType({"NPROC": "2", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0"})
 
 
-def start_jax(*, with_one_thread: bool = False) -> None:
+def start_jax(*, with_fixed_threads: bool = False) -> None:
     """Start JAX's devices in this process.
 
     Args:
-        with_one_thread: start them with the variables `ONE_THREAD`.
+        with_fixed_threads: start them with the variables `FIXED_THREADS`.
 
     Raises:
         UsageError: the variable `JAX_PLATFORMS` names a platform that this machine does not have, or a device fails; or
-            JAX has started with several threads.
+            JAX has started without these.
     """
     import jax  # takes half a second, which `--help` does not need
 
-    if with_one_thread:
-        _take_one_thread()
+    if with_fixed_threads:
+        _fix_threads()
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second is for cuda without its plugin
@@ -171,7 +171,7 @@ def start_jax(*, with_one_thread: bool = False) -> None:
         raise UsageError(f"JAX must find a device, got {reason.rstrip('.') or 'none'}{remedy}") from error
 
 
-def _take_one_thread() -> None:
+def _fix_threads() -> None:
     """Set the variables of JAX's CPU backend before it starts, in this process alone.
 
     Raises:
@@ -179,7 +179,7 @@ def _take_one_thread() -> None:
     """
     import jax
 
-    if all(os.environ.get(name) == value for name, value in ONE_THREAD.items()):
+    if all(os.environ.get(name) == value for name, value in FIXED_THREADS.items()):
         return
     try:
         jax.config.update("jax_num_cpu_devices", jax.config.values["jax_num_cpu_devices"])
@@ -188,5 +188,5 @@ def _take_one_thread() -> None:
             "train.num_shards must be given to a process in which JAX has not started, got one in which it has. "
             "Restart Python, or give --hardware cpu:1."
         ) from None
-    os.environ.update(ONE_THREAD)
+    os.environ.update(FIXED_THREADS)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
