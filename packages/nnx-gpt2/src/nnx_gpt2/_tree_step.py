@@ -5,8 +5,8 @@ whichever device runs it. The gradients are added along a binary tree over the s
 those of pairs of devices, at once on both (recursive doubling). Addition commutes to the bit, so both devices of a pair
 get the same sum, and the number of devices decides only where an addition happens.
 
-On a CPU the bits also depend on the type of the processor, and on the number of threads of XLA's pool: a program for one
-thread adds in another order than one for several. Set the environment variable `NPROC` to the number of threads, 2 or
+On a CPU the bits also depend on the type of the processor, and on the number of threads of XLA's pool: a program for
+one thread adds in another order than one for several. Set the environment variable `NPROC` to the number of threads, 2 or
 more, in all processes before jax starts. With `JAX_CPU_ENABLE_ASYNC_DISPATCH=0` a process computes that many shards at
 the same time; otherwise they wait for each other.
 

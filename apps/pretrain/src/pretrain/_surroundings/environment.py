@@ -143,7 +143,7 @@ def check_limits() -> None:
         )
 
 
-# The same threads in all processes, whatever the number of their CPUs: the bits of `nnx_gpt2.TreeTrainStep` depend on it.
+# The same threads in all processes, whatever their CPUs: the bits of `nnx_gpt2.TreeTrainStep` depend on the number.
 FIXED_THREADS = MappingProxyType({"NPROC": "2", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0"})
 
 
