@@ -60,6 +60,7 @@ CHANGED = {
     "from_checkpoint": "run@5",
     "init_from": "gpt2",
     "train.early_stop_evals": 3,
+    "train.num_shards": 4,
     "optimizer.warmup_steps": 7,
     "optimizer.decay_steps": 7,
     "optimizer.weight_decay": 0.5,

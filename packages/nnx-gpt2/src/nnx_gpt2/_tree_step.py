@@ -6,9 +6,9 @@ those of pairs of devices, at once on both (recursive doubling). Addition commut
 get the same sum, and the number of devices decides only where an addition happens.
 
 On a CPU the bits also depend on the type of the processor, and on the number of threads of XLA's pool: a program for
-one thread adds in another order than one for several. Set the environment variable `NPROC` to the number of threads, 2 or
-more, in all processes before jax starts. With `JAX_CPU_ENABLE_ASYNC_DISPATCH=0` a process computes that many shards at
-the same time; otherwise they wait for each other.
+one thread adds in another order than one for several. Set the environment variable `NPROC` to the number of threads, 2
+or more, in all processes before jax starts. With `JAX_CPU_ENABLE_ASYNC_DISPATCH=0` a process computes that many shards
+at the same time; otherwise they wait for each other.
 
 Shapes: B batch, S shards, b = B / S windows of a shard, D devices, W = T + 1 tokens of a window, T predictions.
 """

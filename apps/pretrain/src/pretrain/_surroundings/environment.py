@@ -181,8 +181,10 @@ def _fix_threads() -> None:
 
     if all(os.environ.get(name) == value for name, value in FIXED_THREADS.items()):
         return
-    try:
-        jax.config.update("jax_num_cpu_devices", jax.config.values["jax_num_cpu_devices"])
+    number = jax.config.values["jax_num_cpu_devices"]
+    try:  # jax rejects another number once it has started
+        jax.config.update("jax_num_cpu_devices", number + 1)
+        jax.config.update("jax_num_cpu_devices", number)
     except RuntimeError:
         raise UsageError(
             "train.num_shards must be given to a process in which JAX has not started, got one in which it has. "
