@@ -46,6 +46,7 @@ SHORT = {
     "saves.py": ["--rounds", "1"],
     "save_steps.py": ["--rounds", "1"],
     "digests.py": ["--rounds", "1"],
+    "tree_step.py": ["--rounds", "1"],
     "restore_bytes.py": [],
 }
 # The same for the scripts that need torch, besides `--torch-python`.
@@ -140,6 +141,9 @@ GOALS = [
            value=largest_excess(layout), goal=1.05, at_most=True) for layout in ("data", "fsdp", "tensor")),
     Goal(what="delay of the steps by a save, gpt2", baseline="one step", file="save_steps",
          value=lambda r: r["delay_steps"]["save"], goal=1, at_most=True),
+    *(Goal(what=f"a step with the same bits on any number of workers, {model}, {1 << i} of them", baseline="other sums",
+           file="tree_step", value=lambda r, model=model, i=i: r["models"][model][i]["ratio"], goal=1.15, at_most=True)
+      for model in ("baby", "6 layers of width 384") for i in range(3)),
     *(Goal(what=f"digests of a checkpoint every 1,000 steps, {name}", baseline="the time of the run", file="digests",
            value=lambda r, name=name: 100 * r["states"][name]["share"], goal=1, at_most=True, unit=" %")
       for name in ("baby", "gpt2")),
