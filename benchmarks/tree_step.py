@@ -5,8 +5,9 @@
 A worker is a process with one CPU device; several are joined by jax.distributed. The tree's step computes 8 shards of a
 batch (`nnx_gpt2.TreeTrainStep`), with the environment that `--train.num-shards` sets. The baseline is that of
 `nnx_gpt2.make_train_step`. The models are that of the preset `baby`, with 16 windows of 64 tokens, and 6 layers of
-width 384, with 16 windows of 256 tokens. Each round runs both steps of each case. Writes benchmarks/results/tree_step.md and
-tree_step.json. Exits with 1 if the digests of the tree's states after the last step are not one.
+width 384, with 16 windows of 256 tokens. Each round runs both steps of each case. Writes
+benchmarks/results/tree_step.md and tree_step.json. Exits with 1 if
+the digests of the tree's states after the last step are not one.
 """
 
 import argparse

@@ -34,8 +34,8 @@ class Rerun:
     """
 
     def __init__(self, tokens: RunTokens, step: int) -> None:
-        start_jax()
         folder, config, data = tokens.folder, tokens.description.config, tokens.data
+        start_jax(with_fixed_threads=config.train.num_shards is not None)
         if jax.device_count() % (config.mesh.fsdp * config.mesh.tensor):  # those of another machine
             config = dataclasses.replace(config, mesh=MeshConfig())
         check_shares(config, [jax.device_count() // config.mesh.tensor])

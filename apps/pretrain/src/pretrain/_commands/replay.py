@@ -151,6 +151,7 @@ def _compute(resolved: ResolvedRun, segment: Segment, advance: Callable[[int], N
                 hardware=resolved.hardware,
                 storage_path=folder,
                 name="replay",
+                env_vars=resolved.worker_variables,
                 on_metrics=lambda rank, metrics: advance(int(metrics["step"])),
                 max_failures=0,
             )

@@ -42,7 +42,6 @@ from pretrain._screen.display import Display
 from pretrain._screen.ending import show_finished, show_result, show_stopped
 from pretrain._screen.introduction import introduce
 from pretrain._screen.run_view import RunView, Tokenizing
-from pretrain._surroundings.environment import FIXED_THREADS
 from pretrain._trackers.tracker import check_trackers
 from pretrain._training.train_worker import train_worker
 from ray_jax_launch import (
@@ -181,7 +180,7 @@ def _run_workers(run: ResolvedRun, name: str, view: RunView, console: Console, b
                 on_metrics=lambda rank, metrics: display.add(metrics),
                 on_event=display.add_event,
                 data_cpus=0 if hardware.kind == "local" else hardware.data_cpus,
-                env_vars=FIXED_THREADS if config.train.num_shards is not None and hardware.kind == "cpu" else None,
+                env_vars=run.worker_variables,
                 max_failures=config.train.max_failures,
                 wait_for_resources_s=config.wait_for_resources_s,
                 hang_timeout_s=config.train.hang_timeout_s,
