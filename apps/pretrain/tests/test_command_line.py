@@ -19,6 +19,7 @@ from pretrain._command_line.command_classes import (
     ReportCommand,
     RunsCommand,
     SampleCommand,
+    VerifyCommand,
     WatchCommand,
 )
 from pretrain._command_line.option_table import options_of
@@ -48,6 +49,9 @@ from pretrain._errors import UsageError
         ("diff a@5 b@5 --elements --json", DiffCommand(a="a@5", b="b@5", elements=True, json=True)),
         ("replay a --from 5 --to 9", ReplayCommand(run="a", from_step=5, to_step=9)),
         ("replay a --step 5 --hardware cpu:2", ReplayCommand(run="a", step=5, hardware="cpu:2")),
+        ("verify", VerifyCommand()),
+        ("verify --kills 8 --hardware cpu:4 --seed 1", VerifyCommand(kills=8, hardware="cpu:4", seed=1)),
+        ("verify --data book.txt --keep out", VerifyCommand(data="book.txt", keep="out")),
         ("compare a b --at 50", CompareCommand(runs=("a", "b"), at=50)),
         ("compare a b --against c d --json", CompareCommand(runs=("a", "b"), against=("c", "d"), json=True)),
         ("runs", RunsCommand(storage_path="runs")),

@@ -33,6 +33,7 @@ from pretrain._command_line.command_classes import (
     ShowConfig,
     SweepCommand,
     TrainCommand,
+    VerifyCommand,
     WatchCommand,
 )
 from pretrain._command_line.completion import completion_script
@@ -60,6 +61,7 @@ _ANSWERS: dict[type, str] = {
     BlameCommand: "blame.blame",
     DiffCommand: "diff.diff",
     ReplayCommand: "replay.replay",
+    VerifyCommand: "verify.verify",
     RunsCommand: "runs.show_runs",
     WatchCommand: "watch.watch",
 }

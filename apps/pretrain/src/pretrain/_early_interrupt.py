@@ -16,6 +16,12 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+CHILD = (
+    "import sys; from pretrain._early_interrupt import interrupt_after_parent; interrupt_after_parent(); "
+    "from pretrain.__main__ import main; sys.exit(main())"
+)
+"""The code of a process with a command that is interrupted when its parent ends: its standard input then ends."""
+
 _INTERRUPTED = 130
 _AGAIN_AFTER_S = 0.01
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)

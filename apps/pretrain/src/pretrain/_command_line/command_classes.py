@@ -200,6 +200,34 @@ class ReplayCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyCommand:
+    """Prove that kills change no bit: train, kill, compare.
+
+    A small run is trained undisturbed, on one device. It is trained again on other workers, while its processes are
+    killed by SIGKILL at random places: a worker, or the command, which is then started again. Losses, windows,
+    parameters and optimizer of the two runs are compared. The exit code is 0 if all is equal, 1 if not. No file and no
+    process is left.
+    """
+
+    kills: int = 4
+    """Number of kills, at most 20."""
+
+    hardware: str = "cpu:2"
+    """Hardware of the second run: cpu:WORKERS or gpu:WORKERS of 1, 2 or 4 workers, or local, where each kill is one of
+    the command."""
+
+    data: str = "builtin"
+    """Training data, in the forms of the command train. builtin is cut to some modules of Python's standard library."""
+
+    seed: int = 0
+    """Seed of the places of the kills."""
+
+    keep: str | None = None
+    """Folder for the two runs and all output, new or empty. None takes a temporary folder, which is deleted unless the
+    runs differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunsCommand:
     """List all runs, with their losses."""
 
@@ -381,6 +409,7 @@ Command = (
     | BlameCommand
     | DiffCommand
     | ReplayCommand
+    | VerifyCommand
     | RunsCommand
     | WatchCommand
     | DataCommand
@@ -396,7 +425,10 @@ GROUPS: dict[str, dict[str, type]] = {
         "eval": EvalCommand,
     },
     "compare": {"compare": CompareCommand},
-    "prove": {"diff": DiffCommand, "replay": ReplayCommand, "data": DataCommand, "blame": BlameCommand},
+    "prove": {
+        "verify": VerifyCommand, "diff": DiffCommand, "replay": ReplayCommand, "data": DataCommand,
+        "blame": BlameCommand,
+    },
     "hand over": {"export": ExportCommand},
 }  # fmt: skip
 """The commands by their purpose, in the order of the help."""
@@ -441,6 +473,7 @@ EXAMPLES = {
         "pretrain diff runs/first runs/second",
         "pretrain diff first@500 second@500 --elements",
     ),
+    "verify": ("pretrain verify", "pretrain verify --kills 8 --hardware cpu:4 --seed 1"),
     "replay": ("pretrain replay runs/first", "pretrain replay first --from 500 --to 750"),
     "runs": ("pretrain runs s3://bucket/runs", "pretrain runs 'baby-*' --group-by seed"),
     "watch": ("pretrain watch quickstart-builtin", "pretrain watch s3://bucket/runs/first"),

@@ -28,7 +28,7 @@ import ray_jax_launch
 from pretrain._commands.runs import show_runs
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, find_texts, open_prepared
-from pretrain._early_interrupt import keeping_handlers
+from pretrain._early_interrupt import CHILD, keeping_handlers
 from pretrain._errors import UsageError, one_line, short
 from pretrain._formats import duration, loss
 from pretrain._resolve.devices import given_hardware
@@ -48,11 +48,6 @@ from pretrain._screen.printing import print_line, waiting
 from pretrain._trackers.tracker import check_trackers
 from ray_jax_launch import as_storage_path, check_run_name, cpu, is_uri, join_path, parse_hardware
 
-# A run is interrupted if the sweep is killed: its standard input then ends.
-_CHILD = (
-    "import sys; from pretrain._early_interrupt import interrupt_after_parent; interrupt_after_parent(); "
-    "from pretrain.__main__ import main; sys.exit(main())"
-)
 _INTERRUPTED = 130
 _POLL_S = 0.5
 _MOST_REPORTED = 12
@@ -244,7 +239,7 @@ class _Workers:
                     return
                 print_line(self._console, f"{run.name}: started")
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _CHILD, *run.arguments],
+                    [sys.executable, "-P", "-c", CHILD, *run.arguments],
                     env=os.environ | variables,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

@@ -1,0 +1,205 @@
+"""The command `verify`: two real runs, real kills, and what is left after them."""
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from pretrain import main
+from pretrain._audit.planned_kills import plan_kills
+from pretrain._commands.verify import MAX_STEPS
+from pretrain._screen.kill_table import KillRow, KillTable
+from pretrain._surroundings.process_tree import living, processes_below
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """Temporary folders of the command are in a folder of the test."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    # The cluster's sockets have short paths.
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def started(*arguments):
+    """The command in a process, and in the end all processes that were seen below it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pretrain", "verify", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def finish(process, at=lambda line: None):
+    """Read the output to its end. Return the exit code, the lines, and the processes that are left."""
+    seen, lines = set[psutil.Process](), []
+    assert process.stdout is not None
+    for line in process.stdout:
+        seen |= {*psutil.Process(process.pid).children(recursive=True)}
+        lines.append(line.rstrip())
+        at(line)
+    code = process.wait()
+    return code, lines, [one for one in seen if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_run_with_a_kill_on_two_workers_is_equal_to_an_undisturbed_one(place):
+    with started("--kills", "1", "--keep", "kept") as process:
+        code, lines, left = finish(process)
+    text = "\n".join(lines)
+    assert (code, left) == (0, []), text
+    assert re.search(r"^kill 1: a worker \(\d+\) at step \d+, while \w+$", text, re.M)
+    assert re.search(r"^kill 1: new workers continued from the (start|checkpoint of step \d+)", text, re.M)
+    digests = re.findall(r"params (\w{16})  optimizer (\w{16})", text)
+    assert len(digests) == 2
+    assert digests[0] == digests[1]
+    assert f"equal, to the bit: parameters and optimizer after {MAX_STEPS} steps with 1 kill" in text
+    # The run was killed in fact: its workers started twice, and those of the other one once.
+    starts = [len(Path("kept", name, "starts.jsonl").read_text().splitlines()) for name in ("undisturbed", "killed")]
+    assert starts == [1, 2]
+    assert [*Path("temporary").iterdir()] == []
+
+
+def test_a_run_with_another_array_is_not_equal_and_the_array_is_named(place):
+    changed = []
+
+    def change(line):
+        """Change a digit of a digest of the first run, as soon as it is finished."""
+        if line.startswith("the run killed"):
+            (path,) = Path("kept").glob(f"undisturbed/checkpoints/{MAX_STEPS}/metadata/metadata")
+            metadata = json.loads(path.read_text())
+            digest = metadata["digests"]["tensors"]["params"]["h.0.mlp.c_fc.kernel"]
+            path.write_text(path.read_text().replace(digest, digest[:-1] + ("1" if digest[-1] == "0" else "0")))
+            changed.append(path)
+
+    with started("--kills", "1", "--hardware", "local", "--keep", "kept") as process:
+        code, lines, left = finish(process, change)
+    text = "\n".join(lines)
+    assert (code, left, len(changed)) == (1, [], 1), text
+    assert re.search(r"^kill 1: the command \(\d+\) at step \d+", text, re.M)
+    assert re.search(r"^kill 1: the same command continued from ", text, re.M)
+    assert "equal, to the bit" not in text
+    assert lines[lines.index("not equal:") :][-2].strip() == "params.h.0.mlp.c_fc.kernel"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_after_ctrl_c_no_process_and_no_file_is_left(place, times):
+    def interrupt(line):
+        if line.startswith("kill 1"):
+            process.send_signal(signal.SIGINT)
+            if times == 2:
+                time.sleep(1)
+                process.send_signal(signal.SIGINT)
+
+    with started("--kills", "1") as process:
+        code, lines, left = finish(process, interrupt)
+    assert (code, left) == (130, []), lines
+    assert lines[-1] == "interrupted"
+    assert [*Path("temporary").iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_killed_verification_leaves_no_process(place):
+    with started("--kills", "1") as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("kill 1"))
+        seen = psutil.Process(process.pid).children(recursive=True)
+        assert len(seen) > 3
+    _, left = psutil.wait_procs(seen, timeout=90)
+    assert [one for one in left if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--kills", "0"], "--kills must be at least 1 and at most 20, got 0."),
+        (["--kills", "21"], "--kills must be at least 1 and at most 20, got 21."),
+        (["--seed", "-1"], "--seed must be at least 0, got -1."),
+        (["--hardware", "tpu:v6e:4x4"], "--hardware must be local, cpu:WORKERS or gpu:WORKERS, got 'tpu:v6e:4x4'."),
+        (["--hardware", "auto"], "--hardware must be local, cpu:WORKERS or gpu:WORKERS, got 'auto'."),
+        (["--hardware", "cpu:3"], "--hardware must have a number of devices that divides train.num_shards, 4, got "),
+        (["--hardware", "cpu:x"], "hardware must be "),
+        (["--keep", "."], "--keep must be a new or empty folder, got '.'."),
+        (["--keep", "file"], "must be a folder, got something else."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_options_are_rejected_before_anything_starts(arguments, sentence, capsys):
+    Path("file").write_text("")
+    assert main(["verify", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_rejected_data_is_one_sentence_and_leaves_nothing(capsys):
+    assert main(["verify", "--data", "absent.txt"]) == 2
+    assert re.fullmatch(r"error: absent.txt .*\n", capsys.readouterr().err)
+    assert [*Path("temporary").iterdir()] == []
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 20])
+def test_kills_are_spread_over_the_run_and_half_of_them_are_workers(number):
+    kills = plan_kills(number, MAX_STEPS, has_workers=True, rng=random.Random(5))
+    steps = [kill.step for kill in kills]
+    assert steps == sorted({*steps})
+    assert 1 <= steps[0] <= 1 + MAX_STEPS / number
+    assert MAX_STEPS * (0.88 - 1 / number) <= steps[-1] <= 0.9 * MAX_STEPS + 1
+    assert sum(kill.is_of_command for kill in kills) == number // 2
+    assert all(kill.is_of_command for kill in plan_kills(number, 120, has_workers=False, rng=random.Random(5)))
+
+
+def test_the_seed_decides_the_places():
+    plans = [plan_kills(4, MAX_STEPS, has_workers=True, rng=random.Random(seed)) for seed in (1, 1, 2)]
+    assert plans[0] == plans[1] != plans[2]
+
+
+def test_processes_are_found_below_a_process_until_they_end():
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as parent:
+        until = time.monotonic() + 60
+        while not (found := [one for one in processes_below(os.getpid()) if "-c input()" in one.command_line]):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert parent.pid in [one.pid for one in processes_below(os.getpid())]
+        assert living(found) == found
+        assert found[0].kill()
+        while living(found):
+            assert time.monotonic() < until
+        assert not found[0].kill()
+        parent.communicate()
+    assert processes_below(parent.pid) == []
+
+
+def test_the_table_of_a_terminal_has_a_row_for_each_kill():
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, force_interactive=True, color_system=None)
+    with KillTable(console) as table:
+        table.present(lambda: "killed run: step 7")
+        first = KillRow(number=1, victim="a worker (17)", step=23, phase="saving")
+        table.add(first)
+        first.continued_by, first.checkpoint, first.after_s = "new workers", 20, 7.2
+        table.continued(first)
+        table.add(KillRow(number=2, victim="the command (16)", step=41, phase="training"))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "1 a worker (17) 23 saving new workers 20 7 s" in lines
+    assert "2 the command (16) 41 training" in lines
+    assert "kill 1:" not in out.getvalue()
