@@ -23,7 +23,7 @@ def train():
     jax.block_until_ready(metrics)
 
     def run(profile, folder, *, start=0, max_steps=10, stop=10):
-        nonlocal state
+        nonlocal state, metrics
         with Profiling(profile, folder) as profiling:
             profiling.limit_steps(start, max_steps)
             for step in range(start + 1, stop + 1):

@@ -92,7 +92,7 @@ def test_the_step_is_that_of_make_train_step_but_for_rounding(tiny):
 
 @pytest.mark.parametrize("num_parts", [1, 2, 8])
 def test_neighbors_are_added_first(num_parts):
-    parts = np.float32([1e8, 3, -1e8, 5, 0.1, 0.2, 0.3, 7e7])[:num_parts]
+    parts = np.array([1e8, 3, -1e8, 5, 0.1, 0.2, 0.3, 7e7], np.float32)[:num_parts]
     sums = list(parts)
     while len(sums) > 1:
         sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]
@@ -177,13 +177,11 @@ def test_devices_that_share_a_copy_are_rejected(tiny):
 
 def test_a_batch_that_the_shards_do_not_divide_is_rejected(tiny):
     mesh = mesh_of(1)
-    state = create_train_state(tiny, RULE, jax.random.key(0), mesh)
-    for step, args in (
-        (TreeTrainStep(tiny, RULE, mesh, num_shards=8), (state, jnp.asarray(windows(tiny, 12)), jax.random.key(0))),
-        (make_tree_eval_step(tiny, mesh, num_shards=8), (state.params, jnp.asarray(windows(tiny, 12)))),
-    ):
-        with pytest.raises(ValueError, match="batch size must be a positive multiple of 8"):
-            step(*args)
+    state, rows = create_train_state(tiny, RULE, jax.random.key(0), mesh), jnp.asarray(windows(tiny, 12))
+    with pytest.raises(ValueError, match="batch size must be a positive multiple of 8"):
+        TreeTrainStep(tiny, RULE, mesh, num_shards=8)(state, rows, jax.random.key(0))
+    with pytest.raises(ValueError, match="batch size must be a positive multiple of 8"):
+        make_tree_eval_step(tiny, mesh, num_shards=8)(state.params, rows)
 
 
 def test_a_shard_needs_less_memory_than_a_batch(tiny):
