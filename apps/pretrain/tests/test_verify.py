@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def place(tmp_path, monkeypatch):
     """Temporary folders of the command are in a folder of the test."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is that of the first test
     # The cluster's sockets have short paths.
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")
     monkeypatch.chdir(tmp_path)
