@@ -2,23 +2,24 @@
 
 import contextlib
 import io
-import json
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from many_runs import results
 from rich.console import Console
 
 from pretrain import main
 from pretrain._audit.planned_kills import plan_kills
-from pretrain._commands.verify import MAX_STEPS
+from pretrain._commands.verify_run import MAX_STEPS, judge
 from pretrain._screen.kill_table import KillRow, KillTable
 from pretrain._surroundings.process_tree import living, processes_below
 
@@ -28,6 +29,7 @@ def place(tmp_path, monkeypatch):
     """Temporary folders of the command are in a folder of the test."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is that of the first test
     # The cluster's sockets have short paths.
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")
     monkeypatch.chdir(tmp_path)
@@ -79,16 +81,16 @@ def test_a_run_with_a_kill_on_two_workers_is_equal_to_an_undisturbed_one(place):
     assert [*Path("temporary").iterdir()] == []
 
 
-def test_a_run_with_another_array_is_not_equal_and_the_array_is_named(place):
+def test_a_run_with_another_loss_is_not_equal_and_the_step_is_named(place):
     changed = []
 
     def change(line):
-        """Change a digit of a digest of the first run, as soon as it is finished."""
+        """Change a bit of the loss of step 6 of the first run, as soon as it is finished."""
         if line.startswith("the run killed"):
-            (path,) = Path("kept").glob(f"undisturbed/checkpoints/{MAX_STEPS}/metadata/metadata")
-            metadata = json.loads(path.read_text())
-            digest = metadata["digests"]["tensors"]["params"]["h.0.mlp.c_fc.kernel"]
-            path.write_text(path.read_text().replace(digest, digest[:-1] + ("1" if digest[-1] == "0" else "0")))
+            path = Path("kept/undisturbed/step_losses.f32")
+            content = bytearray(path.read_bytes())
+            content[5 * 4] ^= 1
+            path.write_bytes(content)
             changed.append(path)
 
     with started("--kills", "1", "--hardware", "local", "--keep", "kept") as process:
@@ -98,7 +100,48 @@ def test_a_run_with_another_array_is_not_equal_and_the_array_is_named(place):
     assert re.search(r"^kill 1: the command \(\d+\) at step \d+", text, re.M)
     assert re.search(r"^kill 1: the same command continued from ", text, re.M)
     assert "equal, to the bit" not in text
-    assert lines[lines.index("not equal:") :][-2].strip() == "params.h.0.mlp.c_fc.kernel"
+    assert "The runs differ from step 6 on: its loss is" in text
+
+
+# Restores the checkpoint of step 8, adds one ulp to one element, saves it again, and ends there.
+PLANT = """
+from pretrain._training.load_state import digests_of
+
+for name in ("whole", "again", "planted"):
+    train(changed(BASE, name=name, train__max_steps=8))
+state = jax.tree.map(np.array, arrays("planted", 8))
+folder = RunFolder(Path("runs/planted").absolute())
+with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
+    metadata = checkpoints.broadcast_metadata(8)
+shutil.rmtree(folder.path / "checkpoints" / "8")
+kernel = state["params"]["h"][0]["mlp"]["c_fc"]["kernel"]
+place = np.unravel_index(np.argmax(np.abs(kernel)), kernel.shape)
+kernel[place] = np.nextafter(kernel[place], np.float32(np.inf))
+with Checkpoints(folder.checkpoints, num_to_keep=None) as checkpoints:
+    checkpoints.save(8, state, metadata=metadata | {"digests": digests_of(state)})
+train(changed(BASE, name="short", train__max_steps=7))
+"""
+
+
+def test_the_answer_names_an_array_that_differs_in_one_bit(place):
+    results(PLANT, place)
+
+    def answer(name):
+        out = io.StringIO()
+        is_equal = judge(place / "runs" / "whole", place / "runs" / name, 3, Console(file=out, width=100))
+        return is_equal, out.getvalue().splitlines()
+
+    is_equal, lines = answer("again")
+    assert is_equal
+    assert lines[-1].startswith("equal, to the bit: parameters and optimizer after 8 steps with 3 kills")
+    is_equal, lines = answer("planted")
+    assert not is_equal
+    assert lines[2] == "not equal:"
+    assert lines[-1].strip() == "params.h.0.mlp.c_fc.kernel"
+    # A run that ended before the other one has nothing that differs.
+    is_equal, lines = answer("short")
+    assert not is_equal
+    assert not any(line.startswith("equal, to the bit") for line in lines)
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ _ANSWERS: dict[type, str] = {
     BlameCommand: "blame.blame",
     DiffCommand: "diff.diff",
     ReplayCommand: "replay.replay",
-    VerifyCommand: "verify.verify",
+    VerifyCommand: "verify_run.verify",
     RunsCommand: "runs.show_runs",
     WatchCommand: "watch.watch",
 }

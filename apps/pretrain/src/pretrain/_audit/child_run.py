@@ -47,7 +47,8 @@ class ChildRun:
         self._looked_s = 0.0
 
     def start(self) -> None:
-        """Start the command, which continues the run if it has begun."""
+        """Start the command, which continues the run if it has begun. The command before it has ended."""
+        self._close_input()
         with self.log.open("ab") as log:
             self._command = subprocess.Popen(
                 [sys.executable, "-P", "-c", CHILD, *self._arguments],
@@ -91,6 +92,10 @@ class ChildRun:
         self._command.kill()
         self._command.wait()
 
+    def _close_input(self) -> None:
+        if self._command is not None and self._command.stdin is not None:
+            self._command.stdin.close()
+
     def starts(self) -> list[dict[str, Any]]:
         """Return the starts of the workers."""
         return read_starts(self.folder)
@@ -130,5 +135,6 @@ class ChildRun:
                 time.sleep(_WAIT_S)
         finally:
             self.kill_command()
+            self._close_input()
             for process in living(self._seen):
                 process.kill()

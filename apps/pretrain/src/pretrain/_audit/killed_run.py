@@ -10,7 +10,7 @@ from pretrain._audit.planned_kills import PlannedKill
 from pretrain._errors import UsageError
 from pretrain._screen.kill_table import KillRow, KillTable
 
-_POLL_S = 0.01
+_POLL_S = 0.02
 _BAD_INPUT = 2
 
 

@@ -34,7 +34,7 @@ class KillRow:
     """The phase in which it came."""
 
     continued_by: str = ""
-    """What continued; empty before that."""
+    """The command or the workers that continued; empty before that."""
 
     checkpoint: int = 0
     """The step of the checkpoint that it continued from; 0 if there was none."""

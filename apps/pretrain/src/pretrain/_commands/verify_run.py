@@ -30,7 +30,7 @@ from pretrain._run.folder import locate
 from pretrain._run.result import read_result
 from pretrain._screen.kill_table import KillTable
 from pretrain._screen.printing import print_facts, print_line
-from ray_jax_launch import Hardware, parse_hardware
+from ray_jax_launch import DamagedCheckpointError, Hardware, parse_hardware
 
 MAX_STEPS = 120
 MAX_KILLS = 20
@@ -99,11 +99,11 @@ def verify(*, kills: int, hardware: str, data: str, seed: int, keep: str | None,
     with _folder(keep) as folder:
         try:
             num_kills = _train_both(folder.path, found, single, hardware, data, kills, seed, console)
-        except ChildFailedError as error:
+            is_equal = judge(folder.path / _UNDISTURBED, folder.path / _KILLED, num_kills, console)
+        except (ChildFailedError, DamagedCheckpointError) as error:
             folder.is_kept = True
-            print_error(f"error: {one_line(str(error))}. All output is in {folder.path}")
+            print_error(f"error: {one_line(str(error).rstrip('.'))}. All output is in {folder.path}")
             return False
-        is_equal = judge(folder.path / _UNDISTURBED, folder.path / _KILLED, num_kills, console)
         folder.is_kept |= not is_equal
         if folder.is_kept:
             print_line(console, f"both runs are in {folder.path}")
@@ -205,6 +205,7 @@ def judge(undisturbed: Path, killed: Path, num_kills: int, console: Console) -> 
 
     Raises:
         UsageError: a folder has no run.
+        DamagedCheckpointError: a checkpoint cannot be read.
     """
     runs = [read_run(str(folder)) for folder in (undisturbed, killed)]
     digests = [_digests(run) for run in runs]
