@@ -6,6 +6,7 @@
 import dataclasses
 import importlib.util
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from nnx_gpt2 import (
     GPT2Config,
     OptimizerConfig,
     TrainState,
+    TreeTrainStep,
     absent_devices,
     abstract_train_state,
     batch_sharding,
@@ -32,7 +34,7 @@ from nnx_gpt2 import (
     peak_flops_per_s,
 )
 from nnx_gpt2._absent_devices import compiler_options
-from nnx_gpt2._generate import _continue, _Draw, _Drawn, _Settings
+from nnx_gpt2._generate import _Draw, _draw_until, _Drawn, _read, _Settings, _Structure
 
 pytestmark = [
     pytest.mark.accelerators,
@@ -227,6 +229,15 @@ def test_an_eval_step_has_the_kernel(layout, target, devices):
     assert has_kernel(compiled(make_eval_step(CONFIG, mesh).lower(params, windows), mesh), target)
 
 
+def test_the_program_of_a_shard_is_compiled_for_one_device(target, devices):
+    mesh = make_mesh(devices=devices)
+    step = TreeTrainStep(CONFIG, OPTIMIZER, mesh, num_shards=16)
+    windows = jax.ShapeDtypeStruct((32, CONFIG.seq_len + 1), jnp.uint16, sharding=batch_sharding(mesh))
+    program = compiled(step.lower(abstract_train_state(CONFIG, OPTIMIZER, mesh), windows, jax.random.key(0)), mesh)
+    assert has_kernel(program, target)
+    assert "all-reduce" not in program.as_text()
+
+
 @pytest.mark.usefixtures("on_their_host")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_on_several_devices_computes_logits_and_samples(layout, devices):
@@ -241,7 +252,11 @@ def test_a_model_on_several_devices_computes_logits_and_samples(layout, devices)
     real: Any = jax.ShapeDtypeStruct((), jnp.float32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     before = _Drawn(lengths, jax.ShapeDtypeStruct((3,), bool), number)
-    settings = _Settings(key=key, max_drawn=number, temperature=real, top_p=real, end_of_text=number)
+    settings = _Settings(key=key, temperature=real, top_p=real, end_of_text=number)
+    structure, draw = _Structure(graphdef), _Draw(False, 50, True, 500)
     for use_cache in (True, False):
-        drawing = {"draw": _Draw(False, 50, True, 500), "use_cache": use_cache}
-        compiled(_continue.lower(graphdef, params, prompts, before, settings, **drawing), mesh)
+        read = partial(_read, structure, use_cache=use_cache)
+        compiled(jax.jit(read).lower(params, prompts, before), mesh)
+        start = jax.eval_shape(read, params, prompts, before)
+        lowered = _draw_until.lower(structure, params, settings, start, number, draw=draw, use_cache=use_cache)
+        compiled(lowered, mesh)
