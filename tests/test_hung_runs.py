@@ -13,8 +13,8 @@ import pytest
 from support import COMMAND, started, wait_until
 
 from nnx_gpt2 import abstract_train_state, create_optimizer
-from pretrain._run.files import read_lines
 from pretrain._run.find import find_run
+from pretrain._run.metrics import read_records
 from ray_jax_launch import Checkpoints
 
 pytestmark = [
@@ -81,7 +81,7 @@ def numbers(run: Path) -> tuple[str, list[tuple[int, float, float]]]:
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         arrays = checkpoints.restore(MAX_STEPS, {"params": like.params, "opt_state": like.opt_state})
     digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays)))
-    records = [one for one in read_lines(run / "metrics.jsonl") if "loss" in one]
+    records = [one for one in read_records(run / "metrics.jsonl") if "loss" in one]
     return digest.hexdigest(), [(one["step"], one["loss"], one["grad_norm_max"]) for one in records]
 
 
@@ -104,7 +104,7 @@ def train(
     with started([*COMMAND, *args], log, environment) as driver:
         victim = 0
         if stops is not None:
-            wait_until(lambda: metrics.exists() and len(read_lines(metrics)) > 60, driver, log)
+            wait_until(lambda: metrics.exists() and len(read_records(metrics)) > 60, driver, log)
             victim = find_workers(driver.pid)[stops]
             os.kill(victim, signal.SIGSTOP)
         wait_until(lambda: driver.poll() is not None, driver, log)

@@ -14,8 +14,8 @@ from pretrain._audit.run_tokens import open_run_tokens
 from pretrain._audit.step_windows import read_document, step_windows
 from pretrain._config import with_vocab_size
 from pretrain._run.description import Origin, describe, describe_data, write_description
-from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
+from pretrain._run.metrics import read_records
 from pretrain._training.train_batches import train_batches
 
 SEQ_LEN, BATCH, STEPS = 48, 6, 70
@@ -330,7 +330,7 @@ def test_a_run_that_has_trained_shows_the_text_of_its_steps(tmp_path, monkeypatc
     capsys.readouterr()
     assert main(["data", "run", "--step", "12", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [record["step"] for record in read_lines(tmp_path / "runs/run/metrics.jsonl")][-1] == found["reached_step"]
+    assert [record["step"] for record in read_records(tmp_path / "runs/run/metrics.jsonl")][-1] == found["reached_step"]
     rows = [json.loads(row)["text"] for row in (tmp_path / "rows.jsonl").read_text().splitlines()]
     for window in found["windows"]:
         texts = [rows[part["row"]] for part in window["documents"]]
