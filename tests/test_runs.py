@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
