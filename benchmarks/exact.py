@@ -414,17 +414,15 @@ def main() -> None:
             stack.callback(made.close)
             return made
 
-        reference = part("undisturbed", 0)
-        reference.disturb()
         shares = {name: options.kills // 3 + (rank < options.kills % 3) for rank, name in enumerate(PLAN)}
-        parts = [part(name, num_kills) for name, num_kills in shares.items() if num_kills]
+        parts = [part("undisturbed", 0), *(part(name, num_kills) for name, num_kills in shares.items() if num_kills)]
         with ThreadPoolExecutor() as threads:
             errors = [future.exception() for future in [threads.submit(one.disturb) for one in parts]]
         result = {
             "config": "2 layers of width 64, dropout 0.1, 16 windows of 64 bytes as 4 shards of 2 microbatches, "
             f"{MAX_STEPS} steps, a checkpoint every {CHECKPOINT_EVERY}",
             **environment("pretrain", "nnx-gpt2", "ray-jax-launch", "jax", "ray"),
-            "runs": [run for one in [reference, *parts] for run in one.runs],
+            "runs": [run for one in parts for run in one.runs],
             "kills": [asdict(kill) for one in parts for kill in one.kills],
         }
         is_good = write(options.out, result)
