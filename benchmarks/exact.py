@@ -5,7 +5,8 @@
 The reference is an undisturbed run with `local`. Three other runs go on at the same time: on disk, in object storage
 (moto, on this machine), and elastic on a Ray cluster of three nodes, of which some are lost and some gained. Each kill
 is a SIGKILL. Where it ends the command, the next command continues the run on other hardware: see `PLAN`. A kill comes
-at a random time of a start, or after some steps. A run that ends before its last kill is followed by another one.
+at a random time of a start, or at its step: the kills are spread over the steps, so that each hardware computes some.
+A run that ends before its last kill is followed by another one.
 
 At the end of each run, the digests of the parameters and of the optimizer state in the last checkpoint, of all losses,
 of the metrics without times and of the samples must be those of the reference. Writes benchmarks/results/exact.md and
@@ -100,9 +101,8 @@ OPTIONS = {
     "--train.eval-every": 150, "--train.eval-tokens": 5000, "--train.log-every": LOG_EVERY,
     "--train.sample-tokens": 20, "--train.max-failures": 100, "--wait-for-resources-s": 120,
 }  # fmt: skip
-# A kill comes some seconds after the victim is there, at most, or after some records of steps.
+# A kill at a start comes at most these seconds after the victim is there.
 START_S = {"command": 12.0, "all": 12.0, "node": 3.0, "worker": 3.0, "controller": 3.0}
-MOST_RECORDS = 10
 # After a kill its effect is awaited. A command that prints nothing hangs.
 SETTLE_S, HANG_S, LEFT_S = 5.0, 300.0, 90.0
 MAX_COMMANDS = 40
@@ -230,7 +230,8 @@ class Disturbed:
 
     def _kill(self, run: WatchedRun, hardware: str, victim: str) -> WatchedRun:
         """Kill a process of the run, or of the next run if this one ends before. Return the run that was killed."""
-        moment = self._rng.choice(("start", "steps", "steps"))
+        at = (len(self.kills) + self._rng.random()) / (self._num_kills + 1) * MAX_STEPS
+        step = self._rng.choice((0, int(at), int(at)))
         while True:
             if run.command.poll() is not None:
                 if run.command.returncode == 0:
@@ -238,7 +239,7 @@ class Disturbed:
                     run = self._new_run(hardware)
                 else:
                     self._start(run, hardware)
-            if (process := self._wait_for_victim(run, victim, moment)) is not None:
+            if (process := self._wait_for_victim(run, victim, step)) is not None:
                 break
         kill = Kill(
             f"{self.name} {len(self.runs) + 1}", self._hardware, victim, moment, self._steps(run)[-1], "went on"
@@ -255,20 +256,19 @@ class Disturbed:
         self._begin = run.log_size()
         return run
 
-    def _wait_for_victim(self, run: WatchedRun, victim: str, moment: str) -> psutil.Process | None:
-        """Wait for the moment and the victim. Return None if the command ends before."""
+    def _wait_for_victim(self, run: WatchedRun, victim: str, step: int) -> psutil.Process | None:
+        """Wait for the step and the victim. Return None if the command ends before."""
         name = SECOND_RAYLET if victim == "node" and self._nodes is not None else VICTIMS[victim]
-        num_records = self._rng.randint(1, MOST_RECORDS) if moment == "steps" else 0
         found: list[psutil.Process] = []
 
         def holds() -> bool:
-            if len(self._steps(run)) <= num_records:
+            if self._steps(run)[-1] < step:
                 return False
             found[:] = [one for one in [run.find(name)] if one is not None]
             return bool(found)
 
         self._wait(run, holds)
-        time.sleep(self._rng.uniform(0, START_S.get(victim, 3.0)) if moment == "start" else 0.0)
+        time.sleep(self._rng.uniform(0, START_S.get(victim, 3.0)) if not step else 0.0)
         return found[0] if found and found[0].is_running() and run.command.poll() is None else None
 
     def _steps(self, run: WatchedRun) -> list[int]:
