@@ -241,9 +241,8 @@ class Disturbed:
                     self._start(run, hardware)
             if (process := self._wait_for_victim(run, victim, step)) is not None:
                 break
-        kill = Kill(
-            f"{self.name} {len(self.runs) + 1}", self._hardware, victim, moment, self._steps(run)[-1], "went on"
-        )
+        name, moment = f"{self.name} {len(self.runs) + 1}", "step" if step else "start"
+        kill = Kill(name, self._hardware, victim, moment, self._steps(run)[-1], "went on")
         for one in [process, *(below for below, _ in run.processes() if victim == "all")]:
             with contextlib.suppress(psutil.Error):
                 one.kill()
