@@ -272,7 +272,7 @@ class Disturbed:
 
     def _steps(self, run: WatchedRun) -> list[int]:
         """Return 0 and the steps that were printed since the start or the last kill."""
-        return [0, *map(int, re.findall(r"step (\d+)/", run.output(self._begin)))]
+        return [0, *map(int, re.findall(r"step +(\d+)/", run.output(self._begin)))]
 
     def _settle(self, run: WatchedRun, victim: str) -> None:
         """Wait for the effect of a kill."""
