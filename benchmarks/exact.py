@@ -77,11 +77,10 @@ PLAN = {
         cpu:2
     """,
     "elastic": """
-        cpu:1-2 worker node gain worker controller command
-        cpu:1-2 node gain worker controller all
-        cpu:1-2 worker node gain worker controller command
-        cpu:1-2 node gain worker controller worker all
-        cpu:1-2 worker
+        cpu:1-2 worker node worker gain worker all
+        cpu:1-2 node worker gain worker all
+        cpu:1-2 worker node worker gain worker command
+        cpu:1-2 node worker gain worker worker controller all
         cpu:1-2
     """,
 }
@@ -380,7 +379,10 @@ def serve_bucket() -> tuple[ThreadedMotoServer, str]:
 def main() -> None:
     """Kill, compare, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=count, default=60, help="number of kills (default and most: %(default)s)")
+    parser.add_argument(
+        "--kills", type=count, default=60, help="number of kills, at most 20 in a part (default: %(default)s)"
+    )
+    parser.add_argument("--parts", nargs="+", choices=list(PLAN), default=list(PLAN), help="default: all")
     parser.add_argument("--minutes", type=count, default=600, help="begin no kill later than this")
     parser.add_argument("--seed", type=int, default=1, help="seed of the times of the kills")
     parser.add_argument("--keep", type=Path, help="folder for the runs and their output; by default they are deleted")
@@ -413,7 +415,8 @@ def main() -> None:
             stack.callback(made.close)
             return made
 
-        shares = {name: options.kills // 3 + (rank < options.kills % 3) for rank, name in enumerate(PLAN)}
+        least, rest = divmod(options.kills, len(options.parts))
+        shares = {name: least + (rank < rest) for rank, name in enumerate(options.parts)}
         parts = [part("undisturbed", 0), *(part(name, num_kills) for name, num_kills in shares.items() if num_kills)]
         with ThreadPoolExecutor() as threads:
             errors = [future.exception() for future in [threads.submit(one.disturb) for one in parts]]
