@@ -200,6 +200,8 @@ class Disturbed:
                 self._nodes.repair()
             else:
                 run = self._kill(run, on, victim)
+        if self._nodes is not None:
+            self._nodes.repair()
         while run.command.poll() != 0:
             if run.command.poll() is not None:
                 self._start(run, hardware[-1])
