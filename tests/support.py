@@ -59,3 +59,13 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], log:
             size, since = log.stat().st_size, time.monotonic()
         assert time.monotonic() - since < idle_s, f"no output for {idle_s} s: {log.read_text()}"
         time.sleep(0.02)
+
+
+def find_worker(session: int) -> int:
+    """Return the process id of a training worker in a process session. Linux only."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            is_worker = (path / "cmdline").read_text().startswith("ray::RayTrainWorker")
+            if is_worker and (path / "stat").read_text().rpartition(")")[2].split()[3] == str(session):
+                return int(path.name)
+    raise AssertionError(f"session {session} has no training worker")

@@ -3,7 +3,6 @@
 The reference for their numbers is a plain loop in this process.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -12,12 +11,11 @@ import signal
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 from plain_loop import run_plain_loop
-from support import COMMAND, started, wait_until
+from support import COMMAND, find_worker, started, wait_until
 
 from pretrain._commands.load import load_trained
 from pretrain._run.folder import locate
@@ -302,16 +300,6 @@ def test_a_fork_on_two_workers_is_its_parent_to_the_bit(pretrain, corpus, tmp_pa
     assert weights[0] == weights[1]
     parent, fork = (read_records(tmp_path / name / "metrics.jsonl") for name in ("parent", "fork"))
     assert exact(fork) == exact(parent)[39:]
-
-
-def find_worker(session):
-    """Return the process id of the training worker in a process session."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            is_worker = (path / "cmdline").read_text().startswith("ray::RayTrainWorker")
-            if is_worker and (path / "stat").read_text().rpartition(")")[2].split()[3] == str(session):
-                return int(path.name)
-    raise AssertionError(f"session {session} has no training worker")
 
 
 @pytest.mark.slow
