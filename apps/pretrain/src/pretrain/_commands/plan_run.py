@@ -33,8 +33,8 @@ from pretrain._resolve.origin import find_origin, resolve_anneal
 from pretrain._resolve.settings import DataFacts, resolve_from_data, resolve_order
 from pretrain._screen.plan_table import MFU_RANGE, Plan
 from pretrain._screen.printing import waiting
+from pretrain._training.configured_step import train_step_of
 from pretrain._training.process import keep_freed_memory
-from pretrain._training.setup import train_step_of
 from pretrain._training.target_devices import Target, find_target
 
 _OPENWEBTEXT = (9_035_582_198, 4_434_897)

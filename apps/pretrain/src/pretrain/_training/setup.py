@@ -13,17 +13,16 @@ from numpy.typing import NDArray
 
 from nnx_gpt2 import (
     TrainState,
-    TreeTrainStep,
     abstract_train_state,
     create_optimizer,
     create_train_state,
     has_bfloat16,
     make_mesh,
-    make_train_step,
     put_batch,
 )
 from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._config import PretrainConfig
+from pretrain._training.configured_step import train_step_of
 from pretrain._training.device_memory import check_memory
 from pretrain._training.process import keep_freed_memory, keep_programs
 from pretrain._training.sampling import Sampler
@@ -124,22 +123,6 @@ def set_up(config: PretrainConfig, data: TokenData) -> Setup:
         full_validation=full_validation,
         sampler=Sampler(config, tokenizer, mesh),
     )
-
-
-def train_step_of(config: PretrainConfig, mesh: jax.sharding.Mesh, end_of_text: int | None) -> Any:
-    """Return the train step of a configuration.
-
-    Args:
-        config: the resolved configuration.
-        mesh: the devices.
-        end_of_text: the last token of each document, to restrict attention to a document; None does not.
-    """
-    train = config.train
-    optimizer = create_optimizer(config.optimizer, train.max_steps)
-    options: dict[str, Any] = {"grad_accum_steps": train.grad_accum_steps, "end_of_text": end_of_text}
-    if train.num_shards is None:
-        return make_train_step(config.model, optimizer, mesh, **options)
-    return TreeTrainStep(config.model, optimizer, mesh, num_shards=train.num_shards, **options)
 
 
 def warn_of_bfloat16(config: PretrainConfig, device: Any) -> None:
