@@ -113,6 +113,10 @@ def test_shares_sum_to_one_and_the_windows_are_those_of_the_step(trained, blamed
     assert {one["id"]: one["text"] for one in found["windows"]} == texts
 
 
+def test_an_early_step_has_no_score(blame):
+    assert re.search(r"^step 2 has the loss \d\.\d+ \(no score in the first 50 steps\); norm", blame("--step", "2"))
+
+
 def test_without_the_garbage_the_step_is_no_spike(trained, blamed, blame):
     _, _, step = trained
     found, _, _ = blamed

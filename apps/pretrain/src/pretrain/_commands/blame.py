@@ -125,9 +125,11 @@ def _lines(found: BlamedStep, top: int, by: Measure, command: str) -> Iterator[s
     if math.isnan(found.loss):
         state = "was skipped, because its loss or gradient is not finite"
     else:
-        score = f"{found.score:+.1f} deviations from the median before it"
-        known = f", {score}" if found.score is not None else f" (no score in the first {FEWEST} steps)"
-        state = f"has the loss {loss(found.loss)}{known}"
+        if found.score is None:
+            score = f" (no score in the first {FEWEST} steps)"
+        else:
+            score = f", {found.score:+.1f} deviations from the median before it"
+        state = f"has the loss {loss(found.loss)}{score}"
     norm = f"; norm of its gradient {found.grad_norm:.4g}" if found.grad_norm else ""
     yield f"step {found.step} {state}{norm}"
     yield _origin(found)
