@@ -154,12 +154,12 @@ def test_the_phases_of_a_run_have_the_steps_at_which_they_begin(run: RunFolder) 
 def test_stops_at_several_steps_change_no_number(run: RunFolder, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stops = [*STOPS]
 
-    def stop_at_the_next(step: int) -> bool:
-        is_requested = stop_requested(step)
+    def stop_at_the_next(step: int, computed: Any) -> bool:
+        is_requested = stop_requested(step, computed)
         if step in stops:
             stops.remove(step)
             signal.raise_signal(signal.SIGINT)
-            is_requested = stop_requested(step)
+            is_requested = stop_requested(step, computed)
         return is_requested
 
     monkeypatch.setattr(loop, "stop_requested", stop_at_the_next)

@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import pdb
+import re
 import signal
 import sys
 import threading
@@ -117,7 +118,8 @@ def test_a_stopped_worker_is_killed_and_the_group_starts_again_from_its_checkpoi
     what, _, consequence = line.partition("; ")
     assert what.startswith("no step for ")
     assert what.endswith("): worker 1 does not answer")
-    assert f" after step {HANG_AT - 1} (usual: 0." in what
+    # The other worker may have computed its part of the step before it waits.
+    assert re.search(rf" after step ({HANG_AT - 1}|{HANG_AT}) \(usual: 0\.", what)
     assert consequence == "the workers start again (failure 1 of at most 1 without a new checkpoint)"
     assert events == [Restarting("failure", what, 1)]
     assert sorted(path.name for path in (tmp_path / "pids").iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
