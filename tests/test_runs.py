@@ -146,7 +146,7 @@ def test_timed_metrics_have_the_documented_keys(finished):
     for record in timed:
         assert {name for name in record if "val_" not in name} == {
             "step", "epoch", "tokens", "time_s", "loss", "learning_rate", "grad_norm_max", "tokens_per_s", "step_s",
-            "data_wait_s",
+            "data_wait_s", "windows",
         }  # fmt: skip
         assert record["tokens_per_s"] == pytest.approx(12 * 64 / record["step_s"], rel=1e-5)
 
