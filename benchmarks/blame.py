@@ -19,7 +19,6 @@ import os
 import random
 import sysconfig
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +201,7 @@ def report(results: dict[str, Any], form: dict[str, Any]) -> str:
     lines = [
         "# blame",
         "",
-        f"{results['hardware']}, {results['date']}, {versions}, {results['seconds']:.0f} s. Models of 2 layers of "
+        f"{results['hardware']}, {results['date']}, {versions}. Models of 2 layers of "
         "width 64 on bytes; otherwise the preset `quickstart`.",
         "",
         f"The corpus has {form['documents']:,} documents of {DOCUMENT_BYTES} bytes, and {form['planted']} planted ones "
@@ -271,7 +270,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args()
     form = SHORT if options.short else FULL
-    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = f"{name}/cache"
         folder = Path(name)
@@ -281,7 +279,7 @@ def main() -> None:
             for number, options in enumerate(form["runs"])
         ]
         found = {"planted": runs, "alarms": count_alarms(folder, form)}
-    results = environment("pretrain", "nnx-gpt2", "jax", "numpy") | found | {"seconds": time.perf_counter() - began}
+    results = environment("pretrain", "nnx-gpt2", "jax", "numpy") | found
     options.out.mkdir(parents=True, exist_ok=True)
     text = report(results, form)
     (options.out / "blame.md").write_text(text)

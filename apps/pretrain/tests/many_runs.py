@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+PLANTED = "params.h.0.mlp.c_fc.kernel"
+"""The array that `plant` changes."""
+
 # A digest is that of all arrays of a checkpoint.
 SCRIPT = """
 import dataclasses, json, shutil
@@ -19,8 +22,10 @@ import numpy as np
 from nnx_gpt2 import abstract_train_state, create_optimizer, root_digest, split_params, tensor_digests
 from pretrain import PRESETS, load_trained, train
 from pretrain._run.description import read_description
+from pretrain._run.checkpoint_digests import DIGESTS
 from pretrain._run.metrics import read_records
 from pretrain._run.folder import RunFolder
+from pretrain._training.load_state import digests_of
 from ray_jax_launch import Checkpoints, checkpoint_steps
 
 quickstart = PRESETS["quickstart"]()
@@ -62,6 +67,19 @@ def losses(name):
 
 def steps(name):
     return checkpoint_steps(Path("runs", name, "checkpoints"))
+
+def plant(name, step):
+    "Change an element of a checkpoint by one ulp: the largest of the array of PLANTED."
+    state = jax.tree.map(np.array, arrays(name, step))
+    folder = RunFolder(Path("runs", name).absolute())
+    with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
+        metadata = checkpoints.broadcast_metadata(step)
+    shutil.rmtree(folder.path / "checkpoints" / str(step))
+    kernel = state["params"]["h"][0]["mlp"]["c_fc"]["kernel"]
+    place = np.unravel_index(np.argmax(np.abs(kernel)), kernel.shape)
+    kernel[place] = np.nextafter(kernel[place], np.float32(np.inf))
+    with Checkpoints(folder.checkpoints, num_to_keep=None) as checkpoints:
+        checkpoints.save(step, state, metadata=metadata | {DIGESTS: digests_of(state)})
 
 def rewind(name, step):
     "Make the run what a kill after a checkpoint leaves."

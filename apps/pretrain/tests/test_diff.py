@@ -5,15 +5,13 @@ import shlex
 
 import numpy as np
 import pytest
-from many_runs import results
+from many_runs import PLANTED, results
 
 from pretrain import main
 from pretrain._audit.checkpoint_arrays import differing_elements
 
 # Restores the checkpoint of step 8, adds one ulp to one element, saves it again, and trains on.
 SCRIPT = """
-from pretrain._training.load_state import digests_of
-
 train(changed(BASE, name="whole"))
 train(changed(BASE, name="killed"))
 rewind("killed", 8)
@@ -27,19 +25,9 @@ Path("next.txt").write_text("Another start. " + Path("book.txt").read_text())
 train(changed(BASE, name="data", data="train=next.txt,val=end.txt"))
 
 train(changed(BASE, name="planted", train__max_steps=8))
-state = jax.tree.map(np.array, arrays("planted", 8))
-folder = RunFolder(Path("runs/planted").absolute())
-with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
-    metadata = checkpoints.broadcast_metadata(8)
-shutil.rmtree(folder.path / "checkpoints" / "8")
-kernel = state["params"]["h"][0]["mlp"]["c_fc"]["kernel"]
-place = np.unravel_index(np.argmax(np.abs(kernel)), kernel.shape)
-kernel[place] = np.nextafter(kernel[place], np.float32(np.inf))
-with Checkpoints(folder.checkpoints, num_to_keep=None) as checkpoints:
-    checkpoints.save(8, state, metadata=metadata | {"digests": digests_of(state)})
+plant("planted", 8)
 train(changed(BASE, name="planted"))
 """
-PLANTED = "params.h.0.mlp.c_fc.kernel"
 
 
 @pytest.fixture(scope="module")

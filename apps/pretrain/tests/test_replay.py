@@ -8,14 +8,12 @@ import sys
 
 import numpy as np
 import pytest
-from many_runs import environment, results
+from many_runs import PLANTED, environment, results
 
 from pretrain import main
 
 # `planted` restores the checkpoint of step 8, adds one ulp to one element, saves it again, and trains on.
 SCRIPT = """
-from pretrain._training.load_state import digests_of
-
 train(changed(BASE, name="whole"))
 train(changed(BASE, name="killed", train__log_every=3))
 rewind("killed", 8)
@@ -26,18 +24,9 @@ train(changed(BASE, name="longer", train__max_steps=8, optimizer__schedule="cosi
 train(changed(BASE, name="longer", optimizer__schedule="cosine", extend=True))
 
 train(changed(BASE, name="planted", train__max_steps=8))
-state = jax.tree.map(np.array, arrays("planted", 8))
-folder = RunFolder(Path("runs/planted").absolute())
-with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
-    metadata = checkpoints.broadcast_metadata(8)
-shutil.rmtree(folder.path / "checkpoints" / "8")
-kernel = state["params"]["h"][0]["mlp"]["c_fc"]["kernel"]
-kernel[3, 5] = np.nextafter(kernel[3, 5], np.float32(np.inf))
-with Checkpoints(folder.checkpoints, num_to_keep=None) as checkpoints:
-    checkpoints.save(8, state, metadata=metadata | {"digests": digests_of(state)})
+plant("planted", 8)
 train(changed(BASE, name="planted"))
 """
-PLANTED = "params.h.0.mlp.c_fc.kernel"
 
 
 @pytest.fixture(scope="module")

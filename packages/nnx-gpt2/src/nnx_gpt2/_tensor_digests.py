@@ -46,7 +46,7 @@ class _Tensor(NamedTuple):
     block_digests: np.ndarray
     """`uint8[*grid, 32]`; zeros for blocks that other processes hash."""
     is_local: bool
-    """True if this process has the whole array."""
+    """Whether this process has all elements of the array."""
 
 
 def tensor_digests(tree: PyTree) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain._errors import UsageError, rejecting
+from pretrain._errors import rejecting
 from pretrain._run.checkpoint_digests import DIGESTS, TENSORS, roots
 from pretrain._run.description import RUN, RunDescription, parse_description
 from pretrain._run.find import find_run
@@ -67,7 +67,7 @@ class RecordedRun:
         """Read what a checkpoint tells without its arrays.
 
         Raises:
-            UsageError: a version without digests wrote it, or its description is damaged.
+            UsageError: its description is damaged.
             DeletedCheckpointError: there is no checkpoint of this step, or it was deleted since the run was read.
             DamagedCheckpointError: it cannot be read.
         """
@@ -99,11 +99,6 @@ def read_run(name: str) -> RecordedRun:
 def read_checkpoint(folder: RunFolder, step: int) -> RecordedCheckpoint:
     """Read what a checkpoint of a run tells without its arrays: see `RecordedRun.read_checkpoint`."""
     metadata = checkpoint_metadata(folder.checkpoints, step)
-    if DIGESTS not in metadata:
-        raise UsageError(
-            f"checkpoint {step} of {folder} must have digests of its arrays, got none. An older version wrote it: "
-            "continue the run, and its next checkpoint has them."
-        )
     place = f"the description in checkpoint {step} of {folder}"
     return RecordedCheckpoint(
         step=step,

@@ -115,7 +115,7 @@ def compare_runs(a: RecordedRun, b: RecordedRun) -> RunDifference:
     A step without a known loss in one of the runs, such as a step before the start of a fork, is not compared.
 
     Raises:
-        UsageError: a version without digests wrote a checkpoint that both have.
+        UsageError: the description in a checkpoint that both have is damaged.
         DamagedCheckpointError: a checkpoint that both have cannot be read.
     """
     first: dict[Kind, FirstDifference] = {}

@@ -19,8 +19,8 @@ TENSORS = "tensors"
 
 
 def roots(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the root of each item of a checkpoint, from its metadata; empty for a checkpoint without digests."""
-    return {name: root for name, root in metadata.get(DIGESTS, {}).items() if name != TENSORS}
+    """Return the root of each item of a checkpoint, from its metadata."""
+    return {name: root for name, root in metadata[DIGESTS].items() if name != TENSORS}
 
 
 def description_digests(description: RunDescription) -> dict[str, str]:

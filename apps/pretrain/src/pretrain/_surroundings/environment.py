@@ -172,7 +172,7 @@ def start_jax(*, with_fixed_threads: bool = False) -> None:
 
 
 def _fix_threads() -> None:
-    """Set the variables of JAX's CPU backend before it starts, in this process alone.
+    """Set the variables of JAX's CPU backend before it starts.
 
     Raises:
         UsageError: it has started without them.

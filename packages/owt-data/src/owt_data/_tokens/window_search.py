@@ -43,24 +43,10 @@ def window_positions(
     Raises:
         DataError: an argument is out of its range, or a window of tokens that are being prepared does not exist yet.
     """
-    check_choice("order", order, get_args(OrderKind))
     indices = as_int64("index", indices)
-    num_tokens = len(tokens)
     if isinstance(tokens, GrowingTokens) and not tokens.is_complete:
-        _check_exists(tokens, int(indices.max(initial=0)), seq_len=seq_len, order=order)
-        return indices * seq_len
-    if not isinstance(tokens, TokenMixture):
-        return window_starts(indices, order=order, seed=seed, num_tokens=num_tokens, seq_len=seq_len)
-    starts, before = np.empty_like(indices), 0
-    which, own_indices = tokens.deal(indices, seed)
-    for number, sequence in enumerate(tokens.sequences):
-        here = which == number
-        own = window_positions(
-            sequence, own_indices[here], seq_len=seq_len, order=order, seed=tokens.seed_of(number, seed)
-        )
-        starts[here] = own + before
-        before += len(sequence)
-    return starts
+        _check_exists(tokens, int(indices.max(initial=0)), seq_len=seq_len, order=order)  # `starts` would wait
+    return tokens.starts(indices, seq_len=seq_len, order=order, seed=seed)
 
 
 def find_windows(

@@ -1,7 +1,7 @@
 """The watchdog of the control actor: notices that a group of workers computes no step for long, and says why.
 
-It decides from what the workers send (`heartbeat.py`). Its time is the sum of the driver's collections, of which each
-counts two seconds at most: while the driver or the whole machine is suspended, its time stands still.
+It decides from what the workers send (`heartbeat.py`). Its clock adds up the times between the driver's collections,
+and at most two seconds for each: the clock stops while the driver or the whole machine is suspended.
 """
 
 import time
