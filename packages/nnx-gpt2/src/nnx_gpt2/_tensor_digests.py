@@ -46,7 +46,7 @@ class _Tensor(NamedTuple):
     block_digests: np.ndarray
     """`uint8[*grid, 32]`; zeros for blocks that other processes hash."""
     is_local: bool
-    """Whether this process has all elements of the array."""
+    """True if all elements of the array are on devices of this process."""
 
 
 def tensor_digests(tree: PyTree) -> dict[str, str]:
