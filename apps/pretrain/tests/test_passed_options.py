@@ -9,7 +9,7 @@ import ray_jax_launch
 from nnx_gpt2 import make_train_step
 from pretrain import PRESETS, main
 from pretrain._resolve.resolve import _num_tokenizing_tasks as num_tokenizing_tasks
-from pretrain._training import loop, process, profiling, setup
+from pretrain._training import configured_step, loop, process, profiling, setup
 from pretrain._training.train_worker import train_worker
 from ray_jax_launch import parse_hardware
 
@@ -34,7 +34,7 @@ def test_options_reach_the_step_the_launch_and_the_profiler(tmp_path, monkeypatc
         return call
 
     monkeypatch.setattr(ray_jax_launch, "launch", noting(ray_jax_launch.launch))
-    monkeypatch.setattr(setup, "make_train_step", noting(make_train_step))
+    monkeypatch.setattr(configured_step, "make_train_step", noting(make_train_step))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)
     assert main(f"{SMALL} {OPTIONS}".split()) == 0

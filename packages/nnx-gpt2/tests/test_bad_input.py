@@ -319,6 +319,17 @@ CASES = {
     "estimate_memory(None, global_batch_size=2)": f"{CONFIG} None.",
     "estimate_memory(config, global_batch_size=2, optimizer='adamw')": f"{OPTIMIZER} 'adamw'.",
     "estimate_memory(config, global_batch_size=2, mesh=5)": f"{MESH} 5. {MAKE_MESH}",
+    "estimate_memory(config, global_batch_size=2, mesh=5, num_shards=2)": f"{MESH} 5. {MAKE_MESH}",
+    "estimate_memory(None, global_batch_size=2, num_shards=2)": f"{CONFIG} None.",
+    "TreeTrainStep(None, rule, make_mesh(), num_shards=2)": f"{CONFIG} None.",
+    "TreeTrainStep(config, settings, make_mesh(), num_shards=2)": f"{RULE} an object of type OptimizerConfig. {MAKE}",
+    "TreeTrainStep(config, rule, None, num_shards=2)": f"{MESH} None. {MAKE_MESH}",
+    "TreeTrainStep(config, rule, make_mesh(), num_shards='2')": "num_shards must be a power of two, got '2'.",
+    "TreeTrainStep(config, rule, make_mesh(), num_shards=8, grad_accum_steps=0)":
+        "grad_accum_steps must be at least 1, got 0.",
+    "make_tree_eval_step({}, make_mesh(), num_shards=2)": f"{CONFIG} an object of type dict.",
+    "make_tree_eval_step(config, 5, num_shards=2)": f"{MESH} 5. {MAKE_MESH}",
+    "make_tree_eval_step(config, make_mesh(), num_shards=8)(state.params, None)": f"windows must {BATCH} None.",
     "put_batch(ids, None)": f"{MESH} None. {MAKE_MESH}",
     "put_batch(None, make_mesh())": f"rows must {BATCH} None.",
     "replicated('x')": f"{MESH} 'x'. {MAKE_MESH}",
@@ -384,6 +395,8 @@ CONVERTED = [
     "model.block(np.int8(0))",
     "model.save_pretrained(folder.name, end_of_text=np.int64(5))",
     "make_train_step(config, rule, grad_accum_steps=np.int8(64))(state, np.zeros((128, 17), int), key)",
+    "TreeTrainStep(config, rule, make_mesh(), num_shards=np.int8(8), grad_accum_steps=np.int8(16))"
+    "(state, np.zeros((128, 17), int), key)",
     "compare(GPT2Config(norm_epsilon=Fraction(1, 10)).norm_epsilon.hex(), (0.1).hex())",
     "compare(OptimizerConfig(learning_rate=Fraction(1, 4)).learning_rate.hex(), (0.25).hex())",
     "compare(causal_attention(q, q, q, dropout_rate=Fraction(1, 2), dropout_key=key),"

@@ -71,6 +71,12 @@ def estimate_memory(
     is_size = is_whole(global_batch_size, 1, INT32_MAX)
     require(is_size, "global_batch_size", f"be 1 to {INT32_MAX}", shown(global_batch_size))
     rule = create_optimizer(OptimizerConfig() if optimizer is None else optimizer, _NUM_STEPS)
+    options: dict[str, Any] = {"grad_accum_steps": grad_accum_steps, "end_of_text": end_of_text}
+    if num_shards is None:
+        step: Any = make_train_step(config, rule, mesh, **options)
+    else:
+        devices = make_mesh(devices=[default_device()]) if mesh is None else mesh
+        step = TreeTrainStep(config, rule, devices, num_shards=num_shards, **options)
     device = default_device() if mesh is None else mesh.devices.flat[0]
     one_device = SingleDeviceSharding(device)
     batch = jax.ShapeDtypeStruct(
@@ -81,11 +87,6 @@ def estimate_memory(
     key_type = jax.eval_shape(lambda: jax.random.key(0))
     key = jax.ShapeDtypeStruct((), key_type.dtype, sharding=one_device if mesh is None else replicated(mesh))
     state = abstract_train_state(config, rule, mesh)
-    options: dict[str, Any] = {"grad_accum_steps": grad_accum_steps, "end_of_text": end_of_text}
-    if num_shards is None:
-        step: Any = make_train_step(config, rule, mesh, **options)
-    else:
-        step = TreeTrainStep(config, rule, mesh or make_mesh(devices=[device]), num_shards=num_shards, **options)
     analysis = step.lower(state, batch, key).compile(compiler_options=compiler_options(device)).memory_analysis()
     assert analysis is not None, "XLA analyses every program on CPU, GPU and TPU"
     if num_shards is not None:

@@ -220,7 +220,7 @@ def check_rows(config: GPT2Config, windows: Array, num_shards: int, num_microbat
     """
     check_windows(windows, config.vocab_size)
     require(
-        windows.shape[0] % (num_shards * num_microbatches) == 0,
+        windows.shape[0] % (num_shards * plain(num_microbatches)) == 0,
         "batch size",
         f"be a positive multiple of {num_shards} devices (the axes data and fsdp) x {num_microbatches} microbatches",
         windows.shape[0],

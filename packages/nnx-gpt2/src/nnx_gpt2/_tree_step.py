@@ -106,6 +106,7 @@ class TreeTrainStep:
         check_key(key)
         check_batch(windows, "windows")
         self._check_shape(windows)
+        state = self._shards.on_mesh(state)
         of_devices = self._shards.map(self._shard_gradient, (state.params, state.step), windows, key)
         totals = self._shards.sum_devices([*map(_tree_sum, of_devices)])
         # Each device computes the update alone: the compiler sees the same program on each number of devices.
@@ -156,7 +157,7 @@ def make_tree_eval_step(
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
         check_batch(windows, "windows")
         _check_shape(config, windows.shape, windows.dtype, shards.number, 1)
-        of_devices = shards.map(shard_losses, (params,), windows)
+        of_devices = shards.map(shard_losses, (shards.on_mesh(params),), windows)
         return replicate(shards.on_all([concatenate([*losses]) for losses in of_devices]))
 
     return eval_step
@@ -236,6 +237,14 @@ class _Shards:
             )
             for first, rows_of_device, copies in zip(self._first_shards, rows, self.copies(copied), strict=True)
         ]
+
+    def on_mesh(self, tree: Any) -> Any:
+        """Return a tree of arrays of which each device has a copy: the same arrays, if they lie so."""
+        devices = {*self._mesh.devices.flat}
+        shardings = [x.sharding for x in jax.tree.leaves(tree)]
+        if all(x.device_set == devices and x.is_fully_replicated for x in shardings):
+            return tree  # `device_put` would take milliseconds to find this out
+        return jax.device_put(tree, replicated(self._mesh))
 
     def on_all(self, parts: list[Any]) -> Any:
         """Join trees of arrays, one per device of this process, to arrays of all devices along their first axis."""
