@@ -1,0 +1,1 @@
+"""Measurements of `growth.py`: each module measures one part of the packages."""
