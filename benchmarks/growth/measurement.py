@@ -20,7 +20,7 @@ class Measurement:
     """The unit of the cost, such as "requests", "bytes" or "s"."""
 
     size: str
-    """What the size counts: "workers", "records", "documents"."""
+    """Unit of the size: "workers", "records" or "documents"."""
 
     sizes: tuple[int, ...]
     """The sizes, in increasing order."""

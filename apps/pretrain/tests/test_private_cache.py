@@ -97,6 +97,14 @@ def test_a_cache_of_programs_that_the_user_names_is_used(cache, programs, tmp_pa
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "named"))
     keep_programs()
     assert programs() == str(tmp_path / "named")
+    assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == process._MIN_COMPILE_S
+
+
+def test_a_limit_of_the_user_is_kept(cache, programs, monkeypatch):
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 5)
+    keep_programs()
+    assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == 5
 
 
 @pytest.mark.parametrize("before", [0o750, 0o770, 0o705, 0o701])

@@ -5,7 +5,7 @@ The parameters are nested dictionaries of arrays, which jit flattens several tim
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -81,7 +81,7 @@ def create_train_state(
     create = partial(_create, config, optimizer)
     if mesh is None:
         return jax.jit(create)(key)
-    return jax.jit(create, out_shardings=tree_shardings(jax.eval_shape(create, key), mesh))(key)
+    return jax.jit(create, out_shardings=tree_shardings(_shapes(config, optimizer), mesh))(key)
 
 
 def abstract_train_state(
@@ -93,7 +93,7 @@ def abstract_train_state(
         ValueError: see `create_train_state`.
     """
     _check(config, optimizer, mesh)
-    shapes = jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
+    shapes = _shapes(config, optimizer)
     if mesh is None:
         device = SingleDeviceSharding(default_device())
         shardings = jax.tree.map(lambda _: device, shapes)
@@ -111,6 +111,12 @@ def _check(config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Me
     if mesh is not None:
         check_axis_names(mesh)
         config.check_axes(fsdp=mesh.shape[FSDP_AXIS], tensor=mesh.shape[TENSOR_AXIS])
+
+
+@cache
+def _shapes(config: GPT2Config, optimizer: optax.GradientTransformation) -> TrainState:
+    """Trace the creation of a state once: a step, a new state and a restored one need its shapes."""
+    return jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
 
 
 def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:

@@ -13,6 +13,7 @@ from pretrain._run.find import find_checkpoint, find_run, names_a_checkpoint
 from pretrain._run.folder import RunFolder
 from pretrain._surroundings.environment import start_jax
 from pretrain._training.load_state import like_model, model_of
+from pretrain._training.process import keep_programs
 from ray_jax_launch import Checkpoints
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
         chosen = find_checkpoint(name) if names_a_checkpoint(name) else None
         folder, description = find_run(name) if chosen is None else chosen[:2]
     start_jax()
+    keep_programs()
     like = like_model(description.config)
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         restored = checkpoints.restore_latest(like) if chosen is None else checkpoints.restore_step(chosen.step, like)

@@ -34,6 +34,8 @@ def keep_programs() -> None:
     Several processes of GPUs share the work of a compilation, and only the first of them writes the cache. There,
     programs are not kept.
     """
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_S)
     if jax.config.values["jax_compilation_cache_dir"] or (jax.process_count() > 1 and jax.default_backend() != "cpu"):
         return
     try:
@@ -43,7 +45,6 @@ def keep_programs() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_S)
 
 
 def keep_freed_memory() -> None:
