@@ -55,7 +55,8 @@ def token_s(model: GPT2, prompt: list[int], use_cache: bool) -> tuple[float, lis
 
 def ask(process: "subprocess.Popen[str]", prompts: list[list[int]]) -> dict[str, Any]:
     """Return the seconds and the tokens of transformers."""
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": DRAWN_TOKENS}) + "\n")
     process.stdin.flush()
     return json.loads(process.stdout.readline())
@@ -71,7 +72,8 @@ def compare(model: GPT2, torch_python: str, rounds: int, out: Path) -> None:
         model.save_pretrained(folder)
         command = [torch_python, str(ROOT / "benchmarks" / "torch_decode.py"), folder]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             torch = json.loads(process.stdout.readline())
             for number in range(rounds + 1):  # the first one compiles
                 for size in BATCH_SIZES:
