@@ -50,6 +50,8 @@ SHORT = {
     "tree_step.py": ["--rounds", "1"],
     "restore_bytes.py": [],
 }
+# Those that compare with PyTorch if there is one.
+COMPARED = {"train_step.py", "decode.py"}
 # The same for the scripts that need torch, besides `--torch-python`.
 SHORT_TORCH = {"baby.py": ["--rounds", "1"]}
 
@@ -152,6 +154,8 @@ GOALS = [
          value=lambda r: max(case["bytes"] / case["needed_bytes"] for case in r["cases"]), goal=1.05, at_most=True),
     Goal(what="time of a token at position 1000", baseline="at position 100", file="decode",
          value=lambda r: r["ratio_late_to_early"], goal=1.2, at_most=True),
+    *(Goal(what=f"greedy decoding of gpt2, batch {size}", baseline="transformers' `generate`",
+           file="decode_transformers", value=lambda r, size=size: r["ratio"][str(size)], goal=1.5) for size in (1, 8)),
     Goal(what="tokens/s with `--data-mode stream`", baseline="prepared tokens", file="stream",
          value=lambda r: r["ratio"], goal=0.9),
     Goal(what="planted documents among the first three of `blame`", baseline="all that the runs read", file="blame",
@@ -180,7 +184,7 @@ def run_all(torch_python: str | None, folder: Path) -> list[str]:
     corpus = folder / "corpus.txt"
     corpus.write_text("".join(f"{i} {CORPUS}" for i in range(10_000)))
     torch = [] if torch_python is None else ["--torch-python", torch_python]
-    jobs = {name: [*arguments, *(torch if name == "train_step.py" else [])] for name, arguments in SHORT.items()}
+    jobs = {name: [*arguments, *(torch if name in COMPARED else [])] for name, arguments in SHORT.items()}
     if torch:
         jobs |= {name: [*arguments, *torch, "--data", str(corpus)] for name, arguments in SHORT_TORCH.items()}
     failed = []

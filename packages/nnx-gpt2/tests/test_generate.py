@@ -9,8 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, GPT2Config, abstract_train_state, create_train_state, generate, merge
-from nnx_gpt2._generate import _Draw, _draw_tokens, _draw_until, _Pace, _read
+from nnx_gpt2 import GPT2, GPT2Config, abstract_train_state, create_train_state, generate, merge, split_params
+from nnx_gpt2._generate import _Draw, _draw_tokens, _draw_until, _Pace, _read, _tiles
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 
@@ -74,6 +74,25 @@ def test_prompts_of_unequal_length_do_not_affect_each_other(tiny):
     prompts = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
     together = generate(model, prompts, 20, temperature=0.0)
     assert together == [generate(model, [prompt], 20, temperature=0.0)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17])
+def test_weights_in_tiles_have_the_same_greedy_tokens(tiny, monkeypatch, num_rows):
+    """2 to 16 rows use tiles. Widths of 48, 144, 192 and 100 do not fill tiles of 64."""
+    copies: list[int] = []
+    copy = _tiles.__wrapped__
+    monkeypatch.setattr("nnx_gpt2._generate._tiles", lambda *arguments: copies.append(1) or copy(*arguments))
+    config = dataclasses.replace(tiny, vocab_size=100, num_heads=3, embed_dim=48)
+    model = GPT2(config, rngs=nnx.Rngs(0))
+    params = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), split_params(model))
+    model = merge(config, params)
+    prompts = np.random.default_rng(0).integers(0, 100, (num_rows, 5)).tolist()
+    texts = generate(model, prompts, 40, temperature=0.0)
+    assert len(copies) == (1 if 2 <= num_rows <= 16 else 0)
+    assert texts == generate(model, prompts, 40, temperature=0.0, use_cache=False)
+    assert len({tuple(text[5:]) for text in texts}) == num_rows
+    generate(model, prompts, 31, temperature=0.0)
+    assert len(copies) == (1 if 2 <= num_rows <= 16 else 0)
 
 
 def test_a_key_reproduces_the_draw(model):
@@ -166,12 +185,14 @@ def test_one_program_serves_many_lengths():
         return tuple(found)
 
     before = num_programs()
-    for length, num_new in ((1, 3), (7, 20), (32, 9), (20, 11)):
+    for length, num_new in ((1, 3), (7, 20), (31, 1), (20, 11)):
         generate(model, [[1] * length], num_new, temperature=0.0)
         generate(model, [[1] * length], num_new, temperature=0.0, on_tokens=lambda new: None)
     assert num_programs() == (before[0] + 1, before[1] + 1)
-    generate(model, [[1] * 33], 5, temperature=0.0)
-    assert num_programs() == (before[0] + 2, before[1] + 1)
+    generate(model, [[1] * 32], 1, temperature=0.0)  # a longer cache
+    assert num_programs() == (before[0] + 2, before[1] + 2)
+    generate(model, [[1] * 33], 5, temperature=0.0)  # a longer prompt
+    assert num_programs() == (before[0] + 3, before[1] + 2)
 
 
 @pytest.mark.fault

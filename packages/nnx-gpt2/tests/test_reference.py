@@ -103,9 +103,10 @@ def test_cached_decoding_has_the_logits_of_the_full_forward(params, scan_layers)
     blocks = [model.block(i) for i in range(2)]
     prompt = np.where(np.arange(8) < lengths[:, None], TOKENS[:, :8], 0)
     expected = np.stack([reference(params, row) for row in TOKENS])
-    logits, cache = _prefill(model, blocks, jnp.asarray(prompt), jnp.asarray(lengths))
+    logits, cache = _prefill(model, blocks, jnp.asarray(prompt), jnp.asarray(lengths), 12)
     np.testing.assert_allclose(logits[:, :29], expected[rows, lengths - 1], rtol=0, atol=1e-10)
-    decode = jax.jit(lambda token, position, cache: _decode(model, blocks, token, position, cache))
+    head = model.padded_logits
+    decode = jax.jit(lambda token, position, cache: _decode(model, blocks, head, token, position, cache))
     for i in range(5):
         position = lengths + i
         logits, cache = decode(jnp.asarray(TOKENS[rows, position]), jnp.asarray(position), cache)
