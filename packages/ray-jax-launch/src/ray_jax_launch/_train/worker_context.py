@@ -122,7 +122,7 @@ def _with_save_events(train_loop: Callable[[], Any], session: Session) -> Any:
 def _heartbeat(session: Session) -> Heartbeat:
     if session.is_local:
         return Heartbeat(session.control, "", 1, 0)
-    return Heartbeat(session.control, *current_group(), ray.get_runtime_context().current_actor)
+    return Heartbeat(session.control, *current_group())
 
 
 def _log_devices(control: ControlHandle, worker: str, ended: threading.Event) -> None:
@@ -274,7 +274,9 @@ def stop_requested(step: int, computed: Any = None) -> bool:
     if session.failed_saves:
         raise session.failed_saves.pop()
     if session.poller is None:
-        session.poller = (LocalStop if session.is_local else StopPoller)(session.control)
+        session.poller = (
+            LocalStop(session.control) if session.is_local else StopPoller(session.control, *current_group())
+        )
     if session.heartbeat is not None:
         session.heartbeat.add(step, computed)
     stops = session.poller.stop_requested(step)
