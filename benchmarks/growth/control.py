@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray.data
+from ray.actor import ActorHandle
+
 from growth.measurement import Measurement
-from ray_jax_launch import cpu
+from ray_jax_launch import connect, cpu
 from ray_jax_launch._control import stop_poller
 from ray_jax_launch._control.control_actor import ControlActor, LocalControl
 from ray_jax_launch._control.heartbeat import Heartbeat
@@ -20,11 +23,13 @@ from ray_jax_launch._control.stop_poller import StopPoller
 from ray_jax_launch._control.turns import seconds_between
 from ray_jax_launch._control.watchdog import BEAT_EVERY_S, Beat, Watchdog
 from ray_jax_launch._train.backend import train_settings
+from ray_jax_launch._train.datasets import share_data_cpus
 
 WINDOW_S = 12.0
 SETTLED_AFTER_S = 3.0
 VALIDATION_EVERY_S = 4.0
 HANG_TIMEOUT_S = 60.0
+STARTED_AFTER_S = 5.0
 
 
 class CountingControl(LocalControl):
@@ -139,6 +144,40 @@ def health_checks_per_s(size: int, folder: Path) -> float:
         return size / float(os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"])
 
 
+def data_calls_per_s(size: int, folder: Path) -> float:
+    """Return the calls of the actors of Ray Data, from one executor times the number of workers.
+
+    The start of the executor does not count. A call per minute must fall into the time.
+    """
+    num_calls, call = 0, ActorHandle._actor_method_call
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return call(*args, **kwargs)
+
+    connect(cpu(1))
+    share_data_cpus(size, cpu(size).data_cpus)
+    rows = ray.data.range(10_000, override_num_blocks=10_000).map_batches(_read_slowly, batch_size=None, concurrency=1)
+    batches = rows.iter_batches(batch_size=1)
+    next(batches)
+    ends_s = time.monotonic() + STARTED_AFTER_S
+    while time.monotonic() < ends_s:
+        next(batches)
+    ActorHandle._actor_method_call, seconds = count, max(WINDOW_S, size / 10)
+    began_s = time.monotonic()
+    while time.monotonic() < began_s + seconds:
+        next(batches)
+    ActorHandle._actor_method_call = call
+    batches.close()
+    return size * num_calls / seconds
+
+
+def _read_slowly(batch: Any) -> Any:
+    time.sleep(0.3)
+    return batch
+
+
 def _measurement(name: str, what: str, unit: str, cost: Callable[[int, Path], float], goal: float) -> Measurement:
     sizes, short = (10, 100, 1000), (10, 40)
     return Measurement(name=name, what=what, unit=unit, size="workers", sizes=sizes, short=short, cost=cost, goal=goal)
@@ -146,21 +185,23 @@ def _measurement(name: str, what: str, unit: str, cost: Callable[[int, Path], fl
 
 MEASUREMENTS = [
     _measurement(
-        "control-calls", "calls of the control actor while a group trains and validates", "calls/s",
-        calls_per_s, 0.1,
+        "control-calls", "calls of the control actor while a group trains and validates", "calls/s", calls_per_s, 0.1
+    ),
+    _measurement("stop-calls", "calls of each worker for a stop", "calls", lambda size, folder: _stop(size)[1], 0.1),
+    _measurement(
+        "stop-delay",
+        "a stop request until all ranks know the step at which they stop",
+        "s",
+        lambda size, folder: _stop(size)[0],
+        1.1,
     ),
     _measurement(
-        "stop-calls", "calls of each worker for a stop", "calls", lambda size, folder: _stop(size)[1], 0.1,
+        "hang-delay",
+        "the hang of a worker until the group is killed, with a timeout of 60 s",
+        "s",
+        hang_noticed_s,
+        1.1,
     ),
-    _measurement(
-        "stop-delay", "a stop request until all ranks know the step at which they stop", "s",
-        lambda size, folder: _stop(size)[0], 1.1,
-    ),
-    _measurement(
-        "hang-delay", "the hang of a worker until the group is killed, with a timeout of 60 s", "s",
-        hang_noticed_s, 1.1,
-    ),
-    _measurement(
-        "health-checks", "calls of Ray Train's controller", "calls/s", health_checks_per_s, 1.1,
-    ),
-]  # fmt: skip
+    _measurement("health-checks", "calls of Ray Train's controller", "calls/s", health_checks_per_s, 1.1),
+    _measurement("data-calls", "calls of the actors of Ray Data", "calls/s", data_calls_per_s, 0.1),
+]
