@@ -124,8 +124,8 @@ def in_order(dataset: ray.data.Dataset) -> ray.data.DataIterator:
 def limit_cpus(options: ExecutionOptions, num_workers: int, data_cpus: int | None) -> None:
     """Limit one of the executors that share the CPUs for Ray Data to its part of them, at least one CPU.
 
-    Each worker that reads a dataset of its own runs an executor. By default, each requests more nodes from the cluster's
-    autoscaler when its tasks are busy, and runs as many tasks as it finds CPUs.
+    Each worker that reads a dataset of its own runs an executor. By default, each requests more nodes from the
+    cluster's autoscaler when its tasks are busy, and runs as many tasks as it finds CPUs.
 
     Args:
         options: of the executor. The user's own limits win.
