@@ -22,8 +22,8 @@ from ray_jax_launch._control.heartbeat import Heartbeat
 from ray_jax_launch._control.stop_poller import StopPoller
 from ray_jax_launch._control.turns import seconds_between
 from ray_jax_launch._control.watchdog import BEAT_EVERY_S, Beat, Watchdog
+from ray_jax_launch._ray_internals.ray_train import limit_data_calls
 from ray_jax_launch._train.backend import train_settings
-from ray_jax_launch._train.datasets import share_data_cpus
 
 WINDOW_S = 12.0
 SETTLED_AFTER_S = 3.0
@@ -157,9 +157,10 @@ def data_calls_per_s(size: int, folder: Path) -> float:
         return call(*args, **kwargs)
 
     connect(cpu(1))
-    share_data_cpus(size, cpu(size).data_cpus)
-    rows = ray.data.range(10_000, override_num_blocks=10_000).map_batches(_read_slowly, batch_size=None, concurrency=1)
-    batches = rows.iter_batches(batch_size=1)
+    limit_data_calls(size)
+    # One task for reading and waiting, as for the windows of tokens.
+    rows = ray.data.range(10_000, override_num_blocks=10_000).map_batches(_read_slowly, batch_size=None)
+    batches = iter(rows.iter_batches(batch_size=1))
     next(batches)
     ends_s = time.monotonic() + STARTED_AFTER_S
     while time.monotonic() < ends_s:
@@ -169,7 +170,6 @@ def data_calls_per_s(size: int, folder: Path) -> float:
     while time.monotonic() < began_s + seconds:
         next(batches)
     ActorHandle._actor_method_call = call
-    batches.close()
     return size * num_calls / seconds
 
 

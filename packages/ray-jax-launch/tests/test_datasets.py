@@ -1,11 +1,8 @@
 """Datasets of the workers, and CPUs that an elastic launch reserves for Ray Data."""
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +10,6 @@ import pytest
 import ray
 import ray.data
 from ray.actor import ActorHandle
-from ray.data import DataContext, ExecutionOptions, ExecutionResources
 from ray.train import DataConfig
 
 from ray_jax_launch import RankedDataConfig, cpu
@@ -78,75 +74,31 @@ def test_rows_come_in_order_even_if_later_blocks_are_ready_first():
     assert [row["id"] for row in datasets.in_order(dataset).iter_rows()] == [*range(6)]
 
 
-def note_times(batch: Any, folder: Path) -> Any:
-    """Write when a task began and ended."""
-    began_s = time.monotonic()
-    time.sleep(0.3)
-    (folder / f"{batch['id'][0]}").write_text(f"{began_s} {time.monotonic()}")
+def slowly(batch: Any) -> Any:
+    time.sleep(0.5)
     return batch
-
-
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("kind", ["made for the rank", "made in the loop"])
-def test_the_tasks_of_a_worker_take_its_part_of_the_cpus_for_ray_data(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cluster has four CPUs. Two workers share one: each has one task at a time."""
-
-    def make(rank: int = 0, world_size: int = 1) -> ray.data.Dataset:
-        ids = ray.data.range(10, override_num_blocks=10)
-        return ids.map_batches(partial(note_times, folder=tmp_path), batch_size=None)
-
-    monkeypatch.setattr(DataContext.get_current().execution_options, "resource_limits", ExecutionResources())
-    if kind == "made in the loop":
-        datasets.share_data_cpus(2, 1)
-        rows = make().iterator()
-    else:
-        rows = RankedDataConfig(data_cpus=1).configure({"rows": make_ranked(make)}, 2, None, None)[0]["rows"]
-    assert sorted(row["id"] for row in rows.iter_rows()) == [*range(10)]
-    times = sorted(tuple(map(float, file.read_text().split())) for file in tmp_path.iterdir())
-    assert len(times) == 10
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
-
-
-def make_ranked(make: Callable[..., ray.data.Dataset]) -> datasets.RankedDataset:
-    return lambda rank, world_size: make(rank, world_size)
-
-
-def test_limits_of_the_users_own_and_a_launch_without_data_cpus_stay() -> None:
-    for data_cpus, given, expected in ((8, 3, 3), (0, None, float("inf")), (8, None, 2)):
-        options = ExecutionOptions(resource_limits=None if given is None else ExecutionResources(cpu=given))
-        datasets.limit_cpus(options, 4, data_cpus)
-        assert options.resource_limits.cpu == expected
 
 
 @pytest.mark.usefixtures("cluster")
 def test_the_executor_of_one_of_many_workers_calls_the_actors_of_ray_data_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    called = Counter[str]()
-    call = ActorHandle._actor_method_call
+    called, found, call = Counter[str](), list[int](), ActorHandle._actor_method_call
 
     def count(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         called[method_name] += 1
         return call(self, method_name, *args, **kwargs)
 
     monkeypatch.setattr(ActorHandle, "_actor_method_call", count)
-    found = []
     for num_workers in (1, 1000):
         called.clear()
         limit_data_calls(num_workers)
-        rows = ray.data.range(24, override_num_blocks=24).map_batches(slowly, batch_size=None, concurrency=1)
+        rows = ray.data.range(24, override_num_blocks=24).map_batches(slowly, batch_size=None)
         assert len([*rows.iter_rows()]) == 24
         found.append(called["get_reserved_resources"] + called["update_execution_metrics"])
     limit_data_calls(1)
     few, many = found[1], found[0]
     assert few < many / 2
-
-
-def slowly(batch: Any) -> Any:
-    time.sleep(0.5)
-    return batch
 
 
 class Rows:

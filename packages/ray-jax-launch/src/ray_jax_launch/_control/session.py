@@ -40,9 +40,6 @@ class Session:
     is_watched: bool = False
     """True if the control actor has a watchdog."""
 
-    data_cpus: int = 0
-    """CPUs for the tasks of Ray Data of all workers."""
-
     gauges: "dict[str, Gauge]" = field(default_factory=dict)
     """Ray's gauges of the metrics, by name."""
 

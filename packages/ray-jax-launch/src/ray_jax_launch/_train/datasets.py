@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray.data
-from ray.data import DataContext, ExecutionOptions, ExecutionResources
 from ray.train import DataConfig
 
 from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._lost_cluster import is_lost
-from ray_jax_launch._numbers import check_number, check_type
+from ray_jax_launch._numbers import check_type
 from ray_jax_launch._ray_internals.ray_train import (
     DefaultAutoscalingCoordinator,
     ResourceRequestPriority,
     datasets_to_split,
-    limit_data_calls,
 )
 
 _RENEW_EVERY_S = 20
@@ -35,15 +33,13 @@ class RankedDataConfig(DataConfig):
 
     Args:
         base: config for the Ray Datasets; Ray's default if None.
-        data_cpus: CPUs that the datasets of all ranks may use together. None for any number.
 
     Raises:
-        LaunchError: one of them is something else.
+        LaunchError: it is something else.
     """
 
-    def __init__(self, base: DataConfig | None = None, data_cpus: int | None = None) -> None:
+    def __init__(self, base: DataConfig | None = None) -> None:
         check_type("base", base, DataConfig | None, "a DataConfig or None")
-        self._data_cpus = None if data_cpus is None else check_number("data_cpus", data_cpus, at_least=0)
         self._base = DataConfig() if base is None else base
         super().__init__(datasets_to_split=datasets_to_split(self._base))
 
@@ -54,11 +50,8 @@ class RankedDataConfig(DataConfig):
         ranked: dict[str, Any] = {name: make for name, make in datasets.items() if callable(make)}
         given = {name: dataset for name, dataset in datasets.items() if name not in ranked}
         split = self._base.configure(given, world_size, *args, **kwargs) if given else [{}] * world_size
-        made = [{name: make(rank, world_size) for name, make in ranked.items()} for rank in range(world_size)]
-        for dataset in (dataset for of_rank in made for dataset in of_rank.values()):
-            limit_cpus(dataset.context.execution_options, world_size, self._data_cpus)
         return [
-            {**split[rank], **{name: in_order(dataset) for name, dataset in made[rank].items()}}
+            {**split[rank], **{name: in_order(make(rank, world_size)) for name, make in ranked.items()}}
             for rank in range(world_size)
         ]
 
@@ -119,27 +112,6 @@ def in_order(dataset: ray.data.Dataset) -> ray.data.DataIterator:
     """Return an iterator in the dataset's order, even if later blocks are ready first."""
     dataset.context.execution_options.preserve_order = True
     return dataset.iterator()
-
-
-def limit_cpus(options: ExecutionOptions, num_workers: int, data_cpus: int | None) -> None:
-    """Limit one of the executors that share the CPUs for Ray Data to its part of them, at least one CPU.
-
-    Each worker that reads a dataset of its own runs an executor. By default, each requests more nodes from the
-    cluster's autoscaler when its tasks are busy, and runs as many tasks as it finds CPUs.
-
-    Args:
-        options: of the executor. The user's own limits win.
-        num_workers: the number of executors.
-        data_cpus: the CPUs of all executors together. None or 0 for no limit.
-    """
-    if data_cpus and options.is_resource_limits_default():
-        options.resource_limits = ExecutionResources(cpu=max(1, data_cpus // num_workers))
-
-
-def share_data_cpus(num_workers: int, data_cpus: int) -> None:
-    """Limit the executors of Ray Data for the datasets that a loop makes in this process. See `limit_cpus`."""
-    limit_cpus(DataContext.get_current().execution_options, num_workers, data_cpus)
-    limit_data_calls(num_workers)
 
 
 class DataReservation:

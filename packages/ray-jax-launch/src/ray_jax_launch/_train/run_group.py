@@ -107,15 +107,13 @@ def _make_trainer(launch: PreparedLaunch, control: ControlHandle) -> Trainer:
     plan, run_config = launch.plan, launch.run_config
     run_path, marker = launch.folder or (None, None)
     is_watched = plan.hang_timeout_s is not None
-    session = Session(
-        control, run_path, plan.run_name, marker, prints=is_silent(), is_watched=is_watched, data_cpus=launch.data_cpus
-    )
+    session = Session(control, run_path, plan.run_name, marker, prints=is_silent(), is_watched=is_watched)
     trainer = Trainer(
         functools.partial(run_loop, plan.worker_loop(), session),
         jax_config=plan.jax_config or backend_config(launch.hardware),
         scaling_config=launch.scaling,
         # Ray 2.60 declares a dict of configs, but uses the argument as one config.
-        dataset_config=RankedDataConfig(plan.dataset_config, launch.data_cpus),  # pyright: ignore[reportArgumentType]
+        dataset_config=RankedDataConfig(plan.dataset_config),  # pyright: ignore[reportArgumentType]
         datasets=for_group(plan.datasets or {}),
         run_config=dataclasses.replace(
             run_config, callbacks=[*(run_config.callbacks or []), AtomicSnapshots(), ForwardReports(control)]

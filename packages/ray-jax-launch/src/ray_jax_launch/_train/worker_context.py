@@ -25,7 +25,7 @@ from ray_jax_launch._control.session import Session, current_session, set_sessio
 from ray_jax_launch._control.stop_poller import LocalStop, StopPoller, current_group
 from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._numbers import check_number, check_type
-from ray_jax_launch._train.datasets import share_data_cpus
+from ray_jax_launch._ray_internals.ray_train import limit_data_calls
 from ray_jax_launch._train.failures import Preempted, Resized, note_traceback
 
 # A network file system may show a new file to other nodes late.
@@ -45,7 +45,7 @@ def run_loop(train_loop: Callable[[], Any], session: Session) -> Any:
     """
     set_session(session)
     log_to_driver("ray_jax_launch")
-    share_data_cpus(ray.train.get_context().get_world_size(), session.data_cpus)
+    limit_data_calls(ray.train.get_context().get_world_size())
     _check_folder(session)
     with contextlib.ExitStack() as stack:
         stack.push(note_traceback)
