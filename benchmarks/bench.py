@@ -49,6 +49,7 @@ SHORT = {
     "digests.py": ["--rounds", "1"],
     "tree_step.py": ["--rounds", "1"],
     "restore_bytes.py": [],
+    "workers.py": ["--workers", "2"],
 }
 # The same for the scripts that need torch, besides `--torch-python`.
 SHORT_TORCH = {"baby.py": ["--rounds", "1"]}

@@ -71,7 +71,8 @@ class Group:
     """Simulated workers that do a step, and later perhaps a validation."""
 
     def __init__(self, size: int) -> None:
-        stop_poller.preemption_noticed = lambda: lambda: False  # asks Ray Train in a worker
+        # It asks Ray Train, which runs in workers alone.
+        setattr(stop_poller, "preemption_noticed", lambda: lambda: False)  # noqa: B010
         self.control = CountingControl()
         self.ranks = [Rank(self.control, size, rank) for rank in range(size)]
         for rank in self.ranks:

@@ -99,7 +99,9 @@ def run_until_asked_by_the_control_actor(config):
     from ray_jax_launch._control import stop_poller
 
     setattr(stop_poller, "_POLL_EVERY_S", 3600.0)  # noqa: B010 - in the worker's process
-    for step in range(10_000):
+    step = 0
+    while step < 10_000:
+        step += 1
         time.sleep(0.02)
         log_metrics({"step": step})
         if stop_requested(step):
@@ -120,7 +122,7 @@ def test_workers_that_poll_hourly_stop_at_once_at_one_step(tmp_path):
     with pytest.raises(KeyboardInterrupt, match="to continue"):
         launch(loop, config, hardware=cpu(2), storage_path=tmp_path, name="run", on_metrics=interrupt_at_100)
     assert time.monotonic() - requested_s[0] < 60
-    assert 100 < int((tmp_path / "stopped-0").read_text()) == int((tmp_path / "stopped-1").read_text()) < 9999
+    assert 100 < int((tmp_path / "stopped-0").read_text()) == int((tmp_path / "stopped-1").read_text()) < 10_000
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def limit_data_calls(num_executors: int) -> None:
     every_s = num_executors / _DATA_CALLS_PER_S
     ResourceManager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = max(1.0, every_s)  # pyright: ignore[reportAttributeAccessIssue]
     StreamingExecutor.UPDATE_METRICS_INTERVAL_S = BatchIterator.UPDATE_METRICS_INTERVAL_S = max(5.0, 2 * every_s)
-    defaults = RateBasedClusterAutoscaler.__init__.__kwdefaults__
+    defaults: Any = RateBasedClusterAutoscaler.__init__.__kwdefaults__
     defaults["min_gap_between_autoscaling_requests_s"] = min(max(10.0, every_s), _MAX_REQUEST_GAP_S)
 
 
