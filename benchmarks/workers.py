@@ -11,7 +11,8 @@ server on loopback (moto). For each number of workers:
 - kill: from SIGKILL of the last worker to the end of the next step of the new workers
 - resume: from a second `launch`, with a new cluster, to the end of its first step
 
-The memory is the resident memory of the workers after 200 steps (median), and their proportional share (PSS), in which
+The load is the number of other processes that ran or waited for a CPU in the minute before: above the number of CPU
+cores, the times are those of a busy machine. The memory is the resident memory of the workers after 200 steps (median), and their proportional share (PSS), in which
 memory that processes share counts once. A second table has the resident memory of a process after each of its imports.
 Writes benchmarks/results/workers.md and workers.json after each number of workers.
 """
@@ -119,7 +120,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 class Run:
-    """What the driver sees of a run.
+    """A run as the driver sees it.
 
     Args:
         num_workers: the number of workers.
@@ -171,12 +172,12 @@ def memory_of(pid: int) -> dict[str, float]:
 
 def measure(num_workers: int) -> dict[str, Any]:
     """Return the measurements of a number of workers."""
-    run = Run(num_workers)
+    run, load = Run(num_workers), os.getloadavg()[0]
     start_s = run.launch(SAVED_STEP + 2 * KILLED_AFTER)
     steps_s = run.times_s[SAVED_STEP] - run.times_s[WARMUP_STEPS]
     resume_s = run.launch(SAVED_STEP + RESUMED_STEPS)
     return {
-        "workers": num_workers, "start_s": start_s, "steps_per_s": STEPS / steps_s, "save_s": run.saves_s[0],
+        "workers": num_workers, "load": load, "start_s": start_s, "steps_per_s": STEPS / steps_s, "save_s": run.saves_s[0],
         "kill_to_step_s": run.after_kill_s, "resume_s": resume_s,
         **{name: statistics.median(one[name] for one in run.memory) for name in ("rss_mb", "pss_mb")},
     }  # fmt: skip
@@ -194,6 +195,7 @@ def write(rows: list[dict[str, Any]], imports: list[list[Any]], folder: Path) ->
     result = environment("jax", "flax", "ray") | {"rows": rows, "imports": imports}
     columns: dict[str, tuple[str, Callable[[Any], str]]] = {
         "workers": ("workers", str),
+        "load": ("load before", lambda value: f"{value:.1f}"),
         "start_s": ("start", lambda value: f"{value:.1f} s"),
         "steps_per_s": ("steps/s", lambda value: f"{value:.1f}"),
         "save_s": ("save", lambda value: f"{value:.2f} s"),
