@@ -8,12 +8,13 @@ server on loopback (moto). For each number of workers:
 - start: from `launch` to the end of the first step, with the start of Ray's cluster
 - steps/s of 200 steps, after the first ten
 - save: one save, with the wait for its end
-- kill: from SIGKILL of the last worker to the end of the next step of the new workers
+- kill: from SIGKILL of a worker to the end of the next step of the new workers
 - resume: from a second `launch`, with a new cluster, to the end of its first step
 
-The load is the number of other processes that ran or waited for a CPU in the minute before: above the number of CPU
-cores, the times are those of a busy machine. The memory is the resident memory of the workers after 200 steps (median), and their proportional share (PSS), in which
-memory that processes share counts once. A second table has the resident memory of a process after each of its imports.
+The load is the number of processes that ran or waited for a CPU in the minute before: above the number of CPU cores, the
+times are those of a busy machine. The memory is the resident memory of the workers after 200 steps (median), and their
+proportional share (PSS), in which memory that processes share counts once. A second table has the resident memory of a
+process after each of its imports.
 Writes benchmarks/results/workers.md and workers.json after each number of workers.
 """
 
