@@ -11,10 +11,10 @@ server on loopback (moto). For each number of workers:
 - kill: from SIGKILL of a worker to the end of the next step of the new workers
 - resume: from a second `launch`, with a new cluster, to the end of its first step
 
-The load is the number of processes that ran or waited for a CPU in the minute before: above the number of CPU cores, the
-times are those of a busy machine. The memory is the resident memory of the workers after 200 steps (median), and their
-proportional share (PSS), in which memory that processes share counts once. A second table has the resident memory of a
-process after each of its imports.
+The load is the number of processes that ran or waited for a CPU in the minute before. Above the number of CPU cores,
+the times are those of a busy machine. The memory is the resident memory of the workers after 200 steps (median), and
+their proportional share (PSS), in which memory that processes share counts once. A second table has the resident memory
+of a process after each of its imports.
 Writes benchmarks/results/workers.md and workers.json after each number of workers.
 """
 
@@ -178,8 +178,8 @@ def measure(num_workers: int) -> dict[str, Any]:
     steps_s = run.times_s[SAVED_STEP] - run.times_s[WARMUP_STEPS]
     resume_s = run.launch(SAVED_STEP + RESUMED_STEPS)
     return {
-        "workers": num_workers, "load": load, "start_s": start_s, "steps_per_s": STEPS / steps_s, "save_s": run.saves_s[0],
-        "kill_to_step_s": run.after_kill_s, "resume_s": resume_s,
+        "workers": num_workers, "load": load, "start_s": start_s, "steps_per_s": STEPS / steps_s,
+        "save_s": run.saves_s[0], "kill_to_step_s": run.after_kill_s, "resume_s": resume_s,
         **{name: statistics.median(one[name] for one in run.memory) for name in ("rss_mb", "pss_mb")},
     }  # fmt: skip
 
