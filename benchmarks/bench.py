@@ -49,6 +49,7 @@ SHORT = {
     "digests.py": ["--rounds", "1"],
     "tree_step.py": ["--rounds", "1"],
     "restore_bytes.py": [],
+    "workers.py": ["--workers", "2"],
 }
 # Those that compare with PyTorch if there is one.
 COMPARED = {"train_step.py", "decode.py"}

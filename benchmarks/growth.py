@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment
+from growth import control
 from growth.measurement import Measurement, exponent
 
-MEASUREMENTS: list[Measurement] = []
+MEASUREMENTS: list[Measurement] = [*control.MEASUREMENTS]
 ROOT = Path(__file__).parent.parent
 
 

@@ -139,10 +139,13 @@ WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
     [
         (cpu(3), False, {INTERVAL: "0.5"}),
         (cpu(3), True, {INTERVAL: "0.5", WATCHER: "0"}),
+        (cpu(16), False, {INTERVAL: "0.5"}),
+        (cpu(40), False, {INTERVAL: "1.25"}),
+        (cpu(1000), False, {INTERVAL: "2.0"}),
         (cpu(3, min_workers=1), False, {INTERVAL: "0.5", TIMEOUT: "15"}),
         (tpu("v6e", "4x4", 3, min_slices=1), True, {INTERVAL: "0.5", TIMEOUT: "15", WATCHER: "0"}),
     ],
-    ids=["fixed", "this machine", "elastic", "elastic slices"],
+    ids=["fixed", "this machine", "16 workers", "40 workers", "1,000 workers", "elastic", "elastic slices"],
 )
 @pytest.mark.parametrize("given", [{}, {INTERVAL: "7", TIMEOUT: "9", WATCHER: "1"}], ids=["ours", "the user's"])
 def test_settings_of_ray_train_are_set_while_a_launch_runs_and_the_users_own_win(

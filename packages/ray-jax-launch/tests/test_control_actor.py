@@ -79,6 +79,49 @@ def test_an_interrupt_after_a_preemption_does_not_change_the_reason():
     assert control.poll("group", 2, 1, request=None, next_step=None) == (PREEMPTION, None)
 
 
+class Worker:
+    """Handle of a worker that notes what the control actor asks it for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.__ray_call__ = SimpleNamespace(remote=lambda function, purpose: self.asked.append(purpose))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+def test_the_workers_of_a_large_group_are_asked_to_poll_only_when_there_is_an_answer() -> None:
+    control, workers = ControlActor(), [Worker() for _ in range(1000)]
+    poll = partial(control.poll, "group", 1000, request=None)
+    for _ in range(3):
+        for rank, worker in enumerate(workers):
+            poll(rank, worker, next_step=None)
+    assert not any(worker.asked for worker in workers)
+    control.request_stop("interrupt")
+    control.request_stop("failure", "a second request changes nothing for this group")
+    assert [worker.asked for worker in workers] == [["poller"]] * 1000
+    for rank, worker in enumerate(workers):
+        assert poll(rank, worker, next_step=rank) == (INTERRUPT, 999 if rank == 999 else None)
+    # The last one has the answer already.
+    assert [worker.asked for worker in workers] == [["poller"] * 2] * 999 + [["poller"]]
+
+
+def test_the_others_are_asked_to_poll_when_one_rank_notices_a_preemption() -> None:
+    control, workers = ControlActor(), [Worker() for _ in range(3)]
+    for rank, worker in enumerate(workers):
+        control.poll("group", 3, rank, worker, request=PREEMPTION if rank == 2 else None, next_step=None)
+    assert [worker.asked for worker in workers] == [["poller"], ["poller"], []]
+
+
+def test_a_resize_asks_the_workers_of_the_newest_group() -> None:
+    control, old, new = ControlActor(), Worker(), Worker()
+    control.poll("first", 1, 0, old, request=None, next_step=None)
+    control.poll("second", 1, 0, new, request=None, next_step=None)
+    for _ in range(2):
+        control.request_resize()
+    assert (old.asked, new.asked) == ([], ["poller"])
+
+
 def test_metrics_of_all_ranks_are_collected_once():
     control = ControlActor()
     control.record(0, {"step": 1})

@@ -1,6 +1,7 @@
 """Datasets of the workers, and CPUs that an elastic launch reserves for Ray Data."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 import ray
 import ray.data
+from ray.actor import ActorHandle
 from ray.train import DataConfig
 
 from ray_jax_launch import RankedDataConfig, cpu
+from ray_jax_launch._ray_internals.ray_train import limit_data_calls
 from ray_jax_launch._train import datasets
 
 
@@ -69,6 +72,33 @@ def test_rows_come_in_order_even_if_later_blocks_are_ready_first():
 
     dataset = ray.data.range(6, override_num_blocks=3).map_batches(slow_at_first, batch_size=None)
     assert [row["id"] for row in datasets.in_order(dataset).iter_rows()] == [*range(6)]
+
+
+def slowly(batch: Any) -> Any:
+    time.sleep(0.5)
+    return batch
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_executor_of_one_of_many_workers_calls_the_actors_of_ray_data_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called, found, call = Counter[str](), list[int](), ActorHandle._actor_method_call
+
+    def count(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        called[method_name] += 1
+        return call(self, method_name, *args, **kwargs)
+
+    monkeypatch.setattr(ActorHandle, "_actor_method_call", count)
+    for num_workers in (1, 1000):
+        called.clear()
+        limit_data_calls(num_workers)
+        rows = ray.data.range(24, override_num_blocks=24).map_batches(slowly, batch_size=None)
+        assert len([*rows.iter_rows()]) == 24
+        found.append(called["get_reserved_resources"] + called["update_execution_metrics"])
+    limit_data_calls(1)
+    few, many = found[1], found[0]
+    assert few < many / 2
 
 
 class Rows:

@@ -3,11 +3,9 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 
 from ray_jax_launch import StopRequestedError
 from ray_jax_launch._control import stop_poller
@@ -15,6 +13,7 @@ from ray_jax_launch._control.control_actor import ControlActor, LocalControl, St
 from ray_jax_launch._control.stop_poller import StopPoller
 
 GROUP = "ab" * 16
+MEMBER = GROUP, 3, 2
 INTERRUPT, PREEMPTION = StopRequest("interrupt"), StopRequest("preemption")
 
 
@@ -38,16 +37,11 @@ def noticed() -> threading.Event:
 @pytest.fixture
 def control(monkeypatch: pytest.MonkeyPatch, noticed: threading.Event) -> Iterator[Control]:
     """The control of a group of three, in which this process has the rank 2."""
-    group = SimpleNamespace(id=SimpleNamespace(hex=lambda: GROUP))
-    monkeypatch.setattr("ray.get", lambda called: called)
-    monkeypatch.setattr("ray.util.get_current_placement_group", lambda: group)
     monkeypatch.setattr(stop_poller, "preemption_noticed", lambda: noticed.is_set)
     monkeypatch.setattr(stop_poller, "_POLL_EVERY_S", 0.01)
-    set_train_fn_utils(LocalTrainFnUtils("run", {}, world_size=3, world_rank=2, local_rank=0, node_rank=1))
     control = Control()
     yield control
     control.has_ended = True
-    set_train_fn_utils(None)
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
@@ -64,7 +58,7 @@ def poll(control: Control, rank: int, next_step: int | None = None) -> Any:
 def test_a_noticed_preemption_stops_all_ranks_at_the_step_that_no_rank_has_passed(
     control: Control, noticed: threading.Event
 ) -> None:
-    poller = StopPoller(control)
+    poller = StopPoller(control, *MEMBER)
     assert [poller.stop_requested(step) for step in (0, 3)] == [False, False]
     assert poll(control, 0) == (None, None)
     noticed.set()
@@ -79,7 +73,7 @@ def test_a_noticed_preemption_stops_all_ranks_at_the_step_that_no_rank_has_passe
 
 
 def test_the_others_wait_for_a_rank_that_is_ahead(control: Control) -> None:
-    poller = StopPoller(control)
+    poller = StopPoller(control, *MEMBER)
     assert not poller.stop_requested(30)
     control.request_stop.remote("interrupt")
     poll(control, 0, 7)
@@ -89,7 +83,7 @@ def test_the_others_wait_for_a_rank_that_is_ahead(control: Control) -> None:
 
 
 def test_an_actor_that_has_died_learns_from_the_thread_what_was_agreed_on(control: Control) -> None:
-    poller = StopPoller(control)
+    poller = StopPoller(control, *MEMBER)
     assert not poller.stop_requested(4)
     control.request_stop.remote("interrupt")
     wait_until(lambda: poller.request is not None)
@@ -103,7 +97,7 @@ def test_an_actor_that_has_died_learns_from_the_thread_what_was_agreed_on(contro
 
 
 def test_a_failure_that_is_requested_is_raised_without_a_wait_for_the_others(control: Control) -> None:
-    poller = StopPoller(control)
+    poller = StopPoller(control, *MEMBER)
     control.request_stop.remote("failure", "the tokens are damaged")
     wait_until(lambda: poller.request is not None)
     for step in (1, 2):
@@ -113,7 +107,7 @@ def test_a_failure_that_is_requested_is_raised_without_a_wait_for_the_others(con
 
 
 def test_a_loop_that_comes_to_its_next_step_waits_for_the_agreement(control: Control) -> None:
-    poller, returned = StopPoller(control), []
+    poller, returned = StopPoller(control, *MEMBER), []
     assert not poller.stop_requested(4)
     control.request_stop.remote("interrupt")
     wait_until(lambda: poller.request is not None)

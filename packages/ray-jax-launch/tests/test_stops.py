@@ -91,6 +91,40 @@ def test_ctrl_c_lets_a_loop_that_polls_save_and_ends_any_other(tmp_path, polls, 
         assert saved is None
 
 
+def run_until_asked_by_the_control_actor(config):
+    """Run until a stop is requested, in a worker that polls hourly."""
+    import jax
+
+    from ray_jax_launch import log_metrics, stop_requested
+    from ray_jax_launch._control import stop_poller
+
+    setattr(stop_poller, "_POLL_EVERY_S", 3600.0)  # noqa: B010 - in the worker's process
+    step = 0
+    while step < 10_000:
+        step += 1
+        time.sleep(0.02)
+        log_metrics({"step": step})
+        if stop_requested(step):
+            break
+    Path(config["folder"], f"stopped-{jax.process_index()}").write_text(str(step))
+
+
+def test_workers_that_poll_hourly_stop_at_once_at_one_step(tmp_path):
+    """The ranks of a group of 1,000 poll once in 50 s."""
+    requested_s = []
+
+    def interrupt_at_100(rank, metrics):
+        if metrics["step"] == 100 and not requested_s:
+            requested_s.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    loop, config = run_until_asked_by_the_control_actor, {"folder": str(tmp_path)}
+    with pytest.raises(KeyboardInterrupt, match="to continue"):
+        launch(loop, config, hardware=cpu(2), storage_path=tmp_path, name="run", on_metrics=interrupt_at_100)
+    assert time.monotonic() - requested_s[0] < 60
+    assert 100 < int((tmp_path / "stopped-0").read_text()) == int((tmp_path / "stopped-1").read_text()) < 10_000
+
+
 @pytest.mark.slow
 @pytest.mark.fault
 def test_ctrl_c_waits_for_a_worker_that_has_stood_still(tmp_path, record_property):

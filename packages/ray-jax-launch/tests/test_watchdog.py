@@ -16,6 +16,7 @@ class Group:
         self.watchdog = Watchdog(timeout_s, lambda: self.now_s)
         self.handles = handles
         self.usual_s = 0.4
+        self.every_s = 1
         self.group = "first"
         self.steps = [0] * len(handles)
         self.is_training = [True] * len(handles)
@@ -25,11 +26,15 @@ class Group:
         self.asked: list[int] = []
 
     def live(self, seconds: float, *, advancing: tuple[int, ...] = ()) -> tuple[float, Any] | None:
-        """Let time pass, second by second. Return the seconds until a hang is noticed, and the hang."""
+        """Let time pass, second by second. Return the seconds until a hang is noticed, and the hang.
+
+        A worker tells how far it is every `every_s` seconds, and when it is asked.
+        """
+        asked = set[Any]()
         for second in range(1, int(seconds) + 1):
             for rank, handle in enumerate(self.handles):
                 self.steps[rank] += rank in advancing
-                if rank in self.silent:
+                if rank in self.silent or ((int(self.now_s) - rank) % self.every_s and handle not in asked):
                     continue
                 beat = Beat(self.steps[rank], 500 + self.steps[rank], self.is_training[rank], self.usual_s)
                 if self.watchdog.beat(self.group, len(self.handles), rank, beat, handle):
@@ -39,6 +44,7 @@ class Group:
             self.now_s += 1.0
             if (hang := self.watchdog.look()) is not None:
                 return second, hang
+            asked = set(self.watchdog.to_ask())
         return None
 
 
@@ -210,6 +216,41 @@ def test_many_different_stacks_are_cut():
     noticed = group.live(1000)
     assert noticed is not None
     assert noticed[1].lines[4:] == ["8 other stacks are in the logs of the workers"]
+
+
+def test_a_large_group_tells_less_often_and_hangs_later_by_the_time_between():
+    group = Group(handles=tuple(range(1000)))
+    group.every_s = 50
+    assert group.live(600, advancing=tuple(range(1000))) is None  # no timeout passes between two beats
+    group.silent = {7}
+    noticed = group.live(1000)
+    assert noticed is not None
+    assert 60 <= noticed[0] <= 60 + 50 + 3
+    assert group.watchdog.end_group().endswith("worker 7 does not answer")
+    # All others were asked for their stacks at once, and not in their turns.
+    assert len(group.asked) == 999
+
+
+def test_workers_of_a_large_group_that_all_answer_get_five_times_as_long():
+    group = Group(handles=tuple(range(1000)))
+    group.every_s = 50
+    group.live(100, advancing=tuple(range(1000)))
+    noticed = group.live(1000)
+    assert noticed is not None
+    assert 300 <= noticed[0] <= 300 + 50 + 3
+    assert len(group.asked) == 1000
+
+
+def test_a_long_validation_of_a_large_group_is_no_hang_and_a_stopped_worker_in_it_is():
+    group = Group(handles=tuple(range(1000)))
+    group.every_s = 50
+    group.live(100, advancing=tuple(range(1000)))
+    group.is_training = [False] * 1000
+    assert group.live(2000) is None
+    group.silent = {500}
+    noticed = group.live(1000)
+    assert noticed is not None
+    assert noticed[0] <= 300 + 50 + 3
 
 
 def test_without_a_timeout_nothing_is_a_hang():

@@ -1,8 +1,9 @@
 """The control actor: carries stop requests to the workers, and metrics, events and log lines to the driver.
 
-Workers and driver poll it, and no call waits in it. Ray runs the calls of one process in their order, as the actor has
-one thread: each rank's metrics stay in order. Its process imports little. If it dies, Ray starts it again: the workers'
-next polls, and the driver's copy of `ControlState`, tell it what it has forgotten.
+Workers and driver call it, and no call waits in it. It calls the workers once it has an answer for them, so that they
+need not poll often (`turns.py`). Ray runs the calls of one process in their order, as the actor has one thread: each
+rank's metrics stay in order. Its process imports little. If it dies, Ray starts it again: the workers' next polls, and
+the driver's copy of `ControlState`, tell it what it has forgotten.
 """
 
 import logging
@@ -21,6 +22,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_jax_launch._control.events import Event
+from ray_jax_launch._control.turns import call_process
 from ray_jax_launch._control.watchdog import Beat, Watchdog
 
 Metrics = dict[str, Any]
@@ -77,7 +79,8 @@ class ControlState:
 # Metrics that the driver has not collected yet. If it never collects, the oldest are dropped.
 _MAX_UNREAD = 10_000
 COLLECT_EVERY_S = 0.5
-# Workers poll twice a second, in a thread of their own. If none has polled for this time, all have ended.
+# A thread of each worker polls twice a second; in a large group, 20 workers poll in a second. If none has polled for
+# this time, all have ended.
 _SILENT_AFTER_S = 15.0
 
 
@@ -88,6 +91,14 @@ class _Group:
     request: StopRequest | None = None
     next_steps: dict[int, int] = field(default_factory=dict)
     """By rank, the first step that it has not passed."""
+    handles: dict[int, Any] = field(default_factory=dict)
+    """By rank, the actor of the worker."""
+
+    def ask_for_polls(self, but: int | None = None) -> None:
+        """Let the other ranks poll now. If such a call is lost, they still poll in their turns."""
+        for rank, handle in self.handles.items():
+            if rank != but:
+                handle.__ray_call__.remote(call_process, "poller")
 
 
 class Collected(NamedTuple):
@@ -173,15 +184,20 @@ class ControlActor:
 
     def collect(self) -> Collected:
         """Return the state, and what has come since the last call. Kill workers that hang."""
+        self._look_for_hangs()
+        new = list(self._unread), list(self._events), list(self._lines)
+        for queue in (self._unread, self._events, self._lines):
+            queue.clear()
+        return Collected(self._id, *new, self._is_silent(), self._state)
+
+    def _look_for_hangs(self) -> None:
         if (hang := self._watchdog.look()) is not None:
             for line in hang.lines:
                 self.log(line)
             for worker in hang.handles:
                 ray.kill(worker)  # SIGKILL after five seconds, which a stopped process gets too
-        new = list(self._unread), list(self._events), list(self._lines)
-        for queue in (self._unread, self._events, self._lines):
-            queue.clear()
-        return Collected(self._id, *new, self._is_silent(), self._state)
+        for worker in self._watchdog.to_ask():
+            worker.__ray_call__.remote(call_process, "heartbeat")
 
     def count_failure(self) -> int | None:
         """Count a failure, unless the actor has died and does not know yet what it knew before: then None."""
@@ -195,15 +211,28 @@ class ControlActor:
     def request_stop(self, reason: StopReason, text: str = "") -> bool:
         """Request a stop of this group of workers and of later ones. Return whether any worker polls."""
         self._state.request = StopRequest(reason, text)
+        self._request_of_newest(self._state.request)
         return not self._is_silent()
 
     def request_resize(self) -> None:
         """Request a stop of the newest group that polls, which then starts again with another number of workers."""
+        self._request_of_newest(StopRequest("resize"))
+
+    def _request_of_newest(self, request: StopRequest) -> None:
         for group in list(self._groups.values())[-1:]:
-            group.request = group.request or StopRequest("resize")
+            if group.request is None:
+                group.request = request
+                group.ask_for_polls()
 
     def poll(
-        self, group: str, size: int, rank: int, *, request: StopRequest | None, next_step: int | None
+        self,
+        group: str,
+        size: int,
+        rank: int,
+        handle: Any = None,
+        *,
+        request: StopRequest | None,
+        next_step: int | None,
     ) -> tuple[StopRequest | None, int | None]:
         """Return the stop request, and the step to stop at; None for what is not known yet.
 
@@ -211,16 +240,23 @@ class ControlActor:
             group: the start of the workers that the caller belongs to.
             size: the number of workers in the group.
             rank: the caller's.
+            handle: the caller's actor, which is called once there is an answer. None if it polls often.
             request: a stop request that the caller knows; the first one of a group stays.
             next_step: the first step that the caller has not passed and will not pass until it knows the step to stop
                 at; None before it knows of a stop request. All ranks stop at the latest of these steps.
         """
         entry = self._groups.setdefault(group, _Group())
+        before = entry.request, len(entry.next_steps)
         entry.request = entry.request or request or self._state.request
         self._polled_s = time.monotonic()
+        if handle is not None:
+            entry.handles[rank] = handle
         if next_step is not None:
             entry.next_steps[rank] = next_step
-        return entry.request, max(entry.next_steps.values()) if len(entry.next_steps) == size else None
+        is_agreed = len(entry.next_steps) == size
+        if (entry.request, is_agreed) != (before[0], before[1] == size):
+            entry.ask_for_polls(but=rank)
+        return entry.request, max(entry.next_steps.values()) if is_agreed else None
 
     def beat(self, group: str, size: int, rank: int, beat: Beat, handle: Any) -> bool:
         """Note how far a worker is. Return whether it should send its stack (`add_stack`)."""

@@ -14,9 +14,9 @@ from collections import deque
 from typing import Any
 
 from ray_jax_launch._control.control_actor import ControlHandle, answer
-from ray_jax_launch._control.watchdog import Beat
+from ray_jax_launch._control.turns import turns_of_process
+from ray_jax_launch._control.watchdog import BEAT_EVERY_S, Beat
 
-_BEAT_EVERY_S = 1.0
 # The usual time is the median of the newest ones.
 _NUM_TIMES = 21
 # A limit is 20 times the usual time (`watchdog.py`).
@@ -35,6 +35,9 @@ class Heartbeat:
         size: the number of workers.
         rank: the rank of this worker.
         handle: this worker's actor; None if this is the process of the driver.
+
+    Attributes:
+        turns: the times at which it sends.
     """
 
     def __init__(self, control: ControlHandle, group: str, size: int, rank: int, handle: Any = None) -> None:
@@ -49,7 +52,7 @@ class Heartbeat:
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._since_s, self._num_before = time.monotonic(), 0
         self._has_ended = False
-        self._wake = threading.Event()
+        self.turns = turns_of_process("heartbeat", rank, size, BEAT_EVERY_S)
         threading.Thread(target=self._send, name="heartbeat", daemon=True).start()
 
     def add(self, step: int, computed: Any = None) -> None:
@@ -63,7 +66,7 @@ class Heartbeat:
             if not self._num_added:
                 # No step is longer than the first one with all that comes before it. The first limit is twice its time.
                 self._times.append((time.monotonic() - self._since_s) / _FIRST_SHARE)
-                self._wake.set()
+                self.turns.call_now()
             self._num_added += 1
             self._pending.append((step, computed))
             self._count()
@@ -76,7 +79,7 @@ class Heartbeat:
                 self._count()
                 self._since_s, self._num_before = time.monotonic(), self._num_computed
             if is_training != before:
-                self._wake.set()  # a process that is stopped right after this must not seem to do other work
+                self.turns.call_soon()  # a process that is stopped after this must not seem to do other work
             return before
 
     def end(self) -> None:
@@ -84,6 +87,7 @@ class Heartbeat:
         self.watch(False)
         self._has_ended = True
         self._beat()
+        self.turns.call_now()  # ends the thread
 
     def read(self) -> Beat:
         """Return how far the loop is. The time since the last call is measured if steps were computed in it."""
@@ -105,9 +109,10 @@ class Heartbeat:
             self._num_computed += 1
 
     def _send(self) -> None:
-        while not self._has_ended:
-            self._wake.wait(_BEAT_EVERY_S)
-            self._wake.clear()
+        while True:
+            self.turns.wait()
+            if self._has_ended:
+                return
             if answer(self._beat()):
                 self._send_stack()
 

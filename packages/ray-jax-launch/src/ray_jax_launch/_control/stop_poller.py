@@ -1,49 +1,62 @@
 """The worker's side of a stop request: a thread that makes all ranks stop at the same step."""
 
 import threading
-import time
+from typing import Any
 
 import ray
 import ray.train
 
-from ray_jax_launch._control.control_actor import ControlHandle, StopRequest
+from ray_jax_launch._control.control_actor import ControlHandle, StopRequest, answer
+from ray_jax_launch._control.turns import turns_of_process
 from ray_jax_launch._errors import StopRequestedError
 from ray_jax_launch._ray_internals.ray_train import preemption_noticed
 
 _POLL_EVERY_S = 0.5
 
 
-def current_group() -> tuple[str, int, int]:
-    """Return the start of the workers that this worker belongs to, their number, and the rank."""
+def current_group() -> tuple[str, int, int, Any]:
+    """Return the start of the workers that this worker belongs to, their number, the rank, and this worker's actor."""
     context = ray.train.get_context()
     # Each start of the workers has its own placement group.
     placement_group = ray.util.get_current_placement_group()
     group = "" if placement_group is None else placement_group.id.hex()
-    return group, context.get_world_size(), context.get_world_rank()
+    return group, context.get_world_size(), context.get_world_rank(), ray.get_runtime_context().current_actor
 
 
 class StopPoller:
-    """Polls the control actor for a stop request, and then for a step that no rank has passed.
+    """Asks the control actor for a stop request, and then for a step that no rank has passed.
 
-    The thread answers for the loop, which may be waiting in a collective for a rank that already waits to stop. It
-    polls until the process ends: a control actor that has started again learns from it what the ranks have agreed on.
+    The thread answers for the loop, which may be waiting in a collective for a rank that already waits to stop. The
+    control actor lets all ranks call once there is an answer. Otherwise the thread polls twice a second, and less often
+    in a large group, until the process ends: a control actor that has started again learns from it what the ranks have
+    agreed on, and whom to ask.
+
+    Args:
+        control: the control actor.
+        group: the start of the workers.
+        size: the number of workers.
+        rank: the rank of this worker.
+        handle: this worker's actor, for the calls of the control actor.
 
     Attributes:
+        turns: the times at which it asks.
         step: the last step that the loop passed to `stop_requested`.
         request: the stop request, or None.
         acknowledged: `stop_requested` has returned True.
     """
 
-    def __init__(self, control: ControlHandle) -> None:
+    def __init__(self, control: ControlHandle, group: str, size: int, rank: int, handle: Any = None) -> None:
         self.step = -1
         self.request: StopRequest | None = None
         self.acknowledged = False
+        self.turns = turns_of_process("poller", rank, size, _POLL_EVERY_S)
         self._control = control
         self._preemption_noticed = preemption_noticed()
         self._lock = threading.Lock()
         self._stop_step = 0
         self._agreed = threading.Event()
-        threading.Thread(target=self._poll, args=current_group(), name="stop-poller", daemon=True).start()
+        sender = group, size, rank, handle
+        threading.Thread(target=self._poll, args=sender, name="stop-poller", daemon=True).start()
 
     def stop_requested(self, step: int) -> bool:
         """Return whether to stop at this step. Wait for the other ranks once a stop is requested.
@@ -61,12 +74,12 @@ class StopPoller:
         self.acknowledged = step >= self._stop_step
         return self.acknowledged
 
-    def _poll(self, group: str, size: int, rank: int) -> None:
+    def _poll(self, group: str, size: int, rank: int, handle: Any) -> None:
         next_step = None
         while True:
             known = self.request or (StopRequest("preemption") if self._preemption_noticed() else None)
-            request, stop_step = ray.get(
-                self._control.poll.remote(group, size, rank, request=known, next_step=next_step)
+            request, stop_step = answer(
+                self._control.poll.remote(group, size, rank, handle, request=known, next_step=next_step)
             )
             if stop_step is not None:
                 self._stop_step = stop_step
@@ -75,7 +88,7 @@ class StopPoller:
                 with self._lock:  # from here on the loop waits when it comes to the next step
                     self.request, next_step = request, self.step + 1
             else:
-                time.sleep(_POLL_EVERY_S)
+                self.turns.wait(until=lambda: self.request is None and self._preemption_noticed())
 
 
 class LocalStop:

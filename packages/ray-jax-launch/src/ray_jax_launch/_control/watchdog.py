@@ -9,6 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ray_jax_launch._control.turns import seconds_between
+
+# Time between the beats of a worker. In a large group it is longer: see `turns.py`.
+BEAT_EVERY_S = 1.0
 # A step takes this many times the usual time before it is suspicious: a slow worker makes all others slow.
 _MULTIPLE = 20
 # While all workers answer, nothing has died: storage or a network may be slow. In work that is no step, only a worker
@@ -70,7 +74,8 @@ class Watchdog:
     Args:
         timeout_s: seconds without a step after which a group hangs, if a worker does not answer. While all workers
             answer, and in work that is no step, it is five times as long; in any case at least 20 times the usual time
-            of a step. In work that is no step, only a worker that does not answer hangs. None never.
+            of a step. In work that is no step, only a worker that does not answer hangs. In a large group it is longer
+            by the time between two beats of a worker. None never.
         clock: returns seconds.
     """
 
@@ -84,6 +89,7 @@ class Watchdog:
         self._workers: dict[int, _Worker] = {}
         self._ended: set[str] = set()
         self._asked_s: float | None = None
+        self._has_asked = False
         self._has_told = False
         self._cause = ""
 
@@ -124,13 +130,16 @@ class Watchdog:
         if self._timeout_s is None or not is_complete or any(one.beat.has_ended for one in workers.values()):
             self._calm_down()
             return None
-        silent = [rank for rank, one in workers.items() if self._now_s - one.answered_s >= self._timeout_s]
+        # The beats of a large group come less often.
+        late_s = seconds_between(self._size, BEAT_EVERY_S) - BEAT_EVERY_S
+        answer_s = self._timeout_s + late_s
+        silent = [rank for rank, one in workers.items() if self._now_s - one.answered_s >= answer_s]
         # The last word of a worker may be older than its state. That of a silent one does not count beside others.
         heard = [one for rank, one in workers.items() if rank not in silent] or [*workers.values()]
         said = {one.beat.is_training for one in heard}
         is_step = said == {True}
         long_s = self._timeout_s * _PATIENCE
-        if not is_step and all(self._now_s - one.answered_s < long_s for one in workers.values()):
+        if not is_step and all(self._now_s - one.answered_s < long_s + late_s for one in workers.values()):
             self._calm_down()
             return None
         stalled_s = self._now_s - max(one.progress_s for one in workers.values())
@@ -149,8 +158,15 @@ class Watchdog:
         self._has_told = True
         return self._describe(stalled_s, usual_s, sorted(missing))
 
+    def to_ask(self) -> list[Any]:
+        """Return the workers that should send their stacks. Call this after `look`: a worker is returned once."""
+        if self._asked_s is None or self._has_asked:
+            return []
+        self._has_asked = True
+        return [one.handle for one in self._workers.values() if one.handle is not None]
+
     def _calm_down(self) -> None:
-        self._asked_s, self._has_told = None, False
+        self._asked_s, self._has_asked, self._has_told = None, False, False
         for worker in self._workers.values():
             worker.stack = None
 

@@ -14,6 +14,9 @@ import ray
 from pyarrow.fs import FileSystem, LocalFileSystem, SubTreeFileSystem
 from ray.actor import ActorHandle
 
+# How often an executor of Ray Data calls the actors of Ray Data, which has no option for this.
+from ray.data._internal.block_batching.iter_batches import BatchIterator
+
 # Reserves CPUs for the tasks of Ray Data. `ray.autoscaler.sdk.request_resources` is one request for all of a cluster,
 # and Ray Train does not take it into account when it sizes an elastic group.
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import (
@@ -22,6 +25,9 @@ from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import (
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
     DefaultAutoscalingCoordinator as DefaultAutoscalingCoordinator,
 )
+from ray.data._internal.cluster_autoscaler.rate_based_cluster_autoscaler import RateBasedClusterAutoscaler
+from ray.data._internal.execution.resource_manager import ResourceManager
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from ray.train import Checkpoint, CheckpointUploadMode, DataConfig, Result, RunConfig, ScalingConfig
 
 # Ray Train starts their actors in any case, each a process that takes seconds to start.
@@ -57,6 +63,10 @@ from ray.train.v2.jax.config import _JaxBackend
 from ray_jax_launch._errors import LaunchError
 
 _logger = logging.getLogger("ray_jax_launch")
+# The executors of all workers together call each actor of Ray Data this often.
+_DATA_CALLS_PER_S = 20
+# A request of an executor expires after 180 s.
+_MAX_REQUEST_GAP_S = 90.0
 SNAPSHOT_NAME, STORAGE_MARKER_NAME = CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, VALIDATE_STORAGE_MARKER_FILENAME
 
 # It knows TPU slices. Ray has no public name for it: `JaxConfig` takes no other backend.
@@ -71,6 +81,22 @@ def preemption_noticed() -> Callable[[], bool]:
     """
     context = get_train_context().preemption_context
     return lambda: context.preemption_info is not None
+
+
+def limit_data_calls(num_executors: int) -> None:
+    """Let an executor of Ray Data in this process call Ray's actors less often if there are many such processes.
+
+    By default each executor asks for its resources every second, requests them every ten seconds and sends two kinds of
+    metrics every five seconds, to one Python actor each.
+
+    Args:
+        num_executors: the number of processes with an executor.
+    """
+    every_s = num_executors / _DATA_CALLS_PER_S
+    ResourceManager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = max(1.0, every_s)  # pyright: ignore[reportAttributeAccessIssue]
+    StreamingExecutor.UPDATE_METRICS_INTERVAL_S = BatchIterator.UPDATE_METRICS_INTERVAL_S = max(5.0, 2 * every_s)
+    defaults: Any = RateBasedClusterAutoscaler.__init__.__kwdefaults__
+    defaults["min_gap_between_autoscaling_requests_s"] = min(max(10.0, every_s), _MAX_REQUEST_GAP_S)
 
 
 def datasets_to_split(config: DataConfig) -> Any:

@@ -44,7 +44,9 @@ _LOOPBACK = "127.0.0.1"
 # An elastic group starts on the nodes that it saw. If one of them has just been lost, the start fails, and the next
 # start sees the remaining nodes. A short timeout makes this fast.
 _ELASTIC_START_TIMEOUT_S = 15
-_REPORTS_EVERY_S = 0.5
+# Ray Train's controller asks each worker for its health and a report in each interval, by default every 2 s. A small
+# group is asked more often: at most 32 workers a second, until the interval is Ray's own.
+_REPORTS_EVERY_S, _RAYS_INTERVAL_S, _ASKED_PER_S = 0.5, 2.0, 32
 
 
 @dataclass
@@ -263,8 +265,8 @@ def check_env_vars(runtime_env: Any) -> None:
 @contextlib.contextmanager
 def train_settings(hardware: Hardware) -> Iterator[None]:
     """Set environment variables of Ray Train that have no argument. The user's own values win."""
-    # Ray Train takes a report of each worker at most once per interval, by default every 2 s.
-    settings: dict[str, str] = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(_REPORTS_EVERY_S)}
+    interval_s = min(max(_REPORTS_EVERY_S, hardware.num_workers / _ASKED_PER_S), _RAYS_INTERVAL_S)
+    settings: dict[str, str] = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(interval_s)}
     if hardware.is_elastic:
         settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ELASTIC_START_TIMEOUT_S)
     if is_started_here():

@@ -25,6 +25,7 @@ from ray_jax_launch._control.session import Session, current_session, set_sessio
 from ray_jax_launch._control.stop_poller import LocalStop, StopPoller, current_group
 from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._numbers import check_number, check_type
+from ray_jax_launch._ray_internals.ray_train import limit_data_calls
 from ray_jax_launch._train.failures import Preempted, Resized, note_traceback
 
 # A network file system may show a new file to other nodes late.
@@ -44,6 +45,7 @@ def run_loop(train_loop: Callable[[], Any], session: Session) -> Any:
     """
     set_session(session)
     log_to_driver("ray_jax_launch")
+    limit_data_calls(ray.train.get_context().get_world_size())
     _check_folder(session)
     with contextlib.ExitStack() as stack:
         stack.push(note_traceback)
@@ -122,7 +124,7 @@ def _with_save_events(train_loop: Callable[[], Any], session: Session) -> Any:
 def _heartbeat(session: Session) -> Heartbeat:
     if session.is_local:
         return Heartbeat(session.control, "", 1, 0)
-    return Heartbeat(session.control, *current_group(), ray.get_runtime_context().current_actor)
+    return Heartbeat(session.control, *current_group())
 
 
 def _log_devices(control: ControlHandle, worker: str, ended: threading.Event) -> None:
@@ -274,7 +276,9 @@ def stop_requested(step: int, computed: Any = None) -> bool:
     if session.failed_saves:
         raise session.failed_saves.pop()
     if session.poller is None:
-        session.poller = (LocalStop if session.is_local else StopPoller)(session.control)
+        session.poller = (
+            LocalStop(session.control) if session.is_local else StopPoller(session.control, *current_group())
+        )
     if session.heartbeat is not None:
         session.heartbeat.add(step, computed)
     stops = session.poller.stop_requested(step)
