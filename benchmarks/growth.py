@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment
+from growth import checkpoints
 from growth.measurement import Measurement, exponent
 
-MEASUREMENTS: list[Measurement] = []
+MEASUREMENTS: list[Measurement] = [
+    *checkpoints.MEASUREMENTS,
+]
 ROOT = Path(__file__).parent.parent
 
 
