@@ -249,7 +249,8 @@ def forget(place, is_forgotten, of, write=json.dumps):
 )
 def test_a_file_that_the_checksums_do_not_list_is_damage(in_folder, caplog, of, forgotten, write, record_property):
     forget(in_folder, lambda file: file.startswith(forgotten), of, write)
-    check_that_20_is_damaged(in_folder, caplog, f"{shown_name(in_folder, of)} does not list ")
+    problem = "does not list " if write is to_json else "does not have the checksum it was written with"
+    check_that_20_is_damaged(in_folder, caplog, f"{shown_name(in_folder, of)} {problem}")
     record_property("fault", f"the checksums of the newest checkpoint ({of}) lack the names {forgotten}*")
     record_property("lost", "steps since the checkpoint before it")
 
@@ -285,7 +286,7 @@ def test_a_changed_listing_in_object_storage_is_damage(in_storage, caplog, of, c
     name = shown_name(in_storage, of)
     write_description(in_storage, json.dumps(read_description(in_storage, of) | change), of)
     check_that_20_is_damaged(in_storage, caplog, f"{name} does not have the checksum it was written with")
-    record_property("fault", f"the listing of the newest checkpoint in object storage has other {[*change][0]}")
+    record_property("fault", f"the listing of the newest checkpoint in object storage has other {next(iter(change))}")
     record_property("lost", "steps since the checkpoint before it")
 
 

@@ -332,6 +332,30 @@ def test_the_first_file_that_a_host_does_not_see_is_named(folder: Path) -> None:
     assert store.find_missing(40) == str(folder / "40")
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3, 64])
+def test_the_processes_of_a_node_share_its_look_at_the_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    store, looked_at, stat = FolderStore(folder), list[str](), Path.stat
+
+    def note(path: Path, **options: bool) -> os.stat_result:
+        looked_at.append(str(path.relative_to(folder / "30")))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", note)
+    shares = [(rank, num_ranks) for rank in range(num_ranks)]
+    assert [store.find_missing(30, share) for share in shares] == [None] * num_ranks
+    files = [name for name in looked_at if "checksums.json" not in name and not name.startswith("_parts")]
+    assert sorted(files) == sorted(store.files(30))
+    monkeypatch.undo()
+    gone = "params/ocdbt.process_0/manifest.ocdbt"
+    (folder / "30" / gone).unlink()
+    found = [store.find_missing(30, share) for share in shares]
+    assert [path for path in found if path is not None] == [str(folder / "30" / gone)]
+    found = [store.find_damage(30, share) for share in shares]
+    assert [problem for problem in found if problem is not None] == [f"{gone} is missing"]
+
+
 def test_a_host_that_does_not_see_a_checkpoint_stops_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_jax_launch._checkpoint.writers._STALE_S", 0.0)
     with contextlib.closing(make_writer(folder, FolderStore(folder), "")) as writer:

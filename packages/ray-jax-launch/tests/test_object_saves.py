@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -265,9 +266,145 @@ def test_a_save_needs_few_requests(uri, proxy, num_items):
     items = {f"item{number}": TREE for number in range(num_items)}
     with Checkpoints(proxy.uri(uri), num_to_keep=2) as checkpoints:
         for step in (40, 50):
+            checkpoints._cleaner.submit(lambda: None).result()  # what the save before has left to do
             proxy.requests.clear()
             checkpoints.save(step, items, metadata={})
             checkpoints.wait()
-    # Three for an upload: of the items, what Orbax keeps, the checksums, and the listing. The rest is for the deletion
-    # of the checkpoint before, and does not grow with the number of items.
-    assert len(proxy.requests) <= 3 * (num_items + 3) + 13
+    # Three for an upload: of the items, what Orbax keeps, the part, the listing, and the mark of the deletion. The rest
+    # is for the deletion of the checkpoint before, and does not grow with the number of items.
+    assert len(proxy.requests) <= 3 * (num_items + 4) + 14
+
+
+def upload(place, num_ranks, step, tmp_path):
+    """Upload the shards of ranks that are simulated, and return the store."""
+    store = ObjectStore(place)
+    for rank in range(num_ranks):
+        leaf = tmp_path / f"{step}-{rank}" / "items" / "params.w"
+        leaf.mkdir(parents=True)
+        (leaf / ".zarray").write_text("{}")
+        (leaf / f"{rank}.0").write_text(f"{step} {rank}")
+        store.upload(step, rank, "0a-1", tmp_path / f"{step}-{rank}")
+    return store
+
+
+def test_the_requests_of_the_first_process_do_not_grow_with_the_number_of_processes(s3, proxy, tmp_path):
+    found = []
+    for num_ranks in (1, 7, 40):
+        place = f"{s3}/{tmp_path.name}-{num_ranks}"
+        store = upload(proxy.uri(place), num_ranks, 1, tmp_path / str(num_ranks))
+        for change in (
+            partial(store.commit, 1, num_ranks, "0a-1", {}),
+            store.steps,
+            partial(store.unlist, 1),
+            store.sweep,
+        ):
+            proxy.requests.clear()
+            change()
+            found.append(len(proxy.requests))
+        assert names(place) == set()
+    assert found[:4] == found[4:8] == found[8:]
+    assert max(found) <= 9
+
+
+def test_the_list_of_the_checkpoints_reads_nothing_of_them(s3, proxy, tmp_path):
+    store = upload(proxy.uri(f"{s3}/{tmp_path.name}"), 3, 1, tmp_path)
+    for step in (1, 2, 3):
+        if step > 1:
+            upload(proxy.uri(f"{s3}/{tmp_path.name}"), 3, step, tmp_path)
+        store.commit(step, 3, "0a-1", {"of": step})
+    upload(proxy.uri(f"{s3}/{tmp_path.name}"), 3, 4, tmp_path)  # without a listing
+    proxy.requests.clear()
+    assert sorted(store.steps()) == [1, 2, 3]
+    assert len(proxy.requests) == 1
+
+
+def test_a_node_reads_the_descriptions_of_the_processes_at_its_place_first(s3, proxy, tmp_path, monkeypatch):
+    monkeypatch.setattr("ray_jax_launch._checkpoint.object_store._NUM_READERS", 3)
+    store = upload(proxy.uri(f"{s3}/{tmp_path.name}"), 40, 1, tmp_path)
+    store.commit(1, 40, "0a-1", {})
+    layouts = [(40, (16, 17), {0, 16, 17}), (20, (8,), {0, 16, 15}), (80, (32, 33), {0, 16, 17})]
+    for num_ranks, ranks, expected in layouts:
+        proxy.downloads.clear()
+        target = tmp_path / f"of-{num_ranks}"
+        share = [(rank, num_ranks) for rank in ranks]
+        store.download(1, ["params"], target, lambda: {"items/params.w/16.0"}, share)
+        read = {int(path.rpartition("/")[2].partition(".")[0]) for path, _ in proxy.downloads if "/parts/" in path}
+        assert read == expected
+        assert (target / "items/params.w/16.0").read_text() == "1 16"
+        assert proxy.downloaded_bytes(".params.tar") == proxy.downloaded_bytes("process-16.params.tar") > 0
+    # Elsewhere than expected, it is found in the end; and what is nowhere is no reason to read archives.
+    store.download(1, ["params"], tmp_path / "far", lambda: {"items/params.w/39.0"}, [(0, 40)])
+    assert (tmp_path / "far/items/params.w/39.0").read_text() == "1 39"
+    store.download(1, ["params"], tmp_path / "none", lambda: {"items/params.w/40.0"}, [(0, 40)])
+    assert [path.name for path in (tmp_path / "none/items/params.w").iterdir()] == [".zarray"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("killed_at", ["before it is unlisted", "before its archives are deleted", "in between"])
+def test_a_deletion_that_a_kill_broke_off_is_completed_by_the_next_start(uri, monkeypatch, killed_at, record_property):
+    record_property("fault", f"a process is killed while it deletes an old checkpoint: {killed_at}")
+    record_property("lost", "nothing")
+    store, saved = ObjectStore(uri), names(uri)
+    save = store.listing(10).save
+
+    class KilledError(Exception):
+        pass
+
+    def die(*args):
+        raise KilledError
+
+    if killed_at == "before it is unlisted":
+        monkeypatch.setattr(ObjectStore, "_delete", die)
+        with pytest.raises(KilledError):
+            store.unlist(10)
+        monkeypatch.undo()
+        assert names(uri) == saved | {f"10.{save}.deleted"}
+        store.sweep()
+        with Checkpoints(uri, num_to_keep=3):
+            pass
+        assert names(uri) == saved | {f"10.{save}.deleted"}  # it is listed, and complete
+        assert ObjectStore(uri).find_damage(10) is None
+        with Checkpoints(uri, num_to_keep=3) as checkpoints:
+            checkpoints.save(40, {"params": TREE}, metadata={})
+    else:
+        store.unlist(10)
+        assert intact_step(uri) == 30
+        if killed_at == "in between":
+            filesystem, root = open_uri(str(uri))
+            filesystem.delete_file(f"{root}/10.{save}/process-0.tar")
+        with Checkpoints(uri, num_to_keep=3) as checkpoints:
+            assert checkpoints.latest_step() == 30
+    assert not {name for name in names(uri) if name.startswith("10.")}
+    assert {name for name in names(uri) if name.startswith(("20.", "30."))} == {
+        name for name in saved if name.startswith(("20.", "30."))
+    }
+
+
+# A save of two processes.
+TWO = """
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ray_jax_launch import Checkpoints
+
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
+split = NamedSharding(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec("data"))
+with Checkpoints(sys.argv[1], verify=False) as checkpoints:
+    w = jax.jit(lambda: jnp.zeros(6), out_shardings=split)()
+    checkpoints.save(1, {"params": {"w": w}}, metadata={})
+    checkpoints.wait()
+    print("found", checkpoints.latest_step())
+"""
+
+
+def test_the_processes_learn_from_each_other_that_a_checkpoint_is_listed(run_ranks, s3, proxy, tmp_path):
+    place = f"{s3}/{tmp_path.name}"
+    assert run_ranks(TWO, [proxy.uri(place)] * 2) == ["1", "1"]
+    assert {name.partition("/")[2] or name for name in names(place)} == {
+        "1.json", "parts/0.json", "parts/1.json", "process-0.tar", "process-0.params.tar", "process-1.params.tar",
+    }  # fmt: skip
+    assert proxy.downloaded_bytes(".json") == 0
+    assert len([one for one in proxy.requests if one[0] == "HEAD" and one[1].endswith("/1.json")]) == 1

@@ -110,7 +110,9 @@ def remove_a_part(uri):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, remove_an_archive, spoil_the_listing, spoil_a_part, remove_a_part])
+@pytest.mark.parametrize(
+    "damage", [flip_a_byte, cut_short, remove_an_archive, spoil_the_listing, spoil_a_part, remove_a_part]
+)
 def test_the_checkpoint_before_a_damaged_checkpoint_is_restored_with_a_warning(uri, caplog, damage, record_property):
     problem = damage(uri)
     with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(uri, num_to_keep=3) as checkpoints:
