@@ -90,6 +90,7 @@ class Server:
 
 @functools.cache
 def server() -> Server:
+    """Return the server of this process."""
     return Server()
 
 
@@ -123,22 +124,30 @@ def costs_of_a_save(num_ranks: int) -> dict[str, float]:
     with server().requests() as num_requests:
         store.commit(STEP, num_ranks, SAVE, {})
     costs["commit"] = num_requests()
+    verified: list[int] = []
+    for rank in {0, num_ranks // 2, num_ranks - 1}:
+        server().downloads.clear()
+        assert store.find_damage(STEP, (rank, num_ranks)) is None
+        verified.append(sum(size for _, size in server().downloads))
+    costs["verify"] = max(verified)
     server().downloads.clear()
-    assert store.find_damage(STEP) is None
-    costs["verify"] = sum(size for _, size in server().downloads)
-    server().downloads.clear()
+    node = range(num_ranks // 2, min(num_ranks // 2 + RANKS_OF_A_NODE, num_ranks))
     with tempfile.TemporaryDirectory() as folder:
-        store.download(STEP, ["params"], Path(folder), lambda file: file == "items/params.a/0.0")
+        needed = {f"items/params.{leaf}/{rank}.0" for leaf in ("a", "b") for rank in node}
+        store.download(STEP, ["params"], Path(folder), lambda: needed, [(rank, num_ranks) for rank in node])
     costs["descriptions"] = sum(size for name, size in server().downloads if name.endswith(".json"))
     with server().requests() as num_requests:
-        store.delete(STEP)
+        store.unlist(STEP)
     costs["delete"] = num_requests()
+    with server().requests() as num_requests:
+        store.sweep()
     costs["sweep"] = num_requests()
     assert store.steps() == []
     return costs
 
 
 def of_a_save(name: str) -> Callable[[int, Path], float]:
+    """Return a function that returns a cost of a save."""
     return lambda num_ranks, folder: costs_of_a_save(num_ranks)[name]
 
 
@@ -166,7 +175,7 @@ def bytes_after_a_commit(num_ranks: int, folder: Path) -> float:
         subprocess.Popen([*arguments, str(rank), str(num_ranks), port], env=environment) for rank in range(num_ranks)
     ]
     assert [rank.wait(timeout=300) for rank in ranks] == [0] * num_ranks
-    return sum(size for name, size in server().downloads if name.endswith("checkpoint.json"))
+    return sum(size for name, size in server().downloads if name.endswith(".json"))
 
 
 def write_folder(folder: Path, num_ranks: int) -> tuple[FolderStore, float]:
@@ -179,10 +188,14 @@ def write_folder(folder: Path, num_ranks: int) -> tuple[FolderStore, float]:
             for name in ("a", "b"):
                 (path / name).write_bytes(bytes(FILE_BYTES))
         (checkpoint / item / "manifest.ocdbt").write_bytes(bytes(100))
-    store = FolderStore(folder)
+    store, read = FolderStore(folder), list[int]()
+    for rank in range(num_ranks):
+        with checksummed_bytes() as num_bytes:
+            store.write_part(STEP, rank)
+        read.append(num_bytes())
     with checksummed_bytes() as num_bytes:
-        store.write_checksums(STEP)
-    most = num_bytes()
+        store.write_checksums(STEP, num_ranks)
+    most = max(read[0] + num_bytes(), *read)
     checkpoint.rename(folder / str(STEP))
     return store, most
 
@@ -203,15 +216,19 @@ def checksummed_bytes() -> Iterator[Callable[[], int]]:
 
 
 def bytes_of_checksums(num_ranks: int, folder: Path) -> float:
+    """Return the most bytes that a process reads for the checksums of a save."""
     return write_folder(folder, num_ranks)[1]
 
 
 def bytes_of_a_start(num_ranks: int, folder: Path) -> float:
-    """Return the bytes that the first process reads to verify a checkpoint in a folder."""
+    """Return the most bytes that a process reads to verify a checkpoint in a folder."""
     store, _ = write_folder(folder, num_ranks)
-    with checksummed_bytes() as num_bytes:
-        assert store.find_damage(STEP) is None
-    return num_bytes()
+    read = list[int]()
+    for rank in {0, num_ranks // 2, num_ranks - 1}:
+        with checksummed_bytes() as num_bytes:
+            assert store.find_damage(STEP, (rank, num_ranks)) is None
+        read.append(num_bytes())
+    return max(read)
 
 
 def stats_of_a_node(num_ranks: int, folder: Path) -> float:
@@ -225,8 +242,8 @@ def stats_of_a_node(num_ranks: int, folder: Path) -> float:
         return stat(path, **options)
 
     pathlib.Path.stat = count
-    for _ in range(num_ranks):
-        assert store.find_missing(STEP) is None
+    for rank in range(num_ranks):
+        assert store.find_missing(STEP, (rank, num_ranks)) is None
     pathlib.Path.stat = stat
     return total
 
