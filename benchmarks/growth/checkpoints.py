@@ -205,10 +205,10 @@ def checksummed_bytes() -> Iterator[Callable[[], int]]:
     """Return a function that returns the number of bytes whose checksum was computed in the block."""
     add, total = ChecksummedStream._add, 0
 
-    def count(stream: ChecksummedStream, block: bytes) -> None:
+    def count(self: ChecksummedStream, block: bytes) -> None:
         nonlocal total
         total += len(block)
-        add(stream, block)
+        add(self, block)
 
     ChecksummedStream._add = count
     yield lambda: total
@@ -236,10 +236,10 @@ def stats_of_a_node(num_ranks: int, folder: Path) -> float:
     store, _ = write_folder(folder, 64)
     stat, total = pathlib.Path.stat, 0
 
-    def count(path: Path, **options: Any) -> os.stat_result:
+    def count(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
         nonlocal total
         total += 1
-        return stat(path, **options)
+        return stat(self, follow_symlinks=follow_symlinks)
 
     pathlib.Path.stat = count
     for rank in range(num_ranks):
