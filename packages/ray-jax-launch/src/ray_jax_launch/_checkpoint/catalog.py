@@ -113,7 +113,7 @@ def intact_step(folder: StoragePath, *, quarantine: bool = False) -> int | None:
     Args:
         folder: folder of the checkpoints, or a URI of object storage.
         quarantine: rename damaged checkpoints, such as 40 to 40.damaged, so that they are no longer listed and their
-            numbers are free. (In object storage, `checkpoint.json` is renamed.) Only for one process, while no
+            numbers are free. (In object storage, `40.json` is renamed.) Only for one process, while no
             process writes.
 
     Returns:
