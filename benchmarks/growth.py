@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment
-from growth import control
+from growth import checkpoints, control
 from growth.measurement import Measurement, exponent
 
-MEASUREMENTS: list[Measurement] = [*control.MEASUREMENTS]
+MEASUREMENTS: list[Measurement] = [
+    *checkpoints.MEASUREMENTS,
+    *control.MEASUREMENTS,
+]
 ROOT = Path(__file__).parent.parent
 
 

@@ -1,4 +1,4 @@
-"""The files that describe a checkpoint, `checksums.json` and `checkpoint.json`: their format, and damage."""
+"""The files that describe a checkpoint and its parts: their format, and damage."""
 
 import json
 import logging
@@ -59,21 +59,29 @@ def in_storage(s3, tmp_path):
     return save_two(f"{s3}/{tmp_path.name}")
 
 
-def read_description(place):
-    """Return the fields of the file that describes checkpoint 20."""
+def description_of(place, of="checkpoint"):
+    """Return the name of the file that describes checkpoint 20, or the part of its process."""
     if isinstance(place, Path):
-        return json.loads((place / "20/checksums.json").read_text())
-    filesystem, root = open_uri(place)
-    with filesystem.open_input_stream(f"{root}/20/checkpoint.json") as stream:
+        return {"checkpoint": "20/checksums.json", "part": "20/_parts/0.json"}[of]
+    return "20.json" if of == "checkpoint" else f"20.{read_description(place)['save']}/parts/0.json"
+
+
+def shown_name(place, of):
+    """Return the name of such a file in messages."""
+    return description_of(place, of).removeprefix("20/")
+
+
+def read_description(place, of="checkpoint"):
+    """Return the fields of a file that describes checkpoint 20."""
+    filesystem, root = open_uri(str(place))
+    with filesystem.open_input_stream(f"{root}/{description_of(place, of)}") as stream:
         return json.loads(stream.read())
 
 
-def write_description(place, text):
-    if isinstance(place, Path):
-        (place / "20/checksums.json").write_text(text)
-        return
-    filesystem, root = open_uri(place)
-    with filesystem.open_output_stream(f"{root}/20/checkpoint.json") as stream:
+def write_description(place, text, of="checkpoint"):
+    filesystem, root = open_uri(str(place))
+    name = description_of(place, of)
+    with filesystem.open_output_stream(f"{root}/{name}") as stream:
         stream.write(text.encode())
 
 
@@ -136,50 +144,54 @@ def test_the_metadata_of_any_checkpoint_are_read(saved):
         checkpoint_metadata(saved, 20)
 
 
-def change_checksum(place, value):
+def key_of(fields):
+    """Return the field with the checksums, or, in object storage, with the name of the save."""
+    return next(name for name in ("archives", "files", "save") if name in fields)
+
+
+def change_checksum(fields, value):
     """Return the text in which the first file or archive has another checksum."""
-    fields = read_description(place)
-    name = "files" if isinstance(place, Path) else "archives"
-    first = next(iter(fields[name]))
-    return json.dumps(fields | {name: fields[name] | {first: value}})
+    if "processes" in fields and "files" not in fields:
+        return json.dumps(fields | {"processes": value})
+    name = key_of(fields)
+    return json.dumps(fields | {name: fields[name] | {next(iter(fields[name])): value}})
 
 
-def add_file(place, file):
-    fields = read_description(place)
-    name = "files" if isinstance(place, Path) else "archives"
-    return json.dumps(fields | {name: fields[name] | {file: [0, 0]}})
+def add_file(fields, file):
+    name = key_of(fields)
+    return json.dumps(fields | {name: file if name == "save" else fields[name] | {file: [0, 0]}})
 
 
-def without(place, name):
-    return json.dumps({key: value for key, value in read_description(place).items() if key != name})
+def without(fields, name):
+    return json.dumps({key: value for key, value in fields.items() if key != name})
 
 
 DAMAGED = {
-    "deep": lambda place: DEEP,
-    "deep field": lambda place: json.dumps(read_description(place))[:-1] + f', "metadata": {DEEP}}}',
-    "list": lambda place: "[]",
-    "no format": lambda place: without(place, "format"),
-    "no version": lambda place: without(place, "version"),
-    "no checksums": lambda place: without(place, "files" if isinstance(place, Path) else "archives"),
-    "changed letter": lambda place: json.dumps(read_description(place)).replace('"files"', '"fjles"'),
-    "format 0": lambda place: json.dumps(read_description(place) | {"format": 0}),
-    "format true": lambda place: json.dumps(read_description(place) | {"format": True}),
-    "format 1e400": lambda place: json.dumps(read_description(place)).replace('"format": 1', '"format": 1e400'),
-    "version of two lines": lambda place: json.dumps(read_description(place) | {"version": "1\n2"}),
-    "size 10**400": lambda place: change_checksum(place, [10**400, 0]),
-    "size 1e400": lambda place: change_checksum(place, [float("inf"), 0]),
-    "size -1": lambda place: change_checksum(place, [-1, 0]),
-    "size 1.5": lambda place: change_checksum(place, [1.5, 0]),
-    "size true": lambda place: change_checksum(place, [True, 0]),
-    "checksum text": lambda place: change_checksum(place, [1, "0"]),
-    "three numbers": lambda place: change_checksum(place, [1, 2, 3]),
-    "number of 5,000 digits": lambda place: change_checksum(place, [1, 2]).replace("[1, 2]", f"[1{'0' * 5000}, 2]"),
-    "name above": lambda place: add_file(place, "../file"),
-    "absolute name": lambda place: add_file(place, "/etc/hostname"),
-    "name with a null": lambda place: add_file(place, "a\0b"),
-    "name of half a character": lambda place: add_file(place, "\ud800"),
-    "name of 300 letters": lambda place: add_file(place, "a" * 300),
-    "empty name": lambda place: add_file(place, ""),
+    "deep": lambda fields: DEEP,
+    "deep field": lambda fields: json.dumps(fields)[:-1] + f', "metadata": {DEEP}}}',
+    "list": lambda fields: "[]",
+    "no format": lambda fields: without(fields, "format"),
+    "no version": lambda fields: without(fields, "version"),
+    "no checksums": lambda fields: without(fields, "files" if isinstance(fields, Path) else "archives"),
+    "changed letter": lambda fields: json.dumps(fields).replace(f'"{key_of(fields)}"', '"fjles"'),
+    "format 0": lambda fields: json.dumps(fields | {"format": 0}),
+    "format true": lambda fields: json.dumps(fields | {"format": True}),
+    "format 1e400": lambda fields: json.dumps(fields).replace('"format": 1', '"format": 1e400'),
+    "version of two lines": lambda fields: json.dumps(fields | {"version": "1\n2"}),
+    "size 10**400": lambda fields: change_checksum(fields, [10**400, 0]),
+    "size 1e400": lambda fields: change_checksum(fields, [float("inf"), 0]),
+    "size -1": lambda fields: change_checksum(fields, [-1, 0]),
+    "size 1.5": lambda fields: change_checksum(fields, [1.5, 0]),
+    "size true": lambda fields: change_checksum(fields, [True, 0]),
+    "checksum text": lambda fields: change_checksum(fields, [1, "0"]),
+    "three numbers": lambda fields: change_checksum(fields, [1, 2, 3]),
+    "number of 5,000 digits": lambda fields: change_checksum(fields, [1, 2]).replace("[1, 2]", f"[1{'0' * 5000}, 2]"),
+    "name above": lambda fields: add_file(fields, "../file"),
+    "absolute name": lambda fields: add_file(fields, "/etc/hostname"),
+    "name with a null": lambda fields: add_file(fields, "a\0b"),
+    "name of half a character": lambda fields: add_file(fields, "\ud800"),
+    "name of 300 letters": lambda fields: add_file(fields, "a" * 300),
+    "empty name": lambda fields: add_file(fields, ""),
 }
 QUICK = (
     "deep field",
@@ -194,11 +206,13 @@ QUICK = (
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("of", ["checkpoint", "part"])
 @pytest.mark.parametrize(
     "damage", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in DAMAGED if name not in QUICK)]
 )
-def test_a_damaged_description_is_damage(saved, caplog, damage, record_property):
-    write_description(saved, DAMAGED[damage](saved))
+def test_a_damaged_description_is_damage(saved, caplog, damage, of, record_property):
+    name = shown_name(saved, of)
+    write_description(saved, DAMAGED[damage](read_description(saved, of)), of)
     with Checkpoints(saved, read_only=True) as checkpoints:
         found = checkpoints.restore_latest({"params": TREE})
     assert found is not None
@@ -207,41 +221,72 @@ def test_a_damaged_description_is_damage(saved, caplog, damage, record_property)
     with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(saved) as checkpoints:
         assert checkpoints.latest_step() == 10
     (line,) = [record.message for record in caplog.records if record.name == "ray_jax_launch"]
-    name = "checksums.json" if isinstance(saved, Path) else "checkpoint.json"
     assert line == f"checkpoint 20 in {saved} is damaged ({name} cannot be read): going back to checkpoint 10"
-    record_property("fault", f"the description of the newest checkpoint is damaged: {damage}")
+    record_property("fault", f"the description of the newest checkpoint is damaged ({of}): {damage}")
     record_property("lost", "steps since the checkpoint before it")
 
 
-def forget(place, is_forgotten, write=json.dumps):
+def forget(place, is_forgotten, of, write=json.dumps):
     """Delete entries from the checksums of checkpoint 20."""
-    fields = read_description(place)
-    name = "files" if isinstance(place, Path) else "archives"
+    fields = read_description(place, of)
+    name = key_of(fields)
     fields[name] = {file: checksum for file, checksum in fields[name].items() if not is_forgotten(file)}
-    write_description(place, write(fields))
+    write_description(place, write(fields), of)
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("write", [json.dumps, to_json], ids=["changed", "written"])
-@pytest.mark.parametrize("forgotten", ["params/d/", "params/_METADATA", "params/ocdbt.process_0/manifest.ocdbt", ""])
-def test_a_file_that_the_checksums_do_not_list_is_damage(in_folder, caplog, forgotten, write, record_property):
-    forget(in_folder, lambda file: file.startswith(forgotten), write)
-    check_that_20_is_damaged(in_folder, caplog, "checksums.json does not list ")
-    record_property("fault", f"checksums.json of the newest checkpoint lacks the names {forgotten}*")
+@pytest.mark.parametrize(
+    ("of", "forgotten"),
+    [
+        ("checkpoint", "params/d/"),
+        ("checkpoint", "params/_METADATA"),
+        ("checkpoint", ""),
+        ("part", "params/ocdbt.process_0/manifest.ocdbt"),
+        ("part", "params/array_metadatas/"),
+        ("part", ""),
+    ],
+)
+def test_a_file_that_the_checksums_do_not_list_is_damage(in_folder, caplog, of, forgotten, write, record_property):
+    forget(in_folder, lambda file: file.startswith(forgotten), of, write)
+    problem = "does not list " if write is to_json else "does not have the checksum it was written with"
+    check_that_20_is_damaged(in_folder, caplog, f"{shown_name(in_folder, of)} {problem}")
+    record_property("fault", f"the checksums of the newest checkpoint ({of}) lack the names {forgotten}*")
     record_property("lost", "steps since the checkpoint before it")
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("change", ["archives", "metadata", "files"])
-def test_a_changed_listing_in_object_storage_is_damage(in_storage, caplog, change, record_property):
-    fields = read_description(in_storage)
-    if change == "archives":
-        forget(in_storage, lambda archive: "params" in archive)
+@pytest.mark.parametrize("of", ["checkpoint", "part"])
+def test_a_part_that_no_process_wrote_is_damage(in_folder, caplog, of, record_property):
+    """A checkpoint of two processes has a second part; one of a single process has no files of a second."""
+    if of == "checkpoint":
+        write_description(in_folder, to_json(read_description(in_folder) | {"processes": 2}))
+        problem = "_parts/1.json is missing"
     else:
-        changed = {"metadata": {"step": 21}, "files": {"process-0.params.tar": []}}
-        write_description(in_storage, json.dumps(fields | {change: changed[change]}))
-    check_that_20_is_damaged(in_storage, caplog, "checkpoint.json does not have the checksum it was written with")
-    record_property("fault", f"the listing of the newest checkpoint in object storage has other {change}")
+        (in_folder / "20/params/ocdbt.process_1").mkdir()
+        (in_folder / "20/params/ocdbt.process_1/manifest.ocdbt").touch()
+        problem = "checksums.json does not list params/ocdbt.process_1/manifest.ocdbt"
+    check_that_20_is_damaged(in_folder, caplog, problem)
+    record_property("fault", f"the number of the parts of the newest checkpoint is wrong ({of})")
+    record_property("lost", "steps since the checkpoint before it")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("of", "change"),
+    [
+        ("checkpoint", {"metadata": {"step": 21}}),
+        ("checkpoint", {"processes": 2}),
+        ("checkpoint", {"save": "0a-1"}),
+        ("part", {"files": {"process-0.params.tar": []}}),
+        ("part", {"archives": {}}),
+    ],
+)
+def test_a_changed_listing_in_object_storage_is_damage(in_storage, caplog, of, change, record_property):
+    name = shown_name(in_storage, of)
+    write_description(in_storage, json.dumps(read_description(in_storage, of) | change), of)
+    check_that_20_is_damaged(in_storage, caplog, f"{name} does not have the checksum it was written with")
+    record_property("fault", f"the listing of the newest checkpoint in object storage has other {next(iter(change))}")
     record_property("lost", "steps since the checkpoint before it")
 
 
@@ -273,11 +318,11 @@ def test_a_checkpoint_below_another_number_in_object_storage_is_damage(in_storag
     record_property("fault", "the objects of a checkpoint are copied to a larger number")
     record_property("lost", "nothing")
     filesystem, root = open_uri(in_storage)
-    for file in filesystem.get_file_info(FileSelector(f"{root}/20", recursive=True)):
+    for file in filesystem.get_file_info(FileSelector(root, recursive=True)):
         if file.is_file:
-            filesystem.copy_file(file.path, file.path.replace(f"{root}/20/", f"{root}/35/"))
+            filesystem.copy_file(file.path, file.path.replace(f"{root}/20.", f"{root}/35."))
     assert intact_step(in_storage) == 20
-    assert "(checkpoint.json is that of checkpoint 20): going back to checkpoint 20" in caplog.text
+    assert "(35.json is that of checkpoint 20): going back to checkpoint 20" in caplog.text
 
 
 @pytest.mark.fault
@@ -368,7 +413,7 @@ def test_a_folder_whose_name_is_no_step_is_no_checkpoint(place, name):
         (place / name).mkdir()
     else:
         filesystem, root = open_uri(place)
-        with filesystem.open_output_stream(f"{root}/{name}/checkpoint.json") as stream:
+        with filesystem.open_output_stream(f"{root}/{name}.json") as stream:
             stream.write(b"{}")
     assert latest_step(place) == 1
     with Checkpoints(place) as checkpoints:

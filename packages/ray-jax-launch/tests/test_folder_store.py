@@ -209,11 +209,15 @@ def test_every_file_has_a_checksum_without_wait(tmp_path):
             checkpoints.save(step, {"params": TREE, "opt_state": TREE}, metadata={"step": step})
     for step in (10, 20, 30):
         checkpoint = tmp_path / str(step)
-        files = json.loads((checkpoint / "checksums.json").read_text())["files"]
+        common, own = (json.loads((checkpoint / name).read_text()) for name in ("checksums.json", "_parts/0.json"))
         found = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
         # Orbax has written the last of them since version 0.12.
-        assert found - set(files) - {"commit_success.txt"} == {"checksums.json", "_CHECKPOINT_METADATA"}
-        assert len(files) > 10
+        unlisted = {"checksums.json", "_parts/0.json", "_CHECKPOINT_METADATA"}
+        assert found - {"commit_success.txt"} - {*common["files"], *own["files"]} == unlisted
+        assert not {*common["files"]} & {*own["files"]}
+        assert (common["processes"], common["step"], own["step"]) == (1, step, step)
+        assert {name.split("/")[1] for name in own["files"]} == {"array_metadatas", "ocdbt.process_0"}
+        assert min(len(common["files"]), len(own["files"])) > 5
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_is_announced(tmp_path, monkeypatch):
@@ -324,8 +328,32 @@ def test_the_first_file_that_a_host_does_not_see_is_named(folder: Path) -> None:
     file.write_bytes(content)
     assert store.find_missing(30) is None
     remove_the_checksums(checkpoint)
-    assert store.find_missing(30) == str(checkpoint / "checksums.json")
+    assert store.find_missing(30) == f"{checkpoint} as it was written (checksums.json is missing)"
     assert store.find_missing(40) == str(folder / "40")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 64])
+def test_the_processes_of_a_node_share_its_look_at_the_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    store, looked_at, stat = FolderStore(folder), list[str](), Path.stat
+
+    def note(path: Path, **options: bool) -> os.stat_result:
+        looked_at.append(str(path.relative_to(folder / "30")))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", note)
+    shares = [(rank, num_ranks) for rank in range(num_ranks)]
+    assert [store.find_missing(30, share) for share in shares] == [None] * num_ranks
+    files = [name for name in looked_at if "checksums.json" not in name and not name.startswith("_parts")]
+    assert sorted(files) == sorted(store.files(30))
+    monkeypatch.undo()
+    gone = "params/ocdbt.process_0/manifest.ocdbt"
+    (folder / "30" / gone).unlink()
+    found = [store.find_missing(30, share) for share in shares]
+    assert [path for path in found if path is not None] == [str(folder / "30" / gone)]
+    found = [store.find_damage(30, share) for share in shares]
+    assert [problem for problem in found if problem is not None] == [f"{gone} is missing"]
 
 
 def test_a_host_that_does_not_see_a_checkpoint_stops_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,12 +369,16 @@ def test_a_checkpoint_is_deleted_while_an_older_one_cannot_be(folder: Path, monk
     """NFS keeps a deleted file that is open in another process, and its folder."""
     remove = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
-    FolderStore(folder).delete(10)
-    FolderStore(folder).delete(20)
+    store = FolderStore(folder)
+    for step in (10, 20):
+        store.unlist(step)
+        store.sweep()
     assert checkpoint_steps(folder) == [30]
-    assert len([*(folder / ".trash").iterdir()]) == 2
+    assert len([*folder.glob(".trash-*")]) == 2
     monkeypatch.setattr(shutil, "rmtree", remove)
-    FolderStore(folder).delete(30)
+    store.unlist(30)
+    assert len([*folder.glob(".trash-30-*/params")]) == 1
+    store.sweep()
     assert [*folder.iterdir()] == []
 
 
@@ -354,7 +386,9 @@ DELETES = """
 import sys
 from pathlib import Path
 from ray_jax_launch._checkpoint.folder_store import FolderStore
-FolderStore(Path(sys.argv[1])).delete(30)
+store = FolderStore(Path(sys.argv[1]))
+store.unlist(30)
+store.sweep()
 """
 
 
@@ -376,7 +410,8 @@ def test_a_process_killed_during_a_deletion_leaves_no_incomplete_checkpoint(fold
         process.wait()
     assert checkpoint_steps(folder) == [10, 20]
     with Checkpoints(folder):
-        assert {path.name for path in folder.iterdir()} == {"10", "20"}
+        pass
+    assert {path.name for path in folder.iterdir()} == {"10", "20"}
 
 
 def test_a_missing_folder_has_no_checkpoint(tmp_path):

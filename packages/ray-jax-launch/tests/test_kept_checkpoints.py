@@ -34,12 +34,12 @@ from ray_jax_launch._checkpoint.object_store import ObjectStore
 
 folder, last, killed = sys.argv[1], *map(int, sys.argv[2:])
 for store in (FolderStore, ObjectStore):
-    def delete(self, step, delete=store.delete):
+    def unlist(self, step, unlist=store.unlist):
         if step == killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        delete(self, step)
+        unlist(self, step)
 
-    store.delete = delete
+    store.unlist = unlist
 
 losses = {1: 9.0, 2: 8.0, 3: 3.0, 4: 4.0, 5: 2.0, 6: 5.0, 7: 6.0, 8: 7.0, 9: 1.0, 10: 5.0}
 best = {"step": 0, "loss": 1e9}
@@ -98,8 +98,8 @@ def damage(place, step):
     filesystem, root = open_uri(str(place))
     files = [
         info
-        for info in filesystem.get_file_info(FileSelector(f"{root}/{step}", recursive=True))
-        if info.is_file and "params" in info.path
+        for info in filesystem.get_file_info(FileSelector(root, recursive=True))
+        if re.match(rf"{step}\b", info.path[len(root) + 1 :]) and info.is_file and "params" in info.path
     ]
     with filesystem.open_output_stream(max(files, key=lambda info: info.size).path) as stream:
         stream.write(b"x")

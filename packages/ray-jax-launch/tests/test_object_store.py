@@ -24,7 +24,7 @@ from ray_jax_launch._checkpoint.object_store import ObjectStore
 from ray_jax_launch._storage import join_path, open_uri
 
 TREE = {"w": jnp.arange(1000.0)}
-FILES = {"checksums-0.json", "process-0.tar", "process-0.params.tar"}
+FILES = {"parts/0.json", "process-0.tar", "process-0.params.tar"}
 """Names of the objects of a save."""
 
 
@@ -58,8 +58,16 @@ def names(uri):
 
 
 def save_of(uri, step):
-    """The folder of the archives of a checkpoint, such as 30/<save>."""
-    return f"{step}/{json.loads(read(uri, f'{step}/checkpoint.json'))['save']}"
+    """The folder of the archives of a checkpoint, such as 30.<save>."""
+    return f"{step}.{json.loads(read(uri, f'{step}.json'))['save']}"
+
+
+def change_archive(uri, archive, checksum):
+    """Write a description with another checksum of an archive."""
+    name = f"{save_of(uri, 30)}/parts/0.json"
+    part = json.loads(read(uri, name))
+    part["archives"][archive] = checksum
+    write(uri, name, to_json(part).encode())
 
 
 def flip_a_byte(uri, archive="process-0.params.tar", step=30):
@@ -84,12 +92,27 @@ def remove_an_archive(uri):
 
 
 def spoil_the_listing(uri):
-    write(uri, "30/checkpoint.json", b"{")
-    return "checkpoint.json cannot be read"
+    write(uri, "30.json", b"{")
+    return "30.json cannot be read"
+
+
+def spoil_a_part(uri):
+    name = f"{save_of(uri, 30)}/parts/0.json"
+    write(uri, name, read(uri, name)[:-1])
+    return f"{name} cannot be read"
+
+
+def remove_a_part(uri):
+    filesystem, root = open_uri(uri)
+    name = f"{save_of(uri, 30)}/parts/0.json"
+    filesystem.delete_file(f"{root}/{name}")
+    return f"{name} is missing"
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, remove_an_archive, spoil_the_listing])
+@pytest.mark.parametrize(
+    "damage", [flip_a_byte, cut_short, remove_an_archive, spoil_the_listing, spoil_a_part, remove_a_part]
+)
 def test_the_checkpoint_before_a_damaged_checkpoint_is_restored_with_a_warning(uri, caplog, damage, record_property):
     problem = damage(uri)
     with caplog.at_level(logging.WARNING, "ray_jax_launch"), Checkpoints(uri, num_to_keep=3) as checkpoints:
@@ -124,10 +147,10 @@ def test_items_are_restored_one_by_one(uri):
 
 def test_a_checkpoint_is_its_archives_and_the_object_that_lists_them(uri):
     save = save_of(uri, 30)
-    expected = {"30/checkpoint.json"} | {f"{save}/{name}" for name in FILES}
-    assert {name for name in names(uri) if name.startswith("30/")} == expected
-    listing = json.loads(read(uri, "30/checkpoint.json"))
-    assert listing["archives"]["process-0.params.tar"][0] == len(read(uri, f"{save}/process-0.params.tar"))
+    expected = {"30.json"} | {f"{save}/{name}" for name in FILES}
+    assert {name for name in names(uri) if name.startswith("30.")} == expected
+    part, listing = (json.loads(read(uri, name)) for name in (f"{save}/parts/0.json", "30.json"))
+    assert part["archives"]["process-0.params.tar"][0] == len(read(uri, f"{save}/process-0.params.tar"))
     assert listing["metadata"] == {"step": 30}
     assert (listing["format"], listing["version"]) == (1, version("ray-jax-launch"))
 
@@ -144,33 +167,30 @@ def test_a_step_can_be_quarantined_twice_and_written_again(uri, record_property)
             assert checkpoints.latest_step() == 20
             checkpoints.save(30, {"params": TREE}, metadata={})
         assert intact_step(uri) == 30
-    listings = {f"30/checkpoint.json{suffix}" for suffix in ("", ".damaged", ".damaged2")}
+    listings = {f"30.json{suffix}" for suffix in ("", ".damaged", ".damaged2")}
     expected = listings | before | {f"{save_of(uri, 30)}/{name}" for name in FILES}
-    assert {name for name in names(uri) if name.startswith("30/")} == expected
+    assert {name for name in names(uri) if name.startswith("30.")} == expected
 
 
 def test_a_quarantined_checkpoint_keeps_its_archives(uri, monkeypatch):
-    monkeypatch.setattr("ray_jax_launch._checkpoint.object_store._ABANDONED_AFTER_S", -60.0)
     path = f"{save_of(uri, 30)}/process-0.params.tar"
     flip_a_byte(uri)
     archive, before = read(uri, path), names(uri)
     with Checkpoints(uri, num_to_keep=1) as checkpoints:
         for step in (30, 40):
             checkpoints.save(step, {"params": TREE}, metadata={})
+    monkeypatch.setattr("ray_jax_launch._checkpoint.object_store._ABANDONED_AFTER_S", -60.0)
     with Checkpoints(uri):
         pass
-    expected = {name.replace(".json", ".json.damaged") for name in before if name.startswith("30/check")}
-    assert {name for name in names(uri) if not name.startswith("40/")} == expected | {
-        name for name in before if name.startswith("30/") and "/checkpoint" not in name
+    assert {name for name in names(uri) if not name.startswith("40.")} == {
+        name.replace("30.json", "30.json.damaged") for name in before if name.startswith("30.")
     }
     assert read(uri, path) == archive
 
 
 def test_an_archive_shorter_than_written_by_4_gib_is_damaged(uri):
-    listing = json.loads(read(uri, "30/checkpoint.json"))
-    size, crc = listing["archives"]["process-0.params.tar"]
-    listing["archives"]["process-0.params.tar"] = [size + (1 << 32), crc]
-    write(uri, "30/checkpoint.json", to_json(listing).encode())
+    size = len(read(uri, f"{save_of(uri, 30)}/process-0.params.tar"))
+    change_archive(uri, "process-0.params.tar", [size + (1 << 32), 1])
     assert ObjectStore(uri).find_damage(30) == f"process-0.params.tar has {size} bytes, not {size + (1 << 32)}"
 
 
@@ -236,7 +256,7 @@ def test_each_node_downloads_an_archive_once(run_ranks, uri, proxy, tmp_path, mo
     (tmp_path / "node2").mkdir()
     prefix = ["env", f"TMPDIR={tmp_path}/node2"] if num_nodes == 2 else []
     assert run_ranks(RESTORES, [proxy.uri(uri)] * 2, prefix=prefix) == ["restored"] * 2
-    size = json.loads(read(uri, "40/checkpoint.json"))["archives"]["process-0.params.tar"][0]
+    size = len(read(uri, f"{save_of(uri, 40)}/process-0.params.tar"))
     assert proxy.downloaded_bytes("/process-0.params.tar") == num_nodes * size
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -265,11 +285,11 @@ def busy(uri, proxy):
 def test_a_checkpoint_on_a_busy_server_is_quarantined_later(uri, busy, proxy, record_property):
     record_property("fault", "the object storage answers 503 to the copy of a damaged checkpoint's listing")
     record_property("lost", "nothing")
-    proxy.failing = "/30/checkpoint.json.damaged"
+    proxy.failing = "/30.json.damaged"
     proxy.num_failures = 40  # more than pyarrow's client tries again, in 6 s
     ObjectStore(busy).quarantine(30)
     assert ObjectStore(uri).steps() == [10, 20]
-    assert {name for name in names(uri) if name.startswith("30/checkpoint.json")} == {"30/checkpoint.json.damaged"}
+    assert {name for name in names(uri) if name.startswith("30.json")} == {"30.json.damaged"}
 
 
 @pytest.mark.fault
@@ -289,13 +309,13 @@ def test_a_checkpoint_on_a_busy_server_is_not_damaged(uri, busy, proxy, caplog, 
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("name", ["process-0.params.tar", pytest.param("checkpoint.json", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["process-0.params.tar", pytest.param("30.json", marks=pytest.mark.slow)])
 def test_a_server_that_stays_busy_ends_the_start_and_changes_nothing(
     uri, busy, proxy, name, monkeypatch, record_property
 ):
     monkeypatch.setattr("ray_jax_launch._checkpoint.retry.DELAYS_S", ())  # pyarrow's client takes 6 s for each attempt
     before = names(uri)
-    proxy.failing = f"/30/{name}" if name == "checkpoint.json" else f"/{save_of(uri, 30)}/{name}"
+    proxy.failing = f"/{name}" if name == "30.json" else f"/{save_of(uri, 30)}/{name}"
     proxy.num_failures = 1_000_000
     with pytest.raises(LaunchError, match=rf"{name} .* cannot be accessed: .*503"):
         Checkpoints(busy)
@@ -334,10 +354,8 @@ def test_an_archive_that_names_files_elsewhere_is_rejected(uri, member, tmp_path
         tar.addfile(member, io.BytesIO(b"evil"))
         tar.addfile(tarfile.TarInfo("items/link/file"))
     archive = content.getvalue()
-    listing = json.loads(read(uri, "30/checkpoint.json"))
-    listing["archives"]["process-0.params.tar"] = [len(archive), zlib.crc32(archive)]
     write(uri, f"{save_of(uri, 30)}/process-0.params.tar", archive)
-    write(uri, "30/checkpoint.json", to_json(listing).encode())
+    change_archive(uri, "process-0.params.tar", [len(archive), zlib.crc32(archive)])
     with Checkpoints(uri, read_only=True) as checkpoints:
         with pytest.raises(DamagedCheckpointError, match="must be a tar file of files with relative names, got"):
             checkpoints.restore(30, {"params": TREE})

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 from ray_jax_launch import Checkpoints, LaunchError, UnsavedCheckpointError, intact_step, latest_step
-from ray_jax_launch._checkpoint.staging import Staging
+from ray_jax_launch._checkpoint.staging import Staging, node_of
 
 SAVES = """
 import sys
@@ -284,9 +284,7 @@ def test_processes_of_one_node_are_known_by_their_temporary_folder(
 ) -> None:
     def node(folder: Path) -> str:
         folder.mkdir(exist_ok=True)
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        with contextlib.closing(Staging("s3://bucket/run")) as staging:
-            return staging.node()
+        return node_of(folder)
 
     a, b = temporary / "a", temporary / "b"
     assert node(a) == node(a) != node(b)

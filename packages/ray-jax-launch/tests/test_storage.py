@@ -101,8 +101,8 @@ def damage_metadata(place, step):
         (place / f"{step}/metadata/metadata").write_text("[]")
         return
     filesystem, root = open_uri(place)
-    with filesystem.open_output_stream(f"{root}/{step}/checkpoint.json") as stream:
-        stream.write(b'{"archives": {')
+    with filesystem.open_output_stream(f"{root}/{step}.json") as stream:
+        stream.write(b'{"metadata": {')
 
 
 def test_the_newest_readable_metadata_is_found(saved):

@@ -114,7 +114,7 @@ def test_a_save_that_fails_is_reported_once(
 ) -> None:
     problem, saved, failed, is_reported = OSError("broken disk"), [], [], threading.Event()
 
-    def fail(store: FolderStore, step: int) -> None:
+    def fail(store: FolderStore, step: int, num_processes: int) -> None:
         raise problem
 
     def loop() -> None:
@@ -153,10 +153,10 @@ def test_a_checkpoint_that_cannot_be_deleted_is_logged_and_deleted_after_the_nex
     def fail_once(store: FolderStore, step: int) -> None:
         if step == 3:
             raise OSError("busy")
-        delete(store, step)
+        unlist(store, step)
 
-    delete = FolderStore.delete
-    monkeypatch.setattr(FolderStore, "delete", fail_once)
+    unlist = FolderStore.unlist
+    monkeypatch.setattr(FolderStore, "unlist", fail_once)
     with Checkpoints(tmp_path, num_to_keep=3) as checkpoints:
         for step in (1, 3, 5):
             checkpoints.save(step, {"params": TREE}, metadata={})

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from ray_jax_launch._errors import DamagedCheckpointError, DeletedCheckpointError, LaunchError, StorageFullError
@@ -54,3 +55,14 @@ def gather(message: Any) -> list[Any]:
     # The rows are in the order of the devices, which is not that of the processes on every TPU slice.
     messages: dict[int, Any] = dict(json.loads(row.tobytes()) for row in rows)
     return [messages[rank] for rank in range(jax.process_count())]
+
+
+def tell(key: str, text: str) -> None:
+    """Tell the other processes a text. No collective, and no devices: any thread can call it, once for each key."""
+    if jax.process_count() > 1:
+        ocp.multihost.get_jax_distributed_client().key_value_set(key, text)
+
+
+def ask(key: str, timeout_s: float) -> str:
+    """Wait for a text that another process tells."""
+    return ocp.multihost.get_jax_distributed_client().blocking_key_value_get(key, round(timeout_s * 1000))

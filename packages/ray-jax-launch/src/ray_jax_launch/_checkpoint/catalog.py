@@ -6,7 +6,8 @@ Does not import jax, so that a driver can use it without touching the devices.
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def intact_step(folder: StoragePath, *, quarantine: bool = False) -> int | None:
     Args:
         folder: folder of the checkpoints, or a URI of object storage.
         quarantine: rename damaged checkpoints, such as 40 to 40.damaged, so that they are no longer listed and their
-            numbers are free. (In object storage, `checkpoint.json` is renamed.) Only for one process, while no
+            numbers are free. (In object storage, `40.json` is renamed.) Only for one process, while no
             process writes.
 
     Returns:
@@ -127,26 +128,46 @@ def intact_step(folder: StoragePath, *, quarantine: bool = False) -> int | None:
     return newest_intact(open_store(folder), folder, quarantine=quarantine)
 
 
-def newest_intact(store: CheckpointStore, folder: StoragePath, *, quarantine: bool = False) -> int | None:
-    """Return what `intact_step` returns, from a store that is open."""
+def newest_intact(
+    store: CheckpointStore,
+    folder: StoragePath,
+    *,
+    quarantine: bool = False,
+    find_damage: Callable[[int], str | None] | None = None,
+    leader: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
+) -> int | None:
+    """Return what `intact_step` returns, from a store that is open.
+
+    Args:
+        store: the checkpoints.
+        folder: their place, for messages.
+        quarantine: see `intact_step`.
+        find_damage: describes the damage of a checkpoint. Default: this process reads all of it.
+        leader: runs a function that lists or changes the storage in the first process, and returns its result in all.
+    """
+    find_damage = store.find_damage if find_damage is None else find_damage
     damaged: dict[int, str] = {}
-    step = None
-    while left := sorted(set(store.steps()) - damaged.keys(), reverse=True):
-        problem = store.find_damage(left[0])
+    while (step := leader(lambda: max({*store.steps()} - damaged.keys(), default=None))) is not None:
+        problem = find_damage(step)
         if problem is None:
-            step = left[0]
             break
-        if left[0] in store.steps():  # else the run has deleted it
-            damaged[left[0]] = problem
+        if leader(lambda step=step: step in store.steps()):  # else the run has deleted it
+            damaged[step] = problem
     if damaged and step is None:
         raise all_damaged(folder, damaged)
+    leader(partial(_report, store, folder, damaged, step, quarantine))
+    return step
+
+
+def _report(
+    store: CheckpointStore, folder: StoragePath, damaged: Mapping[int, str], step: int | None, quarantine: bool
+) -> None:
     for number, problem in damaged.items():
         _logger.warning(
             "checkpoint %s in %s is damaged (%s): going back to checkpoint %s", number, folder, problem, step
         )
         if quarantine:
             store.quarantine(number)
-    return step
 
 
 def all_damaged(folder: StoragePath, damaged: Mapping[int, str]) -> DamagedCheckpointError:

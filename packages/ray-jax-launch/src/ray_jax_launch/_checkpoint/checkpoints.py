@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from ray_jax_launch._checkpoint.broadcast import from_leader
+from ray_jax_launch._checkpoint.broadcast import from_leader, gather
 from ray_jax_launch._checkpoint.catalog import all_damaged, newest_intact, open_store, unsaved
 from ray_jax_launch._checkpoint.checksums import STEP_NAME
 from ray_jax_launch._checkpoint.pytree import check_items, items_as_wanted, to_metadata, to_save
@@ -80,7 +80,7 @@ class Checkpoints:
             return the same in all processes.
         read_only: change nothing in the folder, and do not clean up after a crash.
         verify: read the newest checkpoint and compare its checksums. A damaged checkpoint is quarantined with a
-            warning, and the one before it becomes the newest. Only the first process reads. No effect if `read_only`.
+            warning, and the one before it becomes the newest. Each process reads its share. No effect if `read_only`.
 
     Raises:
         DamagedCheckpointError: there are checkpoints, and all of them are damaged.
@@ -121,24 +121,27 @@ class Checkpoints:
         self._closed = False
         self._pending: _Pending | None = None
 
-        def open_and_list() -> tuple[list[int], str]:
+        def open_storage() -> str:
             self._store = open_store(self._folder)
             if not read_only:
                 self._store.prepare()
-                if verify:
-                    newest_intact(self._store, self._folder, quarantine=True)
-            return self._store.steps(), uuid.uuid4().hex
+            return uuid.uuid4().hex
 
         # Only the first process opens the storage before the others know whether it succeeds.
-        listed, run_id = from_leader(open_and_list)
-        self._steps: set[int] = set(listed)
+        run_id = from_leader(open_storage)
+        if jax.process_index() > 0:
+            self._store = open_store(self._folder)
+        if verify and not read_only:
+            self._newest_intact(quarantine=True)
+        self._steps: set[int] = set(from_leader(self._store.steps))
         self._durable_step = self.latest_step()
         if self._durable_step is not None and not read_only and jax.process_index() == 0:
             notify(self._folder, self._durable_step)
-        if jax.process_index() > 0:
-            self._store = open_store(self._folder)
         self._writer = make_writer(self._folder, self._store, run_id)
         self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._cleaner = ThreadPoolExecutor(1, "checkpoints-cleaner")
+        if not read_only:
+            self._in_background(self._store.clean_up)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -159,9 +162,13 @@ class Checkpoints:
                     _logger.error("%s", unsaved(self._folder, self._pending.step, error))
         finally:
             self._closed = True
-            closing = self._thread.submit(self._writer.close)  # after the save
+            closing = self._thread.submit(self._close)  # after the save
             self._thread.shutdown(wait=False)
             complete(closing)
+
+    def _close(self) -> None:
+        self._cleaner.shutdown()
+        self._writer.close()
 
     def latest_step(self) -> int | None:
         """Return the number of the newest checkpoint, or None. All processes return the same number.
@@ -184,7 +191,8 @@ class Checkpoints:
 
         This first waits for the save before. The checkpoint is durable when `wait` or the next `save` has returned, or
         the `with` block has ended. They raise errors of the background. When the checkpoint is durable, old
-        checkpoints are deleted in the background.
+        checkpoints are no longer listed. Their files are deleted in the background; only the end of the `with` block
+        waits for this.
 
         Args:
             step: number of the checkpoint.
@@ -364,7 +372,27 @@ class Checkpoints:
         if not self._read_only:
             self.wait()
             return self.latest_step()
-        return from_leader(lambda: newest_intact(self._store, self._folder))
+        return self._newest_intact(quarantine=False)
+
+    def _newest_intact(self, *, quarantine: bool) -> int | None:
+        """Return the number of the newest checkpoint without damage. All processes verify it together."""
+        return newest_intact(
+            self._store, self._folder, quarantine=quarantine, find_damage=self._find_damage, leader=from_leader
+        )
+
+    def _find_damage(self, step: int) -> str | None:
+        """Return the damage of a checkpoint, or None. Each process reads its share.
+
+        The first process decides: the listing of another host may be old, so it reads what another found damaged.
+        """
+        number = jax.process_count()
+        share = jax.process_index(), number
+        problems = gather(from_leader(lambda: self._store.find_damage(step, share), jax.process_index()))
+        if problems[0] is not None:
+            return problems[0]
+        suspects = [rank for rank, problem in enumerate(problems) if problem is not None]
+        found = from_leader(lambda: [self._store.find_damage(step, (rank, number)) for rank in suspects])
+        return next((problem for problem in found if problem is not None), None)
 
     def _check_open(self, *, for_writing: bool = False) -> None:
         if self._closed or (for_writing and self._read_only):
@@ -424,6 +452,20 @@ class Checkpoints:
         notify(self._folder, step)
         for old in self._steps - kept:
             try:
-                self._store.delete(old)
+                self._store.unlist(old)
             except (OSError, LaunchError) as error:
                 _logger.warning("checkpoint %s in %s cannot be deleted: %s", old, self._folder, error)
+        if self._steps - kept:
+            self._in_background(self._store.sweep)
+
+    def _in_background(self, clean_up: Callable[[], None]) -> None:
+        """Delete files in the first process, and let no save wait for it."""
+
+        def run() -> None:
+            try:
+                clean_up()
+            except (OSError, LaunchError) as error:
+                _logger.warning("files of old checkpoints in %s cannot be deleted: %s", self._folder, error)
+
+        if jax.process_index() == 0:
+            self._cleaner.submit(run)

@@ -1,7 +1,9 @@
 """Verification of a checkpoint's files and archives: their format, their sizes and their checksums.
 
-`checksums.json` of a folder and `checkpoint.json` of object storage hold the number of their format, the version of
-ray-jax-launch that wrote them, and a checksum of the whole, beside their own fields.
+A checkpoint has a part for each process that wrote it: the files of this process, described by a JSON file that the
+process wrote. Later, any number of processes share the parts to verify them (`share_of`). The JSON files hold the
+number of their format, the version of ray-jax-launch that wrote them, and a checksum of the whole, beside their own
+fields.
 """
 
 import json
@@ -30,6 +32,9 @@ _MAX_NAME_BYTES, _MAX_BYTES = 255, 1 << 62
 T = TypeVar("T")
 Checksum = tuple[int, int]
 """Size in bytes, and CRC-32."""
+Share = tuple[int, int]
+"""Rank of a process, and number of the processes that share some work."""
+ALL: Share = (0, 1)
 
 
 class ChecksummedStream:
@@ -168,6 +173,29 @@ def parse_fields(name: str, place: str, content: bytes, convert: Mapping[str, Ca
         f"{place} must have format {FORMAT}, which {_PACKAGE} {version(_PACKAGE)} reads, got {problem}, which "
         f"{_PACKAGE} {writer} wrote. Install {_PACKAGE} {writer} or later."
     )
+
+
+def share_of(share: Share, num_parts: int) -> list[tuple[int, slice]]:
+    """Return the parts of a checkpoint that are the share of a process, and of each part which of its files.
+
+    >>> share_of((1, 2), 5), share_of((5, 8), 3)
+    ([(1, slice(0, None, 1)), (3, slice(0, None, 1))], [(2, slice(1, None, 2))])
+    """
+    rank, num_ranks = share
+    num_of_part = max(1, len(range(rank % num_parts, num_ranks, num_parts)))  # which share one part
+    parts = range(rank % num_parts, num_parts, num_ranks)
+    return [(part, slice(rank // num_parts, None, num_of_part)) for part in parts]
+
+
+def to_count(found: Any) -> int:
+    """Return the number of the processes that wrote a checkpoint, from JSON.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    if type(found) is not int or not 0 < found < _MAX_BYTES:
+        raise ValueError("no number of processes")
+    return found
 
 
 def check_step(found: Any, name: str, step: int) -> int:

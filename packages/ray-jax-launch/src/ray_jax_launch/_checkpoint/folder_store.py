@@ -1,10 +1,11 @@
 """Checkpoints in a folder, with checksums of their files.
 
 <folder>/<step>/<item>/...            files that Orbax wrote
-<folder>/<step>/checksums.json        the step, sizes and checksums of all files of the items, and what `to_json` adds
+<folder>/<step>/_parts/<N>.json       checksums of the files that process N wrote, by process N
+<folder>/<step>/checksums.json        the step, the number of processes, checksums of the other files, by process 0
 <folder>/<step>.orbax-checkpoint-tmp  a checkpoint that is being written, or that a killed process left
 <folder>/<step>.damaged               a quarantined checkpoint
-<folder>/.trash/                      checkpoints that are being deleted
+<folder>/.trash-<step>-<id>           a checkpoint that is being deleted
 
 A checkpoint becomes visible when Orbax renames `<step>.orbax-checkpoint-tmp` to `<step>` (`FolderWriter.commit` in
 `writers.py`): `steps` lists all names that are numbers. Before that, its files and folders are on the disk.
@@ -14,25 +15,30 @@ One command at a time writes to a folder. The caller's lock keeps others away.
 
 import contextlib
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray_jax_launch._checkpoint.checksums import (
+    ALL,
     BLOCK_BYTES,
     STEP_NAME,
     Checksum,
     ChecksummedStream,
+    Share,
     check_step,
     compare,
     open_regular,
     parse,
     parse_fields,
     read_present,
+    share_of,
     to_checksums,
+    to_count,
     to_json,
     write_copy,
 )
@@ -41,10 +47,15 @@ from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, StorageF
 
 METADATA = "metadata"
 CHECKSUMS = "checksums.json"
+PARTS = "_parts"
 TEMPORARY = ".orbax-checkpoint-tmp"
 # Orbax writes these after the checksums, and restores without them.
 _UNCHECKED = (CHECKSUMS, "_CHECKPOINT_METADATA", "commit_success.txt")
-_TRASH = ".trash"
+_TRASH = ".trash-"
+_TEMPORARY_ITEM = re.compile(rf"{re.escape(TEMPORARY)}[^/]*/")
+# What one process writes of an item. The first process writes all else, when all processes have written.
+_OWN_FOLDER, _OWN_FILE = "ocdbt.process_", "array_metadatas/process_"
+_OWN = re.compile(rf"[^/]+/(?:{re.escape(_OWN_FOLDER)}|{_OWN_FILE})(0|[1-9][0-9]*)(?:/.*)?", re.DOTALL)
 
 
 class FolderStore:
@@ -70,7 +81,6 @@ class FolderStore:
                 _sync_folder(path.parent)
             for path in self._folder.glob(f"*{TEMPORARY}*"):
                 _remove(path)
-            self._empty_trash()
             probe = self._folder / f".writable-{uuid.uuid4().hex}"
             probe.touch()
             probe.unlink()
@@ -110,45 +120,44 @@ class FolderStore:
             DamagedCheckpointError: the metadata is not what was written.
             LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
         """
-        files, name = self.files(step), f"{METADATA}/{METADATA}"  # the format comes first
+        (_, files), name = self._description(step), f"{METADATA}/{METADATA}"  # the format comes first
         if name in files:
             self._read_file(self._path(step) / name, name, files[name])
         content = _read_content(self._path(step) / METADATA / METADATA, METADATA)
         return parse(METADATA, content, lambda found: {**found})
 
-    def files(self, step: int, *, compare_names: bool = False) -> dict[str, Checksum]:
-        """Return the checksums of a checkpoint's files by name.
+    def files(self, step: int, share: Share = ALL, *, compare_names: bool = False) -> dict[str, Checksum]:
+        """Return the checksums by name of a checkpoint's files, or of those that are the share of a process.
 
         Args:
             step: number of the checkpoint.
+            share: of the process.
             compare_names: list the files of the checkpoint too.
 
         Raises:
             DamagedCheckpointError: the checksums are missing, damaged or of another checkpoint, or a file has none.
             LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
         """
-        place = f"{CHECKSUMS} of checkpoint {step} in {self._folder}"
-        content = _read_content(self._path(step) / CHECKSUMS, CHECKSUMS)
+        num_processes, common = self._description(step)
+        files: dict[str, Checksum] = {}
+        for rank, some in share_of(share, num_processes):
+            part = self._part(step, rank)
+            if compare_names:
+                self._compare_names(step, part.keys(), _part_name(rank), partial(_written_by, rank))
+                if rank == 0:
+                    self._compare_names(step, common.keys(), CHECKSUMS, partial(_written_by_none, num_processes))
+            files |= dict([*({} if rank else common).items(), *part.items()][some])
+        return files
 
-        def convert(found: Any) -> dict[str, Checksum]:
-            files, path = to_checksums(found), self._path(step)
-            names = read_present("the folder", str(path), partial(_names, path)) if compare_names else set[str]()
-            if unlisted := sorted(names - files.keys()):
-                raise DamagedCheckpointError(f"{CHECKSUMS} does not list {shown(unlisted[0])[1:-1]}")
-            return files
-
-        fields = {"step": partial(check_step, name=CHECKSUMS, step=step), "files": convert}
-        return parse_fields(CHECKSUMS, place, content, fields)["files"]
-
-    def find_damage(self, step: int) -> str | None:
-        """Read all files of a checkpoint. Return a description of the damage, or None.
+    def find_damage(self, step: int, share: Share = ALL) -> str | None:
+        """Read the files of a checkpoint, or those that are the share of a process. Return their damage, or None.
 
         Raises:
             LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
         """
         checkpoint = self._path(step)
         try:
-            for name, expected in self.files(step, compare_names=True).items():
+            for name, expected in self.files(step, share, compare_names=True).items():
                 self._read_file(checkpoint / name, name, expected)
         except DamagedCheckpointError as error:
             return str(error)
@@ -170,8 +179,8 @@ class FolderStore:
                 self._read_file(self._path(step) / name, name, expected, copy=target / name)
         return {Path(name).parts[0] for name in files if len(Path(name).parts) > 1} - {METADATA}
 
-    def find_missing(self, step: int) -> str | None:
-        """Return the first file of a checkpoint that this host does not see in the size that was written, or None."""
+    def find_missing(self, step: int, share: Share = ALL) -> str | None:
+        """Return the first file of a share that this host does not see in the size that was written, or None."""
         checkpoint = self._path(step)
         try:
             # NFS asks the server for the listing again when a folder is opened.
@@ -181,9 +190,9 @@ class FolderStore:
         except OSError:
             return str(checkpoint)
         try:
-            files = self.files(step)
-        except DamagedCheckpointError:
-            return str(checkpoint / CHECKSUMS)
+            files = self.files(step, share)
+        except DamagedCheckpointError as error:
+            return f"{checkpoint} as it was written ({error})"
         for name, (size, _) in files.items():
             path = checkpoint / name
             try:
@@ -209,30 +218,42 @@ class FolderStore:
         retry(str(checkpoint), rename)
         self.sync()
 
-    def delete(self, step: int) -> None:
-        """Delete a checkpoint. It is renamed first, so that no incomplete checkpoint is ever listed."""
-        trash = self._folder / _TRASH
-        trash.mkdir(exist_ok=True)
-        self._path(step).rename(trash / f"{step}-{uuid.uuid4().hex}")
-        self._empty_trash()
+    def unlist(self, step: int) -> None:
+        """Rename a checkpoint, so that no incomplete checkpoint is ever listed. `sweep` deletes it."""
+        self._path(step).rename(self._folder / f"{_TRASH}{step}-{uuid.uuid4().hex}")
 
-    def write_checksums(self, step: int) -> None:
-        """Make the files of a checkpoint that is still being written durable, and write their checksums beside them."""
-        (checkpoint,) = self._folder.glob(f"{step}{TEMPORARY}*")
-        files: dict[str, Checksum] = {}
-        folders = [checkpoint]
-        for path in sorted(checkpoint.rglob("*")):
-            if path.is_dir():
-                folders.append(path)
-            elif not (path.parent == checkpoint and path.name in _UNCHECKED):
-                name = str(path.relative_to(checkpoint))
-                files[name] = _read(path, name, sync=True)
-        with (checkpoint / CHECKSUMS).open("w") as file:
-            file.write(to_json({"step": step, "files": files}))
-            file.flush()
-            os.fsync(file.fileno())
-        for folder in folders:
-            _sync_folder(folder)
+    def sweep(self) -> None:
+        """Delete the files of checkpoints that are no longer listed, also of those that another process unlisted."""
+        for path in self._folder.glob(f"{_TRASH}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    clean_up = sweep
+
+    def write_part(self, step: int, rank: int) -> None:
+        """Make the files that a process has written durable, and write their checksums. The process calls this."""
+        checkpoint = self._temporary(step)
+        files, folders = _written_by(rank, checkpoint)
+        # The first process will rename the folders of the items, too.
+        checksums = {_TEMPORARY_ITEM.sub("/", name): _read(checkpoint / name, name, sync=True) for name in files}
+        (checkpoint / PARTS).mkdir(exist_ok=True)
+        _write(checkpoint / _part_name(rank), to_json({"step": step, "files": checksums}))
+        _sync_folders(folders)
+
+    def write_checksums(self, step: int, num_processes: int) -> None:
+        """Make the other files of a checkpoint durable, and write their checksums, once all processes have theirs.
+
+        Raises:
+            FileNotFoundError: a process has not written its checksums.
+        """
+        checkpoint = self._temporary(step)
+        parts = {entry.name for entry in os.scandir(checkpoint / PARTS)}
+        for rank in range(num_processes):
+            if f"{rank}.json" not in parts:
+                raise FileNotFoundError(f"process {rank} has not written its shards of checkpoint {step}.")
+        files, folders = _written_by_none(num_processes, checkpoint)
+        checksums = {name: _read(checkpoint / name, name, sync=True) for name in files}
+        _write(checkpoint / CHECKSUMS, to_json({"step": step, "processes": num_processes, "files": checksums}))
+        _sync_folders([*folders, checkpoint / PARTS])
 
     def sync(self) -> None:
         """Make the rename of a checkpoint durable."""
@@ -249,12 +270,60 @@ class FolderStore:
     def _read_file(self, path: Path, name: str, expected: Checksum, copy: Path | None = None) -> None:
         compare(name, read_present(name, str(path), partial(_read, path, name, expected[0], copy=copy)), expected)
 
-    def _empty_trash(self) -> None:
-        shutil.rmtree(self._folder / _TRASH, ignore_errors=True)
+    def _description(self, step: int) -> tuple[int, dict[str, Checksum]]:
+        """Return the number of the processes that wrote a checkpoint, and the checksums of its common files."""
+        fields = self._parse(step, CHECKSUMS, {"processes": to_count, "files": to_checksums})
+        return fields["processes"], fields["files"]
+
+    def _part(self, step: int, rank: int) -> dict[str, Checksum]:
+        """Return the checksums of the files that a process wrote."""
+        return self._parse(step, _part_name(rank), {"files": to_checksums})["files"]
+
+    def _parse(self, step: int, name: str, fields: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+        content = _read_content(self._path(step) / name, name)
+        place = f"{name} of checkpoint {step} in {self._folder}"
+        return parse_fields(name, place, content, {"step": partial(check_step, name=name, step=step), **fields})
+
+    def _compare_names(
+        self, step: int, names: Collection[str], listed_in: str, find: Callable[[Path], tuple[list[str], list[Path]]]
+    ) -> None:
+        """Check that all files of a checkpoint that a function finds have a checksum."""
+        found, _ = read_present("the folder", str(self._path(step)), partial(find, self._path(step)))
+        if unlisted := [name for name in found if name not in names]:
+            raise DamagedCheckpointError(f"{listed_in} does not list {shown(unlisted[0])[1:-1]}")
+
+    def _temporary(self, step: int) -> Path:
+        (checkpoint,) = self._folder.glob(f"{step}{TEMPORARY}*")
+        return checkpoint
 
 
-def _names(checkpoint: Path) -> set[str]:
-    """Return the names of the files that `checksums.json` lists.
+def _part_name(rank: int) -> str:
+    return f"{PARTS}/{rank}.json"
+
+
+def _written_by(rank: int, checkpoint: Path) -> tuple[list[str], list[Path]]:
+    """Return the names of the files that a process wrote, and its folders."""
+    with os.scandir(checkpoint) as entries:
+        items = [checkpoint / entry.name for entry in entries if entry.is_dir()]
+    files, folders = _walk([path for item in items if (path := item / f"{_OWN_FOLDER}{rank}").is_dir()])
+    files += [path for item in items if (path := item / f"{_OWN_FILE}{rank}").is_file()]
+    return sorted(str(path.relative_to(checkpoint)) for path in files), folders
+
+
+def _written_by_none(num_processes: int, checkpoint: Path) -> tuple[list[str], list[Path]]:
+    """Return the names of the files that are no part of one process, and their folders."""
+
+    def is_common(path: Path) -> bool:
+        name = str(path.relative_to(checkpoint))
+        own = _OWN.fullmatch(name)
+        return name not in (*_UNCHECKED, PARTS) and (own is None or int(own[1]) >= num_processes)
+
+    files, folders = _walk([checkpoint], is_common)
+    return sorted(str(path.relative_to(checkpoint)) for path in files), folders
+
+
+def _walk(folders: list[Path], is_wanted: Callable[[Path], bool] = lambda path: True) -> tuple[list[Path], list[Path]]:
+    """Return the files in folders, and these folders with those in them.
 
     Hidden files are not of Orbax: NFS and file managers make them.
     """
@@ -262,12 +331,14 @@ def _names(checkpoint: Path) -> set[str]:
     def fail(error: OSError) -> None:
         raise error
 
-    return {
-        name
-        for folder, _, files in os.walk(checkpoint, onerror=fail)
-        for file in files
-        if not file.startswith(".") and (name := os.path.relpath(f"{folder}/{file}", checkpoint)) not in _UNCHECKED
-    }
+    found: tuple[list[Path], list[Path]] = ([], [])
+    for top in folders:
+        for folder, names, files in os.walk(top, onerror=fail):
+            path = Path(folder)
+            names[:] = [name for name in names if is_wanted(path / name)]
+            found[0].extend(path / file for file in files if not file.startswith(".") and is_wanted(path / file))
+            found[1].append(path)
+    return found
 
 
 def _read_content(path: Path, name: str) -> bytes:
@@ -305,6 +376,19 @@ def _read(
         if sync:
             os.fsync(file.fileno())
     return source.checksum()
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is on the disk when this returns."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folders(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        _sync_folder(folder)
 
 
 def _sync_folder(folder: Path) -> None:

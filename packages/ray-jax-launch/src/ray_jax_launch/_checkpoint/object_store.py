@@ -1,40 +1,49 @@
 """Checkpoints in object storage, which cannot rename: a checkpoint exists once the object that lists it exists.
 
-<uri>/<step>/<save>/process-0.tar           what Orbax keeps about all items: the tree, shapes and types
-<uri>/<step>/<save>/process-<N>.<item>.tar  the shards of an item that process N wrote
-<uri>/<step>/<save>/checksums-<N>.json      checksums of process N's archives, for process 0
-<uri>/<step>/checkpoint.json                written last: step, name of the save, checksums, metadata
-<uri>/<step>/checkpoint.json.damaged        the same, of a quarantined checkpoint
+<uri>/<step>.json                           written last: step, name of the save, number of processes, metadata
+<uri>/<step>.<save>/process-0.tar           what Orbax keeps about all items: the tree, shapes and types
+<uri>/<step>.<save>/process-<N>.<item>.tar  the shards of an item that process N wrote
+<uri>/<step>.<save>/parts/<N>.json          written by process N after its archives: their checksums and files
+<uri>/<step>.<save>.deleted                 the archives of this save are being deleted
+<uri>/<step>.json.damaged                   a quarantined checkpoint
 
 All archives unpacked into one folder are an Orbax checkpoint. Each save has a name of its own, so no archive is written
 twice: a process that writes a step again, and dies, cannot damage the checkpoint of this step. pyarrow cannot create an
 object on the condition that there is none, so `commit` looks for the listing first. If two commands list the same step
 at the same moment, the second listing counts, and both are of complete archives. The lease of the run, which is not
 part of this package, keeps two commands apart.
+
+The number of requests of a process does not grow with the number of processes: the objects of a checkpoint are counted
+and deleted by their prefix, a thousand a request, and the list of the checkpoints is that of the objects beside the
+folders.
 """
 
 import contextlib
-import json
 import re
 import tarfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from ray_jax_launch._checkpoint.checksums import (
+    ALL,
     BLOCK_BYTES,
     STEP_NAME,
     Checksum,
     ChecksummedStream,
+    Share,
     check_name,
     check_step,
     compare,
     parse_fields,
     read_present,
+    share_of,
     to_checksums,
+    to_count,
     to_json,
     write_copy,
 )
@@ -42,16 +51,22 @@ from ray_jax_launch._checkpoint.retry import retry
 from ray_jax_launch._errors import DamagedCheckpointError, LaunchError
 from ray_jax_launch._storage import make_folder, open_uri
 
-_LISTING, _COMMON = "checkpoint.json", "process-0.tar"
+_COMMON = "process-0.tar"
 _SAVE = re.compile("[0-9a-z]+-[0-9]+")
+_LISTING = re.compile(rf"({STEP_NAME.pattern})\.json")
+_DAMAGED = re.compile(rf"({STEP_NAME.pattern})\.json\.damaged[0-9]*")
+_ARCHIVES = re.compile(rf"({STEP_NAME.pattern})\.({_SAVE.pattern})")
+_DELETED = re.compile(rf"{_ARCHIVES.pattern}\.deleted")
 # Archives of a save that ended without a listing. Younger ones may be those of a process that is writing, or that is
 # suspended and goes on. A save takes an hour at most.
 _ABANDONED_AFTER_S = 24 * 3600.0
+# Descriptions that a process reads at the same time.
+_NUM_READERS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Contents of `checkpoint.json`, beside its format."""
+    """Contents of `<step>.json`, beside its format."""
 
     step: int
     """Number of the checkpoint."""
@@ -59,14 +74,25 @@ class Listing:
     save: str
     """Name of the save that wrote the archives."""
 
-    archives: dict[str, Checksum]
-    """Checksums by name."""
-
-    files: dict[str, list[str]]
-    """Names of the files in the archives of the items, if several processes wrote them."""
+    processes: int
+    """Number of the processes that wrote archives."""
 
     metadata: dict[str, Any]
     """The user's metadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Contents of `parts/<N>.json`, beside its format."""
+
+    step: int
+    """Number of the checkpoint."""
+
+    archives: dict[str, Checksum]
+    """Checksums of the archives of the process by name."""
+
+    files: dict[str, list[str]]
+    """Names of the files in the archives of the items."""
 
 
 class ObjectStore:
@@ -84,40 +110,48 @@ class ObjectStore:
         self._filesystem, self._root = open_uri(uri)
 
     def prepare(self) -> None:
-        """Make the folder, and delete archives that a killed process left without a listing a day ago or earlier.
+        """Make the folder.
 
-        Younger archives stay, because another process may be writing them. The archives of quarantined checkpoints
-        stay too.
+        Raises:
+            LaunchError: the storage cannot be written.
+        """
+        make_folder(self._uri, self._filesystem, self._root)
+
+    def clean_up(self) -> None:
+        """Delete archives that a killed process left: of deleted checkpoints, and without a listing for a day.
+
+        Younger archives without a listing stay, because another process may be writing them. The archives of
+        quarantined checkpoints stay too.
 
         Raises:
             LaunchError: the storage cannot be written, or a newer version of this package wrote a checkpoint.
         """
-        make_folder(self._uri, self._filesystem, self._root)
-        for step, written_s in self._contents().items():
-            if any(name.startswith(f"{_LISTING}.") for name in written_s):
+        self.sweep()
+        names = self._names("")
+        listed, damaged = ({int(match[1]) for match in _matches(of, names)} for of in (_LISTING, _DAMAGED))
+        saves: dict[int, set[str]] = {}
+        for match in _matches(_ARCHIVES, names):
+            saves.setdefault(int(match[1]), set()).add(match[2])
+        for step, left in saves.items():
+            if step in damaged or (step in listed and len(left) == 1):
                 continue
-            saves: dict[str, float] = {}
-            for save, name in (name.split("/", 1) for name in written_s if "/" in name):
-                saves[save] = max(saves.get(save, 0.0), written_s[f"{save}/{name}"])
-            if _LISTING in written_s and len(saves) > 1:
+            if step in listed:
                 try:
-                    saves.pop(self.listing(step).save, None)
+                    left.discard(self.listing(step).save)
                 except DamagedCheckpointError:  # any of the archives may be those of the listing
                     continue
-            elif _LISTING in written_s:
-                continue
-            for save, last_s in saves.items():
-                if time.time() - last_s > _ABANDONED_AFTER_S:
+            for save in left:
+                if time.time() - self._last_written_s(f"{step}.{save}") > _ABANDONED_AFTER_S:
                     self._delete_archives(step, save)
 
     def steps(self) -> list[int]:
         """Return the numbers of the complete checkpoints."""
-        return [step for step, names in self._contents().items() if _LISTING in names]
+        return [int(match[1]) for match in _matches(_LISTING, self._names(""))]
 
     def version(self, step: int) -> bytes | None:
         """Return the listing, which differs between checkpoints; None if there is none."""
         try:
-            return self._read(f"{step}/{_LISTING}")
+            return self._read(f"{step}.json")
         except FileNotFoundError:
             return None
 
@@ -129,46 +163,56 @@ class ObjectStore:
         """
         return self.listing(step).metadata
 
-    def find_damage(self, step: int) -> str | None:
-        """Read all archives of a checkpoint. Return a description of the damage, or None.
+    def find_damage(self, step: int, share: Share = ALL) -> str | None:
+        """Read the archives of a checkpoint, or those that are the share of a process. Return their damage, or None.
 
         Raises:
-            LaunchError: the storage cannot be read, or a newer version of this package wrote the listing.
+            LaunchError: the storage cannot be read, or a newer version of this package wrote the checkpoint.
         """
         try:
             listing = self.listing(step)
-            for name, written in listing.archives.items():
-                self._read_archive(step, listing.save, name, written)
+            for rank, some in share_of(share, listing.processes):
+                archives = self._part(listing, rank).archives
+                for name in sorted(archives)[some]:
+                    self._read_archive(listing, name, archives[name])
         except DamagedCheckpointError as error:
             return str(error)
         return None
 
     def quarantine(self, step: int) -> None:
         """Rename a checkpoint's listing, so that the number is free. The archives stay."""
-        names = self._contents().get(step, {})
-        target, number = f"{_LISTING}.damaged", 1
+        names = self._names("")
+        target, number = f"{step}.json.damaged", 1
         while target in names:
             number += 1
-            target = f"{_LISTING}.damaged{number}"
+            target = f"{step}.json.damaged{number}"
 
         def rename() -> None:
             with contextlib.suppress(FileNotFoundError):  # see `_delete`
-                self._filesystem.move(f"{self._root}/{step}/{_LISTING}", f"{self._root}/{step}/{target}")
+                self._filesystem.move(f"{self._root}/{step}.json", f"{self._root}/{target}")
 
-        retry(f"{step}/{_LISTING} in {self._uri}", rename)
+        retry(f"{step}.json in {self._uri}", rename)
 
-    def delete(self, step: int) -> None:
-        """Delete a checkpoint: the listing first, so that no incomplete checkpoint is ever listed.
+    def unlist(self, step: int) -> None:
+        """Delete the listing of a checkpoint, so that none is listed without its archives. `sweep` deletes these.
 
-        The archives of a listing that cannot be read stay until `prepare` deletes them.
+        The archives of a listing that cannot be read stay until `clean_up` deletes them.
         """
-        try:
-            save = self.listing(step).save
-        except DamagedCheckpointError:
-            save = None
-        self._delete(f"{step}/{_LISTING}")
-        if save is not None:
-            self._delete_archives(step, save)
+        with contextlib.suppress(DamagedCheckpointError):
+            self._write(f"{step}.{self.listing(step).save}.deleted", b"")
+        self._delete(f"{step}.json")
+
+    def sweep(self) -> None:
+        """Delete the archives of checkpoints that are no longer listed, also of those that another process unlisted.
+
+        A process that was killed before it deleted the listing leaves a complete checkpoint. It stays.
+        """
+        names = self._names("")
+        listed = {match[1] for match in _matches(_LISTING, names)}
+        for match in _matches(_DELETED, names):
+            if match[1] not in listed:
+                self._delete_archives(int(match[1]), match[2])
+                self._delete(match[0])
 
     def listing(self, step: int) -> Listing:
         """Read the listing of a checkpoint.
@@ -177,16 +221,7 @@ class ObjectStore:
             DamagedCheckpointError: the listing is missing or damaged.
             LaunchError: the storage cannot be read, or a newer version of this package wrote the listing.
         """
-        return self._parse(step, read_present(_LISTING, self._uri, partial(self._read, f"{step}/{_LISTING}")))
-
-    def is_listed(self, step: int, save: str) -> bool:
-        """Return whether a checkpoint is listed, and is that of a save.
-
-        Raises:
-            DamagedCheckpointError: the listing is damaged.
-        """
-        content = self.version(step)
-        return content is not None and self._parse(step, content).save == save
+        return Listing(**self._parse(step, f"{step}.json", _OF_LISTING))
 
     def upload(self, step: int, rank: int, save: str, folder: Path) -> None:
         """Upload what Orbax wrote in one process, and then the checksums for `commit`."""
@@ -198,13 +233,14 @@ class ObjectStore:
         checksums = {
             archive: retry(
                 f"{archive} of checkpoint {step} in {self._uri}",
-                partial(self._pack, f"{step}/{save}/{archive}", folder, names),
+                partial(self._pack, f"{step}.{save}/{archive}", folder, names),
             )
             for archive, names in archives.items()
         }
         # Every node needs all files of `process-0.tar`.
         files = {archive: names for archive, names in archives.items() if archive != _COMMON}
-        self._write(_checksums_name(step, rank, save), json.dumps([checksums, files]).encode())
+        content = to_json({"step": step, "archives": checksums, "files": files})
+        self._write(f"{step}.{save}/parts/{rank}.json", content.encode())
 
     def commit(self, step: int, num_processes: int, save: str, metadata: dict[str, Any]) -> None:
         """List a checkpoint that all processes have uploaded.
@@ -213,46 +249,71 @@ class ObjectStore:
             FileNotFoundError: a process has not uploaded its archives in this save.
             FileExistsError: a checkpoint of this number is listed. It stays.
         """
-        archives: dict[str, Checksum] = {}
-        files: dict[str, list[str]] = {}
+        uploaded = self._names(f"{step}.{save}/parts")
         for rank in range(num_processes):
-            try:
-                checksums, names = json.loads(self._read(_checksums_name(step, rank, save)))
-            except FileNotFoundError as error:
+            if f"{rank}.json" not in uploaded:
                 raise FileNotFoundError(
                     f"process {rank} has not uploaded its shards of checkpoint {step}. See its own error."
-                ) from error
-            archives |= to_checksums(checksums)
-            files |= names if num_processes > 1 else {}
+                )
         if self.version(step) is not None:
             raise FileExistsError(f"another run has listed checkpoint {step} in {self._uri}. Stop that run.")
-        contents = {"archives": archives, "files": files, "metadata": metadata}
-        self._write(f"{step}/{_LISTING}", to_json({"step": step, "save": save, **contents}).encode())
+        listing = {"step": step, "save": save, "processes": num_processes, "metadata": metadata}
+        self._write(f"{step}.json", to_json(listing).encode())
 
     def download(
-        self, step: int, items: Collection[str], folder: Path, is_needed: Callable[[str], bool] = lambda file: True
+        self,
+        step: int,
+        items: Collection[str],
+        folder: Path,
+        find_needed: Callable[[], set[str]] | None = None,
+        share: Collection[Share] = (ALL,),
     ) -> None:
         """Unpack some items of a checkpoint into a folder, and what Orbax keeps about all items.
+
+        Archives without needed files are not read. Nor are the descriptions of the other processes once all needed
+        files are found, which makes a restore with the layout of the save cheap. The order in which processes are asked
+        is a guess: a process probably needs what the process at its place among the others has written.
 
         Args:
             step: number of the checkpoint.
             items: names of the items.
             folder: where to unpack.
-            is_needed: returns whether a file such as `items/params.h.0.w/1.0` is needed. An archive without such
-                files is not read. It is called when what Orbax keeps about all items is unpacked.
+            find_needed: returns the names of the needed files such as `items/params.h.0.w/1.0`, called when what Orbax
+                keeps about all items is unpacked. Default: all files are needed.
+            share: of each process that reads the folder, its rank and the number of all processes.
 
         Raises:
             DamagedCheckpointError: an archive is not what was written.
         """
         listing = self.listing(step)
-        for name in sorted(listing.archives, key=lambda name: name != _COMMON):
-            files = listing.files.get(name)
-            if {*name.split(".")[1:-1]} <= {*items} and (files is None or any(map(is_needed, files))):
-                self._read_archive(step, listing.save, name, listing.archives[name], folder)
+        first = self._part(listing, 0)
+        self._read_archive(listing, _COMMON, first.archives[_COMMON], folder)
+        needed = None if find_needed is None else find_needed()
 
-    def _parse(self, step: int, content: bytes) -> Listing:
-        fields = {"step": partial(check_step, name=_LISTING, step=step), **_FIELDS}
-        return Listing(**parse_fields(_LISTING, f"{_LISTING} of checkpoint {step} in {self._uri}", content, fields))
+        def fetch(rank: int) -> list[str]:
+            part, found = self._part(listing, rank) if rank else first, list[str]()
+            for name, files in part.files.items():
+                if {*name.split(".")[1:-1]} <= {*items} and (needed is None or not needed.isdisjoint(files)):
+                    self._read_archive(listing, name, part.archives[name], folder)
+                    found += files
+            return found
+
+        order = _nearest_first(listing.processes, share)
+        with ThreadPoolExecutor(_NUM_READERS, "checkpoint-reader") as readers:
+            while order and needed != set():
+                some, order = order[:_NUM_READERS], order[_NUM_READERS:]
+                found = [*readers.map(fetch, some)]
+                if needed is not None:
+                    needed = needed.difference(*found)
+
+    def _parse(self, step: int, name: str, fields: dict[str, Callable[[Any], Any]]) -> dict[str, Any]:
+        """Read a JSON file of a checkpoint."""
+        content = read_present(name, self._uri, partial(self._read, name))
+        fields = {"step": partial(check_step, name=name, step=step), **fields}
+        return parse_fields(name, f"{name} in {self._uri}", content, fields)
+
+    def _part(self, listing: Listing, rank: int) -> Part:
+        return Part(**self._parse(listing.step, f"{listing.step}.{listing.save}/parts/{rank}.json", _OF_PART))
 
     def _read(self, name: str) -> bytes:
         def read() -> bytes:
@@ -288,35 +349,40 @@ class ObjectStore:
     def _delete_archives(self, step: int, save: str) -> None:
         def delete() -> None:
             try:
-                self._filesystem.delete_dir(f"{self._root}/{step}/{save}")
+                self._filesystem.delete_dir(f"{self._root}/{step}.{save}")
             except FileNotFoundError:  # see `_delete`
                 return
 
-        retry(f"{step}/{save} in {self._uri}", delete)
+        retry(f"{step}.{save} in {self._uri}", delete)
 
-    def _read_archive(self, step: int, save: str, name: str, written: Checksum, folder: Path | None = None) -> None:
+    def _read_archive(self, listing: Listing, name: str, written: Checksum, folder: Path | None = None) -> None:
         """Read an archive, compare its checksum, and unpack it where a folder is given."""
 
         def read() -> Checksum:
-            with self._filesystem.open_input_stream(f"{self._root}/{step}/{save}/{name}") as stream:
+            path = f"{self._root}/{listing.step}.{listing.save}/{name}"
+            with self._filesystem.open_input_stream(path) as stream:
                 source = ChecksummedStream(stream)
                 if folder is not None:
                     _unpack(source, name, folder)
                 return source.read_to_end()
 
-        compare(name, read_present(name, f"{name} of checkpoint {step} in {self._uri}", read), written)
+        compare(name, read_present(name, f"{name} of checkpoint {listing.step} in {self._uri}", read), written)
 
-    def _contents(self) -> dict[int, dict[str, float]]:
-        """Return the time in seconds at which each object of each step was written."""
+    def _names(self, folder: str) -> set[str]:
+        """Return the names of the objects and folders in a folder, not those in its folders."""
+        return {info.base_name for info in self._contents(folder, recursive=False)}
+
+    def _last_written_s(self, folder: str) -> float:
+        """Return the time in seconds of the youngest object of a folder."""
+        files = [info for info in self._contents(folder, recursive=True) if info.is_file]
+        return max((time.time() if info.mtime is None else info.mtime_ns / 1e9 for info in files), default=0.0)
+
+    def _contents(self, folder: str, *, recursive: bool) -> list[Any]:
         from pyarrow.fs import FileSelector  # see open_uri
 
-        selector = FileSelector(self._root, recursive=True, allow_not_found=True)
-        contents: dict[int, dict[str, float]] = {}
-        for info in retry(self._uri, partial(self._filesystem.get_file_info, selector)):
-            number, _, name = info.path[len(self._root.rstrip("/")) + 1 :].partition("/")
-            if STEP_NAME.fullmatch(number) and name and info.is_file:
-                contents.setdefault(int(number), {})[name] = time.time() if info.mtime is None else info.mtime_ns / 1e9
-        return contents
+        path = f"{self._root.rstrip('/')}/{folder}".rstrip("/")
+        selector = FileSelector(path, recursive=recursive, allow_not_found=True)
+        return retry(f"{self._uri}/{folder}", partial(self._filesystem.get_file_info, selector))
 
 
 def _to_save(found: Any) -> str:
@@ -329,12 +395,18 @@ def _to_files(found: Any) -> dict[str, list[str]]:
     return {name: [check_name(file) for file in files] for name, files in found.items()}
 
 
-_FIELDS = {
-    "save": _to_save,
-    "archives": to_checksums,
-    "files": _to_files,
-    "metadata": lambda found: {**found},
-}
+_OF_LISTING = {"save": _to_save, "processes": to_count, "metadata": lambda found: {**found}}
+_OF_PART = {"archives": to_checksums, "files": _to_files}
+
+
+def _matches(pattern: re.Pattern[str], names: Iterable[str]) -> list[re.Match[str]]:
+    return [match for name in names if (match := pattern.fullmatch(name))]
+
+
+def _nearest_first(num_saved: int, share: Collection[Share]) -> list[int]:
+    """Return the processes that saved, the first one and those at the places of the processes that read first."""
+    places = [rank * num_saved / num_ranks for rank, num_ranks in share]
+    return sorted(range(num_saved), key=lambda saved: (saved > 0, min(abs(saved - place) for place in places)))
 
 
 def _archive_of(rank: int, file: str) -> str | None:
@@ -346,10 +418,6 @@ def _archive_of(rank: int, file: str) -> str | None:
     if rest and not rest[-1].startswith("."):
         return f"process-{rank}.{leaf.partition('.')[0]}.tar"
     return _COMMON if rank == 0 else None
-
-
-def _checksums_name(step: int, rank: int, save: str) -> str:
-    return f"{step}/{save}/checksums-{rank}.json"
 
 
 def _unpack(source: ChecksummedStream, name: str, folder: Path) -> None:

@@ -1,9 +1,9 @@
 """Conversion of the trees that are saved and restored to the types that Orbax supports on all storage."""
 
-import functools
+import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,39 +128,29 @@ def to_restore(like: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
     return trees
 
 
-def holds_shards(folder: Path, like: Mapping[str, Any], ranks: Collection[int]) -> Callable[[str], bool]:
-    """Return a function that returns whether a file of an item holds elements of some processes' shards.
+def needed_files(folder: Path, like: Mapping[str, Any], ranks: Collection[int]) -> set[str]:
+    """Return the names of the files of the items that hold elements of some processes' shards.
 
     Args:
-        folder: what Orbax keeps about the items, `<leaf>/.zarray` among them. It is read when the function is called.
-        like: trees of arrays or `jax.ShapeDtypeStruct`s.
+        folder: what Orbax keeps about the items, `items/<leaf>/.zarray` among them.
+        like: trees of arrays or `jax.ShapeDtypeStruct`s. All of an array without a sharding is needed.
         ranks: of the processes.
     """
     trees = {name: jax.tree.map(_data_of, tree) for name, tree in like.items()}
-    leaves = {".".join(map(str, path)): x for path, x in ocp.tree.to_flat_dict(trees).items()}
-
-    @functools.cache
-    def needed_chunks(leaf: str) -> list[tuple[range, ...]] | None:
-        """Return the chunks of each shard along each dimension; None if all chunks are needed."""
-        x = leaves.get(leaf)
-        if x is None or getattr(x, "sharding", None) is None:
-            return None
-        chunk_shape = json.loads((folder / leaf / ".zarray").read_bytes())["chunks"]
-        return [
-            tuple(map(_chunks, index, x.shape, chunk_shape))
-            for device, index in x.sharding.devices_indices_map(x.shape).items()
-            if device.process_index in ranks
-        ]
-
-    def is_needed(file: str) -> bool:
-        folders, _, name = file.rpartition("/")
-        shards = needed_chunks(folders.partition("/")[2])
-        # The name is the position of the chunk, such as 1.0. The chunk of a scalar is named 0.
-        return shards is None or any(
-            all(int(i) in chunks for i, chunks in zip(name.split("."), shard, strict=False)) for shard in shards
-        )
-
-    return is_needed
+    needed: set[str] = set()
+    for path, x in ocp.tree.to_flat_dict(trees).items():
+        leaf = f"items/{'.'.join(map(str, path))}"
+        if not (folder / leaf / ".zarray").exists():  # `to_restore` will name it
+            continue
+        saved = json.loads((folder / leaf / ".zarray").read_bytes())
+        shape, indices = saved["shape"], [tuple(slice(None) for _ in saved["shape"])]
+        if (sharding := getattr(x, "sharding", None)) is not None:
+            shape, of_devices = x.shape, sharding.devices_indices_map(x.shape)
+            indices = [index for device, index in of_devices.items() if device.process_index in ranks]
+        for chunks in {tuple(map(_chunks, index, shape, saved["chunks"])) for index in indices}:
+            # The name is the position of the chunk, such as 1.0. The chunk of a scalar is named 0.
+            needed |= {f"{leaf}/{'.'.join(map(str, chunk)) or 0}" for chunk in itertools.product(*chunks)}
+    return needed
 
 
 def _chunks(index: slice, size: int, chunk_size: int) -> range:

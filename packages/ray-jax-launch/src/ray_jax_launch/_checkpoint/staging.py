@@ -45,13 +45,6 @@ class Staging:
             self._lock = _lock(_lock_path(self.path), os.O_CREAT | os.O_EXCL)
         self.path.mkdir(mode=0o700)
 
-    def node(self) -> str:
-        """Fingerprint of the node and its temporary folder, equal in processes that see each other's files."""
-        found = self.path.parent.stat()
-        # The kernel's boot id differs between hosts; macOS has no such file.
-        host = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
-        return f"{host} {found.st_dev} {found.st_ino}"
-
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
         """Make a folder in this folder, and delete it at the end of the `with` block."""
@@ -71,6 +64,14 @@ class Staging:
             _delete(self.path)
             os.close(self._lock)
             self._lock = -1
+
+
+def node_of(folder: Path) -> str:
+    """Fingerprint of the node and a folder, equal in processes that see each other's files in the folder."""
+    found = folder.stat()
+    # The kernel's boot id differs between hosts; macOS has no such file.
+    host = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    return f"{host} {found.st_dev} {found.st_ino}"
 
 
 def _parent() -> Path:

@@ -17,14 +17,16 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint import future
 from orbax.checkpoint.type_handlers import ArrayHandler, NumpyHandler, ScalarHandler, create_type_handler_registry
 
-from ray_jax_launch._checkpoint.broadcast import from_leader, gather
-from ray_jax_launch._checkpoint.folder_store import METADATA, FolderStore
+from ray_jax_launch._checkpoint.broadcast import ask, from_leader, gather, tell
+from ray_jax_launch._checkpoint.checksums import ALL, Share
+from ray_jax_launch._checkpoint.folder_store import METADATA, PARTS, FolderStore
 from ray_jax_launch._checkpoint.object_store import ObjectStore
-from ray_jax_launch._checkpoint.pytree import holds_shards, to_restore
+from ray_jax_launch._checkpoint.pytree import needed_files, to_restore
 from ray_jax_launch._checkpoint.retry import retry
-from ray_jax_launch._checkpoint.staging import Staging
+from ray_jax_launch._checkpoint.staging import Staging, node_of
 from ray_jax_launch._errors import LaunchError
 
 # How long processes wait for each other to write. The 19 GB of GPT-2 XL take 10 minutes at 32 MB/s.
@@ -56,10 +58,19 @@ class FolderWriter:
             timeout_secs=_WRITE_TIMEOUT_S,
             create_directories_asynchronously=False,
             # The first process calls this when all processes have written, before the rename.
-            post_finalization_callback=lambda: store.write_checksums(self._step),
+            post_finalization_callback=lambda: store.write_checksums(self._step, jax.process_count()),
         )
         items = ocp.CompositeOptions(async_options=options)
         handler = ocp.CompositeCheckpointHandler(composite_options=items, handler_registry=registry)
+        begin_to_write = handler.async_save
+
+        async def begin_and_describe(*args: Any, **options: Any) -> list[Any]:
+            # Each process calls this when it has written, before it waits for the others.
+            describe = partial(store.write_part, self._step, jax.process_index())
+            return [future.ChainedFuture(await begin_to_write(*args, **options) or [], describe)]
+
+        # Orbax finds the arguments of a handler by its class, so no subclass.
+        handler.async_save = begin_and_describe
         self._writer = ocp.AsyncCheckpointer(handler, async_options=options)
         self._reader = ocp.Checkpointer(_arrays_handler())
 
@@ -84,14 +95,18 @@ class FolderWriter:
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """Read the items that `like` names."""
-        if jax.process_index() > 0:
-            self._wait_until_visible(step)
-        else:
-            self._store.files(step, compare_names=True)
+        ranks = _ranks_that_see(self._folder)
+
+        def look() -> None:
+            if 0 not in ranks:  # the first process has listed the checkpoint
+                self._wait_until_visible(step, (ranks.index(jax.process_index()), len(ranks)))
+            self._store.files(step, (jax.process_index(), jax.process_count()), compare_names=True)
+
+        from_leader(look, jax.process_index())
         checkpoint = self._folder / str(step)
 
         def read_trees() -> dict[str, Any]:
-            folders = [path for path in checkpoint.iterdir() if path.is_dir() and path.name != METADATA]
+            folders = [path for path in checkpoint.iterdir() if path.is_dir() and path.name not in (METADATA, PARTS)]
             return {path.name: _saved_tree(path) for path in folders}
 
         wanted = to_restore(like, _read(checkpoint, read_trees))
@@ -111,10 +126,10 @@ class FolderWriter:
             restore = self._reader.restore
             return {name: restore(staging.path / name, args=_restore_args(tree)) for name, tree in wanted.items()}
 
-    def _wait_until_visible(self, step: int) -> None:
-        """Wait until this host sees the files of a checkpoint."""
+    def _wait_until_visible(self, step: int, share: Share = ALL) -> None:
+        """Wait until this host sees the files of a checkpoint that are the share of this process."""
         deadline = time.monotonic() + _STALE_S
-        while (missing := self._store.find_missing(step)) is not None:
+        while (missing := self._store.find_missing(step, share)) is not None:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"{socket.gethostname()} does not see {missing} after {_STALE_S:.0f} s. Name a folder on storage "
@@ -182,28 +197,33 @@ class ObjectWriter:
         self._writer.save(self._folder / "items", args=ocp.args.PyTreeSave(dict(items)))
 
     def commit(self, step: int) -> None:
-        save = f"{self._run_id}-{self._num_saves}"
-        # A process that fails reaches both barriers too, so the others fail at once.
-        with contextlib.ExitStack() as committed:
-            committed.callback(self._wait_for_all, key=f"{save}-committed")
+        save, is_first, outcome = f"{self._run_id}-{self._num_saves}", jax.process_index() == 0, "failed"
+        try:
             with contextlib.ExitStack() as uploaded:
+                # A process that fails reaches the barrier too, so the others fail at once.
                 uploaded.callback(self._wait_for_all, key=f"{save}-uploaded")
                 uploaded.callback(shutil.rmtree, self._folder, ignore_errors=True)
                 self._writer.wait_until_finished()
                 self._store.upload(step, jax.process_index(), save, self._folder)
-            if jax.process_index() == 0:
+            if is_first:
                 self._store.commit(step, jax.process_count(), save, self._metadata)
-        if jax.process_index() > 0 and not self._store.is_listed(step, save):
+                outcome = "listed"
+        finally:
+            if is_first:
+                tell(save, outcome)
+        if not is_first and ask(save, _WRITE_TIMEOUT_S) != "listed":
             raise FileNotFoundError(f"process 0 has not listed checkpoint {step}. See its own error.")
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         # One process of each node downloads for all processes of the node.
-        nodes = gather(self._staging.node())
-        ranks = [rank for rank, node in enumerate(nodes) if node == self._staging.node()]
+        ranks = _ranks_that_see(self._staging.path.parent)
+        share = [(rank, jax.process_count()) for rank in ranks]
         with self._staging.folder() as target:
+            # One process needs all shards.
+            find_needed = partial(needed_files, target, like, ranks) if jax.process_count() > 1 else None
 
             def download() -> str:
-                self._store.download(step, like.keys(), target, holds_shards(target / "items", like, ranks))
+                self._store.download(step, like.keys(), target, find_needed, share)
                 return str(target.relative_to(self._staging.path.parent))
 
             folder = self._staging.path.parent / from_leader(download, ranks[0]) / "items"
@@ -228,6 +248,12 @@ def make_writer(folder: Path | str, store: Any, run_id: str) -> FolderWriter | O
     if isinstance(folder, Path):
         return FolderWriter(folder, store)
     return ObjectWriter(folder, store, run_id)
+
+
+def _ranks_that_see(folder: Path) -> list[int]:
+    """Return the ranks of the processes that see a folder as this process does: those of its node."""
+    nodes = gather(node_of(folder))
+    return [rank for rank, node in enumerate(nodes) if node == nodes[jax.process_index()]]
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
