@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment
+from growth import data
 from growth.measurement import Measurement, exponent
 
 MEASUREMENTS: list[Measurement] = []
+MEASUREMENTS += data.MEASUREMENTS
 ROOT = Path(__file__).parent.parent
 
 
