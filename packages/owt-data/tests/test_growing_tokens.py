@@ -16,7 +16,6 @@ from owt_data import (
     OrderKind,
     PrepareOptions,
     Progress,
-    TokenSequence,
     find_source,
     open_tokens,
     prepare_in_background,
@@ -134,7 +133,7 @@ def test_another_thread_may_look_for_the_tokens_again(
     assert len(tokens) == 50
 
     def find_again(num_tokens: int, seq_len: int) -> int:
-        tokens._tokens, tokens._num_shards = TokenSequence(()), 0
+        tokens._forget()
         return num_windows(num_tokens, seq_len)
 
     monkeypatch.setattr("owt_data._tokens.growing_tokens.num_windows", find_again)
