@@ -25,7 +25,7 @@ TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
 TOKEN_NAMES = (TRAIN_NAME, VAL_NAME)
 _SPLITS = ("train", "val")
 _STREAM_BYTES = 16 << 20
-_UNREAD = (1 << 16) - 1  # no id of any tokenizer here
+_UNREAD = (1 << 16) - 1
 
 # One slash is enough, because `Path` shortens two slashes to one.
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -266,7 +266,7 @@ def remote_state(uri: str) -> dict[str, int | str] | None:
     filesystem, path = connect(uri)
     with file_errors("readable", uri), filesystem.open_input_stream(path) as stream:
         found = {name.lower(): value.decode() for name, value in (stream.metadata() or {}).items()}
-        return {"size": stream.size(), "etag": found["etag"]} if "etag" in found else None
+    return {"size": found.get("content-length", ""), "etag": found["etag"]} if "etag" in found else None
 
 
 def group_by_split(names: Names) -> dict[str, list[str]]:
@@ -347,9 +347,10 @@ class RemoteTokens:
                 return False
             raise
         self._idle.put(file)
-        # pyarrow does not notice that S3 has sent too little, of a file that was replaced after it was opened.
-        is_read = out[-1] < _UNREAD & ~0xFF or (look_up(self._uri).size or 0) >= stop  # half of a token may be read
-        return num_bytes == out.nbytes and bool(is_read)
+        # pyarrow does not notice that S3 has sent less, of a file that was replaced by a shorter one after it was
+        # opened. The storage may have sent half of the last token.
+        is_read = int(out[-1]) < (_UNREAD & ~0xFF) or (look_up(self._uri).size or 0) >= stop
+        return num_bytes == out.nbytes and is_read
 
     def _take(self) -> NativeFile:
         try:

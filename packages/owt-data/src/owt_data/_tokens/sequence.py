@@ -271,7 +271,7 @@ class SequenceReader:
             open_remote = sequence._open_remote
             is_remote = open_remote is not None and is_uri(span.path)
             file = open_remote(span.path) if is_remote else self._open_local(span.path)
-            if not file.copy(first, here):
+            if len(here) and not file.copy(first, here):
                 raise UnreadableError(
                     f"{show_name(span.path)} has been cut short: it had at least {BYTES_PER_TOKEN * span.stop} bytes, "
                     f"and has {look_up(span.path).size or 0}. Restore the file, and run the same command again."
