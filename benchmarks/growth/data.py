@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import ray
+from ray import cloudpickle
 
 from growth.measurement import Measurement
 from owt_data import (
@@ -69,9 +70,9 @@ def _task_bytes(num_spans: int, folder: Path) -> float:
     """Return the bytes of the function that each task of a stream unpickles."""
     if not ray.is_initialized():
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    with mock.patch.object(ray_reader, "_dataset") as made:
+    with mock.patch.object(ray_reader, "untyped", side_effect=lambda read: read) as made:
         step_windows(_joined(num_spans, folder), Batches(seq_len=64, global_batch_size=8), start_step=0, stop_step=9)
-    return len(ray.cloudpickle.dumps(made.call_args.args[0]))
+    return len(cloudpickle.dumps(made.call_args.args[0]))
 
 
 @contextlib.contextmanager
@@ -100,7 +101,7 @@ def _object_storage(data: bytes) -> Iterator[Counter[str]]:
             if self.command == "GET":
                 self.wfile.write(body)
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from owt_data._json_types import parse_json
 from owt_data._sources.documents import Cursor
-from owt_data._tokens import journal
 from owt_data._tokens.journal import (
     JournalPlace,
     ShardRecord,
@@ -61,8 +61,7 @@ def test_only_new_records_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         parsed.append(line)
         return parse_json(declared, line)
 
-    parse_json = journal.parse_json
-    monkeypatch.setattr(journal, "parse_json", parse)
+    monkeypatch.setattr("owt_data._tokens.journal.parse_json", parse)
     place = JournalPlace()
     assert read_journal_after(tmp_path, place) == ([], place)
     for numbers in ((1,), (), (2, 3), (4,)):

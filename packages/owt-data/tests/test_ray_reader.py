@@ -9,8 +9,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import ray
 from pyarrow.fs import FileSystem
+from ray import cloudpickle
 
 from owt_data import (
     Batches,
@@ -221,7 +221,7 @@ def test_a_task_gets_no_table_of_files(kind: str, tokens: TokenSequence, monkeyp
                 token_windows(given, seq_len=7, num_rows=100)
             else:
                 steps_of(given, start_step=0, stop_step=10)
-        sizes.append(len(ray.cloudpickle.dumps(made.call_args.args[0])))
+        sizes.append(len(cloudpickle.dumps(made.call_args.args[0])))
     assert sizes[1] < sizes[0] + 100
 
 

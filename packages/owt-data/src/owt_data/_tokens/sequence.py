@@ -268,10 +268,9 @@ class SequenceReader:
             span = sequence.spans[number]
             first = span.start + start - sequence._bounds[number]
             here = out[: span.stop - first]
-            open_remote = sequence._open_remote
-            is_remote = open_remote is not None and is_uri(span.path)
-            file = open_remote(span.path) if is_remote else self._open_local(span.path)
-            if len(here) and not file.copy(first, here):
+            open_file = sequence._open_remote if is_uri(span.path) else self._open_local
+            assert open_file is not None, "the sequence has a file in object storage"
+            if len(here) and not open_file(span.path).copy(first, here):
                 raise UnreadableError(
                     f"{show_name(span.path)} has been cut short: it had at least {BYTES_PER_TOKEN * span.stop} bytes, "
                     f"and has {look_up(span.path).size or 0}. Restore the file, and run the same command again."
