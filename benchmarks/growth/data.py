@@ -1,6 +1,7 @@
 """Costs of `owt-data`: reading of windows, token files in object storage, preparation, and starts."""
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -69,10 +70,10 @@ def _span_calls(num_spans: int, folder: Path) -> float:
 def _task_bytes(num_spans: int, folder: Path) -> float:
     """Return the bytes of the function that each task of a stream unpickles."""
     if not ray.is_initialized():
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     with mock.patch.object(ray_reader, "untyped", side_effect=lambda read: read) as made:
         step_windows(_joined(num_spans, folder), Batches(seq_len=64, global_batch_size=8), start_step=0, stop_step=9)
-    return len(cloudpickle.dumps(made.call_args.args[0]))
+    return len(cloudpickle.dumps(made.call_args.args[0]))  # pyright: ignore[reportPrivateImportUsage] - undeclared
 
 
 @contextlib.contextmanager
