@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment
-from growth import checkpoints, control
+from growth import checkpoints, control, data
 from growth.measurement import Measurement, exponent
 
 MEASUREMENTS: list[Measurement] = [
     *checkpoints.MEASUREMENTS,
     *control.MEASUREMENTS,
+    *data.MEASUREMENTS,
 ]
 ROOT = Path(__file__).parent.parent
 

@@ -207,7 +207,13 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def s3():
+def s3_requests() -> list[tuple[str, str]]:
+    """Requests to the S3 server so far, as the method and the path."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def s3(s3_requests):
     """The URI of an empty bucket on an S3 server of this machine."""
     from moto.server import ThreadedMotoServer
     from pyarrow.fs import S3FileSystem
@@ -216,6 +222,14 @@ def s3():
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
+    assert server._server is not None
+    answer = server._server.app
+
+    def note_and_answer(environ, start_response):
+        s3_requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
+        return answer(environ, start_response)
+
+    server._server.app = note_and_answer
     os.environ.update(
         AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
         AWS_ACCESS_KEY_ID="test",

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sysconfig
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from owt_data import DataError, every_row, find_source, load_tokenizer
 from owt_data._errors import UnreadableError
-from owt_data._sources.documents import START, Cursor, Documents
+from owt_data._sources.documents import _CUT, START, Cursor, Documents, _read_pieces
 from owt_data._sources.source import find_splits
 
 ROWS = [f"row {number} é" for number in range(3000)]
@@ -97,6 +98,34 @@ def test_reading_resumes_from_any_place(kind, limit_rows, tmp_path, monkeypatch)
     assert len(pieces) > 10
     for number in range(0, len(pieces), 7):
         assert pieces_from(pieces[number][1]) == pieces[number + 1 :]
+
+
+class CountedPattern:
+    """A pattern that counts the characters of the texts that it gets."""
+
+    num_chars = 0
+
+    def search(self, text: str, *start: int) -> re.Match[str] | None:
+        self.num_chars += len(text)
+        return _CUT.search(text, *start)
+
+
+@pytest.mark.parametrize("errors", ["strict", "replace"])
+@pytest.mark.parametrize("num_blanks", [0, 1, 50])
+def test_a_text_without_blanks_is_not_joined_at_each_block(
+    num_blanks: int, errors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("owt_data._sources.documents._TEXT_BLOCK_BYTES", 64)
+    monkeypatch.setattr("owt_data._sources.documents._PIECE_CHARS", 40)
+    counted = CountedPattern()
+    monkeypatch.setattr("owt_data._sources.documents._CUT", counted)
+    text = ("é日x" * 1000 + " ") * num_blanks + "é日x" * 1000
+    (tmp_path / "long.txt").write_text(text)
+    groups = list(_read_pieces(tmp_path / "long.txt", 0, errors))
+    pieces = [piece for pieces, _, _ in groups for piece in pieces]
+    assert "".join(pieces) == text
+    assert len(pieces) == (num_blanks + 1 if errors == "strict" else 1)
+    assert counted.num_chars < 4 * len(text)
 
 
 def test_the_end_of_a_row_is_appended_once_to_a_text_of_many_pieces(

@@ -1,11 +1,14 @@
 """Tokens of an unfinished folder: the shards that exist, the wishes of readers, and the end of the preparation."""
 
+import pickle
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,7 +19,6 @@ from owt_data import (
     OrderKind,
     PrepareOptions,
     Progress,
-    TokenSequence,
     find_source,
     open_tokens,
     prepare_in_background,
@@ -134,11 +136,37 @@ def test_another_thread_may_look_for_the_tokens_again(
     assert len(tokens) == 50
 
     def find_again(num_tokens: int, seq_len: int) -> int:
-        tokens._tokens, tokens._num_shards = TokenSequence(()), 0
+        tokens._forget()
         return num_windows(num_tokens, seq_len)
 
     monkeypatch.setattr("owt_data._tokens.growing_tokens.num_windows", find_again)
     np.testing.assert_array_equal(window(tokens, 3), TEXT[21:29])
+
+
+@pytest.mark.parametrize("is_one_source", [False, True])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_tokens_that_grow_are_those_of_all_shards(
+    split: Literal["train", "val"], is_one_source: bool, unfinished: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    tokens = GrowingTokens(tmp_path / "out", split, is_one_source=is_one_source)
+    for num_shards in (0, 1, 2, 2, 5):
+        if num_shards:
+            unfinished("all" if is_one_source else split, num_shards)
+        new = GrowingTokens(tmp_path / "out", split, is_one_source=is_one_source)
+        assert tokens.existing() == pickle.loads(pickle.dumps(tokens)).existing() == new.existing()
+    assert len(tokens) == (50 if not is_one_source else 40 if split == "train" else 10)
+
+
+def test_shards_of_another_preparation_take_the_place_of_the_first(
+    unfinished: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    tokens = GrowingTokens(tmp_path / "out", "train", is_one_source=False)
+    shutil.rmtree(unfinished("train", 3))
+    assert len(tokens) == 0
+    shutil.rmtree(unfinished("train", 5))
+    (tmp_path / "train.jsonl").unlink()
+    unfinished("train", 2)
+    assert len(tokens) == 20
 
 
 @pytest.mark.parametrize("order", ["sequential", "sequential-first"])

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from owt_data._json_types import parse_json
 from owt_data._sources.documents import Cursor
-from owt_data._tokens.journal import ShardRecord, append_record, read_journal, repair_journal
+from owt_data._tokens.journal import (
+    JournalPlace,
+    ShardRecord,
+    append_record,
+    read_journal,
+    read_journal_after,
+    repair_journal,
+)
 
 NAME = "parts.jsonl"
 
@@ -44,3 +52,52 @@ def test_records_after_a_damaged_line_are_written_again(damage, tmp_path: Path):
     assert repair_journal(tmp_path) == [first]
     append_record(tmp_path, new)
     assert read_journal(tmp_path) == [first, new]
+
+
+def test_only_new_records_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+
+    def parse(declared: type[ShardRecord], line: bytes) -> ShardRecord:
+        parsed.append(line)
+        return parse_json(declared, line)
+
+    monkeypatch.setattr("owt_data._tokens.journal.parse_json", parse)
+    place = JournalPlace()
+    assert read_journal_after(tmp_path, place) == ([], place)
+    for numbers in ((1,), (), (2, 3), (4,)):
+        for record in records(*numbers):
+            append_record(tmp_path, record)
+        parsed.clear()
+        found, place = read_journal_after(tmp_path, place)
+        assert found == records(*numbers)
+        assert len(parsed) == len(numbers)
+    assert place.num_records == 4
+    assert place.num_bytes == (tmp_path / NAME).stat().st_size
+
+
+def test_a_line_that_is_not_complete_is_read_later(tmp_path: Path) -> None:
+    for record in records(1, 2):
+        append_record(tmp_path, record)
+    complete = (tmp_path / NAME).read_bytes()
+    for num_bytes in range(len(complete)):
+        (tmp_path / NAME).write_bytes(complete[:num_bytes])
+        found, place = read_journal_after(tmp_path, JournalPlace())
+        (tmp_path / NAME).write_bytes(complete)
+        rest, last = read_journal_after(tmp_path, place)
+        assert found + rest == records(1, 2)
+        assert last.num_records == 2
+
+
+@pytest.mark.parametrize("numbers", [(), (1,), (1, 4), (4, 2), (4, 5, 6)])
+def test_another_journal_is_read_from_its_start(numbers: tuple[int, ...], tmp_path: Path) -> None:
+    for record in records(1, 2):
+        append_record(tmp_path, record)
+    _, place = read_journal_after(tmp_path, JournalPlace())
+    (tmp_path / NAME).unlink()
+    for record in records(*numbers):
+        append_record(tmp_path, record)
+    found, new = read_journal_after(tmp_path, place)
+    if numbers == (4, 2):  # its second line is that of the first journal, which no other text gives
+        assert (found, new) == ([], place)
+    else:
+        assert (found, new.num_records) == (records(*numbers), len(numbers))

@@ -2,6 +2,10 @@
 
 import functools
 import os
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from owt_data import (
     PrepareOptions,
     TokenData,
     TokenSequence,
+    TokenSpan,
     find_source,
     find_text,
     inspect,
@@ -21,6 +26,7 @@ from owt_data import (
     open_tokens,
     prepare,
     read_manifest,
+    read_steps,
     step_windows,
     verify,
 )
@@ -110,6 +116,166 @@ def test_a_file_that_is_replaced_by_a_shorter_one_is_named_with_both_sizes(both:
     message = rf"/train\.bin has been cut short: it had at least {2 * len(tokens)} bytes, and has 2\."
     with pytest.raises(DataError, match=message):
         tokens.read_windows(np.array([0, 9]), 16)
+
+
+@pytest.fixture
+def put(s3: str, tmp_path: Path) -> Callable[..., str]:
+    """Writes a file of tokens to the server, and returns its URI."""
+
+    def write(tokens: np.ndarray, name: str = "tokens.bin") -> str:
+        uri = f"{s3}/{tmp_path.name}/{name}"
+        filesystem, path = FileSystem.from_uri(uri)
+        with filesystem.open_output_stream(path) as stream:
+            stream.write(tokens.tobytes())
+        return uri
+
+    return write
+
+
+@pytest.fixture
+def joined(put: Callable[..., str]) -> TokenSequence:
+    """Tokens that equal their positions: 2000 in each of three files, with empty spans between them."""
+    spans: list[TokenSpan] = []
+    for number in range(3):
+        uri = put(np.arange(2000 * number, 2000 * (number + 1), dtype="<u2"), f"{number}.bin")
+        spans += [TokenSpan(path=uri, start=0, stop=2000), TokenSpan(path=uri, start=5, stop=5)]
+    return TokenSequence(tuple(spans))
+
+
+def sent(requests: list[tuple[str, str]], read: Callable[[], object]) -> Counter[str]:
+    """Return the number of requests of each method during a call."""
+    before = len(requests)
+    read()
+    return Counter(method for method, _ in requests[before:])
+
+
+def test_a_file_is_opened_once_by_each_thread_that_reads(
+    joined: TokenSequence, s3_requests: list[tuple[str, str]]
+) -> None:
+    def read() -> None:
+        for start in (0, 100, 1990, 3990, 5000):
+            joined.read_windows(np.array([start]), 16)
+
+    assert sent(s3_requests, read) == {"HEAD": 3, "GET": 7}  # two of the windows cross files
+    assert sent(s3_requests, read) == {"GET": 7}
+    # Another process opens them again.
+    assert sent(s3_requests, lambda: pickle.loads(pickle.dumps(joined)).read_windows(np.array([0]), 16)) == {
+        "HEAD": 1,
+        "GET": 1,
+    }
+
+
+def test_windows_that_are_close_are_one_request(
+    joined: TokenSequence, s3_requests: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = np.array([1990, 30, 10, 1500, 10])
+    windows = starts[:, None] + np.arange(9)
+    read = functools.partial(joined.read_windows, starts, 8)
+    assert sent(s3_requests, read)["GET"] == 1
+    monkeypatch.setattr("owt_data._tokens.sequence._GAP_TOKENS", 11)
+    assert sent(s3_requests, read)["GET"] == 3
+    monkeypatch.setattr("owt_data._tokens.sequence._GAP_TOKENS", 10)
+    assert sent(s3_requests, read)["GET"] == 4
+    np.testing.assert_array_equal(read(), windows)
+    monkeypatch.setattr("owt_data._tokens.sequence._GAP_TOKENS", 1 << 15)
+    monkeypatch.setattr("owt_data._tokens.sequence._RANGE_TOKENS", 1500)
+    assert sent(s3_requests, read)["GET"] == 2
+    np.testing.assert_array_equal(read(), windows)
+
+
+@pytest.mark.parametrize("gap_tokens", [0, 3, 40, 1 << 15])
+@pytest.mark.parametrize("range_tokens", [1, 77, 1 << 20])
+def test_ranges_of_any_size_give_the_same_windows(
+    gap_tokens: int, range_tokens: int, joined: TokenSequence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("owt_data._tokens.sequence._GAP_TOKENS", gap_tokens)
+    monkeypatch.setattr("owt_data._tokens.sequence._RANGE_TOKENS", range_tokens)
+    starts = np.random.default_rng(0).integers(0, 6000 - 13, 60)
+    np.testing.assert_array_equal(joined.read_windows(starts, 12), starts[:, None] + np.arange(13))
+    assert joined.read_windows(starts[:0], 12).shape == (0, 13)
+
+
+def test_the_steps_that_are_read_ahead_share_requests(
+    joined: TokenSequence, s3_requests: list[tuple[str, str]]
+) -> None:
+    batches = Batches(seq_len=8, global_batch_size=4, order="sequential")
+    found: list[np.ndarray] = []
+
+    def read() -> None:
+        for step, windows in read_steps(joined, batches, start_step=2, stop_step=11, prefetch_steps=4):
+            assert step == 2 + len(found)
+            found.append(windows)
+
+    assert sent(s3_requests, read)["GET"] == 3  # one step, four, and four
+    expected = joined.windows(np.arange(8, 44), seq_len=8, order="sequential", seed=0)
+    np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
+def test_the_steps_before_a_damaged_one_are_read(put: Callable[..., str]) -> None:
+    tokens = np.arange(1000, dtype="<u2")
+    tokens[320] = 60_000  # in step 4 alone
+    limited = TokenSequence((TokenSpan(path=put(tokens), start=0, stop=1000),), vocab_size=1000)
+    batches = Batches(seq_len=9, global_batch_size=8, order="sequential")
+    steps = read_steps(limited, batches, start_step=0, stop_step=13, prefetch_steps=8)
+    assert [next(steps)[0] for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(DataError, match="got 60000 at token 320"):
+        next(steps)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("num_bytes", [0, 1, 20, 1999, 1998, 1001, 2000])
+def test_an_open_file_that_is_replaced_by_a_shorter_one_is_named(
+    num_bytes: int, put: Callable[..., str], record_property: Callable[[str, object], None]
+) -> None:
+    record_property("fault", f"an open token file replaced by one of {num_bytes} bytes in object storage")
+    record_property("lost", "nothing: the read fails with a sentence")
+    uri = put(np.arange(1000, dtype="<u2"))
+    tokens = TokenSequence((TokenSpan(path=uri, start=0, stop=1000),))
+    tokens.read_windows(np.array([0, 991]), 8)
+    put(np.arange(1000, dtype="<u2").view(np.uint8)[:num_bytes])
+    for start in (0, 493, 991):
+        if 2 * (start + 9) <= num_bytes:
+            assert tokens.read_windows(np.array([start]), 8)[0].tolist() == [*range(start, start + 9)]
+        else:
+            message = rf"tokens\.bin has been cut short: it had at least 2000 bytes, and has {num_bytes}\."
+            with pytest.raises(DataError, match=message):
+                tokens.read_windows(np.array([start]), 8)
+
+
+def test_an_open_file_that_is_deleted_is_named(put: Callable[..., str]) -> None:
+    uri = put(np.arange(1000, dtype="<u2"))
+    tokens = TokenSequence((TokenSpan(path=uri, start=0, stop=1000),))
+    tokens.read_windows(np.array([0]), 8)
+    filesystem, path = FileSystem.from_uri(uri)
+    filesystem.delete_file(path)
+    with pytest.raises(DataError, match=r"tokens\.bin must be a token file, got a name that does not exist"):
+        tokens.read_windows(np.array([0]), 8)
+
+
+@pytest.mark.parametrize("last", [0xFEFF, 0xFF00, 0xFFFF])
+def test_every_id_can_be_the_last_of_a_range(last: int, put: Callable[..., str]) -> None:
+    tokens = np.full(100, last, dtype="<u2")
+    sequence = TokenSequence((TokenSpan(path=put(tokens), start=0, stop=100),))
+    np.testing.assert_array_equal(sequence.read_windows(np.array([0, 91]), 8), np.full((2, 9), last))
+
+
+def test_a_file_without_a_manifest_is_read_once_until_it_is_replaced(
+    put: Callable[..., str], s3_requests: list[tuple[str, str]]
+) -> None:
+    tokens = np.arange(600_000, dtype="<u4").astype("<u2") % 257
+    uri = put(tokens)
+    opened = functools.partial(open_tokens, uri, tokenizer="bytes")
+    assert sent(s3_requests, opened)["GET"] > 0
+    first = opened().fingerprint
+    assert sent(s3_requests, opened)["GET"] == 0
+    assert sent(s3_requests, lambda: open_tokens(uri, tokenizer="gpt2"))["GET"] > 0  # has not been checked for it
+    tokens[300_000] ^= 1
+    put(tokens)  # within the same second, with the same size
+    assert opened().fingerprint != first
+    tokens[300_000] = 257
+    put(tokens)
+    with pytest.raises(DataError, match="must be below 257"):
+        opened()
 
 
 def test_a_missing_name_is_reported(s3):

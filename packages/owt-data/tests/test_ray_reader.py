@@ -2,10 +2,15 @@
 
 import itertools
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from pyarrow.fs import FileSystem
+from ray import cloudpickle
 
 from owt_data import (
     Batches,
@@ -203,3 +208,35 @@ def test_an_empty_range_of_steps_is_rejected(tokens):
 def test_too_few_tokens_are_rejected_at_once(tokens):
     with pytest.raises(DataError, match="The tokens must be at least 6001"):
         token_windows(tokens, seq_len=6000, num_rows=1)
+
+
+@pytest.mark.parametrize("kind", ["rows", "steps"])
+def test_a_task_gets_no_table_of_files(kind: str, tokens: TokenSequence, monkeypatch: pytest.MonkeyPatch) -> None:
+    (span,) = tokens.spans
+    many = TokenSequence((span,) * 10_000)
+    sizes = []
+    for given in (tokens, many):
+        with mock.patch("owt_data._stream.ray_reader.untyped", side_effect=lambda read: read) as made:
+            if kind == "rows":
+                token_windows(given, seq_len=7, num_rows=100)
+            else:
+                steps_of(given, start_step=0, stop_step=10)
+        task = cloudpickle.dumps(made.call_args.args[0])  # pyright: ignore[reportPrivateImportUsage] - undeclared
+        sizes.append(len(task))
+    assert sizes[1] < sizes[0] + 100
+
+
+def test_a_process_opens_a_file_once_for_all_its_tasks(
+    s3: str, s3_requests: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    uri = f"{s3}/{tmp_path.name}.bin"
+    filesystem, path = FileSystem.from_uri(uri)
+    with filesystem.open_output_stream(path) as stream:
+        stream.write(np.arange(5000, dtype="<u2").tobytes())
+    remote = TokenSequence((TokenSpan(path=uri, start=0, stop=5000),))
+    before = len(s3_requests)
+    rows = token_windows(remote, seq_len=7, num_rows=60, order="sequential", batch_size=1).take_all()
+    assert [row["x"].tolist() for row in rows] == [[*range(7 * number, 7 * number + 7)] for number in range(60)]
+    counts = Counter(method for method, name in s3_requests[before:] if name.endswith(path.partition("/")[2]))
+    assert counts["GET"] == 61  # the first window is read here too
+    assert counts["HEAD"] <= 12  # there are four CPUs, and Ray may replace processes

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -195,6 +197,23 @@ def test_a_system_without_vectored_reads_has_the_same_tokens(
     os.truncate(joined.spans[-1].path, 1991)
     with pytest.raises(DataError, match=r"it had at least 2000 bytes, and has 1991\."):
         joined.read(4000)
+
+
+def test_a_read_calls_no_function_for_each_file(tokens: TokenSequence) -> None:
+    (span,) = tokens.spans
+
+    def num_calls(num_spans: int) -> int:
+        many = TokenSequence(tuple(replace(span, start=10, stop=20) for _ in range(num_spans)), vocab_size=5000)
+        calls: list[str] = []
+        sys.setprofile(lambda frame, event, arg: calls.append(event))
+        try:
+            many.windows(np.arange(3), seq_len=8, order="shuffle", seed=1)
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    num_calls(10)
+    assert abs(num_calls(5000) - num_calls(50)) < 300  # the windows may cross a file more
 
 
 def test_files_stay_closed_after_a_read(files):

@@ -1,6 +1,7 @@
 """Divide documents between training and validation."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from owt_data import DataError, DocumentsKind, PrepareOptions, load_tokenizer, open_tokens, prepare, verify
 from owt_data._cli import main
-from owt_data._prepare.write_splits import split_documents
+from owt_data._prepare.write_splits import _chunks, split_documents
 
 BYTES = PrepareOptions(tokenizer="bytes")
 
@@ -196,3 +197,29 @@ def test_a_text_that_validation_takes_completely_is_rejected(num_bytes: int, tmp
     ):
         prepare(str(tmp_path / "book.txt"), tmp_path / "out", replace(BYTES, split="start"))
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 10, 11, 99, 1000])
+def test_chunks_are_the_ranges_in_order(chunk_tokens: int) -> None:
+    lengths = np.array([10, 0, 3, 30, 31, 0, 1, 9, 11, 10, 0])
+    starts = np.random.default_rng(0).permutation(11) * 100
+    chunks = list(_chunks((starts, starts + lengths), chunk_tokens))
+    assert max(int((stops - begins).sum()) for begins, stops in chunks) <= chunk_tokens
+    found = [np.arange(a, b) for begins, stops in chunks for a, b in zip(begins, stops, strict=True)]
+    expected = [np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
+
+
+def test_a_document_longer_than_a_chunk_takes_memory_for_itself_alone() -> None:
+    ends = np.cumsum(np.full(20_000, 10))
+    ends[10_000:] += 1_000_000
+
+    def peak_bytes(chunk_tokens: int) -> int:
+        tracemalloc.start()
+        for _ in _chunks((np.append(0, ends[:-1]), ends), chunk_tokens):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    assert peak_bytes(100_000) < peak_bytes(10_000_000) + 20_000

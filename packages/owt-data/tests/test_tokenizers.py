@@ -4,7 +4,7 @@ import pytest
 import tiktoken
 
 from owt_data import DataError, load_tokenizer
-from owt_data._tokenizers import load_fast_tokenizer, tokenizer_digest
+from owt_data._tokenizers import encode_pieces, load_fast_tokenizer, tokenizer_digest
 
 TEXT = "Hé <|endoftext|> 日本\r\n\x00🙂"
 
@@ -15,6 +15,15 @@ def test_bytes_are_the_utf8_bytes_and_end_of_text():
     assert tokens == [*TEXT.encode()]
     assert tokenizer.decode(tokens) == TEXT
     assert (tokenizer.eot_token, tokenizer.n_vocab) == (256, 257)
+
+
+def test_bytes_are_not_searched_for_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_fast_tokenizer("bytes")
+    expected = [256, *tokenizer.encode_ordinary(TEXT), *tokenizer.encode_ordinary(TEXT), 256]
+    monkeypatch.delattr(tiktoken.Encoding, "encode_to_numpy")
+    tokens = encode_pieces([(TEXT, True, False), ("", False, False), (TEXT, False, True)], tokenizer)
+    assert tokens.tolist() == expected
+    assert tokens.dtype == "<u2"
 
 
 def test_gpt2_is_tiktokens(gpt2):

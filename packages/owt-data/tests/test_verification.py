@@ -7,13 +7,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import platformdirs
 import pytest
 
-from owt_data import DataError, PrepareOptions, check_digests, open_tokens, prepare, verify_in_background
+from owt_data import (
+    DataError,
+    PrepareOptions,
+    check_digests,
+    find_source,
+    open_tokens,
+    prepare,
+    source_digest,
+    verify_in_background,
+)
 from owt_data._digests import file_sha256, known_sha256
+from owt_data._paths import open_regular, read_blocks
 
 TIMEOUT_S = 60
 
@@ -258,3 +271,95 @@ def test_a_verification_that_is_killed_is_a_warning_and_no_damage(endless, caplo
         os.kill(verification._process.pid, signal.SIGKILL)
         assert verification.wait(TIMEOUT_S) is None
     assert "the token files are not verified: the process ended with exit code -9" in caplog.text
+
+
+@pytest.fixture
+def small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of 1.3 MB in files of 10 KB, for which this process need not wait as above."""
+    monkeypatch.setattr("owt_data._digests._SETTLED_S", 0)
+    (tmp_path / "many").mkdir()
+    for number in range(130):
+        (tmp_path / "many" / f"{number:03d}.txt").write_text(f"{number:04d} words " * 1000)
+    return tmp_path / "many"
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were read for digests, other than those of the cache."""
+    names: list[str] = []
+
+    def open_and_note(path: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        if not str(path).startswith(str(platformdirs.user_cache_path("owt-data"))):
+            names.append(str(path))
+        return open_regular(path, *args, **options)
+
+    def read_and_note(name: str) -> Iterator[bytes]:
+        names.append(name)
+        return read_blocks(name)
+
+    monkeypatch.setattr("owt_data._digests.open_regular", open_and_note)
+    monkeypatch.setattr("owt_data._tokens.open.read_blocks", read_and_note)
+    return names
+
+
+def test_many_small_files_are_read_once_until_one_changes(small_files: Path, opened: list[str]) -> None:
+    first = source_digest(str(small_files))
+    assert len(opened) == 130
+    shares: list[float] = []
+    assert find_source(str(small_files)).digest(shares.append) == first
+    assert (len(opened), shares) == (130, [1.0])
+    path = small_files / "077.txt"
+    before = path.stat()
+    flip(path, 5000)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert source_digest(str(small_files)) != first
+    assert len(opened) == 260
+    flip(path, 5000)
+    assert source_digest(str(small_files)) == first
+    (small_files / "000.txt").rename(small_files / "200.txt")
+    assert source_digest(str(small_files)) != first  # in another order
+
+
+def test_small_files_that_have_just_been_written_are_read_again(
+    small_files: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("owt_data._digests._SETTLED_S", 60)
+    assert source_digest(str(small_files)) == source_digest(str(small_files))
+    assert len(opened) == 260
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept(
+    small_files: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(path: str | os.PathLike[str], *args: Any) -> str:
+        if Path(path).name == "129.txt":
+            flip(small_files / "003.txt", 10)
+        return file_sha256(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("owt_data._sources.source.file_sha256", change)
+        first = source_digest(str(small_files))
+    num_opened = len(opened)
+    assert source_digest(str(small_files)) != first
+    assert len(opened) == num_opened + 130
+
+
+def test_a_file_without_a_manifest_is_read_once_until_it_changes(folder: Path, opened: list[str]) -> None:
+    path = folder / "train.bin"
+    first = open_tokens(str(path), tokenizer="bytes").fingerprint
+    assert opened == [str(path)]
+    assert open_tokens(str(path), tokenizer="bytes").fingerprint == first
+    assert opened == [str(path)]
+    assert open_tokens(str(path), tokenizer="gpt2").fingerprint["whole"] == first["whole"]
+    assert opened == [str(path)] * 2  # its ids were checked for the other tokenizer
+    before = path.stat()
+    flip(path, 5000)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert open_tokens(str(path), tokenizer="bytes").fingerprint["whole"] != first["whole"]
+    np.full(before.st_size // 2, 257, "<u2").tofile(path)
+    with pytest.raises(DataError, match="must be below 257"):
+        open_tokens(str(path), tokenizer="bytes")
+    # The digest that a verification has kept tells nothing about ids.
+    assert file_sha256(path) == known_sha256(path)
+    with pytest.raises(DataError, match="must be below 257"):
+        open_tokens(str(path), tokenizer="bytes")

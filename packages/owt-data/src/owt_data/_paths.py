@@ -8,21 +8,24 @@ import stat
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import IO, Any
 from urllib.parse import unquote
 
 import numpy as np
 import pyarrow
 from numpy.typing import NDArray
+from pyarrow import NativeFile
 from pyarrow.fs import FileInfo, FileSystem, FileType, LocalFileSystem
 
-from owt_data._errors import DataError, file_errors, one_line, show, show_name
+from owt_data._errors import DataError, UnreadableError, file_errors, one_line, show, show_name
 
 BYTES_PER_TOKEN = 2
 TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
 TOKEN_NAMES = (TRAIN_NAME, VAL_NAME)
 _SPLITS = ("train", "val")
 _STREAM_BYTES = 16 << 20
+_UNREAD = (1 << 16) - 1
 
 # One slash is enough, because `Path` shortens two slashes to one.
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -252,6 +255,20 @@ def read_blocks(name: str) -> Iterator[bytes]:
             yield block
 
 
+def remote_state(uri: str) -> dict[str, int | str] | None:
+    """Return the size and the tag of the contents (`ETag`) of a file in object storage; None if it has no such tag.
+
+    Goes to the network.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    filesystem, path = connect(uri)
+    with file_errors("readable", uri), filesystem.open_input_stream(path) as stream:
+        found = {name.lower(): value.decode() for name, value in (stream.metadata() or {}).items()}
+    return {"size": found.get("content-length", ""), "etag": found["etag"]} if "etag" in found else None
+
+
 def group_by_split(names: Names) -> dict[str, list[str]]:
     """Group names by the split that they may give, as `train=...` and `val=...`.
 
@@ -308,22 +325,38 @@ class LocalTokens:
 
 
 class RemoteTokens:
-    """Token file in object storage. Each range is one request."""
+    """Token file in object storage. Each range is one request. Safe to use from several threads."""
 
     def __init__(self, uri: str) -> None:
-        filesystem, path = connect(uri)
         self._uri = uri
-        with file_errors("readable", uri):
-            self._file = filesystem.open_input_file(path)
+        self._filesystem, self._path = connect(uri)
+        # One for each thread that reads, because a file has a position. To open one is a request.
+        self._idle: SimpleQueue[NativeFile] = SimpleQueue()
 
     def copy(self, first: int, out: NDArray[np.uint16]) -> bool:
         """Copy the tokens from `first` on into `out`. Return False if the file ends before."""
-        with file_errors("readable", self._uri):
-            data = self._file.read_at(out.nbytes, BYTES_PER_TOKEN * first)
-        if len(data) < out.nbytes:
-            return False
-        out[:] = np.frombuffer(data, dtype="<u2")
-        return True
+        stop = BYTES_PER_TOKEN * (first + len(out))
+        out[-1] = _UNREAD
+        try:
+            with file_errors("readable", self._uri):
+                file = self._take()
+                file.seek(BYTES_PER_TOKEN * first)
+                num_bytes = file.readinto(out.data.cast("B"))
+        except UnreadableError:
+            if look_up_as(self._uri, FileType.File, "a token file", suggest=False).size < stop:
+                return False
+            raise
+        self._idle.put(file)
+        # pyarrow does not notice that S3 has sent less, of a file that was replaced by a shorter one after it was
+        # opened. The storage may have sent half of the last token.
+        is_read = int(out[-1]) < (_UNREAD & ~0xFF) or (look_up(self._uri).size or 0) >= stop
+        return num_bytes == out.nbytes and is_read
+
+    def _take(self) -> NativeFile:
+        try:
+            return self._idle.get_nowait()
+        except Empty:
+            return self._filesystem.open_input_file(self._path)
 
 
 def open_handle(path: str | os.PathLike[str], flags: int) -> int:

@@ -95,11 +95,15 @@ def encode_pieces(pieces: Iterable[tuple[str, bool, bool]], tokenizer: tiktoken.
         tokenizer: the encoding.
     """
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint32)
+    is_bytes = tokenizer.name == "bytes"  # tiktoken takes one text for one word, in more than linear time
     tokens = []
     for text, starts, ends in pieces:
         if starts:
             tokens.append(end_of_text)
-        tokens.append(tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=()))
+        if is_bytes:
+            tokens.append(np.frombuffer(text.encode(), np.uint8))
+        else:
+            tokens.append(tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=()))
         if ends:
             tokens.append(end_of_text)
     return np.concatenate(tokens).astype("<u2")

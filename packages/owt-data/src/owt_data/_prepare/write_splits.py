@@ -130,16 +130,17 @@ def copy_ranges(
 
 
 def _chunks(ranges: Ranges, chunk_tokens: int) -> Iterator[Ranges]:
-    """Yield the ranges in groups of at most `chunk_tokens`. Longer ranges are cut."""
+    """Yield the ranges in groups of at most `chunk_tokens`. A longer range is cut into groups of its own."""
     starts, stops = ranges
-    if len(starts) and (stops - starts).max() > chunk_tokens:
-        cut = [np.arange(start, stop, chunk_tokens) for start, stop in zip(starts, stops, strict=True)]
-        stops = np.concatenate([np.append(piece[1:], stop) for piece, stop in zip(cut, stops, strict=True)])
-        starts = np.concatenate(cut)
     up_to = np.cumsum(stops - starts)
     begin = 0
     while begin < len(starts):
         before = up_to[begin - 1] if begin else 0
-        end = max(begin + 1, int(np.searchsorted(up_to, before + chunk_tokens, side="right")))
-        yield starts[begin:end], stops[begin:end]
+        end = int(np.searchsorted(up_to, before + chunk_tokens, side="right"))
+        if end > begin:
+            yield starts[begin:end], stops[begin:end]
+        else:
+            end = begin + 1
+            for start in range(int(starts[begin]), int(stops[begin]), chunk_tokens):
+                yield np.array([start]), np.array([min(start + chunk_tokens, int(stops[begin]))])
         begin = end

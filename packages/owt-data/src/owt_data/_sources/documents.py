@@ -293,25 +293,28 @@ def _read_pieces(path: Path, begin: int, errors: str) -> Iterator[tuple[list[str
         The pieces, the offset in bytes after each piece, and False. At last the rest of the file, 0 and True.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    held, offset = "", begin
+    parts, offset = [""], begin
     with file_errors("readable", path), path.open("rb") as file:
         file.seek(begin)
         while block := file.read(_TEXT_BLOCK_BYTES):
-            searched = len(held) - 1  # the last character may be before a blank of this block
-            held += _decode(decoder, block, path, file.tell())
-            if errors == "replace":  # replaced characters hide the number of bytes
+            last, new = parts[-1][-1:], _decode(decoder, block, path, file.tell())
+            if new:
+                parts.append(new)
+            # Replaced characters hide the number of bytes. A text that no blank cuts is joined once, not at each block.
+            if errors == "replace" or not _CUT.search(last + new):
                 continue
+            held = "".join(parts)
             texts, offsets, start = [], [], 0
-            while cut := _CUT.search(held, max(start + _PIECE_CHARS - 1, searched)):
+            while cut := _CUT.search(held, start + _PIECE_CHARS - 1):
                 texts.append(held[start : cut.end()])
                 start = cut.end()
                 offset += len(texts[-1].encode())
                 offsets.append(offset)
             if texts:
                 yield texts, offsets, False
-                held = held[start:]
-        held += _decode(decoder, b"", path, file.tell(), final=True)
-    yield [held], [0], True
+            parts = [held[start:]]
+        parts.append(_decode(decoder, b"", path, file.tell(), final=True))
+    yield ["".join(parts)], [0], True
 
 
 def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, end: int, *, final: bool = False) -> str:

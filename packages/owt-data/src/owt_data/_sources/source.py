@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pyarrow.fs import FileType
 
-from owt_data._digests import file_sha256, file_state, share_counter
+from owt_data._digests import State, computed_once, file_sha256, file_state, lasting_state, share_counter
 from owt_data._errors import DataError, RejectedDocumentsError, check_function, file_errors, show, show_name
 from owt_data._paths import (
     MANIFEST_NAME,
@@ -48,7 +48,8 @@ class Source:
     def digest(self, report: Callable[[float], None] | None = None) -> str:
         """Return the SHA-256 of the file contents, or of the name for `hub`.
 
-        A large file is read once. Its digest is kept in the user's cache folder until the file changes.
+        Large files, and many small ones, are read once. The digest is kept in the user's cache folder until a file
+        changes.
 
         Args:
             report: called with the share done, after each block.
@@ -57,11 +58,22 @@ class Source:
             DataError: a file cannot be read.
         """
         check_function("report", report)
-        digest = hashlib.sha256(f"{self.kind}:{self.name if self.kind == HUB else ''}".encode())
-        advance = share_counter(self.num_bytes or 0, report)
-        for path in self.files:
-            digest.update(bytes.fromhex(file_sha256(path, advance)))
-        return digest.hexdigest()
+        num_bytes = self.num_bytes or 0
+        advance = share_counter(num_bytes, report)
+
+        def read() -> str:
+            digest = hashlib.sha256(f"{self.kind}:{self.name if self.kind == HUB else ''}".encode())
+            for path in self.files:
+                digest.update(bytes.fromhex(file_sha256(path, advance)))
+            return digest.hexdigest()
+
+        name = f"{self.kind} files {_sha256_of(str(path.absolute()) for path in self.files)}"
+        return computed_once(name, num_bytes, self._state, read, advance)
+
+    def _state(self) -> State | None:
+        """Return the state of all files, or None while a change could leave it as it is."""
+        states = [lasting_state(path) for path in self.files]
+        return None if None in states else {"files": _sha256_of(map(str, states))}
 
     @property
     def num_bytes(self) -> int | None:
@@ -74,6 +86,14 @@ class Source:
         repository, _, rest = self.name.partition(":")
         configuration, _, split = rest.partition(":")
         return _HUB_ALIASES.get(repository, repository), configuration or None, split or "train"
+
+
+def _sha256_of(texts: Iterable[str]) -> str:
+    """Return the SHA-256 of texts that hold no null character."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(os.fsencode(text) + b"\0")
+    return digest.hexdigest()
 
 
 class SourceStates:

@@ -27,6 +27,9 @@ _MAX_BLOCKS, _MAX_BLOCK_BYTES = 1000, 64 << 20
 # Steps that a consumer fetches at once. They share the overhead of a fetch, 0.5 ms.
 _STEPS_PER_FETCH = 16
 
+# Tokens that a process of Ray keeps, with the files that are open: those of training and of a few validations.
+_TOKENS_OF_A_PROCESS = 4
+
 Batch = dict[str, np.ndarray]
 
 
@@ -65,23 +68,37 @@ def token_windows(
         batch_size = check_integer("batch_size", batch_size, least=1)
     if concurrency is not None:
         concurrency = check_integer("concurrency", concurrency, least=1)
-    read = functools.partial(_read_rows, tokens=tokens, seq_len=seq_len, order=order, seed=seed)
+    read = functools.partial(_read_rows, seq_len=seq_len, order=order, seed=seed)
     num_rows = check_integer("num_rows", num_rows, least=1)
-    read({"id": np.arange(1)})  # raises the errors of a task here
+    read({"id": np.arange(1)}, tokens=tokens)  # raises the errors of a task here
     num_blocks = -(-num_rows // batch_size) if batch_size is not None else _num_blocks(num_rows, 8 * seq_len)
-    return _dataset(read, num_rows, num_blocks, concurrency)
+    return _dataset(tokens, read, num_rows, num_blocks, concurrency)
 
 
 def _dataset(
-    read: Callable[[Batch], Batch], num_rows: int, num_blocks: int, concurrency: int | None = None
+    tokens: Tokens, read: Callable[..., Batch], num_rows: int, num_blocks: int, concurrency: int | None = None
 ) -> ray.data.Dataset:
-    """Return the rows that a function reads for the ids 0 to `num_rows - 1`, in the order of the ids."""
+    """Return the rows that a function reads for the ids 0 to `num_rows - 1`, in the order of the ids.
+
+    The tokens are sent once to each process that runs tasks, which keeps their files open.
+    """
     ids = ray.data.range(num_rows, override_num_blocks=num_blocks)
-    dataset = ids.map_batches(untyped(read), batch_size=None, concurrency=concurrency)
+    read_task = functools.partial(_read_in_task, read=read, tokens=ray.put(tokens))
+    dataset = ids.map_batches(untyped(read_task), batch_size=None, concurrency=concurrency)
     # Blocks keep the order of the ids, whichever task finishes first.
     dataset.context.execution_options.preserve_order = True
     dataset.context.raise_original_map_exception = True  # the errors of `read`, not of Ray
     return dataset
+
+
+def _read_in_task(batch: Batch, *, read: Callable[..., Batch], tokens: ray.ObjectRef) -> Batch:
+    return read(batch, tokens=_receive(tokens))
+
+
+@functools.lru_cache(_TOKENS_OF_A_PROCESS)
+def _receive(tokens: ray.ObjectRef) -> Tokens:
+    """Return the tokens of a stream, the same object in all tasks of a process."""
+    return ray.get(tokens)
 
 
 def _num_blocks(num_rows: int, row_bytes: int) -> int:
@@ -119,14 +136,14 @@ def step_windows(tokens: Tokens, batches: Batches, *, start_step: int, stop_step
         DataError: an argument is out of its range.
     """
     steps = check_reading(tokens, batches, start_step, stop_step)
-    read = functools.partial(_read_steps, tokens=tokens, batches=batches, start_step=steps.start)
+    read = functools.partial(_read_steps, batches=batches, start_step=steps.start)
     if not tokens.num_windows(batches.seq_len):
         raise DataError(
             f"tokens must hold one window of {batches.seq_len} inputs and a target, got {len(tokens)} tokens. Give "
             "more text or a shorter seq_len."
         )
     num_blocks = _num_blocks(len(steps), 2 * batches.rows_per_step * (batches.seq_len + 1))
-    return _dataset(read, len(steps), num_blocks)
+    return _dataset(tokens, read, len(steps), num_blocks)
 
 
 def _read_steps(batch: Batch, *, tokens: Tokens, batches: Batches, start_step: int) -> Batch:

@@ -9,9 +9,12 @@ from numpy.typing import NDArray
 
 from owt_data._errors import check_integer
 from owt_data._stream.batches import Batches, check_reading, read_batches
-from owt_data._tokens.sequence import Tokens
+from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence
 
 _PUT_TIMEOUT_S = 0.5
+
+# Object storage answers after tens of milliseconds, for one step or for several.
+_STEPS_AT_ONCE = 8
 
 
 def read_steps(
@@ -27,7 +30,7 @@ def read_steps(
         batches: the batches of this worker.
         start_step: first step.
         stop_step: last step, exclusive.
-        prefetch_steps: number of steps to read ahead.
+        prefetch_steps: number of steps to read ahead. As many are read at once from object storage, up to 8.
 
     Returns:
         An iterator over `(step, uint16[G/n, seq_len + 1])`.
@@ -37,13 +40,18 @@ def read_steps(
     """
     steps = check_reading(tokens, batches, start_step, stop_step)
     prefetch_steps = check_integer("prefetch_steps", prefetch_steps, least=1)
-    return _read_ahead(lambda step: read_batches(tokens, batches, np.array([step]))[0], steps, prefetch_steps)
+    sequences = tokens.sequences if isinstance(tokens, TokenMixture) else (tokens,)
+    is_remote = any(isinstance(sequence, TokenSequence) and sequence.is_remote for sequence in sequences)
+    most_at_once = min(prefetch_steps, _STEPS_AT_ONCE) if is_remote else 1
+    return _read_ahead(
+        lambda steps: read_batches(tokens, batches, np.array(steps)), steps, prefetch_steps, most_at_once
+    )
 
 
 def _read_ahead(
-    read_step: Callable[[int], NDArray[np.uint16]], steps: range, prefetch_steps: int
+    read_steps: Callable[[range], NDArray[np.uint16]], steps: range, prefetch_steps: int, most_at_once: int
 ) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    """Yield each step and its result, which a thread reads ahead."""
+    """Yield each step and its result, which a thread reads ahead. The first step is read alone, to begin soon."""
     read: queue.Queue[tuple[int, NDArray[np.uint16] | Exception]] = queue.Queue(prefetch_steps)
     stopped = threading.Event()
 
@@ -55,13 +63,19 @@ def _read_ahead(
                 continue
 
     def run() -> None:
-        for step in steps:
-            if stopped.is_set():
-                return
+        step, num_steps = steps.start, 1
+        while step < steps.stop and not stopped.is_set():
+            together = range(step, min(step + num_steps, steps.stop))
             try:
-                put((step, read_step(step)))
+                windows = read_steps(together)
             except Exception as error:  # of any kind: the consumer raises it
-                return put((step, error))
+                if len(together) == 1:
+                    return put((step, error))
+                num_steps = 1  # the steps before the one that fails are read
+                continue
+            for item in zip(together, windows, strict=True):
+                put(item)
+            step, num_steps = together.stop, most_at_once
 
     # A daemon, because it may wait for tokens that never come when the process ends.
     threading.Thread(target=run, name="read-steps", daemon=True).start()

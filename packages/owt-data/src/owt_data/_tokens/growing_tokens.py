@@ -4,10 +4,8 @@ import contextlib
 import errno
 import os
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
@@ -18,9 +16,9 @@ from owt_data._complete_files import write_file
 from owt_data._errors import DataError, UnreadableError, check_choice, check_integer, one_line, show_name
 from owt_data._options import STREAM_ORDERS, OrderKind
 from owt_data._paths import TRAIN_NAME, VAL_NAME, name_text, open_regular
-from owt_data._tokens.journal import read_journal, shard_folder, shard_path, staging_path
+from owt_data._tokens.journal import JournalPlace, read_journal_after, shard_folder, shard_path, staging_path
 from owt_data._tokens.manifest import read_manifest
-from owt_data._tokens.sequence import TokenSequence, local_sequence
+from owt_data._tokens.sequence import TokenSequence, concatenate, local_sequence
 from owt_data._tokens.window_order import as_int64, check_seed, num_windows
 
 _WANTED_NAME, _RUNNING_NAME, _ERROR_NAME = "wanted", "running", "error.txt"
@@ -66,9 +64,17 @@ class GrowingTokens:
         self._vocab_size = vocab_size
         self.is_complete = False
         """True after a call that has found the complete tokens."""
-        self._tokens = TokenSequence(())
-        self._num_shards = 0
         self._num_wanted = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        # One value, because several threads may look for tokens.
+        self._found = TokenSequence((), self._vocab_size), JournalPlace()
+
+    @property
+    def _tokens(self) -> TokenSequence:
+        """The tokens that the last call has found."""
+        return self._found[0]
 
     def __len__(self) -> int:
         """Return the number of tokens that exist.
@@ -178,7 +184,7 @@ class GrowingTokens:
             except (UnreadableError, FileNotFoundError):
                 if self.is_complete or time.monotonic() - since > _PATIENCE_S:
                     raise
-                self._tokens, self._num_shards = TokenSequence(()), 0
+                self._forget()
             time.sleep(_POLL_S)
 
     def _check_running(self, wait: _Wait) -> None:
@@ -192,7 +198,7 @@ class GrowingTokens:
             return
         raise_failure(self._folder)
         waited_s = now - wait.since_s
-        if sign_of_life is None and not self._num_shards and waited_s > _SHARED_WITHIN_S:
+        if sign_of_life is None and not self._found[1].num_records and waited_s > _SHARED_WITHIN_S:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder))
         if waited_s > _PATIENCE_S:
             raise DataError(
@@ -206,25 +212,29 @@ class GrowingTokens:
             return
         if read_manifest(self._folder) is not None:
             name = {"train": TRAIN_NAME, "val": VAL_NAME}[self._split]
-            self._tokens = local_sequence([self._folder / name], self._vocab_size)
+            self._found = local_sequence([self._folder / name], self._vocab_size), JournalPlace()
             self.is_complete = True
             return
         shards = shard_folder(staging_path(self._folder), "all" if self._is_one_source else self._split)
-        num_shards = len(read_journal(shards))
-        if num_shards != self._num_shards:
-            numbers = range(num_shards)
-            if self._is_one_source:
-                numbers = numbers[1:] if self._split == "train" else numbers[:1]
-            self._tokens = local_sequence([shard_path(shards, number) for number in numbers], self._vocab_size)
-            self._num_shards = num_shards
+        tokens, place = self._found
+        records, place = read_journal_after(shards, place)
+        numbers = range(place.num_records - len(records), place.num_records)
+        if not records and numbers.start:
+            return
+        kept = [tokens] if numbers.start else []  # none of an earlier preparation
+        if self._is_one_source and self._split == "train":
+            numbers = range(max(1, numbers.start), numbers.stop)
+        elif self._is_one_source:
+            numbers = range(numbers.start, min(1, numbers.stop))
+        new = local_sequence([shard_path(shards, number) for number in numbers], self._vocab_size)
+        self._found = concatenate([*kept, new]), place
 
     def _want(self, stop: int) -> None:
         """Tell the preparation that the tokens before `stop` are needed."""
-        ends = list(accumulate(map(len, self._tokens.spans)))
         num_val_shards = 1 if self._is_one_source else 0
-        num_wanted = bisect_left(ends, stop) + 1 + num_val_shards
+        num_wanted = self._tokens.find_span(stop - 1) + 1 + num_val_shards
         # A reader that waits looks again, because another reader may have written a smaller number after it.
-        is_waiting = num_wanted > len(ends) + num_val_shards
+        is_waiting = stop > len(self._tokens)
         if num_wanted > self._num_wanted or (is_waiting and read_num_wanted(self._folder) < num_wanted):
             self._num_wanted = num_wanted
             with contextlib.suppress(FileNotFoundError):  # the folder is complete

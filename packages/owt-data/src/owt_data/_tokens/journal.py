@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from owt_data._errors import DataError, file_errors, show_name
 from owt_data._json_types import UnknownFieldError, parse_json, parse_record, reject_format
@@ -82,13 +82,62 @@ def checksum(path: Path) -> str | None:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class JournalPlace(NamedTuple):
+    """Place in a journal up to which it has been read."""
+
+    num_records: int = 0
+    """The records before the place."""
+
+    num_bytes: int = 0
+    """The bytes before the place."""
+
+    line: bytes = b""
+    """The line before the place."""
+
+
 def read_journal(folder: Path) -> list[ShardRecord]:
     """Return the valid records at the start of the journal. A kill or a power cut damages the rest.
 
     Raises:
         DataError: another version wrote the journal, or its name is that of a pipe or a device.
     """
-    return _read(folder)[0]
+    return read_journal_after(folder, JournalPlace())[0]
+
+
+def read_journal_after(folder: Path, place: JournalPlace) -> tuple[list[ShardRecord], JournalPlace]:
+    """Return the valid records after a place, and the place after these records.
+
+    If the line before the place is another one, the journal is another one, and all its records are returned. Hence
+    the new place's `num_records` without the returned records is the number of earlier records that are still valid.
+
+    Raises:
+        DataError: as `read_journal`.
+    """
+    path = folder / _JOURNAL_NAME
+    if not path.exists():
+        return [], JournalPlace()
+    with open_regular(path, "rb") as file:
+        file.seek(place.num_bytes - len(place.line))
+        if file.read(len(place.line)) != place.line:
+            place = JournalPlace()
+            file.seek(0)
+        # A line without its break would run into the next one.
+        lines = [*takewhile(lambda line: line.endswith(b"\n"), iter(lambda: file.readline(_MOST_LINE_BYTES), b""))]
+    records, (num_records, num_bytes, last), writer = [], place, None
+    try:
+        for line in lines:
+            if num_bytes:
+                records.append(parse_json(ShardRecord, line))
+            else:
+                writer = parse_record(JournalHeader, line, path, number=_FORMAT).version
+            num_bytes, last = num_bytes + len(line), line
+    except UnknownFieldError as error:
+        reject_format(path, _FORMAT, f"the unknown field {show_name(error)}", writer)
+    except DataError:
+        raise
+    except ValueError:
+        pass
+    return records, JournalPlace(num_records + len(records), num_bytes, last)
 
 
 def repair_journal(folder: Path) -> list[ShardRecord]:
@@ -97,38 +146,10 @@ def repair_journal(folder: Path) -> list[ShardRecord]:
     Raises:
         DataError: as `read_journal`.
     """
-    records, num_bytes = _read(folder)
+    records, place = read_journal_after(folder, JournalPlace())
     if (folder / _JOURNAL_NAME).exists():
-        os.truncate(folder / _JOURNAL_NAME, num_bytes)
+        os.truncate(folder / _JOURNAL_NAME, place.num_bytes)
     return records
-
-
-def _read(folder: Path) -> tuple[list[ShardRecord], int]:
-    """Return the valid records at the start of the journal, and their bytes."""
-    records, num_bytes = [], 0
-    path = folder / _JOURNAL_NAME
-    if not path.exists():
-        return records, num_bytes
-    with open_regular(path, "rb") as file:
-        header = file.readline(_MOST_LINE_BYTES)
-        # A line without its break would run into the next one.
-        lines = [*takewhile(lambda line: line.endswith(b"\n"), iter(lambda: file.readline(_MOST_LINE_BYTES), b""))]
-    if not header.endswith(b"\n"):
-        return records, num_bytes
-    writer = None
-    try:
-        writer = parse_record(JournalHeader, header, path, number=_FORMAT).version
-        num_bytes = len(header)
-        for line in lines:
-            records.append(parse_json(ShardRecord, line))
-            num_bytes += len(line)
-    except UnknownFieldError as error:
-        reject_format(path, _FORMAT, f"the unknown field {show_name(error)}", writer)
-    except DataError:
-        raise
-    except ValueError:
-        pass
-    return records, num_bytes
 
 
 def append_record(folder: Path, record: ShardRecord) -> None:

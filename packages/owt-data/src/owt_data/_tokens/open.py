@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pyarrow.fs import FileType
 
+from owt_data._digests import computed_once, lasting_state
 from owt_data._errors import DataError, file_errors, show, show_name
 from owt_data._paths import (
     BYTES_PER_TOKEN,
@@ -28,6 +29,7 @@ from owt_data._paths import (
     look_up_as,
     normalize,
     read_blocks,
+    remote_state,
 )
 from owt_data._tokenizers import vocab_size
 from owt_data._tokens.growing_tokens import GrowingTokens
@@ -292,18 +294,24 @@ def _look_up_span(path: str, remedy: str = "") -> TokenSpan:
 
 
 def _read_sha256(span: TokenSpan, tokenizer: str) -> str:
-    """Return the SHA-256 of a file without a manifest, and check its format and ids."""
+    """Return the SHA-256 of a file without a manifest, and check its format and ids. The file is read once."""
     num_ids = vocab_size(tokenizer)
-    start = 0
-    digest = hashlib.sha256()
-    for number, block in enumerate(read_blocks(span.path)):
-        tokens = np.frombuffer(block, dtype="<u2")
-        if number == 0:
-            _check_format(span.path, block, tokens)
-        check_ids(tokens, num_ids, span.path, start)
-        digest.update(block)
-        start += len(tokens)
-    return digest.hexdigest()
+
+    def read() -> str:
+        start = 0
+        digest = hashlib.sha256()
+        for number, block in enumerate(read_blocks(span.path)):
+            tokens = np.frombuffer(block, dtype="<u2")
+            if number == 0:
+                _check_format(span.path, block, tokens)
+            check_ids(tokens, num_ids, span.path, start)
+            digest.update(block)
+            start += len(tokens)
+        return digest.hexdigest()
+
+    state_of = remote_state if is_uri(span.path) else lasting_state
+    name = f"{span.path} as ids below {num_ids}"
+    return computed_once(name, BYTES_PER_TOKEN * len(span), lambda: state_of(span.path), read)
 
 
 def _check_format(path: str, block: bytes, tokens: NDArray[np.uint16]) -> None:

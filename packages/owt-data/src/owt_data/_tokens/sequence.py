@@ -3,14 +3,16 @@
 import functools
 import os
 import sys
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol, cast, get_args, runtime_checkable
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from owt_data._errors import (
@@ -40,12 +42,17 @@ MIXTURE_ROUND = 1 << 16
 
 # A ranged read waits tens of milliseconds for the storage and needs little CPU.
 _REMOTE_READERS = 32
-_OPEN_FILES = 256
+# A file in object storage that is open takes about 1 KB of memory, and no file descriptor.
+_OPEN_FILES, _OPEN_REMOTE_FILES = 256, 1 << 16
+
+# Windows in object storage that are at most this far apart are one request, as it waits longer than it reads them. A
+# request is about as large as the second number, so that there are several to wait for at once.
+_GAP_TOKENS, _RANGE_TOKENS = 1 << 15, 1 << 20
 
 
 @runtime_checkable
 class Tokens(Protocol):
-    """Tokens that windows are read from. Holds no open files, so it can be pickled."""
+    """Tokens that windows are read from. Can be pickled, without the files that are open."""
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -107,15 +114,37 @@ class TokenSequence:
     vocab_size: int | None = None
     """Number of ids. A token that is not smaller raises a `DataError` when it is read. None: every token is valid."""
 
+    _bounds: list[int] = field(init=False, repr=False, compare=False)
+    """The number of tokens before each span, and of all tokens, so that a position is found by bisection."""
+
+    _open_remote: "Callable[[str], RemoteTokens] | None" = field(init=False, repr=False, compare=False)
+    """Opens a file in object storage, which stays open; None if all files are local."""
+
     def __post_init__(self) -> None:
         _check_tuple("spans", self.spans, TokenSpan)
+        object.__setattr__(self, "_bounds", [0, *accumulate(span.stop - span.start for span in self.spans)])
+        is_remote = any(is_uri(span.path) for span in self.spans)
+        object.__setattr__(self, "_open_remote", _opener_of_remote_files() if is_remote else None)
         if self.vocab_size is not None:
             size = check_integer("vocab_size", self.vocab_size, least=1, most=1 << 16)
             object.__setattr__(self, "vocab_size", size)
 
+    def __reduce__(self) -> tuple[type["TokenSequence"], tuple[tuple[TokenSpan, ...], int | None]]:
+        """Pickle the spans, without the files that are open."""
+        return TokenSequence, (self.spans, self.vocab_size)
+
     def __len__(self) -> int:
         """Number of tokens."""
-        return sum(map(len, self.spans))
+        return self._bounds[-1]
+
+    def find_span(self, position: int) -> int:
+        """Return the number of the span that has a token, or the number of spans for a position after all tokens."""
+        return bisect_right(self._bounds, position) - 1
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether a file is in object storage."""
+        return self._open_remote is not None
 
     def num_windows(self, seq_len: int) -> int:
         """Return the number of non-overlapping windows of `seq_len` inputs."""
@@ -160,15 +189,34 @@ class TokenSequence:
         seq_len = int(seq_len)
         starts = as_int64("start", starts, most=len(self) - seq_len - 1)
         windows = np.empty((len(starts), seq_len + 1), dtype=np.uint16)
-        reader = SequenceReader(self)
-        if any(is_uri(span.path) for span in self.spans):
-            with ThreadPoolExecutor(_REMOTE_READERS) as threads:
-                list(threads.map(reader.copy, starts.tolist(), windows))
+        if self.is_remote:
+            self._read_remote(starts, windows)
         else:
+            reader = SequenceReader(self)
             for start, window in zip(starts.tolist(), windows, strict=True):
                 reader.copy(start, window)
         self._check_ids(starts, windows)
         return windows
+
+    def _read_remote(self, starts: NDArray[np.int64], windows: NDArray[np.uint16]) -> None:
+        """Read windows in ranges, each of windows that are close to one another, by several threads."""
+        if not len(starts):
+            return
+        order = np.argsort(starts)
+        ordered = starts[order]
+        is_far = np.diff(ordered) > windows.shape[1] + _GAP_TOKENS
+        cuts = np.flatnonzero(is_far | (np.diff(ordered // _RANGE_TOKENS) > 0)) + 1
+        groups = np.split(order, cuts)
+        ranges = [(int(starts[group[0]]), int(starts[group[-1]]) + windows.shape[1]) for group in groups]
+        reader = SequenceReader(self)
+
+        def read(group: NDArray[np.int64], start: int, stop: int) -> None:
+            tokens = np.empty(stop - start, dtype=np.uint16)
+            reader.copy(start, tokens)
+            windows[group] = sliding_window_view(tokens, windows.shape[1])[starts[group] - start]
+
+        with ThreadPoolExecutor(_REMOTE_READERS) as threads:
+            list(threads.map(read, groups, *zip(*ranges, strict=True)))
 
     def _check_range(self, start: int, stop: int) -> tuple[int, int]:
         start = check_integer("start", start, least=0, most=len(self))
@@ -180,10 +228,9 @@ class TokenSequence:
             return
         row, column = np.unravel_index(int(np.argmax(windows >= self.vocab_size)), windows.shape)
         position = int(starts[row] + column)
-        for span in self.spans:
-            if position < len(span):
-                check_ids(windows[row, column:], self.vocab_size, span.path, span.start + position)
-            position -= len(span)
+        number = self.find_span(position)
+        span = self.spans[number]
+        check_ids(windows[row, column:], self.vocab_size, span.path, span.start + position - self._bounds[number])
 
     def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
         """Return the windows at these indices of an order, `uint16[N, seq_len + 1]`; see `window_starts`."""
@@ -194,32 +241,41 @@ class TokenSequence:
         return window_starts(indices, order=order, seed=seed, num_tokens=len(self), seq_len=seq_len)
 
 
+def _opener_of_remote_files() -> Callable[[str], RemoteTokens]:
+    """Return a function that opens a file in object storage once, for all threads."""
+    lock, opened = threading.Lock(), functools.lru_cache(_OPEN_REMOTE_FILES)(RemoteTokens)
+
+    def open_file(uri: str) -> RemoteTokens:
+        with lock:
+            return opened(uri)
+
+    return open_file
+
+
 class SequenceReader:
     """Reader of a sequence that keeps files open. Safe to use from several threads."""
 
     def __init__(self, sequence: TokenSequence, *, max_open_files: int = _OPEN_FILES, in_order: bool = False) -> None:
-        self._spans = sequence.spans
-        self._bounds = [0, *accumulate(map(len, self._spans))]
-        opening = functools.partial(_open_file, in_order=in_order)
-        self._open: Callable[[str], LocalTokens | RemoteTokens] = functools.lru_cache(max_open_files)(opening)
+        self._sequence = sequence
+        opening = functools.partial(LocalTokens, in_order=in_order)
+        self._open_local: Callable[[str], LocalTokens] = functools.lru_cache(max_open_files)(opening)
 
     def copy(self, start: int, out: NDArray[np.uint16]) -> None:
         """Copy the tokens from `start` on into `out`."""
-        number = bisect_right(self._bounds, start) - 1
+        sequence = self._sequence
+        number = sequence.find_span(start)
         while len(out):
-            span = self._spans[number]
-            first = span.start + start - self._bounds[number]
+            span = sequence.spans[number]
+            first = span.start + start - sequence._bounds[number]
             here = out[: span.stop - first]
-            if not self._open(span.path).copy(first, here):
+            open_file = sequence._open_remote if is_uri(span.path) else self._open_local
+            assert open_file is not None, "the sequence has a file in object storage"
+            if len(here) and not open_file(span.path).copy(first, here):
                 raise UnreadableError(
                     f"{show_name(span.path)} has been cut short: it had at least {BYTES_PER_TOKEN * span.stop} bytes, "
                     f"and has {look_up(span.path).size or 0}. Restore the file, and run the same command again."
                 )
             out, start, number = out[len(here) :], start + len(here), number + 1
-
-
-def _open_file(path: str, *, in_order: bool) -> LocalTokens | RemoteTokens:
-    return RemoteTokens(path) if is_uri(path) else LocalTokens(path, in_order=in_order)
 
 
 def check_ids(tokens: NDArray[np.uint16], vocab_size: int, path: str, start: int) -> None:
@@ -355,7 +411,8 @@ def _check_tuple(name: str, values: object, kind: type) -> None:
     """Check that a field is a tuple of objects of one class."""
     check_type(name, values, tuple, "a tuple", "Convert a list with tuple(...).")
     for value in cast("tuple[object, ...]", values):
-        check_type(f"Each of {name}", value, kind, f"a {kind.__name__}")
+        if not isinstance(value, kind):  # most often there are many, and all are
+            check_type(f"Each of {name}", value, kind, f"a {kind.__name__}")
 
 
 def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:
