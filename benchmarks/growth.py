@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment
+from growth import logs
 from growth.measurement import Measurement, exponent
 
-MEASUREMENTS: list[Measurement] = []
+MEASUREMENTS: list[Measurement] = [*logs.MEASUREMENTS]
 ROOT = Path(__file__).parent.parent
 
 
