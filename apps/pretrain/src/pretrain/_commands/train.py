@@ -135,7 +135,7 @@ def train(config: PretrainConfig, *, console: Console | None = None, began_s: fl
         folder.push()
         introduce(run.config, run.data, run.hardware, folder, origin, console)
         stack.enter_context(verified_data(run.data, config.verify_data, console, stop=ray_jax_launch.request_stop))
-        view = _view(read_history(folder, run.description), run.hardware, tokenizing, began_s)
+        view = _view(read_recent(folder, run.description), run.hardware, tokenizing, began_s)
         try:
             sample = _run_workers(run, name, view, console, began_s)
         except KeyboardInterrupt:
