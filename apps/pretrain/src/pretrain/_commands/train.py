@@ -33,7 +33,7 @@ from pretrain._run.description import (
 from pretrain._run.files import read_text
 from pretrain._run.find import names_a_checkpoint
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize, write_end
+from pretrain._run.history import RunHistory, last_sign_of_life, read_history, read_recent, summarize, write_end
 from pretrain._run.lock import lock_run
 from pretrain._run.metrics import last_values, read_records
 from pretrain._run.names import run_name

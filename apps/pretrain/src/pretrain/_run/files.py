@@ -222,7 +222,7 @@ def open_lines(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
         OSError: the file cannot be read, or is a pipe or a device.
     """
     check_kind(path)
-    with path.open("rb", buffering=buffering) if path.exists() else open(os.devnull, "rb") as file:
+    with (path if path.exists() else Path(os.devnull)).open("rb", buffering=buffering) as file:
         yield file
 
 

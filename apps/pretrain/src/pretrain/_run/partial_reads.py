@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pretrain._run.files import check_kind, open_lines, parse_line
+from pretrain._run.files import open_lines, parse_line
 
 _BLOCK = 1 << 16
 _PROBE = 1 << 11  # some lines
@@ -113,8 +113,8 @@ class NewLines:
         with open_lines(self._path) as file:
             begin = self._end - len(self._last)
             found = os.pread(file.fileno(), len(self._last), begin)
-            same = len(found) if found == self._last else len(os.path.commonprefix([self._last, found]))
-            begin += self._last.rfind(b"\n", 0, same) + 1
+            pairs = zip(self._last.splitlines(keepends=True), found.splitlines(keepends=True), strict=False)
+            begin += sum(len(line) for line, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             file.seek(min(begin, file.seek(0, os.SEEK_END)))
             *lines, rest = file.read().split(b"\n")
             self._end = file.tell() - len(rest)
