@@ -217,6 +217,7 @@ def _view_memory(num_records: int, folder: Path) -> float:
 
 def _meter_memory(num_steps: int, folder: Path) -> float:
     config = with_vocab_size(PRESETS["quickstart"](), 257)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, order="shuffle"))
     device, tokens = SimpleNamespace(device_kind="cpu", memory_stats=lambda: None), cast(Tokens, None)  # not read here
     meter = StepMeter(config, tokens, device, 1)
     names = ("loss", "grad_norm", "num_skipped", "num_skipped_in_a_row")
@@ -240,23 +241,13 @@ def _constant(
 
 
 MEASUREMENTS = [
-    _constant(
-        "log-uploads", "bytes read and written to upload a line of a log", "bytes", "uploads", _upload_bytes, 20_000
-    ),
-    _constant(
-        "log-writer", "memory of the writer of a log in object storage", "bytes", "uploads", _writer_memory, 20_000
-    ),
-    _constant(
-        "log-poll", "bytes read and written to pull one new line of a log", "bytes", "uploads", _poll_bytes, 20_000
-    ),
-    _constant("log-start", "bytes read and written at a start of a run", "bytes", "records", _start_bytes, 1_000_000),
-    _constant(
-        "log-watch", "bytes read by a look of `watch` at one new record", "bytes", "records", _watch_bytes, 1_000_000
-    ),
-    _constant("log-runs", "bytes read by `runs` for a run", "bytes", "records", _runs_bytes, 1_000_000),
-    _constant("frame", "a frame of the live view", "s", "records", _frame_s, 1_000_000),
+    _constant("log-uploads", "read and written to upload a line of a log", "bytes", "uploads", _upload_bytes, 20_000),
+    _constant("log-writer", "memory of the writer of a remote log", "bytes", "uploads", _writer_memory, 20_000),
+    _constant("log-poll", "read and written to pull a new line of a log", "bytes", "uploads", _poll_bytes, 20_000),
+    _constant("log-start", "read and written at a start of a run", "bytes", "records", _start_bytes, 1_000_000),
+    _constant("log-watch", "read by `watch` at a new record", "bytes", "records", _watch_bytes, 1_000_000),
+    _constant("log-runs", "read by `runs` for a run", "bytes", "records", _runs_bytes, 1_000_000),
+    _constant("frame", "frame of the live view", "s", "records", _frame_s, 1_000_000),
     _constant("view-memory", "memory of the live view", "bytes", "records", _view_memory, 1_000_000),
-    _constant(
-        "meter-memory", "memory of the metrics of steps without a record", "bytes", "steps", _meter_memory, 100_000
-    ),
+    _constant("meter-memory", "memory of metrics before their record", "bytes", "steps", _meter_memory, 100_000),
 ]
