@@ -6,13 +6,14 @@ the interface of object storage.
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
+import sys
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -124,13 +125,22 @@ def _upload_bytes(num_uploads: int, folder: Path) -> float:
         log_parts._write = write
 
 
+def _held(value: Any) -> int:
+    """Return the bytes of an object and of all that it alone refers to, without code and modules."""
+    seen, todo, num_bytes = set[int](), [value], 0
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(one))
+        num_bytes += sys.getsizeof(one)
+        todo += gc.get_referents(one)
+    return num_bytes
+
+
 def _writer_memory(num_uploads: int, folder: Path) -> float:
-    tracemalloc.start()
-    try:
-        with _uploads(num_uploads, folder):
-            return tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    with _uploads(num_uploads, folder) as writer:
+        return _held(writer)
 
 
 def _poll_bytes(num_uploads: int, folder: Path) -> float:
@@ -205,14 +215,7 @@ def _frame_s(num_records: int, folder: Path) -> float:
 
 
 def _view_memory(num_records: int, folder: Path) -> float:
-    tracemalloc.start()
-    try:
-        view = _view(num_records)
-        num_bytes = tracemalloc.get_traced_memory()[0]
-        assert view.step == num_records - 1  # it still exists
-        return num_bytes
-    finally:
-        tracemalloc.stop()
+    return _held(_view(num_records))
 
 
 def _meter_memory(num_steps: int, folder: Path) -> float:
@@ -221,14 +224,10 @@ def _meter_memory(num_steps: int, folder: Path) -> float:
     device, tokens = SimpleNamespace(device_kind="cpu", memory_stats=lambda: None), cast(Tokens, None)  # not read here
     meter = StepMeter(config, tokens, device, 1)
     names = ("loss", "grad_norm", "num_skipped", "num_skipped_in_a_row")
-    tracemalloc.start()
-    try:
-        for _ in range(num_steps):
-            meter.add(dict.fromkeys(names, jnp.float32(1.0)))
-            meter.take_losses()
-        return tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    for _ in range(num_steps):
+        meter.add(dict.fromkeys(names, jnp.float32(1.0)))
+        meter.take_losses()
+    return _held([meter._steps, meter._losses, meter._trailing])
 
 
 def _constant(

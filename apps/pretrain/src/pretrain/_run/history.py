@@ -14,7 +14,7 @@ from pretrain._run.description import RunDescription, read_description
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.log_parts import PHASES, SAMPLES, STARTS, TEXTS
-from pretrain._run.metrics import TEXT_METRICS, Record, finite, last_values, read_records, recent_records
+from pretrain._run.metrics import TEXT_METRICS, Numbers, Record, finite, last_values, recent_records
 from pretrain._run.partial_reads import last_lines
 from pretrain._run.result import RunResult, as_utc, read_result
 
@@ -80,7 +80,7 @@ class RunHistory:
     """Configuration, data, hardware and versions."""
 
     records: Sequence[Record]
-    """Metrics, in the order of steps: see `pretrain._run.metrics.Record`."""
+    """Metrics that are numbers, in the order of steps: see `pretrain._run.metrics.Record`."""
 
     starts: Sequence[dict[str, Any]]
     """Starts of the workers, in the order of time: `step`, `time_s`, `began_s` (Unix time of the command), `workers`,
@@ -110,7 +110,7 @@ def read_history(folder: RunFolder, description: RunDescription | None = None) -
     return RunHistory(
         folder=folder,
         description=description or _described(folder),
-        records=read_records(folder.metrics),
+        records=Numbers(folder.metrics),
         starts=read_starts(folder),
         phases=read_phases(folder),
         samples=read_samples(folder),

@@ -3,10 +3,11 @@
 import hashlib
 import math
 import os
-from collections.abc import Collection, Iterable
+from array import array
+from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +93,50 @@ def windows_digest(starts: NDArray[np.int64]) -> str:
 def read_records(path: Path) -> list[Record]:
     """Read the records of a file, in the order of steps. A missing file has none."""
     return sorted(read_lines(path, TEXT_METRICS), key=itemgetter("step"))
+
+
+class Numbers(Sequence[Record]):
+    """The numbers of the records of a file, in the order of steps, in 8 bytes each.
+
+    Args:
+        path: the file. A missing file has no records.
+    """
+
+    def __init__(self, path: Path) -> None:
+        columns: dict[str, array[float]] = {}
+        self._num_records = 0
+        self._integers: set[str] = set()
+        for record in lines_from(path, 0, TEXT_METRICS):
+            for name, value in numbers(record).items():
+                if name not in columns:
+                    columns[name] = array("d", [math.nan]) * self._num_records
+                    self._integers.add(name)
+                columns[name].append(value)
+                if isinstance(value, float):
+                    self._integers.discard(name)
+            self._num_records += 1
+            for column in columns.values():
+                if len(column) < self._num_records:
+                    column.append(math.nan)
+        order = np.argsort(columns.get("step", array("d")), kind="stable")
+        self._columns = {name: np.asarray(column)[order] for name, column in columns.items()}
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return self._num_records
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        """Return a record, or several."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        found = ((name, column[index].item()) for name, column in self._columns.items())
+        return {name: int(value) if name in self._integers else value for name, value in found if not math.isnan(value)}
 
 
 def recent_records(path: Path, eval_every: int) -> list[Record]:
