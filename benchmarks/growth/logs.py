@@ -30,7 +30,7 @@ from pretrain._run import log_parts
 from pretrain._run.description import DataDescription, describe, write_description
 from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import Phase, PhaseName, last_sign_of_life, read_history
+from pretrain._run.history import Phase, PhaseName, last_sign_of_life, read_recent
 from pretrain._run.log_parts import METRICS, LogWriter, pull_log
 from pretrain._screen.live_screen import live_screen
 from pretrain._screen.run_view import RunView
@@ -69,6 +69,7 @@ def _run(folder: Path, num_records: int) -> RunFolder:
     write_description(run, describe(dataclasses.replace(config, train=train), data, "local"))
     start = {"step": 0, "time_s": _BEGAN_S, "began_s": _BEGAN_S, "workers": 1, "devices": 1, "device": "cpu"}
     append_line(run.starts, start)
+    run.step_losses.write_bytes(bytes(4 * num_records))
     with run.metrics.open("w") as metrics, run.phases.open("w") as phases:
         for step in range(num_records):
             metrics.write(json.dumps(_record(step)) + "\n")
@@ -159,7 +160,7 @@ def _start_bytes(num_records: int, folder: Path) -> float:
     run = _run(folder, num_records)
     step = (num_records - 1) // _EVERY * _EVERY
     before = _num_bytes()
-    history = read_history(run)
+    history = read_recent(run)
     RunView.of(history, is_local=True)
     last_sign_of_life(history.phases, history.records)
     description = history.description
