@@ -103,7 +103,7 @@ class Numbers(Sequence[Record]):
     """
 
     def __init__(self, path: Path) -> None:
-        columns: dict[str, array[float]] = {}
+        columns = dict[str, "array[float]"]()
         self._num_records = 0
         self._integers: set[str] = set()
         for record in lines_from(path, 0, TEXT_METRICS):
