@@ -16,7 +16,7 @@ from pretrain._run import files, partial_reads
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import last_sign_of_life, read_recent, work_s
-from pretrain._run.metrics import TEXT_METRICS, cut_lines, read_records, recent_records
+from pretrain._run.metrics import TEXT_METRICS, Numbers, cut_lines, read_records, recent_records
 from pretrain._run.partial_reads import NewLines, last_lines, lines_backwards, lines_from
 from pretrain._screen.run_view import RunView
 from pretrain._training.run_log import RunLog
@@ -113,6 +113,20 @@ def test_recent_records_have_the_last_ones_the_validations_and_some_of_all(
     assert numbers[1] < 1.2 * numbers[0] < 5000
     write(path, [record(step) for step in range(900)])
     assert recent_records(path, 100) == read_records(path)
+
+
+def test_the_numbers_of_a_file_are_its_records_without_texts(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert [*Numbers(path)] == Numbers(path)[:] == []
+    records = [record(step) | ({"num_skipped": 2**53 - step} if step > 70 else {}) for step in range(150)]
+    write(path, [*records[9:], *records[:9]])
+    found = Numbers(path)
+    without = [{name: value for name, value in one.items() if name != "windows"} for one in records]
+    assert [*found] == without
+    assert (len(found), found[-1], found[3:9:2]) == (150, without[-1], without[3:9:2])
+    assert {name: type(value) for name, value in found[100].items()} == {n: type(v) for n, v in without[100].items()}
+    with pytest.raises(IndexError):
+        found[150]
 
 
 def test_new_lines_are_those_since_the_last_look_and_those_that_a_restart_writes_again(tmp_path: Path) -> None:

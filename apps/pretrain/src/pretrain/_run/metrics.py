@@ -134,8 +134,9 @@ class Numbers(Sequence[Record]):
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
         """Return a record, or several."""
         if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        found = ((name, column[index].item()) for name, column in self._columns.items())
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        found = ((name, column[number].item()) for name, column in self._columns.items())
         return {name: int(value) if name in self._integers else value for name, value in found if not math.isnan(value)}
 
 
