@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment
-from growth import checkpoints, control, data
+from growth import checkpoints, control, data, logs
 from growth.measurement import Measurement, exponent
 
 MEASUREMENTS: list[Measurement] = [
     *checkpoints.MEASUREMENTS,
     *control.MEASUREMENTS,
     *data.MEASUREMENTS,
+    *logs.MEASUREMENTS,
 ]
 ROOT = Path(__file__).parent.parent
 

@@ -194,8 +194,8 @@ def test_the_losses_of_steps_that_are_done_again_replace_the_former_ones():
     view = RunView(1500, clock=Clock())
     for step, loss in ((10, 3.0), (20, 2.5), (30, 2.0), (20, 2.25)):
         view.add_record(record(step, step, loss=loss, val_loss=loss + 1))
-    assert view.losses == [(10, 3.0), (20, 2.25)]
-    assert view.val_losses == [(10, 4.0), (20, 3.25)]
+    assert view.losses.points == [(10, 3.0), (20, 2.25)]
+    assert view.val_losses.points == [(10, 4.0), (20, 3.25)]
 
 
 def test_a_stream_shows_how_much_text_is_tokenized():

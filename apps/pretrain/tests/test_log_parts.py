@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,17 +133,61 @@ def test_a_run_in_a_folder_keeps_the_records_before_a_step_and_all_that_has_happ
     assert found == {METRICS: kept, SAMPLES: kept, PHASES: [0, 3, 7], STARTS: [0, 3, 7]}
 
 
-def test_a_reader_downloads_new_parts_only(uri, writer, monkeypatch):
-    downloaded = []
-    download = log_parts._download
-    monkeypatch.setattr(log_parts, "_download", lambda *args: (downloaded.append(args[2].name), download(*args)))
+def test_a_reader_downloads_each_byte_once_also_from_merged_parts(uri, writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_parts, "_MERGED", 3)
+    num_bytes, read = 0, log_parts._read
+
+    def counted(*args):
+        nonlocal num_bytes
+        content = read(*args)
+        num_bytes += len(content)
+        return content
+
+    monkeypatch.setattr(log_parts, "_read", counted)
     folder = reader_copy(uri)
+    for step in range(14):
+        writer.append(METRICS, {"step": step})
+        writer.flush()
+        if step % 2:
+            assert pull_changed(folder)
+        assert not pull_changed(folder) or not step % 2
+    assert num_bytes == sum(parts(uri).values())
+    assert pulled(uri, folder.path) == [{"step": step} for step in range(14)]
+
+
+@pytest.mark.parametrize("damage", ["appended", "cut", "deleted", "no state", "damaged state"])
+def test_a_copy_that_something_else_has_changed_is_written_again(uri, writer, tmp_path, damage):
     for step in range(3):
         writer.append(METRICS, {"step": step})
         writer.flush()
-        assert pull_changed(folder)
-        assert not pull_changed(folder)
-    assert sorted(downloaded) == sorted(parts(uri))
+    reader = tmp_path / "reader"
+    records = pulled(uri, reader)
+    if damage == "appended":
+        with (reader / METRICS).open("a") as file:
+            file.write('{"step": 9}\n')
+    elif damage == "cut":
+        (reader / METRICS).write_text('{"step": 0}\n{"st')
+    elif damage == "deleted":
+        (reader / METRICS).unlink()
+    else:
+        (reader / log_parts._READ).write_text("" if damage == "no state" else '{"sizes": 5')
+    writer.append(METRICS, {"step": 3})
+    writer.flush()
+    assert pulled(uri, reader) == [*records, {"step": 3}]
+
+
+def test_a_line_is_uploaded_three_times_at_most_and_kept_in_no_memory(uri, writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_parts, "_MERGED", 3)
+    sizes, write = [], log_parts._write
+    monkeypatch.setattr(log_parts, "_write", lambda *args: (sizes.append(len(args[3])), write(*args)))
+    for step in range(81):
+        writer.append(METRICS, {"step": step})
+        writer.flush()
+    assert sum(sizes) == 3 * sum(parts(uri).values())
+    assert len(parts(uri)) == 9
+    assert [*(tmp_path / "driver" / "log").iterdir()] == []
+    assert writer._levels == [[], []]
+    assert [record["step"] for record in pulled(uri, tmp_path / "reader")] == [*range(81)]
 
 
 def test_records_are_uploaded_while_the_run_goes_on(uri, writer, monkeypatch):
@@ -236,27 +281,16 @@ def test_a_part_that_is_merged_while_it_is_read_is_read_in_its_new_place(
 
     monkeypatch.setattr(log_parts, "_needed", merge_first)
     assert [record["step"] for record in pulled(uri, tmp_path / "reader")] == [0, 1, 2]
-    assert {path.name for path in (tmp_path / "reader/log").iterdir()} == {*parts(uri)}
 
 
-def test_a_copy_that_another_reader_deletes_is_read_in_its_new_place(
-    uri: str, writer: LogWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two readers on one machine share a local copy."""
-    monkeypatch.setattr(log_parts, "_MERGED", 3)
-    replay, records = log_parts._replay, [{"step": step} for step in range(3)]
-
-    def merge_first(parts: Any) -> Any:
-        monkeypatch.setattr(log_parts, "_replay", replay)
-        writer.append(METRICS, records[2])
-        writer.flush()
-        assert pulled(uri, tmp_path / "reader") == records
-        return replay(parts)
-
-    for record in records[:2]:
+def test_several_readers_share_a_copy(uri: str, writer: LogWriter, tmp_path: Path) -> None:
+    records = [{"step": step} for step in range(12)]
+    for record in records:
         writer.append(METRICS, record)
         writer.flush()
-    monkeypatch.setattr(log_parts, "_replay", merge_first)
+        with ThreadPoolExecutor(4) as threads:
+            for _ in threads.map(lambda _: pulled(uri, tmp_path / "reader"), range(4)):
+                pass
     assert pulled(uri, tmp_path / "reader") == records
 
 

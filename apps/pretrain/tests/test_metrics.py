@@ -48,8 +48,11 @@ def test_lines_that_a_power_cut_damaged_do_not_stop_a_run(tmp_path, caplog, reco
     read_lines(path)  # a command may read a file several times
     what = "lines that are no JSON object with a step, or have too large a number"
     assert caplog.messages == [f"{path}: dropped 12 {what}"]
-    path.write_bytes(b"")
-    assert cut_lines(path, 10) == []
+    cut_lines(path, 4)
+    assert path.read_bytes() == b'{"step": 0}\n'
+    cut_lines(path, -1)
+    cut_lines(path, 10)
+    assert path.read_bytes() == b""
 
 
 def test_a_record_after_a_line_that_was_cut_off_has_a_line_of_its_own(tmp_path):

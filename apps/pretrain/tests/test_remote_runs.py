@@ -218,7 +218,7 @@ def test_a_copy_has_neither_checkpoints_nor_hidden_files_nor_what_the_storage_la
     run: RunFolder, tmp_path: Path
 ) -> None:
     filesystem, root = open_uri(f"{run.uri}")
-    for name in ("checkpoints/7/params", ".lease/a.json", "tensorboard/plugins/events"):
+    for name in ("checkpoints/7/params", ".lease/a.json", "tensorboard/plugins/events", "tensorboard/recorded_steps"):
         filesystem.create_dir(f"{root}/{name}".rpartition("/")[0])
         with filesystem.open_output_stream(f"{root}/{name}") as stream:
             stream.write(b"remote")
@@ -230,7 +230,7 @@ def test_a_copy_has_neither_checkpoints_nor_hidden_files_nor_what_the_storage_la
     copy.pull()
     found = {f"{path.relative_to(copy.path)}" for path in copy.path.rglob("*") if path.is_file()}
     hidden = {"checkpoints/9/params", ".lock", "tensorboard/.partial"}
-    assert found == {*hidden, "config.json", "tensorboard/plugins/events"}
+    assert found == {*hidden, ".log.json", "config.json", "tensorboard/recorded_steps"}
     before = names(run)
     copy.push()
     assert names(run) == before

@@ -74,6 +74,23 @@ def test_each_step_has_its_loss_and_nan_without_an_update():
     assert (meter.take_losses(), meter.take_losses()) == ([3.0], [])
 
 
+def test_many_steps_without_a_record_do_not_stay_on_the_device_and_change_no_number():
+    """The losses of the older steps are known before the record, and the newest steps are not waited for."""
+    meter, losses = make_meter(), np.random.default_rng(0).normal(3.0, 0.1, 1000).astype(np.float32)
+    losses[600], losses[700] = 9.0, np.nan
+    taken, most = [], 0
+    for loss in losses:
+        meter.add(metrics(loss))
+        taken += meter.take_losses()
+        most = max(most, meter.num_in_flight)
+    assert 64 <= most <= 256
+    assert len(taken) == 1000 - meter.num_in_flight
+    record = meter.wait_for_record(1000)
+    np.testing.assert_array_equal(np.float32(taken + meter.take_losses()), losses)
+    assert record["loss"] == float(f"{sum(float(loss) for loss in losses if np.isfinite(loss)) / 999:.6g}")
+    assert (record["spike_step"], record["skipped_step"]) == (601, 701)
+
+
 def test_a_record_has_six_significant_digits():
     meter = make_meter()
     meter.add(metrics(1.23456789, grad_norm=123456.789))

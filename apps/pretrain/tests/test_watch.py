@@ -19,7 +19,7 @@ from pretrain._output import Output
 from pretrain._run.description import DataDescription, describe, write_description
 from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import read_history, summarize
+from pretrain._run.history import read_history, read_starts, summarize
 from pretrain._run.metrics import cut_lines
 from pretrain._run.result import write_result
 from pretrain._screen.run_view import RunView
@@ -190,7 +190,7 @@ def test_a_change_that_could_not_be_read_is_read_later_without_another_change(fo
     def read_or_fail(run):
         if failures:
             raise OSError(errno.EIO, "Input/output error")
-        return read_history(run)
+        return read_starts(run)
 
     def change():
         record(folder, 10, 4, loss=3.0)
@@ -201,7 +201,7 @@ def test_a_change_that_could_not_be_read_is_read_later_without_another_change(fo
         failures.clear()
         return 10
 
-    monkeypatch.setattr("pretrain._commands.watch.read_history", read_or_fail)
+    monkeypatch.setattr("pretrain._commands.watch.read_starts", read_or_fail)
     _, lines = watched(folder, change, recover)
     assert lines[2:] == [
         f"{folder} cannot be read, the next attempt follows: [Errno 5] Input/output error",

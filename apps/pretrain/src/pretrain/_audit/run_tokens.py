@@ -17,7 +17,8 @@ from owt_data import (
 from pretrain._errors import UsageError, short
 from pretrain._run.description import RunDescription
 from pretrain._run.folder import RunFolder
-from pretrain._run.metrics import read_records
+from pretrain._run.metrics import TEXT_METRICS
+from pretrain._run.partial_reads import last_lines
 from ray_jax_launch import checkpoint_steps
 
 
@@ -67,7 +68,7 @@ class RunTokens:
     @cached_property
     def reached_step(self) -> int:
         """The step that the run has reached: that of its newest record or checkpoint."""
-        records = [record["step"] for record in read_records(self.folder.metrics)]
+        records = [record["step"] for record in last_lines(self.folder.metrics, 1, TEXT_METRICS)]
         return max([self.first_step - 1, *records, *checkpoint_steps(self.folder.checkpoints)])
 
     @property

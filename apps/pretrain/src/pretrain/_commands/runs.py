@@ -27,7 +27,7 @@ from pretrain._run.differences import changes_result, differing_options, option_
 from pretrain._run.files import flatten
 from pretrain._run.find import DEFAULT_STORAGE
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import read_history, seconds_by_phase
+from pretrain._run.history import read_recent, work_s
 from pretrain._run.metrics import last_values
 from pretrain._run.names import short_name, short_value
 from pretrain._run.remote_copy import pull_changed
@@ -218,15 +218,15 @@ def _row(folder: RunFolder, now_s: float) -> _Row | None:
 
 
 def _read_row(folder: RunFolder, now_s: float) -> _Row:
-    history = read_history(folder)
-    config = history.description.config
-    last, result = last_values(history.records), history.result
+    history = read_recent(folder)
+    config, result = history.description.config, history.result
+    last = (result.metrics if result is not None else {}) | last_values(history.records)
     start = history.starts[-1] if history.starts else {}
     seen_s, num_devices = last_seen_s(history), start.get("devices", 1)
     device = start.get("device", history.description.hardware)
     device = one_line(f"{num_devices} x {device}" if num_devices > 1 else device)
     val_loss, is_full = last.get("full_val_loss", last.get("val_loss")), "full_val_loss" in last
-    seconds = sum(seconds_by_phase(history.phases, seen_s).values())
+    seconds = work_s(history.phases, seen_s)
     if not history.phases and result is not None:
         seconds = result.wall_s
     name, state = one_line(folder.path.name), run_state(history, now_s)

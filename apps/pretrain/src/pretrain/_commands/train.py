@@ -1,6 +1,7 @@
 """The command `train`: from a configuration to a finished run."""
 
 import contextlib
+import dataclasses
 import time
 import traceback
 from dataclasses import dataclass
@@ -32,10 +33,18 @@ from pretrain._run.description import (
 )
 from pretrain._run.files import read_text
 from pretrain._run.find import names_a_checkpoint
-from pretrain._run.folder import RunFolder
-from pretrain._run.history import RunHistory, last_sign_of_life, read_history, summarize, write_end
+from pretrain._run.folder import RunFolder, locate
+from pretrain._run.history import (
+    RunHistory,
+    last_sign_of_life,
+    read_history,
+    read_recent,
+    read_samples,
+    summarize,
+    write_end,
+)
 from pretrain._run.lock import lock_run
-from pretrain._run.metrics import last_values, read_records
+from pretrain._run.metrics import last_values, read_records, recent_records
 from pretrain._run.names import run_name
 from pretrain._run.result import RunResult, read_result, write_result
 from pretrain._screen.display import Display
@@ -68,10 +77,6 @@ class TrainResult:
     metrics: dict[str, float]
     """The last value of each metric: step, epoch, tokens, loss, val_loss and others."""
 
-    history: list[dict[str, Any]]
-    """The records of `metrics.jsonl`, in the order of steps, for `pandas.DataFrame(result.history)`: step, tokens,
-    time_s, loss, val_loss and others. A record lacks what is unknown at its step."""
-
     checkpoint: SavedCheckpoint | None
     """The newest checkpoint, with `step` and `path`; None if there is none."""
 
@@ -83,6 +88,15 @@ class TrainResult:
 
     sample: str
     """A text from the trained model; empty if the training failed or the tokenizer is missing."""
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of `metrics.jsonl`, in the order of steps, for `pandas.DataFrame(result.history)`.
+
+        They have step, tokens, time_s, loss, val_loss and others. A record lacks what is unknown at its step. Each use
+        reads the file.
+        """
+        return read_records(locate(self.folder).metrics)
 
 
 def train(config: PretrainConfig, *, console: Console | None = None, began_s: float | None = None) -> TrainResult:
@@ -135,7 +149,7 @@ def train(config: PretrainConfig, *, console: Console | None = None, began_s: fl
         folder.push()
         introduce(run.config, run.data, run.hardware, folder, origin, console)
         stack.enter_context(verified_data(run.data, config.verify_data, console, stop=ray_jax_launch.request_stop))
-        view = _view(read_history(folder, run.description), run.hardware, tokenizing, began_s)
+        view = _view(read_recent(folder, run.description), run.hardware, tokenizing, began_s)
         try:
             sample = _run_workers(run, name, view, console, began_s)
         except KeyboardInterrupt:
@@ -143,12 +157,13 @@ def train(config: PretrainConfig, *, console: Console | None = None, began_s: fl
             raise
         except TrainingFailed as error:
             write_end(folder, "failed", time.time())
-            return _result(folder, error)
+            return _result(folder, run.description, error)
         folder.check_place()
         folder.pull()
         finished = write_result_and_picture(folder, name, wall_s=time.monotonic() - began)
         folder.push(with_logs=True)
-        history, outcome = read_history(folder), _result(folder)
+        outcome = _result(folder, run.description)
+        history = dataclasses.replace(read_recent(folder, run.description), samples=read_samples(folder))
     show_result(history, finished, console, sample=sample)
     return outcome
 
@@ -228,12 +243,11 @@ def _finished(
         text = find_stream(config)
         check_same_source(stored, text.sha256, text.options, folder)
     write_description(folder, stored)
-    history = read_history(folder)
     if not folder.loss_picture.exists():
-        _draw(history, name)
+        _draw(read_history(folder), name)
     folder.push()
-    show_finished(history, result, console)
-    return _result(folder)
+    show_finished(read_recent(folder, stored), result, console)
+    return _result(folder, stored)
 
 
 def _draw(history: RunHistory, name: str) -> None:
@@ -251,17 +265,16 @@ def _view(history: RunHistory, hardware: Hardware, tokenizing: Tokenizing | None
     return view
 
 
-def _result(folder: RunFolder, error: TrainingFailed | None = None) -> TrainResult:
+def _result(folder: RunFolder, description: RunDescription, error: TrainingFailed | None = None) -> TrainResult:
     """Read the result of a run from its files."""
     step = latest_step(folder.checkpoints)
     sample = ""
     if error is None and folder.sample.is_file():  # a run without a tokenizer has no sample
         with best_effort(f"the sample {folder.sample}"):
             sample = read_text(folder.sample)
-    records = read_records(folder.metrics)
+    records, result = recent_records(folder.metrics, description.config.train.eval_every), read_result(folder)
     return TrainResult(
-        metrics=last_values(records),
-        history=records,
+        metrics=(result.metrics if result is not None else {}) | last_values(records),
         checkpoint=None if step is None else SavedCheckpoint(folder.checkpoints, step),
         folder=folder.uri or folder.path,
         error=error,

@@ -1,8 +1,9 @@
 """The command `watch`: the live view of a run, from its folder alone."""
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,8 +11,21 @@ from rich.console import Console
 from pretrain._formats import age
 from pretrain._run.find import find_run
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import ENDS, RunHistory, read_history
+from pretrain._run.history import (
+    ENDS,
+    RECENT_PHASES,
+    Phase,
+    RunHistory,
+    as_phases,
+    read_recent,
+    read_samples,
+    read_starts,
+)
+from pretrain._run.log_parts import PHASES, TEXTS
+from pretrain._run.metrics import TEXT_METRICS, Record
+from pretrain._run.partial_reads import NewLines
 from pretrain._run.remote_copy import pull_changed, watched_files
+from pretrain._run.result import read_result
 from pretrain._run.state import last_seen_s, run_state
 from pretrain._screen.display import Display
 from pretrain._screen.ending import show_result
@@ -23,6 +37,7 @@ from ray_jax_launch import LaunchError
 _MIN_URI_INTERVAL_S = 5.0
 # The command that trains writes the result, seconds after its workers have told the end.
 _RESULT_WITHIN_S = 30.0
+_NUM_RECORDS = 64  # that the state of a run may depend on
 _STATES = {"stopped": "is stopped", "failed": "has failed", "finished": "is finished"}
 
 
@@ -49,11 +64,13 @@ def watch(
         OSError: the output cannot be written; BrokenPipeError if its reader has closed it.
         KeyboardInterrupt: Ctrl-C.
     """
-    folder, _ = find_run(run)
+    folder, description = find_run(run)
     has_changed = _changes(folder)
-    history = read_history(folder)
+    new_phases, new_records = NewLines(folder.phases, TEXTS[PHASES]), NewLines(folder.metrics, TEXT_METRICS)
+    history = read_recent(folder, description)
     view = RunView.of(history, is_local=history.description.hardware == "local", clock=clock)
     is_stale, lost = False, list[OSError]()
+    phases, records = list[Phase](), list[Record]()
     with Display(view, console, on_lost=lost.append) as display:
         display.print(f"watching {folder}, started on {history.description.hardware}")
         display.show_newest()
@@ -62,16 +79,19 @@ def watch(
             try:
                 is_stale |= has_changed()
                 if is_stale:
-                    history, before, is_stale = read_history(folder), history, False
-                    for news in _news(before, history):
+                    phases += as_phases(new_phases.read())
+                    records += new_records.read()
+                    before, history = history, _continued(history, phases, records)
+                    for news in _news(before, phases, records):
                         display.add(news)
+                    phases, records, is_stale = [], [], False
             except (LaunchError, OSError) as error:  # the network may fail for a while
                 display.print(f"{folder} cannot be read, the next attempt follows: {error}")
             display.notice(_notice(history, clock()))
     if lost:
         raise lost[0]
     if history.result is not None:
-        show_result(history, history.result, console)
+        show_result(dataclasses.replace(history, samples=read_samples(folder)), history.result, console)
     else:
         step, state = history.records[-1]["step"] if history.records else 0, run_state(history, clock())
         what = "for its result" if state == "finished" else "to continue"
@@ -102,17 +122,22 @@ def _versions(folder: RunFolder) -> list[tuple[int, int]]:
     return versions
 
 
-def _news(before: RunHistory, now: RunHistory) -> list[dict[str, Any]]:
-    """Return the phases and records that are new, in the order of time."""
-    same = 0
-    for old, new in zip(before.records, now.records, strict=False):
-        if old != new:  # a restarted run writes the records after its checkpoint again
-            break
-        same += 1
-    phases = [
-        {"step": phase.step, "time_s": phase.time_s, "phase": phase.phase} for phase in now.phases[len(before.phases) :]
-    ]
-    return sorted([*phases, *now.records[same:]], key=lambda line: line.get("time_s", 0.0))
+def _continued(history: RunHistory, phases: Sequence[Phase], records: Sequence[Record]) -> RunHistory:
+    """Return the end of a history with further phases and records, and with the other files as they are now."""
+    return dataclasses.replace(
+        history,
+        phases=[*history.phases, *phases][-RECENT_PHASES:],
+        records=[*history.records, *records][-_NUM_RECORDS:],
+        starts=read_starts(history.folder),
+        result=read_result(history.folder),
+    )
+
+
+def _news(before: RunHistory, phases: Sequence[Phase], records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the phases and records that the history before does not have, in the order of time."""
+    new = [dataclasses.asdict(phase) for phase in phases if phase not in before.phases]
+    new += [record for record in records if record not in before.records]
+    return sorted(new, key=lambda line: line.get("time_s", 0.0))
 
 
 def _is_over(history: RunHistory, now_s: float) -> bool:

@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 from pretrain._errors import UsageError
 from pretrain._field_types import MAX_FLOAT, MAX_INTEGER
@@ -192,17 +192,38 @@ def read_lines(path: Path, texts: Collection[str] = ()) -> list[dict[str, Any]]:
         *lines, _ = read_text(path).split("\n")
     except FileNotFoundError:
         return []
-    values = []
-    for line in lines:
-        try:
-            value = load_json(line)
-        except ValueError:
-            continue
-        if is_line(value, texts):
-            values.append({name: of for name, of in value.items() if not isinstance(of, float) or math.isfinite(of)})
+    values = [value for line in lines if (value := parse_line(line, texts)) is not None]
     if len(values) < len(lines):
         _warn(path, len(lines) - len(values))
     return values
+
+
+def parse_line(line: str | bytes, texts: Collection[str] = ()) -> dict[str, Any] | None:
+    """Parse a line of a log, without the values that are not finite. Return None for a damaged line.
+
+    Args:
+        line: the line, without its end.
+        texts: names whose values are texts.
+    """
+    try:
+        value = load_json(line if isinstance(line, str) else line.decode(errors="replace"))
+    except ValueError:
+        return None
+    if not is_line(value, texts):
+        return None
+    return {name: of for name, of in value.items() if not isinstance(of, float) or math.isfinite(of)}
+
+
+@contextlib.contextmanager
+def open_lines(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
+    """Open a log for reading. A missing file is empty.
+
+    Raises:
+        OSError: the file cannot be read, or is a pipe or a device.
+    """
+    check_kind(path)
+    with (path if path.exists() else Path(os.devnull)).open("rb", buffering=buffering) as file:
+        yield file
 
 
 @functools.cache  # once, however often a command reads the file

@@ -1,13 +1,15 @@
 """Runs and their checkpoints by their names: RUN, RUN@STEP, RUN@best."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from pretrain._errors import UsageError, short
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.folder import RunFolder, locate
-from pretrain._run.metrics import Record, finite, read_records
+from pretrain._run.metrics import TEXT_METRICS, Record, finite
+from pretrain._run.partial_reads import lines_from
 from pretrain._run.remote_copy import pull_changed, reader_copy
 from pretrain._suggestions import nearest
 from ray_jax_launch import checkpoint_steps, is_uri
@@ -65,7 +67,8 @@ def find_checkpoint(name: str) -> FoundCheckpoint:
     if wanted is None:
         return FoundCheckpoint(folder, description, steps[-1])
     if wanted == BEST:
-        step = best_step(read_records(folder.metrics), steps)
+        records = (next(lines_from(folder.metrics, step, TEXT_METRICS), {"step": step}) for step in steps)
+        step = best_step(records, steps)
         if step is None:
             raise UsageError(f"{folder} has no validation loss of a checkpoint. Give {short(run)}@STEP.")
         return FoundCheckpoint(folder, description, step)
@@ -76,7 +79,7 @@ def find_checkpoint(name: str) -> FoundCheckpoint:
     return FoundCheckpoint(folder, description, int(wanted))
 
 
-def best_step(records: list[Record], steps: list[int]) -> int | None:
+def best_step(records: Iterable[Record], steps: list[int]) -> int | None:
     """Return the step with the lowest validation loss, among some steps; None if none has a loss."""
     losses = [(record["val_loss"], record["step"]) for record in map(finite, records) if "val_loss" in record]
     return min((found for found in losses if found[1] in steps), default=(None, None))[1]

@@ -18,7 +18,8 @@ from ray_jax_launch import LaunchError, StoragePath, as_storage_path, join_path,
 
 # Names of a run in object storage that have no copy on this machine, or a copy of their own.
 _APART = ("checkpoints/", f"{LOG}/", ".", *TEXTS, STEP_LOSSES)
-
+# The files in folders that a worker continues from: the number of steps that TensorBoard's files have.
+_PULLED = ("tensorboard/recorded_steps",)
 
 # Characters of a run's name in that of its local copy. A file system has names of at most 255 bytes.
 _MOST_OF_A_NAME = 50
@@ -166,7 +167,9 @@ class RunFolder:
             )
 
     def pull(self) -> None:
-        """Replace the local copy of a run by its files in object storage.
+        """Replace the local copy of a run by its files in object storage, without those in folders.
+
+        The files in folders, such as TensorBoard's events, grow with the run, and no command reads them.
 
         Raises:
             LaunchError: the storage cannot be reached.
@@ -175,10 +178,12 @@ class RunFolder:
         if self.uri is None:
             return
         filesystem, root = open_uri(self.uri)
+        root = root.rstrip("/")
         for path in self._files():
             path.unlink()
-        for info in filesystem.get_file_info(FileSelector(root, recursive=True, allow_not_found=True)):
-            name = info.path[len(root.rstrip("/")) + 1 :]
+        found = filesystem.get_file_info(FileSelector(root, allow_not_found=True))
+        for info in [*found, *filesystem.get_file_info([f"{root}/{name}" for name in _PULLED])]:
+            name = info.path[len(root) + 1 :]
             if info.is_file and not name.startswith(_APART):
                 target = self.path / name
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,8 @@ from pretrain._run.description import RunDescription, read_description
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.log_parts import PHASES, SAMPLES, STARTS, TEXTS
-from pretrain._run.metrics import Record, finite, last_values, read_records
+from pretrain._run.metrics import TEXT_METRICS, Numbers, Record, finite, last_values, recent_records
+from pretrain._run.partial_reads import last_lines
 from pretrain._run.result import RunResult, as_utc, read_result
 
 PhaseName = Literal[
@@ -33,6 +34,9 @@ PhaseName = Literal[
 ENDS: tuple[PhaseName, ...] = ("stopped", "failed", "finished")
 """The phases in which no command runs."""
 
+RECENT_PHASES = 64
+"""The number of phases of a history that `read_recent` returns."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
@@ -46,6 +50,9 @@ class Phase:
 
     phase: PhaseName
     """Name of the phase."""
+
+    before_s: float = 0.0
+    """Seconds of all phases of the run before it, without the time in which no command ran."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +80,7 @@ class RunHistory:
     """Configuration, data, hardware and versions."""
 
     records: Sequence[Record]
-    """Metrics, in the order of steps: see `pretrain._run.metrics.Record`."""
+    """Metrics that are numbers, in the order of steps: see `pretrain._run.metrics.Record`."""
 
     starts: Sequence[dict[str, Any]]
     """Starts of the workers, in the order of time: `step`, `time_s`, `began_s` (Unix time of the command), `workers`,
@@ -100,13 +107,10 @@ def read_history(folder: RunFolder, description: RunDescription | None = None) -
         UsageError: the folder holds no run, or `config.json` is damaged.
         OSError: a file cannot be read.
     """
-    description = description or read_description(folder)
-    if description is None:
-        raise UsageError(f"{folder} must be the folder of a run, got none. Give another folder.")
     return RunHistory(
         folder=folder,
-        description=description,
-        records=read_records(folder.metrics),
+        description=description or _described(folder),
+        records=Numbers(folder.metrics),
         starts=read_starts(folder),
         phases=read_phases(folder),
         samples=read_samples(folder),
@@ -114,15 +118,56 @@ def read_history(folder: RunFolder, description: RunDescription | None = None) -
     )
 
 
+def read_recent(folder: RunFolder, description: RunDescription | None = None) -> RunHistory:
+    """Read the end of a run, and some of its earlier records: what tells how far it is, whatever its length.
+
+    The arguments and the errors are those of `read_history`. The history has the last phases and no samples.
+    """
+    description = description or _described(folder)
+    return RunHistory(
+        folder=folder,
+        description=description,
+        records=recent_records(folder.metrics, description.config.train.eval_every),
+        starts=read_starts(folder),
+        phases=recent_phases(folder),
+        samples=(),
+        result=read_result(folder),
+    )
+
+
+def _described(folder: RunFolder) -> RunDescription:
+    description = read_description(folder)
+    if description is None:
+        raise UsageError(f"{folder} must be the folder of a run, got none. Give another folder.")
+    return description
+
+
 def read_phases(folder: RunFolder) -> list[Phase]:
     """Read the phases of a run."""
-    lines = read_lines(folder.phases, TEXTS[PHASES])
-    return [Phase(**line) for line in lines if line.keys() == _PHASE_KEYS and line["phase"] in get_args(PhaseName)]
+    return as_phases(read_lines(folder.phases, TEXTS[PHASES]))
+
+
+def recent_phases(folder: RunFolder) -> list[Phase]:
+    """Read the last phases of a run."""
+    return as_phases(last_lines(folder.phases, RECENT_PHASES, TEXTS[PHASES]))
+
+
+def as_phases(lines: Iterable[dict[str, Any]]) -> list[Phase]:
+    """Return the phases in lines of their file, without damaged ones."""
+    return [
+        Phase(**line)
+        for line in lines
+        if _NEEDED <= line.keys() <= _PHASE_KEYS and line["phase"] in get_args(PhaseName)
+    ]
 
 
 def read_samples(folder: RunFolder) -> list[Sample]:
     """Read the samples of a run."""
-    lines = read_lines(folder.samples, TEXTS[SAMPLES])
+    return as_samples(read_lines(folder.samples, TEXTS[SAMPLES]))
+
+
+def as_samples(lines: Iterable[dict[str, Any]]) -> list[Sample]:
+    """Return the samples in lines of their file, without damaged ones."""
     return [Sample(**line) for line in lines if line.keys() == _SAMPLE_KEYS]
 
 
@@ -150,6 +195,25 @@ def seconds_by_phase(phases: Sequence[Phase], end_s: float) -> dict[PhaseName, f
     return seconds
 
 
+def work_s(phases: Sequence[Phase], end_s: float) -> float:
+    """Return the seconds of all phases of a run, from its last phases.
+
+    >>> work_s([Phase(step=5, time_s=12.5, phase="saving", before_s=2.5)], 13.0)
+    3.0
+
+    Args:
+        phases: the last phases, in the order of time.
+        end_s: Unix time at which the last phase ends.
+    """
+    return (phases[0].before_s if phases else 0.0) + sum(seconds_by_phase(phases, end_s).values())
+
+
+def next_phase(last: Phase | None, *, step: int, time_s: float, phase: PhaseName) -> Phase:
+    """Return the phase after another one, or the first one. The arguments are its fields."""
+    before_s = 0.0 if last is None else work_s([last], time_s)
+    return Phase(step=step, time_s=time_s, phase=phase, before_s=round(before_s, 3))
+
+
 def write_end(folder: RunFolder, phase: PhaseName, time_s: float | None) -> None:
     """Write the phase in which a command ends, unless the workers have written an end. They may not know the last one.
 
@@ -163,7 +227,7 @@ def write_end(folder: RunFolder, phase: PhaseName, time_s: float | None) -> None
     with contextlib.suppress(OSError, ValueError):
         folder.check_place()
         folder.pull()
-        phases, records = read_phases(folder), read_records(folder.metrics)
+        phases, records = recent_phases(folder), last_lines(folder.metrics, 1, TEXT_METRICS)
         if phases and phases[-1].phase in ENDS:
             return
         if time_s is None:
@@ -171,7 +235,8 @@ def write_end(folder: RunFolder, phase: PhaseName, time_s: float | None) -> None
             time_s = time.time() if alive_s is None else alive_s
         step = last_values(records).get("step", 0)
         writer = folder.log_writer()
-        writer.append(PHASES, asdict(Phase(step=step, time_s=round(time_s, 3), phase=phase)))
+        end = next_phase(phases[-1] if phases else None, step=step, time_s=round(time_s, 3), phase=phase)
+        writer.append(PHASES, asdict(end))
         writer.flush()
 
 
@@ -182,6 +247,7 @@ def last_sign_of_life(phases: Sequence[Phase], records: Iterable[Record]) -> flo
 
 
 _PHASE_KEYS, _SAMPLE_KEYS = Phase.__annotations__.keys(), Sample.__annotations__.keys()
+_NEEDED = _PHASE_KEYS - {"before_s"}
 
 
 def summarize(history: RunHistory, *, wall_s: float, digests: dict[str, str] | None = None) -> RunResult:

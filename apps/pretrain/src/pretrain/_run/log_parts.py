@@ -4,15 +4,18 @@
 <uri>/log/<start>-<id>-<first>-<last>.jsonl   lines of all logs, in the order of time
 
 Object storage cannot append. Every 30 s, the lines since the last upload become a new part, so each line is uploaded
-once, whatever the length of the run. 32 parts become one part: a line is copied a few times more, and readers request
-few objects. Each writer has its own number (`start`, one more than those it finds) and a random `id`: no two writers
-write one object. A line of a part is `{"file": ..., "line": ...}`, or `{"cut": STEP}`: a run that continues from a
+once, whatever the length of the run. 32 parts become one part, and 32 of these another one: a line is written three
+times, and readers request few objects. A reader appends the bytes that are new to its own files. Each writer has its
+own number (`start`, one more than those it finds) and a random `id`: no two writers write one object. A line of a part
+is `{"file": ..., "line": ...}`, or `{"cut": STEP}`: a run that continues from a
 checkpoint drops the metrics and samples of that step and of later ones, and writes them again. The losses of the steps
 after the checkpoint are dropped too. The losses of some steps are a line `{"first_step": ..., "losses": BASE64}`.
 """
 
 import base64
 import contextlib
+import fcntl
+import itertools
 import json
 import logging
 import re
@@ -21,25 +24,26 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-from pyarrow.fs import FileInfo, FileSelector, FileSystem, LocalFileSystem, copy_files
+import numpy as np
+from numpy.typing import NDArray
+from pyarrow.fs import FileInfo, FileSelector, FileSystem
 
 from pretrain._config import MAX_STEPS
-from pretrain._run.files import append_line, is_line, load_json, read_text, replacing, sync_file, sync_folder
+from pretrain._run.files import append_line, is_line, load_json, sync_file, sync_folder
 from pretrain._run.metrics import TEXT_METRICS, cut_lines
 from pretrain._run.step_losses import (
     STEP_LOSSES,
     cut_step_losses,
     decode_losses,
     encode_losses,
-    resize_losses,
     write_step_losses,
 )
 from ray_jax_launch import open_uri
 
 LOG = "log"
-"""The folder of the parts, in object storage and in local copies."""
+"""The folder of the parts, in object storage; a writer keeps the parts here that it will merge."""
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -55,6 +59,8 @@ UPLOAD_EVERY_S = 30.0
 
 _CUT = (METRICS, SAMPLES)  # the other two tell what has happened, also in steps that are done again
 _MERGED = 32
+_NUM_MERGES = 2
+_READ = ".log.json"
 _NUM_THREADS = 8
 _ATTEMPTS = 5
 _NAME = re.compile(r"(\d+)-([0-9a-f]+)-(\d+)-(\d+)\.jsonl")
@@ -88,7 +94,7 @@ class LogWriter:
         self._pending: list[str] = []
         self._lock, self._uploading = threading.Lock(), threading.Lock()
         self._writer: tuple[int, str] | None = None
-        self._levels: list[list[tuple[_Part, str]]] = [[]]  # parts with their texts, by the number of merges
+        self._levels: list[list[_Part]] = [[] for _ in range(_NUM_MERGES)]  # by the number of merges, to be merged
         self._next = 1
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -118,9 +124,7 @@ class LogWriter:
     def cut(self, step: int) -> None:
         """Drop the metrics and the samples of a step and of later ones, and the losses of later steps."""
         with self._lock:
-            for name in _CUT:
-                cut_lines(self._folder / name, step - 1, TEXTS[name])
-            cut_step_losses(self._folder / STEP_LOSSES, step)
+            cut_logs(self._folder, step)
             self._add({"cut": step})
 
     def flush(self) -> None:
@@ -178,11 +182,11 @@ class LogWriter:
                 number = 1 + max((part.start for part in _list(filesystem, place)), default=0)
                 self._writer = (number, secrets.token_hex(4))
             part = _Part(*self._writer, self._next, self._next)
-            _write(filesystem, place, part, text := "".join(lines))
+            self._write(filesystem, place, part, "".join(lines).encode())
             with self._lock:
                 del self._pending[: len(lines)]
             self._next += 1
-            self._levels[0].append((part, text))
+            self._levels[0].append(part)
             self._merge(filesystem, place)
 
     def _merge(self, filesystem: FileSystem, place: str) -> None:
@@ -190,19 +194,33 @@ class LogWriter:
         for level, parts in enumerate(self._levels):
             if len(parts) < _MERGED:
                 break
-            merged = parts[0][0]._replace(last=parts[-1][0].last)
-            _write(filesystem, place, merged, text := "".join(text for _, text in parts))
-            for part, _ in parts:
+            merged = parts[0]._replace(last=parts[-1].last)
+            self._write(filesystem, place, merged, b"".join(self._copy(part).read_bytes() for part in parts))
+            for part in parts:
                 with contextlib.suppress(FileNotFoundError):  # an attempt before this one has deleted it
                     filesystem.delete_file(f"{place}/{part.name}")
+            for part in parts:
+                self._copy(part).unlink()
             parts.clear()
-            if level + 1 == len(self._levels):
-                self._levels.append([])
-            self._levels[level + 1].append((merged, text))
+            if level + 1 < _NUM_MERGES:
+                self._levels[level + 1].append(merged)
+            else:
+                self._copy(merged).unlink()
+
+    def _write(self, filesystem: FileSystem, place: str, part: _Part, content: bytes) -> None:
+        """Write a part, after a copy on this machine, from which it is merged."""
+        self._copy(part).parent.mkdir(exist_ok=True)
+        self._copy(part).write_bytes(content)
+        _write(filesystem, place, part, content)
+
+    def _copy(self, part: _Part) -> Path:
+        return self._folder / LOG / part.name
 
 
 def pull_log(filesystem: FileSystem, root: str, folder: Path) -> bool:
-    """Download the new parts of a run, and write its logs as files.
+    """Download what is new in the parts of a run, and append it to its logs, which are files.
+
+    Several processes may do this at the same time.
 
     Args:
         filesystem: the filesystem of the run.
@@ -215,84 +233,152 @@ def pull_log(filesystem: FileSystem, root: str, folder: Path) -> bool:
     Raises:
         OSError: an object cannot be read, or a file cannot be written.
     """
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            parts, has_changed = _pull_parts(filesystem, f"{root.rstrip('/')}/{LOG}", folder / LOG)
-            return _write_logs(parts, folder, has_changed=has_changed or attempt > 1)
-        except FileNotFoundError:  # the run has just merged a part, or another reader has deleted its copy
-            if attempt == _ATTEMPTS:
-                raise
+    folder.mkdir(parents=True, exist_ok=True)
+    has_changed = False
+    with (folder / _READ).open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for attempt in range(_ATTEMPTS):
+            try:
+                return _pull(filesystem, f"{root.rstrip('/')}/{LOG}", _Copy(folder, file)) or has_changed
+            except FileNotFoundError:  # the run has just merged a part
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                has_changed = True
+    raise AssertionError("the loop returns or raises")
 
 
-def _write_logs(parts: Sequence[Path], folder: Path, *, has_changed: bool) -> bool:
-    """Write the logs if the parts have changed, or a log is missing. Return whether any has changed."""
-    names = (*TEXTS, STEP_LOSSES)
-    if not parts:
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
-    elif has_changed or not all((folder / name).exists() for name in names):
-        logs, losses = _replay(parts)
-        for name, lines in logs.items():
-            with replacing(folder / name) as partial:
-                partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        with replacing(folder / STEP_LOSSES) as partial:
-            partial.write_bytes(losses)
-        has_changed = True
+class _Copy:
+    """The logs of a run in object storage as files.
+
+    A state tells what they contain: the bytes of each writer, and the sizes of the files. Without it, and if the files
+    have other sizes, they are written again from the first part. It is missing while the files are changed.
+
+    Args:
+        folder: the folder of the files.
+        file: the file of the state, which this process has locked.
+    """
+
+    def __init__(self, folder: Path, file: TextIO) -> None:
+        self._folder, self._file = folder, file
+        self.read: dict[str, int] = {}
+        """The bytes of each writer, in the order of time."""
+        file.seek(0)
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            state = json.loads(file.read())
+            if state["sizes"] == self._sizes():
+                self.read = {str(writer): int(size) for writer, size in state["read"].items()}
+
+    def clear(self) -> bool:
+        """Delete the logs. Return whether there were any."""
+        self.read = {}
+        self._file.truncate(0)
+        found = [path for name in (*TEXTS, STEP_LOSSES) if (path := self._folder / name).exists()]
+        for path in found:
+            path.unlink()
+        return bool(found)
+
+    def add(self, writer: str, content: bytes) -> None:
+        """Append further bytes of a writer."""
+        self._file.truncate(0)
+        _replay(content, self._folder)
+        self.read[writer] = self.read.get(writer, 0) + len(content)
+        self._file.seek(0)
+        self._file.write(json.dumps({"read": self.read, "sizes": self._sizes()}))
+        self._file.flush()
+
+    def _sizes(self) -> dict[str, int]:
+        paths = (self._folder / name for name in (*TEXTS, STEP_LOSSES))
+        return {path.name: path.stat().st_size for path in paths if path.exists()}
+
+
+def _pull(filesystem: FileSystem, place: str, copy: _Copy) -> bool:
+    """Append what is new in the parts to a copy. Return whether it has changed.
+
+    Raises:
+        FileNotFoundError: a part was deleted after it was listed.
+    """
+    found = _list(filesystem, place)
+    writers: dict[str, list[_Part]] = {}
+    for part in _needed(found):
+        writers.setdefault(f"{part.start}-{part.id}", []).append(part)
+    writers = {name + _gaps(parts): parts for name, parts in writers.items()}
+    sizes = {name: sum(found[part].size for part in parts) for name, parts in writers.items()}
+    # A writer that writes once more after the next one has begun changes lines in the middle.
+    known, same = [*copy.read], dict(itertools.islice(sizes.items(), len(copy.read)))
+    is_continued = bool(known) and known == [*same] and all(copy.read[name] == same[name] for name in known[:-1])
+    has_changed = False
+    if not is_continued or copy.read[known[-1]] > same[known[-1]]:
+        has_changed = copy.clear()
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        for name, parts in writers.items():
+            new, begin = list[tuple[_Part, int]](), -copy.read.get(name, 0)
+            for part in parts:
+                if begin + found[part].size > 0:
+                    new.append((part, max(0, -begin)))
+                begin += found[part].size
+            for first in range(0, len(new), _NUM_THREADS):
+                batch = new[first : first + _NUM_THREADS]
+                for content in threads.map(lambda read: _read(filesystem, place, *read), batch):
+                    copy.add(name, content)
+                    has_changed = True
     return has_changed
 
 
-def _pull_parts(filesystem: FileSystem, place: str, copies: Path) -> tuple[list[Path], bool]:
-    """Download the new parts of a run. Return the copies of all parts in the order of time, and whether any is new."""
-    copies.mkdir(parents=True, exist_ok=True)
-    found = _list(filesystem, place)
-    parts = _needed(found)
-    known = {path.name: path.stat().st_size for path in copies.iterdir()}
-    missing = [part for part in parts if known.get(part.name) != found[part].size]
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        for _ in threads.map(lambda part: _download(filesystem, place, part, copies), missing):
-            pass
-    left = known.keys() - {part.name for part in parts}
-    for name in left:
-        (copies / name).unlink(missing_ok=True)
-    return [copies / part.name for part in parts], bool(missing or left)
+def _gaps(parts: Sequence[_Part]) -> str:
+    """Return a text that names the parts that a writer lacks; an empty text if it lacks none."""
+    ends = [0, *(part.last for part in parts)]
+    return "".join(f"+{part.first}" for part, end in zip(parts, ends, strict=False) if part.first != end + 1)
 
 
-def _replay(parts: Iterable[Path]) -> tuple[dict[str, list[dict[str, Any]]], bytearray]:
-    """Return the lines of each log, and the losses of the steps."""
-    logs: dict[str, list[dict[str, Any]]] = {name: [] for name in TEXTS}
-    losses = bytearray()
-    for path in parts:
-        for event in read_text(path).split("\n"):
-            try:
-                value = load_json(event)
-            except ValueError:
-                continue
-            if not isinstance(value, dict):
-                continue
-            name = value.get("file")
-            line = value.get("line")
-            step = value.get("cut")
-            if type(step) is int and 0 <= step <= MAX_STEPS:
-                for name in _CUT:
-                    logs[name] = [line for line in logs[name] if line["step"] < step]
-                resize_losses(losses, step)
-            elif (found := _losses_of(value)) is not None:
-                resize_losses(losses, found[0] - 1)
-                losses += found[1]
-            elif name in logs and is_line(line, TEXTS[name]):
-                logs[name].append(line)
-    return logs, losses
+def _read(filesystem: FileSystem, place: str, part: _Part, begin: int) -> bytes:
+    with filesystem.open_input_file(f"{place}/{part.name}") as stream:
+        stream.seek(begin)
+        return stream.read()
 
 
-def _losses_of(event: dict[str, Any]) -> tuple[int, bytes] | None:
+def _replay(content: bytes, folder: Path) -> None:
+    """Do what the lines of parts tell: append lines to the logs, cut them, and write losses."""
+    lines: dict[str, list[str]] = {name: [] for name in TEXTS}
+
+    def write() -> None:
+        for name, texts in lines.items():
+            if texts:
+                with (folder / name).open("a", encoding="utf-8") as file:
+                    file.write("".join(texts))
+                texts.clear()
+
+    for event in content.decode(errors="replace").split("\n"):
+        try:
+            value = load_json(event)
+        except ValueError:
+            continue
+        if not isinstance(value, dict):
+            continue
+        name, line, step = value.get("file"), value.get("line"), value.get("cut")
+        if type(step) is int and 0 <= step <= MAX_STEPS:
+            write()
+            cut_logs(folder, step)
+        elif (found := _losses_of(value)) is not None:
+            write_step_losses(folder / STEP_LOSSES, *found)
+        elif name in lines and is_line(line, TEXTS[name]):
+            lines[name].append(json.dumps(line) + "\n")
+    write()
+
+
+def cut_logs(folder: Path, step: int) -> None:
+    """Drop the metrics and the samples of a step and of later ones, and the losses of later steps."""
+    for name in _CUT:
+        cut_lines(folder / name, step - 1, TEXTS[name])
+    cut_step_losses(folder / STEP_LOSSES, step)
+
+
+def _losses_of(event: dict[str, Any]) -> tuple[int, NDArray[np.float32]] | None:
     """Return the first step and the losses of an event; None if it has none."""
     first_step, text = event.get("first_step"), event.get("losses")
     if type(first_step) is not int or not isinstance(text, str) or not 1 <= first_step <= MAX_STEPS:
         return None
     try:
-        return first_step, encode_losses(decode_losses(base64.b64decode(text, validate=True)))
+        return first_step, decode_losses(base64.b64decode(text, validate=True))
     except ValueError:
         return None
 
@@ -312,11 +398,6 @@ def _needed(parts: Iterable[_Part]) -> list[_Part]:
     return needed
 
 
-def _write(filesystem: FileSystem, place: str, part: _Part, text: str) -> None:
+def _write(filesystem: FileSystem, place: str, part: _Part, content: bytes) -> None:
     with filesystem.open_output_stream(f"{place}/{part.name}") as stream:
-        stream.write(text.encode())
-
-
-def _download(filesystem: FileSystem, place: str, part: _Part, copies: Path) -> None:
-    with replacing(copies / part.name) as partial:
-        copy_files(f"{place}/{part.name}", str(partial), filesystem, LocalFileSystem())
+        stream.write(content)

@@ -1,17 +1,19 @@
 """`metrics.jsonl`: one JSON object per recorded step, in the order of steps."""
 
 import hashlib
-import json
 import math
-from collections.abc import Collection, Iterable
+import os
+from array import array
+from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain._run.files import read_lines, write_durably
+from pretrain._run.files import read_lines
+from pretrain._run.partial_reads import last_lines, lines_backwards, lines_from
 
 Record = dict[str, Any]
 """Metrics of a step. A record lacks the metrics that are unknown. All but `windows` are numbers.
@@ -41,6 +43,9 @@ TEXT_METRICS = ("windows",)
 
 _DIGITS = 6
 _WINDOWS_DIGITS = 16
+_FEW_BYTES = 1 << 18
+_NUM_LAST = 64
+_NUM_SPREAD = 64
 
 
 def rounded(record: Record) -> Record:
@@ -90,14 +95,87 @@ def read_records(path: Path) -> list[Record]:
     return sorted(read_lines(path, TEXT_METRICS), key=itemgetter("step"))
 
 
-def cut_lines(path: Path, last_step: int, texts: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Drop the lines after `last_step`, which a resumed run writes again. Return the remaining lines.
+class Numbers(Sequence[Record]):
+    """The numbers of the records of a file, in the order of steps, in 8 bytes each.
 
     Args:
-        path: a file of JSON objects, one per line, each with a step.
+        path: the file. A missing file has no records.
+    """
+
+    def __init__(self, path: Path) -> None:
+        columns = dict[str, "array[float]"]()
+        self._num_records = 0
+        self._integers: set[str] = set()
+        for record in lines_from(path, 0, TEXT_METRICS):
+            for name, value in numbers(record).items():
+                if name not in columns:
+                    columns[name] = array("d", [math.nan]) * self._num_records
+                    self._integers.add(name)
+                columns[name].append(value)
+                if isinstance(value, float):
+                    self._integers.discard(name)
+            self._num_records += 1
+            for column in columns.values():
+                if len(column) < self._num_records:
+                    column.append(math.nan)
+        order = np.argsort(columns.get("step", array("d")), kind="stable")
+        self._columns = {name: np.asarray(column)[order] for name, column in columns.items()}
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return self._num_records
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        """Return a record, or several."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        found = ((name, column[number].item()) for name, column in self._columns.items())
+        return {name: int(value) if name in self._integers else value for name, value in found if not math.isnan(value)}
+
+
+def recent_records(path: Path, eval_every: int) -> list[Record]:
+    """Read the last records, and some of the earlier ones. A file with few records is read whole.
+
+    The earlier ones are those of a number of steps, evenly spread, and those of a number of validations. The cost grows
+    with the logarithm of the number of records.
+
+    Args:
+        path: the file.
+        eval_every: steps from a validation to the next one.
+    """
+    if not path.exists() or path.stat().st_size <= _FEW_BYTES:
+        return read_records(path)
+    last = last_lines(path, _NUM_LAST, TEXT_METRICS)
+    first = next(lines_from(path, 0, TEXT_METRICS), None)
+    if not last or first is None:
+        return []
+    step = last[-1]["step"]
+    validations = np.linspace(0, step // eval_every, _NUM_SPREAD).astype(int) * eval_every
+    newest = [step - step % eval_every - eval_every * before for before in range(2)]
+    wanted = {*np.linspace(first["step"], step, _NUM_SPREAD).astype(int), *validations, *newest}
+    found = (next(lines_from(path, int(wanted_step), TEXT_METRICS), None) for wanted_step in wanted)
+    records = {record["step"]: record for record in (first, *found, *last) if record is not None}
+    return [records[step] for step in sorted(records)]
+
+
+def cut_lines(path: Path, last_step: int, texts: Collection[str] = ()) -> None:
+    """Drop the lines after `last_step`, which a resumed run writes again.
+
+    Args:
+        path: a file of JSON objects, one per line, in the order of steps. It may be missing.
         last_step: the last step to keep.
         texts: names whose values are texts.
     """
-    kept = [line for line in read_lines(path, texts) if line["step"] <= last_step]
-    write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
+    if not path.exists():
+        return
+    kept = (end for end, line in lines_backwards(path, texts) if line["step"] <= last_step)
+    with path.open("r+b") as file:
+        os.ftruncate(file.fileno(), next(kept, 0))
+        os.fsync(file.fileno())

@@ -49,7 +49,7 @@ def read_step_losses(path: Path) -> NDArray[np.float32]:
     return decode_losses(content)
 
 
-def write_step_losses(path: Path, first_step: int, losses: Sequence[float]) -> None:
+def write_step_losses(path: Path, first_step: int, losses: Sequence[float] | NDArray[np.float32]) -> None:
     """Write the losses of consecutive steps at the end. Entries that are missing before them become NaN.
 
     Args:
@@ -87,13 +87,6 @@ def _resize(descriptor: int, num_entries: int) -> None:
     os.ftruncate(descriptor, min(num_found, num_entries) * _DTYPE.itemsize)
     if num_found < num_entries:
         os.pwrite(descriptor, _nan(num_entries - num_found), num_found * _DTYPE.itemsize)
-
-
-def resize_losses(content: bytearray, num_entries: int) -> None:
-    """Cut the bytes of a file to this number of entries, or add NaN at their end."""
-    num_found = len(content) // _DTYPE.itemsize
-    del content[min(num_found, num_entries) * _DTYPE.itemsize :]
-    content += _nan(num_entries - num_found)
 
 
 def _nan(num_entries: int) -> bytes:

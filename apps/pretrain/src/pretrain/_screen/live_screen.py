@@ -86,7 +86,7 @@ def _bar(view: RunView, width: int) -> Table:
 def _losses(view: RunView, width: int, *, is_ascii: bool) -> list[_Field]:
     spark_width = 4 if width < _NARROW else 16 if width < _WIDE else 30
     fields = []
-    for name, values in (("loss", view.losses), ("val loss", view.val_losses)):
+    for name, values in (("loss", view.losses.points), ("val loss", view.val_losses.points)):
         if values:
             # The first steps fall so far that nothing else would be visible.
             recent = [value for _, value in values[-max(len(values) // 2, min(len(values), spark_width)) :]]

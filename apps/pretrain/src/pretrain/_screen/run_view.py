@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable
 
 from owt_data import Progress
-from pretrain._run.history import Phase, PhaseName, RunHistory, seconds_by_phase
+from pretrain._run.history import RECENT_PHASES, Phase, PhaseName, RunHistory, seconds_by_phase
 from pretrain._run.metrics import Record
 from pretrain._screen.ending import application, as_typed
 
 Clock = Callable[[], float]
 """Function that returns the Unix time in seconds."""
+
+_MOST_POINTS = 256
 
 _LABELS: dict[PhaseName, str] = {"loading": "loading the model"}
 _AT_WORK: tuple[PhaseName, ...] = ("loading", "compiling", "training", "evaluating", "saving", "sampling")
@@ -33,6 +35,35 @@ class Tokenizing:
         if self.last.fraction is None:
             return f"{self.last.num_tokens:,} tokens tokenized"
         return f"{self.last.fraction:.0%} tokenized"
+
+
+class Curve:
+    """Some points of a curve, about evenly spread over the steps, and the newest one.
+
+    Args:
+        gap: fewest steps between two points, but for the newest. It grows with the length of the curve.
+    """
+
+    def __init__(self, gap: float = 0.0) -> None:
+        self.points: list[tuple[int, float]] = []
+        """Steps and values, in the order of steps."""
+        self._gap = gap
+
+    def add(self, step: int, value: float) -> None:
+        """Add a point after the others."""
+        if len(self.points) > 1 and self.points[-1][0] - self.points[-2][0] < self._gap:
+            self.points.pop()
+        self.points.append((step, value))
+        if len(self.points) > _MOST_POINTS:
+            points, self.points = self.points, []
+            self._gap = 2 * (step - points[0][0]) / _MOST_POINTS
+            for point in points:
+                self.add(*point)
+
+    def cut(self, step: int) -> None:
+        """Drop the points of a step and of later ones."""
+        while self.points and self.points[-1][0] >= step:
+            self.points.pop()
 
 
 class RunView:
@@ -61,10 +92,10 @@ class RunView:
         self.tokenizing = tokenizing
         self.last: Record = {}
         """The newest record."""
-        self.losses: list[tuple[int, float]] = []
-        """Step and training loss of each record."""
-        self.val_losses: list[tuple[int, float]] = []
-        """Step and validation loss of each validation."""
+        self.losses = Curve()
+        """Training losses of the records."""
+        self.val_losses = Curve()
+        """Validation losses."""
         self.num_restarts = 0
         """Starts of the workers after the first."""
         self.start_step: int | None = None
@@ -72,7 +103,8 @@ class RunView:
         self.notice = ""
         """Text that replaces the phase."""
         self._starting = "starting" if is_local else "starting the workers"
-        self._phases: list[Phase] = []
+        self._phases: list[Phase] = []  # the last ones
+        self._before_s = 0.0  # of the phases before them
         self._loaded_s = 0.0
         self._timed: list[Record] = []  # the first and the newest record with a time since the last start
 
@@ -84,6 +116,9 @@ class RunView:
         max_steps = history.description.config.train.max_steps
         blame = f"{application()} blame {as_typed(history.folder)}"
         view = cls(max_steps, is_local=is_local, tokenizing=tokenizing, blame=blame, clock=clock)
+        if history.records:  # they may be more at some steps than at others
+            gap = 2 * (history.records[-1]["step"] - history.records[0]["step"]) / _MOST_POINTS
+            view.losses, view.val_losses = Curve(gap), Curve(gap)
         for phase in history.phases:
             view.add_phase(phase)
         for record in history.records:
@@ -97,11 +132,10 @@ class RunView:
         if self.last and step < self.last["step"]:
             self._timed = []
         self.last = record
-        for name, values in (("loss", self.losses), ("val_loss", self.val_losses)):
-            while values and values[-1][0] >= step:
-                values.pop()
+        for name, curve in (("loss", self.losses), ("val_loss", self.val_losses)):
+            curve.cut(step)
             if name in record:
-                values.append((step, record[name]))
+                curve.add(step, record[name])
         # The record of a restored checkpoint has the times of the former workers.
         if "step_s" in record and record.get("time_s", self._loaded_s) >= self._loaded_s:
             self._timed = [*self._timed[:1], record]
@@ -114,13 +148,22 @@ class RunView:
             self.start_step, self._loaded_s = phase.step, phase.time_s
         if phase.phase == "restarting":
             self.num_restarts += 1
-        bisect.insort(self._phases, phase, key=lambda phase: phase.time_s)
+        self._insert(phase)
 
     def enter(self, phase: PhaseName, time_s: float | None = None) -> None:
         """Begin a phase that the workers cannot tell, because they do not run: now, or at a time."""
         self._start_again()
         time_s = self.clock() if time_s is None else time_s
-        bisect.insort(self._phases, Phase(step=self.step, time_s=time_s, phase=phase), key=lambda phase: phase.time_s)
+        self._insert(Phase(step=self.step, time_s=time_s, phase=phase))
+
+    def _insert(self, phase: Phase) -> None:
+        """Insert a phase in the order of time, and count the time of the phases that are too many to keep."""
+        if not self._phases:
+            self._before_s = phase.before_s
+        bisect.insort(self._phases, phase, key=lambda phase: phase.time_s)
+        while len(self._phases) > RECENT_PHASES:
+            first = self._phases.pop(0)
+            self._before_s += sum(seconds_by_phase([first], self._phases[0].time_s).values())
 
     @property
     def step(self) -> int:
@@ -156,7 +199,9 @@ class RunView:
 
     def elapsed_s(self) -> float | None:
         """Return the seconds of all phases of the run, or None without phases."""
-        return sum(seconds_by_phase(self._phases, self.clock()).values()) if self._phases else None
+        if not self._phases:
+            return None
+        return self._before_s + sum(seconds_by_phase(self._phases, self.clock()).values())
 
     def left_s(self) -> float | None:
         """Return the estimated seconds until the last step; None before the first time of a step."""

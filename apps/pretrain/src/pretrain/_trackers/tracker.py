@@ -1,9 +1,10 @@
 """The trackers of a run, each behind one protocol."""
 
+import heapq
 import importlib.util
 import secrets
-from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Protocol, runtime_checkable
 
 from pretrain._best_effort import best_effort
@@ -12,8 +13,10 @@ from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription
 from pretrain._run.files import read_text, write_durably
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import Sample, read_samples
-from pretrain._run.metrics import Record, read_records
+from pretrain._run.history import Sample, as_samples
+from pretrain._run.log_parts import SAMPLES, TEXTS
+from pretrain._run.metrics import TEXT_METRICS, Record
+from pretrain._run.partial_reads import lines_from
 from pretrain._trackers.shown_values import hyperparameters, settings
 from pretrain._trackers.trackio_tracker import TrackioTracker
 from pretrain._trackers.wandb_tracker import WandbTracker
@@ -56,6 +59,10 @@ class Trackers:
         """Open a tracker."""
         with best_effort(_LABELS[name]):
             self._open[name] = opened()
+
+    def first_step(self, start: int) -> int:
+        """Return the first step before a start that a tracker lacks; the start if no tracker lacks a step."""
+        return min([start, *(tracker.first_step for tracker in self._open.values())])
 
     def write(self, record: Record) -> None:
         """Write a record to the trackers that lack it."""
@@ -113,13 +120,16 @@ def open_trackers(config: PretrainConfig, description: RunDescription, folder: R
     trackers = Trackers()
     for name in dict.fromkeys(config.trackers):
         trackers.add(name, lambda name=name: _open(name, config, description, folder, start))
-    samples = deque(read_samples(folder))
-    for record in read_records(folder.metrics):
-        if record["step"] >= start:
+    missing = trackers.first_step(start)
+    samples = lines_from(folder.samples, missing, TEXTS[SAMPLES])
+    records = lines_from(folder.metrics, missing, TEXT_METRICS)
+    for line in heapq.merge(samples, records, key=itemgetter("step")):  # all samples of a step, before its record
+        if line["step"] >= start:
             break
-        while samples and samples[0].step <= record["step"]:  # all of a step, before the next step
-            trackers.write_sample(samples.popleft())
-        trackers.write(record)
+        if "prompt" not in line:
+            trackers.write(line)
+        for sample in as_samples([line]):
+            trackers.write_sample(sample)
     trackers.flush()
     return trackers
 

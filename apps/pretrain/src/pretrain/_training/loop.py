@@ -151,6 +151,7 @@ class Loop:
         if self._has_unwritten_record:
             self._log.write(self._wait_for_record(step - 1))
         self.meter.add(metrics)
+        self._log.write_losses(step - self.meter.num_in_flight, self.meter.take_losses())
         self._has_unwritten_record = due(self._train, step).record
         return metrics
 

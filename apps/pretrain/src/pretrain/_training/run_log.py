@@ -13,9 +13,19 @@ from pretrain._config import PretrainConfig
 from pretrain._run.description import RunDescription
 from pretrain._run.files import write_durably
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import ENDS, Phase, PhaseName, Sample, last_sign_of_life, read_phases, read_starts
+from pretrain._run.history import (
+    ENDS,
+    Phase,
+    PhaseName,
+    Sample,
+    last_sign_of_life,
+    next_phase,
+    read_starts,
+    recent_phases,
+)
 from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, STARTS
-from pretrain._run.metrics import Record, finite, read_records
+from pretrain._run.metrics import TEXT_METRICS, Record, finite
+from pretrain._run.partial_reads import last_lines
 from pretrain._run.step_losses import ValLosses, write_val_losses
 from pretrain._surroundings.processor import processor_name
 from pretrain._trackers.tracker import Trackers, open_trackers
@@ -58,6 +68,7 @@ class RunLog:
         self._folder = folder.for_worker() if self._writes else folder
         self._writer = self._folder.log_writer()
         self._trackers: Trackers | None = None
+        self._before: Phase | None = None  # the last phase before this start
         self._last: Phase | None = None
         self._early: list[Phase] = []  # phases before `open`
         self._start = 0
@@ -100,14 +111,16 @@ class RunLog:
         if not self._writes:
             return
         self._start, self._began_s = start, began_s
-        phases, starts = read_phases(self._folder), read_starts(self._folder)
-        alive_s = last_sign_of_life(phases, read_records(self._folder.metrics))
+        phases, starts = recent_phases(self._folder), read_starts(self._folder)
+        alive_s = last_sign_of_life(phases, last_lines(self._folder.metrics, 1, TEXT_METRICS))
+        self._before = phases[-1] if phases else None
         if alive_s is not None and starts and starts[-1].get("began_s") == began_s:  # this command has lost its workers
-            self._add(Phase(step=start, time_s=alive_s, phase="restarting"))
+            self._add(start, alive_s, "restarting")
         else:
             if phases and alive_s is not None and phases[-1].phase not in ENDS:  # a kill
-                self._early.append(Phase(step=phases[-1].step, time_s=alive_s, phase="stopped"))
-            self._add(Phase(step=start, time_s=began_s, phase="starting"))
+                self._before = next_phase(phases[-1], step=phases[-1].step, time_s=alive_s, phase="stopped")
+                self._early.append(self._before)
+            self._add(start, began_s, "starting")
         self.phase(start, "loading")
 
     def open(self, device: str, num_devices: int) -> None:
@@ -147,9 +160,10 @@ class RunLog:
         self._watch(name == "training")
         if not self._writes or (self._last is not None and self._last.phase == name):
             return
-        self._add(Phase(step=step, time_s=round(self._clock(), 3), phase=name))
+        self._add(step, round(self._clock(), 3), name)
 
-    def _add(self, phase: Phase) -> None:
+    def _add(self, step: int, time_s: float, name: PhaseName) -> None:
+        phase = next_phase(self._last or self._before, step=step, time_s=time_s, phase=name)
         if self._is_open:
             self._append(PHASES, dataclasses.asdict(phase))
         else:

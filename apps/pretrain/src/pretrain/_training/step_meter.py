@@ -28,6 +28,8 @@ NOTHING_UNRECORDED: dict[str, Any] = {
 }
 """The result of `StepMeter.wait_for_unrecorded` of a run without steps. After a record, it has trailing losses."""
 
+_MOST_STEPS, _STEPS_IN_FLIGHT = 256, 64  # without a record for long, metrics of older steps leave the device
+
 Metrics = dict[str, jax.Array]
 
 
@@ -107,6 +109,8 @@ class StepMeter:
             metrics: the metrics that `train_step` returned.
         """
         self._steps.append(metrics)
+        if len(self._steps) > _MOST_STEPS:
+            self._collect(len(self._steps) - _STEPS_IN_FLIGHT)  # the device does not wait: it has later steps to do
         if self._since is not None:
             self._num_timed += 1
             self._wait_s += self._last_wait_s
@@ -196,6 +200,11 @@ class StepMeter:
             "trailing_losses": self._trailing,
         }
 
+    @property
+    def num_in_flight(self) -> int:
+        """The number of added steps that were not waited for."""
+        return len(self._steps)
+
     def take_losses(self) -> list[float]:
         """Return the losses of the steps that were waited for since the last call; NaN for a step without an update."""
         losses, self._losses = self._losses, []
@@ -214,10 +223,10 @@ class StepMeter:
         self._spike = None if unrecorded["spike"] is None else (unrecorded["spike"][0], unrecorded["spike"][1])
         self._most_in_a_row, self._trailing = unrecorded["most_in_a_row"], [*unrecorded["trailing_losses"]]
 
-    def _collect(self) -> None:
-        """Wait for the added steps, and add their metrics up, in the order of steps."""
+    def _collect(self, num_steps: int | None = None) -> None:
+        """Wait for the first of the added steps, or for all, and add their metrics up, in the order of steps."""
         losses: list[float] = []
-        for number, metrics in enumerate(jax.device_get(self._steps), self._num_steps + 1):
+        for number, metrics in enumerate(jax.device_get(self._steps[:num_steps]), self._num_steps + 1):
             loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
             is_update = math.isfinite(loss) and math.isfinite(grad_norm)
             losses.append(loss if is_update else math.nan)
@@ -228,7 +237,7 @@ class StepMeter:
                 self._loss_sum += loss
                 self._num_losses += 1
                 self._grad_norm_max = max(self._grad_norm_max, grad_norm)
-        self._steps.clear()
+        del self._steps[:num_steps]
         self._find_spike(losses)
         self._num_steps += len(losses)
         self._losses += losses
