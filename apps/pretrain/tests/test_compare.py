@@ -283,6 +283,7 @@ def test_wrong_input_is_one_sentence(line, expected, make_run, rejected):
     assert expected in rejected(line)
 
 
+@pytest.mark.slow
 def test_the_calibration_runs_in_its_short_form(tmp_path):
     command = [sys.executable, str(BENCHMARK), "--short", "--out", str(tmp_path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -87,6 +87,7 @@ def test_threads_and_dispatch_of_the_environment_change_no_bit(alone, place):
     assert train(place, "local", "threads", {"NPROC": "1", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "1"}) == alone
 
 
+@pytest.mark.slow
 def test_another_number_of_shards_is_another_run(alone, place):
     assert train(place, "local", "shards", **{"train.num_shards": 2}) != alone
 

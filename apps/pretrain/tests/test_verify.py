@@ -81,6 +81,7 @@ def test_a_run_with_a_kill_on_two_workers_is_equal_to_an_undisturbed_one(place):
     assert [*Path("temporary").iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_run_with_another_loss_is_not_equal_and_the_step_is_named(place):
     changed = []
 
