@@ -4,6 +4,9 @@ Reads requests from standard input, one JSON object per line: `prompts` and `num
 `seconds` and the new `tokens` of each prompt. The first argument is the folder of a model.
 """
 
+# torch is not a dependency of this workspace.
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+
 import json
 import sys
 import time

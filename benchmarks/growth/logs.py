@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import jax.numpy as jnp
 from pyarrow.fs import LocalFileSystem
@@ -88,13 +89,10 @@ def _num_bytes() -> int:
 @contextlib.contextmanager
 def _storage(folder: Path) -> Iterator[str]:
     """Use a folder as object storage, and give the URI of a run in it."""
-    open_uri = log_parts.open_uri
     (folder / "bucket" / "log").mkdir(parents=True)
-    log_parts.open_uri = lambda uri: (LocalFileSystem(), str(folder / "bucket"))
-    try:
+    opened = LocalFileSystem(), str(folder / "bucket")
+    with mock.patch("pretrain._run.log_parts.open_uri", lambda uri: opened):
         yield "s3://bucket"
-    finally:
-        log_parts.open_uri = open_uri
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def test_many_steps_without_a_record_do_not_stay_on_the_device_and_change_no_num
     assert 64 <= most <= 256
     assert len(taken) == 1000 - meter.num_in_flight
     record = meter.wait_for_record(1000)
-    np.testing.assert_array_equal(np.float32(taken + meter.take_losses()), losses)
+    np.testing.assert_array_equal(np.array(taken + meter.take_losses(), np.float32), losses)
     assert record["loss"] == float(f"{sum(float(loss) for loss in losses if np.isfinite(loss)) / 999:.6g}")
     assert (record["spike_step"], record["skipped_step"]) == (601, 701)
 

@@ -80,7 +80,7 @@ def test_prompts_of_unequal_length_do_not_affect_each_other(tiny):
 def test_weights_in_tiles_have_the_same_greedy_tokens(tiny, monkeypatch, num_rows):
     """2 to 16 rows use tiles. Widths of 48, 144, 192 and 100 do not fill tiles of 64."""
     copies: list[int] = []
-    copy = _tiles.__wrapped__
+    copy: Any = vars(_tiles)["__wrapped__"]
     monkeypatch.setattr("nnx_gpt2._generate._tiles", lambda *arguments: copies.append(1) or copy(*arguments))
     config = dataclasses.replace(tiny, vocab_size=100, num_heads=3, embed_dim=48)
     model = GPT2(config, rngs=nnx.Rngs(0))
