@@ -91,7 +91,7 @@ def _storage(folder: Path) -> Iterator[str]:
     """Use a folder as object storage, and give the URI of a run in it."""
     (folder / "bucket" / "log").mkdir(parents=True)
     opened = LocalFileSystem(), str(folder / "bucket")
-    with mock.patch("pretrain._run.log_parts.open_uri", lambda uri: opened):
+    with mock.patch("pretrain._run.log_parts.open_uri", return_value=opened):
         yield "s3://bucket"
 
 
