@@ -49,6 +49,7 @@ SHORT = {
     "digests.py": ["--rounds", "1"],
     "tree_step.py": ["--rounds", "1"],
     "restore_bytes.py": [],
+    "growth.py": ["--short"],
     "workers.py": ["--workers", "2"],
 }
 # Those that compare with PyTorch if there is one.
@@ -151,6 +152,8 @@ GOALS = [
     *(Goal(what=f"digests of a checkpoint every 1,000 steps, {name}", baseline="the time of the run", file="digests",
            value=lambda r, name=name: 100 * r["states"][name]["share"], goal=1, at_most=True, unit=" %")
       for name in ("baby", "gpt2")),
+    Goal(what="costs that grow with workers, records or documents, of those measured", baseline="none", file="growth",
+         value=lambda r: sum(row["exponent"] > row["goal"] for row in r["rows"]), goal=0, at_most=True, unit=""),
     Goal(what="bytes of a restore from object storage", baseline="the bytes needed", file="restore_bytes",
          value=lambda r: max(case["bytes"] / case["needed_bytes"] for case in r["cases"]), goal=1.05, at_most=True),
     Goal(what="time of a token at position 1000", baseline="at position 100", file="decode",

@@ -7,7 +7,8 @@
 Each measurement runs the code of the packages at increasing sizes: with simulated ranks, against an S3 server on
 loopback with latency, on files of that many records. The result is the exponent k of `cost ~ size**k`, between the
 largest two sizes. It depends little on the machine. `--before` adds the costs of earlier results, to compare versions.
-Writes results/growth.md and growth.json after each measurement.
+Writes results/growth.md and growth.json after each measurement. With `--only`, the other rows of an earlier growth.json
+stay.
 """
 
 import argparse
@@ -74,17 +75,20 @@ def main() -> int:
     """Measure, and write the results."""
     names = [measurement.name for measurement in MEASUREMENTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="the measurements")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help="the measurements: " + ", ".join(names)
+    )
     parser.add_argument("--short", action="store_true", help="small sizes")
     parser.add_argument("--before", type=Path, help="results of an earlier version")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     args = parser.parse_args()
     before = {} if args.before is None else json.loads(args.before.read_text())
-    rows = list[dict[str, Any]]()
+    kept = args.out / "growth.json"
+    rows = {row["name"]: row for row in json.loads(kept.read_text())["rows"]} if kept.exists() else {}
     for measurement in MEASUREMENTS:
         if measurement.name in args.only:
-            rows.append(measured(measurement, measurement.short if args.short else measurement.sizes))
-            write(rows, before, args.out)
+            rows[measurement.name] = measured(measurement, measurement.short if args.short else measurement.sizes)
+            write([rows[name] for name in names if name in rows], before, args.out)
     return 0
 
 
