@@ -68,7 +68,7 @@ def write(rows: list[dict[str, Any]], before: dict[str, Any], folder: Path) -> N
 
 
 def _costs(costs: list[list[float]]) -> str:
-    return ", ".join(f"{size:,.0f}: {cost:,.4g}" for size, cost in costs)
+    return "; ".join(f"{size:,}: {f'{cost:,.0f}' if cost >= 100 else f'{cost:.3g}'}" for size, cost in costs)
 
 
 def main() -> int:
