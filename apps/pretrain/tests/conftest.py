@@ -7,11 +7,11 @@ import signal
 import pytest
 from beartype import BeartypeConf
 from beartype.claw import beartype_package
+from many_runs import FEWER_OPTIMIZATIONS
 
 # Short runs spend most of their time compiling. Fewer optimizations save half of it. The integration tests, the READMEs
 # and the benchmarks run the same code fully optimized.
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+os.environ |= FEWER_OPTIMIZATIONS
 # Check the types of all calls in the package. Must precede its first import.
 beartype_package("pretrain", conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
 # The tests, and what they start, answer signals also where the parent ignores them, as `nohup` does.

@@ -8,6 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+FEWER_OPTIMIZATIONS = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+}
+"""Environment of all tests, see `conftest.py`."""
+
 PLANTED = "params.h.0.mlp.c_fc.kernel"
 """The array that `plant` changes."""
 

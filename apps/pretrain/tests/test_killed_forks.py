@@ -26,6 +26,7 @@ def place(tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
 def test_a_killed_extension_and_a_killed_fork_end_in_the_parameters_of_one_long_run(place):
     def run(*arguments, killed_after=None):
         command = [*PRETRAIN, *arguments]

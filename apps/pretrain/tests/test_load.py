@@ -135,7 +135,10 @@ def test_an_empty_prompt_starts_a_document(make_run):
     assert [*sample(str(folder.path), prompt="", max_new_tokens=0, **options)] == ["", ""]
 
 
-@pytest.mark.parametrize("lines", [b"", b"a\n", b"first\n\nlast", b"\xff\xe4 b\n"])
+@pytest.mark.parametrize(
+    "lines",
+    [b"first\n\nlast", *(pytest.param(lines, marks=pytest.mark.slow) for lines in (b"", b"a\n", b"\xff\xe4 b\n"))],
+)
 def test_each_line_of_the_input_is_a_prompt(make_run, lines):
     folder, _, _, _ = make_run()
     words = ["--interactive", "--num-samples", "2", "--max-new-tokens", "0", "--prompt", "unused"]

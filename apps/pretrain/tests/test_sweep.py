@@ -265,6 +265,7 @@ def test_a_run_that_was_extended_since_is_finished(undisturbed):
     assert "2 runs, 2 of them finished" in lines
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_twice_ends_with_the_same_results(place, undisturbed):
     """The first kill leaves the process of the run, which saves and ends; the second one kills both."""
     first, second = (Path("runs", one) for one in (name("1e-3"), name("2e-3").replace("lr2e-3-", "")))

@@ -64,13 +64,20 @@ def finish(process, at=lambda line: None):
     return code, lines, [one for one in seen if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_run_with_a_kill_on_two_workers_is_equal_to_an_undisturbed_one(place):
-    with started("--kills", "1", "--keep", "kept") as process:
+@pytest.mark.parametrize(
+    ("hardware", "killed", "continued"),
+    [
+        ("local", "the command", "the same command"),
+        pytest.param("cpu:2", "a worker", "new workers", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_a_kill_is_equal_to_an_undisturbed_one(place, hardware, killed, continued):
+    with started("--kills", "1", "--hardware", hardware, "--keep", "kept") as process:
         code, lines, left = finish(process)
     text = "\n".join(lines)
     assert (code, left) == (0, []), text
-    assert re.search(r"^kill 1: a worker \(\d+\) at step \d+, while \w+$", text, re.M)
-    assert re.search(r"^kill 1: new workers continued from the (start|checkpoint of step \d+)", text, re.M)
+    assert re.search(rf"^kill 1: {killed} \(\d+\) at step \d+, while \w+$", text, re.M)
+    assert re.search(rf"^kill 1: {continued} continued from the (start|checkpoint of step \d+)", text, re.M)
     digests = re.findall(r"params (\w{16})  optimizer (\w{16})", text)
     assert len(digests) == 2
     assert digests[0] == digests[1]
