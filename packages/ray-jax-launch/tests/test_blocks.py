@@ -49,8 +49,9 @@ def test_damage_in_each_block_is_found(saved: Path | str) -> None:
         read, write = path.read_bytes, path.write_bytes
     else:
         assert filesystem is not None
-        infos: list[FileInfo] = filesystem.get_file_info(FileSelector(f"{root}/20", recursive=True))
-        name = max((info for info in infos if info.is_file), key=lambda info: info.size).path
+        infos: list[FileInfo] = filesystem.get_file_info(FileSelector(root, recursive=True))
+        archives = [info for info in infos if info.is_file and info.path.startswith(f"{root}/20.")]
+        name = max(archives, key=lambda info: info.size).path
 
         def read_object() -> bytes:
             with filesystem.open_input_stream(name) as stream:

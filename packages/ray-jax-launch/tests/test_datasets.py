@@ -74,16 +74,15 @@ def test_rows_come_in_order_even_if_later_blocks_are_ready_first():
     assert [row["id"] for row in datasets.in_order(dataset).iter_rows()] == [*range(6)]
 
 
-def slowly(batch: Any) -> Any:
-    time.sleep(0.5)
-    return batch
-
-
 @pytest.mark.usefixtures("cluster")
 def test_the_executor_of_one_of_many_workers_calls_the_actors_of_ray_data_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called, found, call = Counter[str](), list[int](), ActorHandle._actor_method_call
+
+    def slowly(batch: Any) -> Any:  # a worker of Ray cannot import this module
+        time.sleep(0.5)
+        return batch
 
     def count(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         called[method_name] += 1

