@@ -301,10 +301,14 @@ def slurm_job(environment, tmp_path_factory):
     return job.returncode, log.read_text()
 
 
-# A job whose nodes need not start Ray: `ray` and the command print what they are given.
+# A job whose nodes need not start Ray: `ray` and the command print what they are given. The command ends when all nodes
+# have printed theirs.
 PRINT = """#!/bin/sh
-echo "$(basename "$0") $*"
-case "$*" in *--block*) exec sleep 100 ;; esac
+echo "$(basename "$0") $*" | tee -a "$PRINTED"
+case "$0 $*" in
+*--block*) exec sleep 100 ;;
+*/pretrain*) until [ "$(grep -c "^srun" "$PRINTED")" = "$NUM_STARTS" ]; do sleep 0.1; done ;;
+esac
 """
 
 
@@ -327,6 +331,8 @@ def test_a_job_for_slurm_takes_its_numbers_from_slurm(tmp_path, variables, argum
         (tmp_path / name).chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    others = int(variables.get("SLURM_JOB_NUM_NODES", "1")) - 1
+    environment |= {"PRINTED": str(tmp_path / "printed"), "NUM_STARTS": str(1 + (others > 0))}
     environment |= {"SLURM_JOB_NODELIST": "node[1-3]", "PATH": path} | variables
     job = subprocess.run(
         ["bash", str(SLURM), *arguments], env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=False
@@ -334,7 +340,6 @@ def test_a_job_for_slurm_takes_its_numbers_from_slurm(tmp_path, variables, argum
     assert job.returncode == 0
     lines = job.stdout.splitlines()
     assert command in lines
-    others = int(variables.get("SLURM_JOB_NUM_NODES", "1")) - 1
     started = [line for line in lines if line.startswith("srun ")]
     assert len(started) == 1 + (others > 0)
     assert others == 0 or any(f"--nodes={others} --ntasks={others} --exclude=127.0.0.1" in line for line in started)
