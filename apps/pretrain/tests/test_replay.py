@@ -1,19 +1,21 @@
 """The command `replay` on real runs: undisturbed, killed, forked, and with one changed bit."""
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from many_runs import PLANTED, environment, results
 
-from pretrain import PRESETS, main
+from pretrain import main
+from pretrain._audit.recompute import RecomputedSteps
+from pretrain._audit.recorded_run import read_run
 from pretrain._audit.replay_difference import _causes
+from pretrain._audit.segment import find_segment
 
 # `planted` restores the checkpoint of step 8, adds one ulp to one element, saves it again, and trains on.
 SCRIPT = """
@@ -161,13 +163,16 @@ def test_a_changed_value_of_a_record_is_named(facts, copied, name, value):
 @pytest.mark.parametrize(
     ("num_shards", "device", "num_causes"), [(None, "cpu", 1), (4, "cpu", 0), (None, "gpu", 1), (4, "gpu", 1)]
 )
-def test_other_cpu_workers_of_a_run_with_shards_are_no_cause(num_shards, device, num_causes):
-    config = PRESETS["quickstart"]().with_options({"train.num_shards": num_shards, "train.global_batch_size": 8})
-    start = {"step": 0, "workers": 4, "devices": 4, "device": device, "processor": "Z80"}
-    run: Any = SimpleNamespace(description=SimpleNamespace(config=config, versions={}), starts=[start], last_step=3)
-    segment: Any = SimpleNamespace(start=0, stop=3)
-    found: Any = SimpleNamespace(workers=2, devices=2, device=device, processor="Z80")
-    assert len(_causes(run, segment, found)) == num_causes
+def test_other_cpu_workers_of_a_run_with_shards_are_no_cause(copied, num_shards, device, num_causes):
+    run = read_run(str(copied("whole")))
+    config = run.description.config.with_options({"train.num_shards": num_shards, "train.global_batch_size": 8})
+    here = RecomputedSteps(losses=[], records={}, digests={}, workers=2, devices=2, device=device, processor="Z80")
+    run = dataclasses.replace(
+        run,
+        description=dataclasses.replace(run.description, config=config),
+        starts=[{"step": 0, "workers": 4, "devices": 4, "device": device, "processor": "Z80"}],
+    )
+    assert len(_causes(run, find_segment(run, None, None), here)) == num_causes
 
 
 def test_other_devices_than_those_of_the_run_are_named(facts, copied):
