@@ -203,6 +203,6 @@ MEASUREMENTS = [
         hang_noticed_s,
         1.1,
     ),
-    _measurement("health-checks", "calls of Ray Train's controller", "calls/s", health_checks_per_s, 1.1),
-    _measurement("data-calls", "calls of the actors of Ray Data", "calls/s", data_calls_per_s, 0.2),
+    _measurement("health-checks", "calls of Ray Train's controller", "calls/s", health_checks_per_s, 0.1),
+    _measurement("data-calls", "calls of the actors of Ray Data", "calls/s", data_calls_per_s, 0.1),
 ]
