@@ -1,17 +1,12 @@
 """Fixtures of all tests: a cache of its own for each test, and a local S3 server."""
 
 import logging
-import os
 import signal
 
 import pytest
 from beartype import BeartypeConf
 from beartype.claw import beartype_package
-from many_runs import FEWER_OPTIMIZATIONS
 
-# Short runs spend most of their time compiling. Fewer optimizations save half of it. The integration tests, the READMEs
-# and the benchmarks run the same code fully optimized.
-os.environ |= FEWER_OPTIMIZATIONS
 # Check the types of all calls in the package. Must precede its first import.
 beartype_package("pretrain", conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
 # The tests, and what they start, answer signals also where the parent ignores them, as `nohup` does.

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-FEWER_OPTIMIZATIONS = {
+# Short runs spend most of their time compiling, and fewer optimizations save half of it.
+_FEWER_OPTIMIZATIONS = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
 }
-"""Environment of all tests, see `conftest.py`."""
 
 PLANTED = "params.h.0.mlp.c_fc.kernel"
 """The array that `plant` changes."""
@@ -105,7 +105,7 @@ found = {}
 """
 
 
-def results(script: str, place: Path) -> dict[str, Any]:
+def results(script: str, place: Path, *, is_optimized: bool = False) -> dict[str, Any]:
     """Run a script after `SCRIPT` in a folder with two texts, and return the object that it found."""
     (place / "book.txt").write_text("A short book, of some words. " * 600)
     (place / "end.txt").write_text("The end of a short book, of some words. " * 60)
@@ -113,7 +113,7 @@ def results(script: str, place: Path) -> dict[str, Any]:
         [sys.executable, "-"],
         input=f"{SCRIPT}{script}\nprint(json.dumps(found))\n",
         cwd=place,
-        env=environment(place),
+        env=environment(place, is_optimized=is_optimized),
         capture_output=True,
         text=True,
         check=False,
@@ -122,9 +122,10 @@ def results(script: str, place: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def environment(place: Path) -> dict[str, str]:
+def environment(place: Path, *, is_optimized: bool = False) -> dict[str, str]:
     """Return the variables of a process that trains in a folder, with a cache of its own."""
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache")}
+    added = {} if is_optimized else _FEWER_OPTIMIZATIONS
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache"), **added}
 
 
 def kill_after(command: list[str], place: Path, run: str, step: int) -> None:

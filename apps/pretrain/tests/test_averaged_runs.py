@@ -1,7 +1,7 @@
 """Runs that keep an average of their parameters: it is validated, sampled, loaded and exported."""
 
 import pytest
-from many_runs import FEWER_OPTIMIZATIONS, results
+from many_runs import results
 
 SCRIPT = """
 averaged = changed(BASE, name="averaged", optimizer__average_decay=0.9, optimizer__learning_rate=2e-2)
@@ -29,11 +29,8 @@ found["continued"] = digest("averaged", 13)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        # The update with an average is another program. Fully optimized, its updates have the same bits.
-        for name in FEWER_OPTIMIZATIONS:
-            patch.delenv(name)
-        return results(SCRIPT, tmp_path_factory.mktemp("runs"))
+    # The update with an average is another program. Fully optimized, its updates have the same bits.
+    return results(SCRIPT, tmp_path_factory.mktemp("runs"), is_optimized=True)
 
 
 def test_an_average_changes_no_step(found):

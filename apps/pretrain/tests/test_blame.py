@@ -1,5 +1,6 @@
 """The command `blame`, on a run that reads a document of random characters."""
 
+import contextlib
 import hashlib
 import io
 import json
@@ -37,10 +38,8 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.chdir(folder)
-        out = (folder / "out.txt").open("w+")
-        patch.setattr("sys.stdout", out)
-        assert main(TRAIN.split()) == 0
-        out.flush()
+        with (folder / "out.txt").open("w") as out, contextlib.redirect_stdout(out):
+            assert main(TRAIN.split()) == 0
         middle = len("".join(documents[:PLACE])) + PLACE + len(GARBAGE) // 2  # each document has an end-of-text token
         yield folder, (folder / "out.txt").read_text(), middle // SEQ_LEN // BATCH + 1
 

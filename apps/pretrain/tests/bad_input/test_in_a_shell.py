@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from many_runs import FEWER_OPTIMIZATIONS
 
 SMALL = "--data book.txt --model.num-layers 1 --model.num-heads 2 --model.embed-dim 16 --train.max-steps 10"
 TRAIN = f"--name run {SMALL}"
@@ -183,10 +182,9 @@ def test_in_a_shell(line, code, message, place):
     # root may read everything, unless it gives up the right to.
     limited = "setpriv --bounding-set=-dac_override,-dac_read_search" if os.geteuid() == 0 else ""
     pretrain = f"{sys.executable} {Path(__file__).parents[2]}"
-    environment = {name: value for name, value in os.environ.items() if name not in FEWER_OPTIMIZATIONS}
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line.replace("$PRETRAIN", pretrain).replace("$LIMITED", limited)],
-        cwd=place, env=environment, capture_output=True, text=True, check=False,
+        cwd=place, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert message in done.stderr
