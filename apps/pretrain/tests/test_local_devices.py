@@ -30,6 +30,7 @@ except ValueError as error:
 )
 @pytest.mark.parametrize("mode", ["prepared", "stream"])
 def test_nothing_is_tokenized_and_ray_does_not_start(tmp_path, monkeypatch, capsys, hardware, message, mode):
+    ray.shutdown()  # that of a run of an earlier test
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     Path("book.txt").write_text("words of a book " * 3000)
