@@ -192,11 +192,12 @@ def test_a_shard_needs_less_memory_than_a_batch(tiny):
     assert shards.state_bytes <= whole.state_bytes
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot restrict a process to some CPUs")
+@pytest.mark.skipif(sys.platform != "linux", reason="this system cannot restrict a process to some CPUs")
 def test_with_fixed_threads_the_number_of_cpus_changes_no_bit():
-    found = set()
-    for num_cpus in (1, len(os.sched_getaffinity(0))):
-        cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))[:num_cpus]))
+    assert sys.platform == "linux"
+    found, all_cpus = set(), sorted(os.sched_getaffinity(0))
+    for num_cpus in (1, len(all_cpus)):
+        cpus = ",".join(map(str, all_cpus[:num_cpus]))
         restricted = f"import os; os.sched_setaffinity(0, {{{cpus}}})" + SMALL_RUN
         environment = {
             **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
