@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from costs import checkpoints, control, data, logs
+from costs.measurement import Measurement, exponent
 from environment import environment
-from growth import checkpoints, control, data, logs
-from growth.measurement import Measurement, exponent
 
 MEASUREMENTS: list[Measurement] = [
     *checkpoints.MEASUREMENTS,

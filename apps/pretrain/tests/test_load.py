@@ -135,6 +135,18 @@ def test_an_empty_prompt_starts_a_document(make_run):
     assert [*sample(str(folder.path), prompt="", max_new_tokens=0, **options)] == ["", ""]
 
 
+def test_compiled_programs_are_kept(make_run):
+    folder, _, _, _ = make_run()
+    name = "jax_compilation_cache_dir"
+    before = jax.config.values[name]
+    jax.config.update(name, None)
+    try:
+        load_trained(folder.path)
+        assert Path(jax.config.values[name]).is_relative_to(os.environ["XDG_CACHE_HOME"])
+    finally:
+        jax.config.update(name, before)
+
+
 @pytest.mark.parametrize(
     "lines",
     [b"first\n\nlast", *(pytest.param(lines, marks=pytest.mark.slow) for lines in (b"", b"a\n", b"\xff\xe4 b\n"))],

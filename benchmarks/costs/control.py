@@ -14,7 +14,7 @@ from typing import Any
 import ray.data
 from ray.actor import ActorHandle
 
-from growth.measurement import Measurement
+from costs.measurement import Measurement
 from ray_jax_launch import connect, cpu
 from ray_jax_launch._control import stop_poller
 from ray_jax_launch._control.control_actor import ControlActor, LocalControl

@@ -23,7 +23,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from moto.s3.models import s3_backends
 from werkzeug.serving import make_server
 
-from growth.measurement import Measurement
+from costs.measurement import Measurement
 from ray_jax_launch._checkpoint.checksums import ChecksummedStream
 from ray_jax_launch._checkpoint.folder_store import TEMPORARY, FolderStore
 from ray_jax_launch._checkpoint.object_store import ObjectStore

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from pyarrow.fs import LocalFileSystem
 from rich.console import Console
 
-from growth.measurement import Measurement
+from costs.measurement import Measurement
 from owt_data import Tokens
 from pretrain import PRESETS
 from pretrain._commands.runs import show_runs

@@ -18,7 +18,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from growth.measurement import Measurement
+from costs.measurement import Measurement
 from owt_data import (
     Batches,
     PrepareOptions,
