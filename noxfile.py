@@ -199,6 +199,14 @@ def newest(session: nox.Session, part: str) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/, without a network; a wrong link or anchor fails. `-- serve` shows it."""
+    sync(session, "--all-packages", "--group", "docs")
+    command = session.posargs or ["build"]
+    session.run("mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1", "JAX_PLATFORMS": "cpu"})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting, spelling and words."""
     sync(session, "--only-group", "lint")

@@ -1,0 +1,83 @@
+"""What the documentation takes from the code: help pages, tables of modules, and links to files of the repository."""
+
+import ast
+import os
+import posixpath
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+SOURCES = {
+    "owt-data": ROOT / "packages/owt-data/src/owt_data",
+    "nnx-gpt2": ROOT / "packages/nnx-gpt2/src/nnx_gpt2",
+    "ray-jax-launch": ROOT / "packages/ray-jax-launch/src/ray_jax_launch",
+    "pretrain": ROOT / "apps/pretrain/src/pretrain",
+}
+
+
+def on_config(config: Any) -> Any:
+    """Set the address of the repository, which `pyproject.toml` has."""
+    config.repo_url = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["release"]["repository"]
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Replace `<!-- modules: PACKAGE -->`, `<!-- names: PACKAGE -->` and `<!-- help: COMMAND -->`, and links out of docs."""
+    markdown = re.sub(r"<!-- modules: ([\w-]+) -->", lambda match: module_table(match[1]), markdown)
+    markdown = re.sub(r"<!-- names: ([\w-]+) -->", lambda match: public_names(match[1]), markdown)
+    markdown = re.sub(r"<!-- help: (.+?) -->", lambda match: help_page(match[1].split()), markdown)
+    folder = posixpath.dirname(page.file.src_uri)
+    return re.sub(r"(?<=\]\()\.\./[^)#\s]+", lambda match: repository_link(match[0], folder, config), markdown)
+
+
+def module_table(package: str) -> str:
+    """Return a table of the modules of a package, each with the first sentence of its docstring."""
+    source = SOURCES[package]
+    rows = ["| module | content |", "|---|---|"]
+    for path in sorted(source.rglob("*.py"), key=lambda path: (path.parent, path.name)):
+        if path.stem != "__init__":
+            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+            rows.append(f"| `{path.relative_to(source)}` | {' '.join(docstring.split(chr(10) * 2)[0].split())} |")
+    return "\n".join(rows)
+
+
+def public_names(package: str) -> str:
+    """Return the directives of mkdocstrings for the public names of a package, in alphabetic order."""
+    source = SOURCES[package]
+    stub = source / "__init__.pyi"
+    tree = ast.parse((stub if stub.exists() else source / "__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    places = {
+        alias.name: f"{source.name}.{node.module.removeprefix(source.name + '.')}.{alias.name}"
+        for node in imports
+        if node.module.startswith("_" if node.level else source.name)
+        for alias in node.names
+    }
+    return "\n\n".join(f"::: {places[name]}" for name in sorted(places, key=str.lower))
+
+
+def help_page(command: list[str]) -> str:
+    """Return the help of a command, in a block of code."""
+    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
+    page = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    return f"```text\n{page.rstrip()}\n```"
+
+
+def repository_link(link: str, folder: str, config: Any) -> str:
+    """Return the address of a file of the repository, for a link that leaves the folder docs; keep other links.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    target = posixpath.normpath(posixpath.join("docs", folder, link))
+    if target.startswith("docs/"):
+        return link
+    if not (ROOT / target).exists():
+        raise FileNotFoundError(f"{config['docs_dir']}/{folder} links to {link}, which does not exist")
+    return f"{config.repo_url}/blob/main/{target}"
