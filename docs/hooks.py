@@ -26,7 +26,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Replace `<!-- modules: PACKAGE -->`, `<!-- names: PACKAGE -->` and `<!-- help: COMMAND -->`, and links out of docs."""
+    """Replace `<!-- modules: PACKAGE -->`, `<!-- names: PACKAGE -->` and `<!-- help: COMMAND -->`; and links."""
     markdown = re.sub(r"<!-- modules: ([\w-]+) -->", lambda match: module_table(match[1]), markdown)
     markdown = re.sub(r"<!-- names: ([\w-]+) -->", lambda match: public_names(match[1]), markdown)
     markdown = re.sub(r"<!-- help: (.+?) -->", lambda match: help_page(match[1].split()), markdown)
