@@ -150,7 +150,7 @@ def test_the_help_of_a_process_ends_with_success():
         env={**os.environ, "COLUMNS": "40"},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: pretrain [COMMAND] [OPTIONS]\n")
+    assert " ".join(done.stdout.split()).startswith(f"usage: uv run {APPLICATION} [COMMAND] [OPTIONS] ")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from pretrain._command_line.option_table import Option, options_of
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, short
 from pretrain._suggestions import did_you_mean, nearest, nearest_option
+from pretrain._surroundings.typed_command import application
 
 # A word that is no value. A value of this form is written after an equals sign.
 _FLAG = re.compile(r"--[A-Za-z]")
@@ -118,7 +119,7 @@ def usage(command: str) -> str:
         if one.placeholder is not None:
             word = f"{one.placeholder}{'...' if one.is_tuple else ''}"
             words.append(word if one.default is MISSING else f"[{word}]")
-    return " ".join(["pretrain", command, *words])
+    return " ".join([application(), command, *words])
 
 
 def _read_values(command: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -188,7 +189,7 @@ def _unknown_flag(command: str, flag: str) -> UsageError:
     frequent_first = sorted(command_options(command), key=lambda option: option.name not in FREQUENT)
     known = nearest_option(flag.lstrip("-"), [one.flags[-1][2:] for one in frequent_first if one.placeholder is None])
     if known is None:
-        page = f"pretrain {command} {'--help-all' if command == 'train' else '--help'}"
+        page = f"{application()} {command} {'--help-all' if command == 'train' else '--help'}"
         return UsageError(f"options must be those of {page}, got {short(flag)}.")
     place = "" if command == "train" else f" of {command}"
     return UsageError(f"no option {short(flag)}{place}; did you mean --{known}?")

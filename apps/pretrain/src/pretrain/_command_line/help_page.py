@@ -10,6 +10,7 @@ from pretrain._command_line.arguments import usage
 from pretrain._command_line.command_classes import COMMANDS, EXAMPLES, FREQUENT, GROUPS, ConfigOptions, OutputOptions
 from pretrain._command_line.option_table import Option, options_of, with_defaults
 from pretrain._config import PretrainConfig
+from pretrain._surroundings.typed_command import application
 
 _NARROWEST, _WIDEST = 20, 100
 _UNBROKEN = "\N{NO-BREAK SPACE}"
@@ -58,7 +59,7 @@ def _page(
     more: list[str] = []
     if is_overview:
         default = {"train": " The default."}
-        yield [("usage: pretrain [COMMAND] [OPTIONS]", 11)]
+        yield [(f"usage: {application()} [COMMAND] [OPTIONS]", 11)]
         yield [(_INTRODUCTION, 0)]
         yield [
             ("commands", 0),
@@ -71,18 +72,23 @@ def _page(
     else:
         yield [(f"usage: {usage(command)}{' [OPTIONS]' if {*groups} - {'arguments'} else ''}", 11)]
         yield [(_described(COMMANDS[command]), 0)]
-        more.append("pretrain --help lists the commands.")
+        more.append(f"{application()} --help lists the commands.")
     for title, options in groups.items():
         yield [(title, 0), *(paragraph for option in options for paragraph in _entry(option))]
     if command == "train" and not shows_all:
         more.append("--help-all shows all options, and --preset NAME --help the defaults of a preset.")
     if command in ("plan", "sweep"):
-        more.append("pretrain train --help-all shows the other options.")
+        more.append(f"{application()} train --help-all shows the other options.")
     if is_overview:
         more.append("COMMAND --help shows the options of a command, and --version the versions.")
         more.append('eval "$(pretrain --completion bash)" completes commands and options; also zsh and fish.')
     yield [("more", 0), *((f"  {line}", 2) for line in more)]
-    yield [("examples", 0), *((f"  {line}", 6) for line in EXAMPLES[command])]
+    yield [("examples", 0), *((f"  {_as_typed(line)}", 6) for line in EXAMPLES[command])]
+
+
+def _as_typed(example: str) -> str:
+    """Return an example with the beginning of this command line."""
+    return example.replace("pretrain", application(), 1)
 
 
 def _groups(command: str, config: PretrainConfig, *, shows_all: bool) -> dict[str, list[Option]]:

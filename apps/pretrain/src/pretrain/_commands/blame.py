@@ -17,8 +17,9 @@ from pretrain._formats import loss
 from pretrain._run.find import find_run, names_a_checkpoint
 from pretrain._run.spikes import FEWEST, THRESHOLD, largest_spike
 from pretrain._run.step_losses import read_step_losses
-from pretrain._screen.ending import application, as_typed, visible
+from pretrain._screen.ending import as_typed, visible
 from pretrain._screen.printing import print_line, waiting
+from pretrain._surroundings.typed_command import application
 
 _TEXT_WIDTH = 60
 _BAR_WIDTH = 30

@@ -43,8 +43,9 @@ from pretrain._run.lock import command_runs
 from pretrain._run.names import run_name
 from pretrain._run.remote_copy import pull_changed, reader_copy
 from pretrain._run.result import read_result
-from pretrain._screen.ending import application, as_typed
+from pretrain._screen.ending import as_typed
 from pretrain._screen.printing import print_line, waiting
+from pretrain._surroundings.typed_command import application
 from pretrain._trackers.tracker import check_trackers
 from ray_jax_launch import as_storage_path, check_run_name, cpu, is_uri, join_path, parse_hardware
 

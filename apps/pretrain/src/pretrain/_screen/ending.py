@@ -2,7 +2,6 @@
 
 import contextlib
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, Sample
 from pretrain._run.result import RunResult
 from pretrain._screen.printing import print_facts, print_line
+from pretrain._surroundings.typed_command import application
 from ray_jax_launch import LaunchError, StoragePath, latest_step
 
 _SMALLEST_SHARE = 0.01
@@ -147,16 +147,6 @@ def visible(text: str) -> str:
     """Return the text on one line, with its line breaks and tabs made visible."""
     text = text.replace("\n", "⏎").replace("\t", "→")
     return "".join(character if character.isprintable() else "·" for character in text)
-
-
-def application() -> str:
-    """Return the beginning of this command line. From Python, the installed command."""
-    program = Path(sys.argv[0])
-    if program.name == "pretrain" and program.is_dir():
-        return f"uv run {shlex.quote(str(program))}"
-    if program.parts[-2:] == ("pretrain", "__main__.py"):
-        return "python -m pretrain"
-    return "pretrain"
 
 
 def as_typed(folder: RunFolder) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from owt_data import Progress
 from pretrain._run.history import RECENT_PHASES, Phase, PhaseName, RunHistory, seconds_by_phase
 from pretrain._run.metrics import Record
-from pretrain._screen.ending import application, as_typed
+from pretrain._screen.ending import as_typed
+from pretrain._surroundings.typed_command import application
 
 Clock = Callable[[], float]
 """Function that returns the Unix time in seconds."""
