@@ -53,6 +53,20 @@ def test_the_readme_lists_every_example():
     assert [script.name for script in SCRIPTS if f"]({script.name})" not in text] == []
 
 
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_run(environment, tmp_path):
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+    assert len(cells) == 10
+    script = tmp_path / "cells.py"
+    script.write_text("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The model of B is better by" in done.stdout
+    assert (tmp_path / "notebook-runs" / "report.html").exists()
+
+
 def test_a_jaxtrainer_script_changes_in_one_line():
     before, after = ((EXAMPLES / f"jaxtrainer_{name}.py").read_text().splitlines() for name in ("before", "after"))
     changed = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]

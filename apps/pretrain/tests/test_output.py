@@ -31,6 +31,21 @@ def test_information_of_the_launcher_is_shown(caplog):
     assert "a warning goes to standard error" in caplog.messages
 
 
+def test_a_program_that_wants_warnings_gets_no_information():
+    """Some libraries give the root logger a handler for every level, and notebooks show what it gets."""
+    code = """
+import logging
+from pretrain._output import log_lines
+
+logging.basicConfig(format="%(levelname)s:%(message)s")
+with log_lines(print):
+    logging.getLogger("ray_jax_launch").info("a line of the display")
+    logging.getLogger("ray_jax_launch").warning("checkpoint 3 is damaged")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("a line of the display\n", "WARNING:checkpoint 3 is damaged\n")
+
+
 def test_warnings_keep_their_form_after_a_library_has_chosen_another():
     code = """
 import logging

@@ -84,19 +84,21 @@ def discard_unwritten() -> None:
 def log_lines(show: Callable[[str], None]) -> Iterator[None]:
     """Show each message that the launcher logs as information, while the block runs.
 
+    The handlers of a program that has not asked for such messages do not get them: a notebook would print each twice.
+
     Args:
         show: shows a line. Any thread may call it.
     """
     logger = logging.getLogger("ray_jax_launch")
-    level = logger.level
+    level, is_wanted = logger.level, logger.isEnabledFor(logging.INFO)
 
     def show_information(record: logging.LogRecord) -> bool:
         if record.levelno == logging.INFO:
             show(record.getMessage())
-        return True
+        return is_wanted or record.levelno != logging.INFO
 
     logger.addFilter(show_information)
-    if not logger.isEnabledFor(logging.INFO):
+    if not is_wanted:
         logger.setLevel(logging.INFO)
     try:
         yield
