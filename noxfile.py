@@ -3,12 +3,15 @@
 import os
 import re
 import shutil
+import tarfile
 import tempfile
 import tomllib
+import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urljoin
 
 import nox
 
@@ -234,9 +237,9 @@ def imports(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build every wheel, and run the README of nnx-gpt2 from its wheel."""
-    shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    session.run_install("uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", "dist", external=True)
+    """Build every package as for a release, check the files, and run the README of nnx-gpt2 from its wheel."""
+    session.install("twine>=6")
+    build_files(session, [*MEMBERS])
     (wheel,) = (ROOT / "dist").glob("nnx_gpt2-*.whl")
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text(re.sub(r"\s*\\\n\s*--hash=\S+", "", REQUIREMENTS.read_text()))
@@ -263,8 +266,18 @@ def lock(session: nox.Session) -> None:
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """Check the version of a tag, such as nnx-gpt2-v0.2.0, and build the package into dist."""
-    name, _, tagged = " ".join(session.posargs).rpartition("-v")
+    """Build the package of a tag, such as -- nnx-gpt2-v0.2.0; without a tag, rehearse the release of all packages."""
+    session.install("twine>=6")
+    if session.posargs:
+        build_files(session, [tagged_package(session, " ".join(session.posargs))])
+    else:
+        build_files(session, [*MEMBERS])
+        rehearse(session)
+
+
+def tagged_package(session: nox.Session, tag: str) -> str:
+    """Return the name of the package of a tag, whose version and changelog must be those of the tag."""
+    name, _, tagged = tag.rpartition("-v")
     if name not in MEMBERS:
         names = ", ".join(MEMBERS)
         session.error(f"the tag must be one of {names}, then -vVERSION, got {session.posargs}. Give it after --")
@@ -274,8 +287,79 @@ def release(session: nox.Session) -> None:
         session.error(f"the tag's version must be {declared}, as in pyproject.toml, got {tagged}. Correct the tag")
     if f"\n## [{declared}] - " not in (folder / "CHANGELOG.md").read_text():
         session.error(f"the changelog of {name} must have a section for {declared}, got none. Add the section")
+    if repository().startswith("https://example.org/"):
+        session.error("the address of the repository is a placeholder; set `repository` in pyproject.toml")
+    return name
+
+
+def repository() -> str:
+    """Return the address of the repository."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["release"]["repository"]
+
+
+def build_files(session: nox.Session, names: list[str]) -> None:
+    """Build wheels and source files into dist, with links that work on the package index, and check them."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    session.run_install("uv", "build", "--quiet", "--package", name, "--out-dir", "dist", external=True)
+    for name in names:
+        address = f"{repository()}/blob/main/{MEMBERS[name]}"
+        with tempfile.TemporaryDirectory() as folder:
+            staged = Path(folder) / name
+            shutil.copytree(ROOT / MEMBERS[name], staged, ignore=shutil.ignore_patterns("tests", "__pycache__"))
+            readme = staged / "README.md"
+            readme.write_text(absolute_links(readme.read_text(), address))
+            urls = {"Repository": repository(), "Changelog": f"{address}/CHANGELOG.md"}
+            with (staged / "pyproject.toml").open("a") as project:
+                project.write("\n[project.urls]\n" + "".join(f'{key} = "{url}"\n' for key, url in urls.items()))
+            session.run_install("uv", "build", "--quiet", "--out-dir", str(ROOT / "dist"), str(staged), external=True)
+    files = sorted(map(str, [*(ROOT / "dist").glob("*.whl"), *(ROOT / "dist").glob("*.tar.gz")]))
+    session.run("twine", "check", "--strict", *files)
+    for file in files:
+        if not any(PurePosixPath(member).name == "LICENSE" for member in members_of(file)):
+            session.error(f"{file} has no licence")
+
+
+def absolute_links(text: str, address: str) -> str:
+    """Return Markdown whose links to files are addresses; `address` is that of the file's folder."""
+    return re.sub(r"\]\((?![a-z]+:|#)([^)]+)\)", lambda match: f"]({urljoin(address + '/', match[1])})", text)
+
+
+def members_of(archive: str) -> list[str]:
+    """Return the names of the files in a wheel or a source file."""
+    if archive.endswith(".whl"):
+        with zipfile.ZipFile(archive) as wheel:
+            return wheel.namelist()
+    with tarfile.open(archive) as source:
+        return source.getnames()
+
+
+def rehearse(session: nox.Session) -> None:
+    """Install the built packages in a new environment, away from this clone, and train the quickstart with them."""
+    with tempfile.TemporaryDirectory() as folder:
+        session.chdir(folder)
+        session.run_install("uv", "venv", "--quiet", "new", external=True)
+        session.run_install(
+            "uv", "pip", "install", "--quiet", "--python", "new", "--find-links", str(ROOT / "dist"), "pretrain",
+            external=True,
+        )  # fmt: skip
+        session.run("new/bin/pretrain", "--hardware", "local", external=True, env=TEST_ENV)
+        session.run("new/bin/pretrain", "sample", "quickstart-builtin", external=True, env=TEST_ENV)
+        session.run("new/bin/owt-data", "--help", external=True, silent=True)
+        examples = [("nnx-gpt2", "packages/nnx-gpt2"), ("ray-jax-launch", "packages/ray-jax-launch")]
+        for name, place in [*examples, ("owt-data", "packages/owt-data"), ("pretrain", "apps/pretrain")]:
+            blocks = re.findall(r"```python\n(.*?)```", (ROOT / place / "README.md").read_text(), re.S)
+            Path(f"{name}.py").write_text("\n".join(blocks))
+            session.run("new/bin/python", f"{name}.py", external=True, env=TEST_ENV)
+
+
+@nox.session
+@each(PARTS)
+def upgraded(session: nox.Session, part: str) -> None:
+    """Run all tests with the newest versions of the dependencies, without the limit on their dates."""
+    sync_part(session, part)
+    now = datetime.now(UTC).isoformat()
+    project = MEMBERS.get(part, MEMBERS["pretrain"])
+    session.run_install("uv", "pip", "install", "--quiet", "--upgrade", "--exclude-newer", now, project, external=True)
+    run_tests(session, part, "-W", "ignore::DeprecationWarning")
 
 
 @nox.session
