@@ -203,7 +203,7 @@ def newest(session: nox.Session, part: str) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation into site/, without a network; a wrong link or anchor fails. `-- serve` shows it."""
+    """Build the documentation into the folder site, without a network."""
     sync(session, "--all-packages", "--group", "docs")
     command = session.posargs or ["build"]
     session.run("mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1", "JAX_PLATFORMS": "cpu"})
@@ -266,7 +266,7 @@ def lock(session: nox.Session) -> None:
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """Build the package of a tag, such as -- nnx-gpt2-v0.2.0; without a tag, rehearse the release of all packages."""
+    """Build the package of a tag, such as nnx-gpt2-v0.2.0, or rehearse the release of all packages."""
     session.install("twine>=6")
     if session.posargs:
         build_files(session, [tagged_package(session, " ".join(session.posargs))])

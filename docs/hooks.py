@@ -1,4 +1,4 @@
-"""What the documentation takes from the code: help pages, tables of modules, and links to files of the repository."""
+"""The parts of the documentation that come from the code: help pages, public names, tables of modules, and links."""
 
 import ast
 import os
