@@ -51,9 +51,3 @@ def test_the_file_table_of_a_readme_names_every_module_and_no_other(name):
     named = set(re.findall(r"`([\w/]+\.py)`", (MEMBERS[name] / "README.md").read_text()))
     existing = {str(path.relative_to(SOURCES[name])) for path in modules(name).values() if path.stem != "__init__"}
     assert named == existing
-
-
-def test_paths_in_the_readme_exist():
-    paths = re.findall(r"`((?:packages|apps|tests|benchmarks|deploy)/[\w./-]+)`", (ROOT / "README.md").read_text())
-    assert paths
-    assert [path for path in paths if not (ROOT / path).exists()] == []

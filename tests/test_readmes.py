@@ -12,10 +12,10 @@ from support import ROOT
 EXAMPLES = [".", pytest.param("packages/owt-data", marks=pytest.mark.slow)]
 DOCUMENTS = [
     ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
+    *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT", "MAINTAINERS")),
     ROOT / "benchmarks" / "README.md",
     ROOT / "deploy" / "README.md",
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
     ROOT / "examples" / "README.md",
     *sorted(ROOT.glob("packages/*/README.md")),
     *sorted(ROOT.glob("apps/*/README.md")),
@@ -42,7 +42,7 @@ def test_the_readme_names_the_commands(command):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_files_exist(document):
-    targets = re.findall(r"\]\(([^)#:]+)\)", document.read_text())
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
     assert [target for target in targets if not (document.parent / target).exists()] == []
 
 
