@@ -5,7 +5,7 @@ import re
 from graphlib import TopologicalSorter
 
 import pytest
-from support import MEMBERS, ROOT
+from support import MEMBERS
 
 # Names with one meaning in every package.
 COMMON = {"__init__", "__main__", "cli", "errors"}
