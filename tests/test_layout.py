@@ -1,7 +1,6 @@
-"""The layout of the source trees: names, import cycles, and the file tables of the READMEs."""
+"""The layout of the source trees: names and import cycles."""
 
 import ast
-import re
 from graphlib import TopologicalSorter
 
 import pytest
@@ -44,10 +43,3 @@ def test_imports_have_no_cycle(name):
     root = SOURCES[name].name
     graph = {module: (imported(path) & found.keys()) - {module, root} for module, path in found.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError
-
-
-@pytest.mark.parametrize("name", MEMBERS)
-def test_the_file_table_of_a_readme_names_every_module_and_no_other(name):
-    named = set(re.findall(r"`([\w/]+\.py)`", (MEMBERS[name] / "README.md").read_text()))
-    existing = {str(path.relative_to(SOURCES[name])) for path in modules(name).values() if path.stem != "__init__"}
-    assert named == existing
