@@ -26,10 +26,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Replace `<!-- modules: PACKAGE -->`, `<!-- names: PACKAGE -->` and `<!-- help: COMMAND -->`, and links out of docs."""
+    """Replace `<!-- modules: PACKAGE -->`, `<!-- names: PACKAGE -->`, `<!-- help: COMMAND -->`, drawings, and links out."""
     markdown = re.sub(r"<!-- modules: ([\w-]+) -->", lambda match: module_table(match[1]), markdown)
     markdown = re.sub(r"<!-- names: ([\w-]+) -->", lambda match: public_names(match[1]), markdown)
     markdown = re.sub(r"<!-- help: (.+?) -->", lambda match: help_page(match[1].split()), markdown)
+    markdown = re.sub(r"<!-- drawing: ([\w-]+) -->", lambda match: drawing(match[1]), markdown)
     folder = posixpath.dirname(page.file.src_uri)
     return re.sub(r"(?<=\]\()\.\./[^)#\s]+", lambda match: repository_link(match[0], folder, config), markdown)
 
@@ -67,6 +68,11 @@ def help_page(command: list[str]) -> str:
         [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, check=True
     ).stdout
     return f"```text\n{page.rstrip()}\n```"
+
+
+def drawing(name: str) -> str:
+    """Return a drawing of the folder assets, in the page itself: its lines have the color of the page's text."""
+    return f"<div>\n{(ROOT / 'docs/assets' / f'{name}.svg').read_text().rstrip()}\n</div>"
 
 
 def repository_link(link: str, folder: str, config: Any) -> str:
