@@ -1,4 +1,4 @@
-"""What the documentation takes from the code: help pages, tables of modules, and links to files of the repository."""
+"""Parts of the documentation that come from the code: help pages, tables of modules, links to files, and drawings."""
 
 import ast
 import os
