@@ -20,13 +20,14 @@ SOURCES = {
 
 
 def on_config(config: Any) -> Any:
-    """Set the address of the repository, which `pyproject.toml` has."""
+    """Set the address of the repository, which `pyproject.toml` has, and the name of the link to it."""
     config.repo_url = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["release"]["repository"]
+    config.repo_name = config.site_name
     return config
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Replace `<!-- modules: PACKAGE -->`, `<!-- names: PACKAGE -->`, `<!-- help: COMMAND -->`, drawings, and links out."""
+    """Replace links out of docs, and comments of the kinds `modules: PACKAGE`, `help: COMMAND` and `drawing: NAME`."""
     markdown = re.sub(r"<!-- modules: ([\w-]+) -->", lambda match: module_table(match[1]), markdown)
     markdown = re.sub(r"<!-- names: ([\w-]+) -->", lambda match: public_names(match[1]), markdown)
     markdown = re.sub(r"<!-- help: (.+?) -->", lambda match: help_page(match[1].split()), markdown)
@@ -72,7 +73,8 @@ def help_page(command: list[str]) -> str:
 
 def drawing(name: str) -> str:
     """Return a drawing of the folder assets, in the page itself: its lines have the color of the page's text."""
-    return f"<div>\n{(ROOT / 'docs/assets' / f'{name}.svg').read_text().rstrip()}\n</div>"
+    svg = (ROOT / "docs/assets" / f"{name}.svg").read_text()
+    return f'<div style="overflow-x: auto">\n{svg.rstrip()}\n</div>'
 
 
 def repository_link(link: str, folder: str, config: Any) -> str:
