@@ -1,4 +1,4 @@
-"""The parts of the documentation that come from the code: help pages, public names, tables of modules, and links."""
+"""Parts of the documentation that come from the code: help pages, public names, tables of modules, and links."""
 
 import ast
 import os
@@ -20,16 +20,18 @@ SOURCES = {
 
 
 def on_config(config: Any) -> Any:
-    """Set the address of the repository, which `pyproject.toml` has."""
+    """Set the address of the repository, which `pyproject.toml` has, and the name of the link to it."""
     config.repo_url = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["release"]["repository"]
+    config.repo_name = config.site_name
     return config
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Replace `<!-- modules: PACKAGE -->`, `<!-- names: PACKAGE -->` and `<!-- help: COMMAND -->`; and links."""
+    """Replace links out of docs, and comments such as `modules: PACKAGE`, `names: PACKAGE`, `drawing: NAME`."""
     markdown = re.sub(r"<!-- modules: ([\w-]+) -->", lambda match: module_table(match[1]), markdown)
     markdown = re.sub(r"<!-- names: ([\w-]+) -->", lambda match: public_names(match[1]), markdown)
     markdown = re.sub(r"<!-- help: (.+?) -->", lambda match: help_page(match[1].split()), markdown)
+    markdown = re.sub(r"<!-- drawing: ([\w-]+) -->", lambda match: drawing(match[1]), markdown)
     folder = posixpath.dirname(page.file.src_uri)
     return re.sub(r"(?<=\]\()\.\./[^)#\s]+", lambda match: repository_link(match[0], folder, config), markdown)
 
@@ -67,6 +69,12 @@ def help_page(command: list[str]) -> str:
         [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, check=True
     ).stdout
     return f"```text\n{page.rstrip()}\n```"
+
+
+def drawing(name: str) -> str:
+    """Return a drawing of the folder assets, in the page itself: its lines have the color of the page's text."""
+    svg = (ROOT / "docs/assets" / f"{name}.svg").read_text()
+    return f'<div style="overflow-x: auto">\n{svg.rstrip()}\n</div>'
 
 
 def repository_link(link: str, folder: str, config: Any) -> str:

@@ -1,3 +1,5 @@
+import dataclasses
+import pydoc
 import re
 
 import pytest
@@ -17,6 +19,16 @@ def test_vocabulary_is_padded_to_a_multiple_of_128():
     assert GPT2Config().padded_vocab_size == 50304
     assert GPT2Config(vocab_size=256).padded_vocab_size == 256
     assert GPT2Config(vocab_size=257).padded_vocab_size == 384
+
+
+@pytest.mark.parametrize("cls", [GPT2Config, OptimizerConfig])
+def test_help_says_what_each_field_is(cls):
+    lines = [line.strip(" |") for line in pydoc.plain(pydoc.render_doc(cls)).splitlines()]
+    descriptors = lines[lines.index("Data descriptors defined here:") :]
+    for field in dataclasses.fields(cls):
+        assert descriptors[descriptors.index(field.name) + 1], field.name
+    if cls is GPT2Config:
+        assert descriptors[descriptors.index("seq_len") + 1] == "Context length, in tokens."
 
 
 def test_presets_take_changes():

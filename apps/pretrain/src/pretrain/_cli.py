@@ -72,7 +72,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the application with these arguments, or with those of the process.
 
     Returns:
-        The exit code: 0 for success; 1 for failed training, or for runs that differ; 2 for bad input, 130 after an
+        The exit code, 0 for success; 1 for failed training, or for runs that differ; 2 for bad input, 130 after an
         interrupt, 141 if the reader of the output has closed it.
     """
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # the command prints the errors of `datasets` itself

@@ -1,10 +1,16 @@
 """The configuration of the model, and the published sizes. Imports no jax."""
 
+import ast
 import dataclasses
+import inspect
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
 
 from nnx_gpt2._errors import INT32_MAX, is_number, is_one_of, is_whole, plain, require, shown
+
+T = TypeVar("T", bound=type)
 
 DType = Literal["bfloat16", "float32", "float64"]
 SPLASH_MULTIPLE = 128
@@ -27,6 +33,26 @@ _MOST_OTHERWISE = 1 << 20
 _FREE = {"changes_result": False}
 
 
+def with_field_docs(cls: T) -> T:
+    """Put the docstring below each field of a dataclass with slots into `__slots__`, which `help` shows.
+
+    Python keeps no docstrings of fields. It does keep those in `__slots__`, if this is a dictionary. The file of the
+    class is parsed once for this, in some milliseconds.
+    """
+    source = inspect.getsourcefile(cls)
+    if source is None or not Path(source).is_file():  # as in a frozen program
+        return cls
+    module = ast.parse(Path(source).read_bytes())
+    (node,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    docs: dict[str, str | None] = dict.fromkeys(cls.__slots__)
+    for above, below in pairwise(node.body):
+        if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
+            docs[above.target.id] = inspect.cleandoc(ast.literal_eval(below.value))
+    cls.__slots__ = docs
+    return cls
+
+
+@with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPT2Config:
     """The shape of a GPT-2, and the way it is computed. The defaults are GPT-2 124M.

@@ -4,11 +4,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, assert_never, get_args
 
 from nnx_gpt2._errors import FLOAT32_MAX, INT32_MAX, is_number, is_one_of, is_whole, plain, require, shown
+from nnx_gpt2._model_config import with_field_docs
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """The update rule, the learning rate over time, and gradient clipping.

@@ -55,7 +55,7 @@ def token_windows(
         concurrency: largest number of tasks that read at once. Default: as many as Ray Data starts.
 
     Returns:
-        Rows `x: int32[seq_len]` and `y: int32[seq_len]`; `y` is `x` shifted by one token.
+        Rows of `x` and `y`, both `int32[seq_len]`; `y` is `x` shifted by one token.
 
     Raises:
         DataError: there are fewer tokens than one window needs, or a number is out of its range.
@@ -130,7 +130,7 @@ def step_windows(tokens: Tokens, batches: Batches, *, start_step: int, stop_step
         stop_step: last step, exclusive.
 
     Returns:
-        One row per step: `step: int64` and `tokens: uint16[G/n, seq_len + 1]`.
+        One row per step, with its number `step` (int64) and `tokens` (`uint16[G/n, seq_len + 1]`).
 
     Raises:
         DataError: an argument is out of its range.

@@ -89,8 +89,8 @@ def stream_text(  # noqa: PLR0913 - the options of the blocks are independent
             tokenizes.
 
     Returns:
-        Rows `tokens: dtype[block_size]`. With `segment_ids` also `segment_ids: int32[block_size]`, the index of the
-        token's document in the block, from 0, for attention within documents.
+        Rows of `tokens`, `dtype[block_size]`. With `segment_ids` also `segment_ids`, `int32[block_size]`, the index of
+        the token's document in the block, from 0, for attention within documents.
 
     Raises:
         DataError: the source does not exist, or an argument is out of its range. Errors inside the source are raised
