@@ -55,8 +55,8 @@ class ShardRecord:
     """Start of the next shard."""
 
     files: list[tuple[int, int]] = field(default_factory=list, compare=False)
-    """Numbers of the source's files whose documents are counted in the shard, and the number of these documents. Empty
-    in journals of versions before 0.8."""
+    """Numbers of the source's files whose documents are counted in the shard, and the number of these
+    documents."""
 
 
 def staging_path(out: Path) -> Path:
