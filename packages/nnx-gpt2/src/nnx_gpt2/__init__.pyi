@@ -49,6 +49,8 @@ from ._tensor_digests import tensor_digests as tensor_digests
 from ._train_state import TrainState as TrainState
 from ._train_state import abstract_train_state as abstract_train_state
 from ._train_state import create_train_state as create_train_state
+from ._train_step import EvalStep as EvalStep
+from ._train_step import TrainStep as TrainStep
 from ._train_step import document_ids as document_ids
 from ._train_step import make_eval_step as make_eval_step
 from ._train_step import make_train_step as make_train_step

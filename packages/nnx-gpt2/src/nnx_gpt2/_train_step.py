@@ -7,12 +7,13 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from nnx_gpt2._dropout import check_key
@@ -26,6 +27,27 @@ from nnx_gpt2._target import compiled_for, target_of
 from nnx_gpt2._token_ids import check_batch, check_end_of_text, check_windows, have_known_ids
 from nnx_gpt2._train_state import TrainState, abstract_train_state
 
+
+@runtime_checkable
+class TrainStep(jax.stages.Wrapped, Protocol):
+    """A jitted train step, from `make_train_step`. It can also be traced, lowered and compiled."""
+
+    def __call__(
+        self, state: TrainState, windows: ArrayLike, key: PRNGKeyArray
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Return the state after a batch, int `[batch, seq_len + 1]`, and the metrics of the batch."""
+        ...
+
+
+@runtime_checkable
+class EvalStep(jax.stages.Wrapped, Protocol):
+    """A jitted eval step, from `make_eval_step`. It can also be traced, lowered and compiled."""
+
+    def __call__(self, params: Params, windows: ArrayLike) -> jax.Array:
+        """Return the losses of a batch, int `[batch, tokens]`: float `[batch, tokens - 1]`."""
+        ...
+
+
 # Size of the heaps of glibc's arenas: larger arrays are mapped again by each allocation.
 _KEPT_BYTES = 64 << 20
 
@@ -37,7 +59,7 @@ def make_train_step(
     *,
     grad_accum_steps: int = 1,
     end_of_text: int | None = None,
-) -> jax.stages.Wrapped:
+) -> TrainStep:
     """Return the jitted train step, `step(state, windows, key) -> (state, metrics)`.
 
     The step donates its input state: the output state reuses the buffers. On a CPU it donates only a state with arrays
@@ -85,9 +107,9 @@ def make_train_step(
 
     donated = 0 if is_donated(shapes, mesh) else None
     if mesh is None:
-        return jax.jit(train_step, donate_argnums=donated)
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    return jax.jit(train_step, donate_argnums=donated, out_shardings=(shardings, replicated(mesh)))
+        return cast(TrainStep, jax.jit(train_step, donate_argnums=donated))
+    out_shardings = jax.tree.map(lambda x: x.sharding, shapes), replicated(mesh)
+    return cast(TrainStep, jax.jit(train_step, donate_argnums=donated, out_shardings=out_shardings))
 
 
 def make_gradient(
@@ -228,9 +250,7 @@ def check_rows(config: GPT2Config, windows: Array, num_shards: int, num_microbat
     )
 
 
-def make_eval_step(
-    config: GPT2Config, mesh: Mesh | None = None, *, end_of_text: int | None = None
-) -> jax.stages.Wrapped:
+def make_eval_step(config: GPT2Config, mesh: Mesh | None = None, *, end_of_text: int | None = None) -> EvalStep:
     """Return the jitted eval step, `step(params, windows) -> losses`: each prediction's loss in nats, without dropout.
 
     On a mesh each process gets the losses of all rows of the global batch, in the order of the rows. The losses of a
@@ -254,13 +274,13 @@ def make_eval_step(
 
 
 @cache
-def _make_eval_step(config: GPT2Config, mesh: Mesh | None, end_of_text: int | None) -> jax.stages.Wrapped:
+def _make_eval_step(config: GPT2Config, mesh: Mesh | None, end_of_text: int | None) -> EvalStep:
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
         check_rows(config, windows, num_batch_shards(mesh), 1)
         with compiled_for(mesh):
             return losses_of(config, params, windows, end_of_text)
 
-    return jax.jit(eval_step) if mesh is None else jax.jit(eval_step, out_shardings=replicated(mesh))
+    return cast(EvalStep, jax.jit(eval_step) if mesh is None else jax.jit(eval_step, out_shardings=replicated(mesh)))
 
 
 def losses_of(
