@@ -30,8 +30,8 @@ class RankedDataConfig(DataConfig):
     """Gives each worker the dataset that a `RankedDataset` makes for its rank, in the dataset's order.
 
     Ray Datasets are given to Ray's config. It splits a dataset among the workers (`streaming_split`), in an order that
-    depends on the speed of tasks and workers, unless the dataset asks for its own order, as those of `token_windows` do:
-    `dataset.context.execution_options.preserve_order`.
+    depends on the speed of tasks and workers, unless the dataset asks for its own order by
+    `dataset.context.execution_options.preserve_order`, as those of `token_windows` do.
 
     Args:
         base: config for the Ray Datasets; Ray's default if None.
