@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -33,6 +34,11 @@ DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 MANIFESTS = [path for path in sorted((ROOT / "deploy").glob("*.yaml")) if "kind: RayJob" in path.read_text()]
 RAY_UP = ROOT / "deploy" / "ray-up.yaml"
 SLURM = ROOT / "deploy" / "slurm.sh"
+PAGE = ROOT / "docs" / "clusters.md"
+BLOCKS = [
+    (language, textwrap.dedent(block))
+    for _, language, block in re.findall(r"^( *)```(\w*)\n(.*?)^\1```", PAGE.read_text(), re.M | re.S)
+]
 RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}
 
 # Some fields of KubeRay's API v1 (ray-operator/apis/ray/v1) and of pods in Kubernetes.
@@ -167,9 +173,38 @@ def test_all_nodes_run_the_image_of_the_current_version(job):
     assert {container["image"] for container in containers(job)} == {IMAGE}
 
 
-@pytest.mark.parametrize("file", ["README.md", "Dockerfile"])
+@pytest.mark.parametrize("file", ["docs/clusters.md", "deploy/Dockerfile"])
 def test_the_build_command_names_the_image_of_the_current_version(file):
-    assert f"--build-arg ACCELERATOR=cuda12 -t {IMAGE} ." in (ROOT / "deploy" / file).read_text()
+    assert f"--build-arg ACCELERATOR=cuda12 -t {IMAGE} ." in (ROOT / file).read_text()
+
+
+def test_the_page_names_no_other_image():
+    assert set(re.findall(r"gpt2-on-ray:([\w.]+)", PAGE.read_text())) == {VERSION}
+
+
+@pytest.mark.parametrize("block", [block for language, block in BLOCKS if language == "yaml"], ids=lambda b: b[:40])
+def test_the_objects_of_the_page_are_yaml_with_fields_of_kubernetes(block):
+    found = yaml.safe_load(block)
+    if "kind" in found:
+        assert set(found) == {"apiVersion", "kind", "metadata", "spec"}
+    else:  # a part of a pod or of a container, or a configuration of Prometheus
+        assert set(found) <= POD | CONTAINER | {"scrape_configs"}
+
+
+def test_the_variables_of_the_page_fit_every_container(job):
+    given = [
+        yaml.safe_load(block) for language, block in BLOCKS if language == "yaml" and block.startswith("# in each")
+    ]
+    assert len(given) == 2
+    for container in containers(job):
+        for part in given:
+            names = [variable["name"] for variable in container.get("env", []) + part["env"]]
+            assert len(set(names)) == len(names)
+
+
+def test_the_readme_lists_every_file_of_the_folder():
+    listed = re.findall(r"^\| \[([^]]+)\]", (ROOT / "deploy" / "README.md").read_text(), re.M)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "deploy").iterdir() if path.name != "README.md")
 
 
 def test_the_image_installs_the_requirements_by_hash():
@@ -226,22 +261,21 @@ def arguments_of(program, line):
         yield words[words.index(program) + 1 :]
 
 
-def uses_in_the_readme(program):
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "deploy" / "README.md").read_text(), re.M | re.S)
-    lines = [line for language, block in blocks if not language for line in block.splitlines()]
+def uses_in_the_page(program):
+    lines = [line for language, block in BLOCKS if not language for line in block.splitlines()]
     return [arguments for line in lines for arguments in arguments_of(program, line)]
 
 
-@pytest.mark.parametrize("arguments", uses_in_the_readme("pretrain"), ids=" ".join)
-def test_the_application_accepts_the_commands_of_the_readme(arguments):
-    # They need a cluster of GPUs or TPUs: the real parser reads them, and the sizes are checked.
+@pytest.mark.parametrize("arguments", uses_in_the_page("pretrain"), ids=" ".join)
+def test_the_application_accepts_the_commands_of_the_page(arguments):
+    # They need a cluster: the real parser reads them, and the sizes of a run on GPUs or TPUs are checked.
     config = parse_command(arguments)
-    assert isinstance(config, PretrainConfig)
-    check_batch(config, parse_hardware(config.hardware))
+    if isinstance(config, PretrainConfig):
+        check_batch(config, parse_hardware(config.hardware))
 
 
-@pytest.mark.parametrize("arguments", uses_in_the_readme("ray"), ids=" ".join)
-def test_ray_accepts_the_commands_of_the_readme(arguments):
+@pytest.mark.parametrize("arguments", uses_in_the_page("ray"), ids=" ".join)
+def test_ray_accepts_the_commands_of_the_page(arguments):
     command, arguments = ray_command, list(arguments)
     if arguments[0] == "job" and "job" not in command.commands:
         pytest.skip("needs ray[default]")

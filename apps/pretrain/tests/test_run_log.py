@@ -40,8 +40,9 @@ def test_the_log_starts_where_the_run_does(tmp_path):
     sent = []
     with start_log(folder, sent.append) as log:
         begin(log, 10)
-        log.write({"step": 10, "loss": 2.0})
-    assert read_records(folder.metrics) == [{"step": 0}, {"step": 10, "loss": 2.0}]
+        log.write({"step": 10, "loss": 2.0, "windows": "0123456789abcdef"})
+    assert read_records(folder.metrics) == [{"step": 0}, {"step": 10, "loss": 2.0, "windows": "0123456789abcdef"}]
+    # Only numbers: `log_metrics` makes no gauges of metrics with a text among them.
     assert [line for line in sent if "phase" not in line] == [{"step": 10, "loss": 2.0}]
     (start,) = read_lines(folder.starts, texts=TEXTS[STARTS])
     assert {name: start[name] for name in ("step", "workers", "devices", "device")} == {

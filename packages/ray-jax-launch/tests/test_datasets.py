@@ -74,6 +74,21 @@ def test_rows_come_in_order_even_if_later_blocks_are_ready_first():
     assert [row["id"] for row in datasets.in_order(dataset).iter_rows()] == [*range(6)]
 
 
+# Ray's own config still sets the option that it deprecates.
+@pytest.mark.filterwarnings("ignore:`ExecutionOptions.exclude_resources`")
+@pytest.mark.usefixtures("cluster")
+def test_a_dataset_that_asks_for_its_order_keeps_it_when_ray_splits_it():
+    def slow_at_first(batch):
+        time.sleep(2.0 if batch["id"][0] == 0 else 0.0)
+        return batch
+
+    dataset = ray.data.range(6, override_num_blocks=3).map_batches(slow_at_first, batch_size=None)
+    dataset.context.execution_options.preserve_order = True
+    for _ in range(2):  # for the first group of workers, and after a restart
+        (split,) = RankedDataConfig().configure({"rows": dataset}, 1, None, None)
+        assert [row["id"] for row in split["rows"].iter_rows()] == [*range(6)]
+
+
 @pytest.mark.usefixtures("cluster")
 def test_the_executor_of_one_of_many_workers_calls_the_actors_of_ray_data_less_often(
     monkeypatch: pytest.MonkeyPatch,

@@ -24,7 +24,7 @@ from pretrain._run.history import (
     recent_phases,
 )
 from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, STARTS
-from pretrain._run.metrics import TEXT_METRICS, Record, finite
+from pretrain._run.metrics import TEXT_METRICS, Record, finite, numbers
 from pretrain._run.partial_reads import last_lines
 from pretrain._run.step_losses import ValLosses, write_val_losses
 from pretrain._surroundings.processor import processor_name
@@ -40,7 +40,7 @@ class RunLog:
         folder: the run's folder.
         config: the configuration of this start.
         description: the run's description.
-        send: called with each record, and with each phase as a dictionary.
+        send: called with the numbers of each record, and with each phase as a dictionary.
         clock: returns Unix time in seconds.
         watch: called on all ranks at the beginning of each phase, with whether its work is steps.
 
@@ -177,7 +177,7 @@ class RunLog:
             return
         record = finite(record)
         self._append(METRICS, record)
-        self._send(record)
+        self._send(numbers(record))  # a text among them would keep all of them from Ray's gauges
         self._last_step = record["step"]
         if self._trackers is not None:
             self._trackers.write(record)

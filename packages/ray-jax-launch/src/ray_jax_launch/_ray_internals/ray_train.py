@@ -1,12 +1,13 @@
 """Every use of the private modules of Ray Train and Ray Data, each with what Ray 2.60's public API lacks."""
 
 import contextlib
+import copy
 import logging
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,22 @@ def limit_data_calls(num_executors: int) -> None:
 def datasets_to_split(config: DataConfig) -> Any:
     """Return the names of the datasets that a config splits. Ray's actor of datasets reads this private attribute."""
     return config._datasets_to_split
+
+
+def keeping_order(config: DataConfig, datasets: Mapping[str, Any]) -> DataConfig:
+    """Return a copy of a config that keeps the order of each dataset whose own options ask for it.
+
+    Ray replaces all options of a dataset by those of the config, or of the process, and so loses `preserve_order`.
+    """
+    kept, resolve = copy.copy(config), config._resolve_execution_options
+
+    def resolve_with_order(dataset_name: str) -> Any:
+        options = resolve(dataset_name)
+        options.preserve_order |= datasets[dataset_name].context.execution_options.preserve_order
+        return options
+
+    kept._resolve_execution_options = resolve_with_order
+    return kept
 
 
 def write_file(filesystem: FileSystem, path: str, text: str) -> None:

@@ -17,6 +17,7 @@ from ray_jax_launch._ray_internals.ray_train import (
     DefaultAutoscalingCoordinator,
     ResourceRequestPriority,
     datasets_to_split,
+    keeping_order,
 )
 
 _RENEW_EVERY_S = 20
@@ -29,7 +30,8 @@ class RankedDataConfig(DataConfig):
     """Gives each worker the dataset that a `RankedDataset` makes for its rank, in the dataset's order.
 
     Ray Datasets are given to Ray's config. It splits a dataset among the workers (`streaming_split`), in an order that
-    depends on their speed.
+    depends on the speed of tasks and workers, unless the dataset asks for its own order by
+    `dataset.context.execution_options.preserve_order`, as those of `token_windows` do.
 
     Args:
         base: config for the Ray Datasets; Ray's default if None.
@@ -49,7 +51,8 @@ class RankedDataConfig(DataConfig):
         """Return the iterators of all ranks. Called each time a group of workers starts."""
         ranked: dict[str, Any] = {name: make for name, make in datasets.items() if callable(make)}
         given = {name: dataset for name, dataset in datasets.items() if name not in ranked}
-        split = self._base.configure(given, world_size, *args, **kwargs) if given else [{}] * world_size
+        base = keeping_order(self._base, given)
+        split = base.configure(given, world_size, *args, **kwargs) if given else [{}] * world_size
         return [
             {**split[rank], **{name: in_order(make(rank, world_size)) for name, make in ranked.items()}}
             for rank in range(world_size)
