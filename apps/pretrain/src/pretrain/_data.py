@@ -57,7 +57,8 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
             tokens = open_tokens(
                 names if True in are_prepared else _prepare(names, data, config.prepare, console), tokenizer=tokenizer
             )
-        case Mixture(_, weights):
+        case Mixture():
+            weights = data.of_windows(config.train.global_batch_size)
             tokens = open_tokens(
                 {prepared_name(name, config.prepare, console): weight for name, weight in weights.items()},
                 tokenizer=tokenizer,
@@ -77,7 +78,9 @@ def open_prepared(config: PretrainConfig) -> TokenData | None:
     """
     data = parse_data(config.data)
     are_prepared = all(map(is_prepared, names_of(data)))
-    return open_tokens(token_files(data), tokenizer=config.prepare.tokenizer) if are_prepared else None
+    if not are_prepared:
+        return None
+    return open_tokens(token_files(data, config.train.global_batch_size), tokenizer=config.prepare.tokenizer)
 
 
 def find_texts(config: PretrainConfig) -> None:
