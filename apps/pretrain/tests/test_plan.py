@@ -271,7 +271,8 @@ def test_the_time_and_the_price_follow_from_the_peak(plain):
 def test_times_are_shown_in_their_unit(hours, shown):
     plan = Plan(
         device="H100", num_devices=8, mesh={"data": 8}, num_parameters=1, tokens_per_step=1, num_steps=100,
-        num_tokens=1, epochs=1.0, source_epochs={}, micro_batch_size=1, grad_accum_steps=1, flops=1.0, tokens_bytes=20_000_000,
+        num_tokens=1, epochs=1.0, source_epochs={}, micro_batch_size=1, grad_accum_steps=1, flops=1.0,
+            tokens_bytes=20_000_000,
         checkpoints_bytes=3_000_000_000, logs_bytes=4000, state_bytes=1, temporary_bytes=1, usable_bytes=None,
         fits=True, reason="", hours=hours, price_per_hour=1.0, price=hours, measured_step_s=1.5,
         measured_hours=150 / 3600, measured_price=150 / 3600,

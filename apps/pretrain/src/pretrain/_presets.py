@@ -153,8 +153,8 @@ def fineweb() -> PretrainConfig:
     tokens. On 8 devices, each has 64 windows a step, in microbatches of 16.
 
     The settings are those of llm.c's scripts/run_gpt2_124M.sh: a rate of 6e-4 after 700 steps of warmup, with a cosine
-    to 0, decay 0.1 of matrices, betas 0.9 and 0.95, clipping at 1. The loss and the number of steps are those of its run
-    in KellerJordan/modded-nanogpt, records/track_1_short/2024-10-13_llmc; 3.28 is the target of that repository's
+    to 0, decay 0.1 of matrices, betas 0.9 and 0.95, clipping at 1. The loss and the number of steps are those of its
+    run in KellerJordan/modded-nanogpt, records/track_1_short/2024-10-13_llmc; 3.28 is the target of that repository's
     speedruns. Karpathy's first run, of 18 865 steps and 9.9 billion tokens, ended at about 3.29
     (karpathy/llm.c, discussion 481).
 

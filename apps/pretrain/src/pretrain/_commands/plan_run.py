@@ -42,8 +42,8 @@ _OPENWEBTEXT = (9_035_582_198, 4_434_897)
 """Training and validation tokens of OpenWebText by nanoGPT's preparation, from its data/openwebtext/readme.md."""
 
 _FINEWEB = (10_350_000_000, 5_000_000)
-"""About the training and validation tokens of the sample of 10B tokens of FineWeb. llm.c's epoch of it is 19 560 steps of
-524 288 tokens, besides its validation shard of 100 million: KellerJordan/modded-nanogpt,
+"""About the training and validation tokens of the sample of 10B tokens of FineWeb. llm.c's epoch of it is 19 560 steps
+of 524 288 tokens, besides its validation shard of 100 million: KellerJordan/modded-nanogpt,
 records/track_1_short/2024-10-13_llmc."""
 
 _KNOWN = {"openwebtext": _OPENWEBTEXT, "fineweb": _FINEWEB}
