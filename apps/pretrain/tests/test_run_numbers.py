@@ -166,7 +166,7 @@ def test_the_weights_of_a_run_change_after_their_steps(run: RunFolder, place: Pa
         windows = json.loads(capsys.readouterr().out)["windows"]
         files[step] = {Path(part["file"]).stem for window in windows for part in window["documents"]}
     assert all(files[step] == {"others"} for step in (4, 5, 6, 7))
-    assert files[2] == files[9] == {"documents", "others"}
+    assert files[2] == files[8] == {"documents", "others"}
     data = open_tokens(description.data.tokens, tokenizer="bytes")
     assert isinstance(data.train, TokenMixture)
     counts = [data.train.counts(9 * step, SEED)[0] for step in range(MAX_STEPS + 1)]
