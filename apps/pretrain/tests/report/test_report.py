@@ -75,7 +75,7 @@ def test_each_name_of_a_mixture_has_a_number_and_a_chart(write_run, make_page, r
     page = make_page(mixed)
     assert cells(page, "validation loss, web") == ["2.2500"]
     assert cells(page, "validation loss, my-code") == ["1.5000"]
-    assert "Validation loss, web, nats per token. run ends at 2.3000." in page
+    assert "Validation loss, web, nats per token. run ends at 2.300." in page
     assert page.index(">Loss <") < page.index(">Validation loss, web <") < page.index(">Gradient norm <")
     page = make_page(mixed, other)
     assert cells(page, "validation loss, web") == ["2.2500", ""]

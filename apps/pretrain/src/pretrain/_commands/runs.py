@@ -388,7 +388,7 @@ def _column(name: str, known: Sequence[str], option: str) -> str:
     Raises:
         UsageError: there is no such column.
     """
-    if name not in known:  # the name of a source may have a hyphen
+    if "/" not in name:  # that of a loss of a name of a mixture, which may have a hyphen
         name = _SAME.get(name, short_name(name.replace("-", "_")))
     if name not in known:
         shown = ", ".join(dict.fromkeys(known[:12]))
