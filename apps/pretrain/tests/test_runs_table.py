@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -199,7 +200,7 @@ def test_the_columns_are_those_asked_for(sweep):
 
 def test_the_losses_of_a_mixture_are_columns_to_ask_for(sweep):
     for seed, loss in ((1, 2.0), (2, 3.0)):
-        losses = {"val_loss/my-web": 9.0, "full_val_loss/my-web": loss, "val_loss/code": 1.5}
+        losses: Any = {"val_loss/my-web": 9.0, "full_val_loss/my-web": loss, "val_loss/code": 1.5}
         add_run(sweep, f"mixed-seed{seed}", seed, digest="2", **losses)
     assert table(sweep, "mixed*", sort="val_loss/my-web", columns="run,val_loss/my-web,val_loss/code") == [
         ["run", "val_loss/my-web", "val_loss/code"],

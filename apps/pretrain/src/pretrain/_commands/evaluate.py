@@ -10,7 +10,7 @@ from rich.progress import track
 from rich.table import Table
 
 from nnx_gpt2 import split_params
-from owt_data import DataError, load_tokenizer
+from owt_data import DataError, MixtureWeight, load_tokenizer
 from pretrain._commands.evaluation_data import Split, tokens_of, tokens_of_run
 from pretrain._commands.load import load_trained
 from pretrain._config import MAX_COUNT
@@ -28,7 +28,7 @@ class Evaluation:
     step: int
     """Step of the checkpoint."""
 
-    data: str | list[str] | dict[str, float]
+    data: str | list[str] | dict[str, MixtureWeight]
     """The data as it was given, or the names of the run's token files."""
 
     split: Split
