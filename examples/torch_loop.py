@@ -5,7 +5,8 @@ torchrun --nproc-per-node 2 examples/torch_loop.py tokens --steps 200
 torchrun --nproc-per-node 4 examples/torch_loop.py tokens --steps 400    # goes on at the step of the last checkpoint
 """
 
-# pyright: reportMissingImports=false  # no package here needs torch
+# No package here needs torch.
+# pyright: reportMissingImports=false
 
 import argparse
 import hashlib
