@@ -1,12 +1,16 @@
 """The examples run, in a fresh interpreter and an empty folder, on CPUs."""
 
+import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 from support import ROOT
+
+from owt_data import PrepareOptions, prepare
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -124,6 +128,63 @@ def test_own_text_is_prepared_and_trained(own_text):
 def test_a_trained_model_is_loaded_and_exported(own_text, run):
     printed = run("load_trained.py", "runs/own-text", "--max-new-tokens", 20, "--export", "exported")
     assert printed.startswith("step 40 of 40, 4 layers\nThe ")
+
+
+@pytest.fixture
+def start_torch(environment, tmp_path):
+    """Starts the PyTorch loop in some processes. Returns them."""
+
+    def start(world_size, *arguments):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        joined = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(EXAMPLES / "torch_loop.py"), "tokens", "--save-every", "4", *arguments]
+        return [
+            subprocess.Popen(
+                command, env=environment | joined | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+
+    return start
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch, which no package here needs")
+def test_a_torch_loop_has_the_same_batches_after_kills_and_in_any_number_of_processes(start_torch, corpus, tmp_path):
+    prepare(str(corpus), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"), num_processes=1)
+
+    def steps(out):
+        return {int(words[1]): (float(words[3]), words[5]) for words in map(str.split, out.splitlines())}
+
+    def finished(processes):
+        outputs = [process.communicate(timeout=120) for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(processes), outputs
+        return steps(outputs[0][0])
+
+    # Two processes, of which both are killed between two checkpoints, or at one.
+    killed = start_torch(2, "--steps", "1000000")
+    stdout = killed[0].stdout
+    assert stdout is not None
+    found = {}
+    while max(found, default=0) < 10:
+        found |= steps(stdout.readline())
+    for process in killed:
+        process.kill()
+    found |= steps(killed[0].communicate()[0].rpartition("\n")[0])
+    killed[1].communicate()
+    last = max(found)
+    # More of them go on from the checkpoint, and then one.
+    for world_size, num_steps in ((3, last + 7), (1, last + 10)):
+        further = finished(start_torch(world_size, "--steps", str(num_steps)))
+        assert last - 4 <= min(further) <= last + 8
+        assert max(further) == num_steps
+        found |= further
+    expected = finished(start_torch(1, "--steps", str(last + 10), "--checkpoint", "alone.pt"))
+    assert [*expected] == [*range(1, last + 11)]
+    assert {step: found[step][1] for step in expected} == {step: windows for step, (_, windows) in expected.items()}
+    assert [found[step][0] for step in expected] == pytest.approx([loss for loss, _ in expected.values()], abs=2e-3)
 
 
 def test_a_sweep_in_a_notebook_shows_a_table(run, tmp_path):

@@ -37,7 +37,12 @@ def bits(run):
     """The digests of the last checkpoint, the losses of all steps and validation windows, and the samples."""
     digests = json.loads((run / "result.json").read_text())["digests"]
     losses = [(run / name).read_bytes() for name in ("step_losses.f32", "val_losses.f32", "samples.jsonl")]
-    return digests["params"], digests["opt_state"], losses
+    records = [
+        {name: value for name, value in record.items() if name in ("step", "windows") or "val_loss" in name}
+        for record in lines(run / "metrics.jsonl")
+    ]
+    assert {"val_loss/library", "full_val_loss/bottles"} <= records[-1].keys()
+    return digests["params"], digests["opt_state"], losses, records
 
 
 @pytest.mark.slow
@@ -46,7 +51,11 @@ def bits(run):
 def test_a_run_that_is_killed_and_continued_on_other_workers_has_the_bits_of_a_local_run(
     pretrain, corpus, environment, tmp_path, record_property
 ):
-    options = ["--data", str(corpus), "--storage-path", str(tmp_path), *OPTIONS]
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"{number} green bottles. " for number in range(5000)))
+    # The weights change before, at and after the steps of the kills.
+    data = f"library=2>0.5@30:{corpus},bottles=1>0@62>3@110:{other}"
+    options = ["--data", data, "--storage-path", str(tmp_path), *OPTIONS]
     run, log = tmp_path / "run", tmp_path / "log"
     for hardware, step, find in (("cpu:2", 20, find_worker), ("cpu:1", 60, lambda session: session)):
         with started([*COMMAND, *options, "--name=run", "--hardware", hardware], log, environment) as command:

@@ -74,6 +74,17 @@ def test_records_are_lines_whose_numbers_stand_below_each_other():
     ]
 
 
+def test_the_losses_of_a_mixture_stand_at_the_end_of_a_line():
+    def feed(display, clock):
+        display.add(record(0, 22, val_loss=5.5521) | {"val_loss/web": 5.5, "val_loss/code": 5.61234})
+        display.add(record(25, 23, loss=3.4321))
+
+    assert printed(feed)[1:] == [
+        "step    0/1500  epoch 0.00               val loss 5.5521  web 5.5000  code 5.6123",
+        "step   25/1500  epoch 0.03  loss 3.4321",
+    ]
+
+
 def test_a_spike_and_a_skipped_step_get_a_line_with_the_command_that_looks_into_them():
     def feed(display, clock):
         display.add(record(300, 1, loss=2.0, spike_step=288, spike_score=12.345))

@@ -98,6 +98,13 @@ def test_the_end_of_a_run_of_several_starts_tells_their_number_and_their_time(fo
     ]
 
 
+def test_the_end_tells_the_losses_of_a_mixture(folder):
+    losses = {"val_loss/web": 1.8, "val_loss/code": 1.25, "full_val_loss/web": 1.75, "full_val_loss/code": 1.3}
+    result = dataclasses.replace(RESULT, metrics={"loss": 1.61234, **losses})
+    lines = shown(folder, result).splitlines()
+    assert "by source      web 1.7500, code 1.3000" in lines
+
+
 def test_the_end_tells_how_many_steps_made_no_update(folder):
     result = dataclasses.replace(RESULT, metrics={"loss": 1.6, "num_skipped": 29})
     assert shown(folder, result).splitlines()[2:4] == [

@@ -94,6 +94,34 @@ def test_each_form_of_data_is_evaluated_on_the_split_that_it_has(evaluated, data
     assert evaluated("--data", data, *split) == first
 
 
+def test_each_name_of_a_mixture_has_its_loss(evaluated, capsys):
+    found = evaluated("--data", "a=0.5:book.txt,b-2=0.5:end.txt")
+    losses = found["source_losses"]
+    assert [*losses] == ["a", "b-2"]
+    assert losses["a"] != losses["b-2"]
+    mean = ((BOOK - 1) * losses["a"] + BOOK * losses["b-2"]) / found["num_tokens"]
+    assert mean == pytest.approx(found["val_loss"], rel=1e-5)
+    assert evaluated("--data", "book.txt")["source_losses"] == {}
+    # The parts of a mixture of token files, in whichever order they follow each other.
+    prepare("end.txt", "others", PrepareOptions(tokenizer="bytes", val_fraction=0.25))
+    for split in ("val", "all"):
+        both = evaluated("--data", "a=1:tokens,b=1:others", "--split", split)
+        swapped = evaluated("--data", "b=1:others,a=1:tokens", "--split", split)["source_losses"]
+        assert both["source_losses"] == pytest.approx(swapped, abs=0.01)
+        assert both["source_losses"]["a"] != both["source_losses"]["b"]
+
+
+def test_the_losses_of_a_mixture_are_a_table_beside_the_json(evaluated, run, capsys):
+    assert main(["eval", str(run[0].path), "--data", "web=1:book.txt,code=2:end.txt"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    rows = dict(line.split() for line in err.splitlines()[-3:])
+    assert rows == {
+        **{name: f"{value:.4f}" for name, value in found["source_losses"].items()},
+        "all": f"{found['val_loss']:.4f}",
+    }
+
+
 def test_text_is_evaluated_in_its_order_as_its_token_files_are(evaluated):
     encoded = np.frombuffer(TEXT.encode(), np.uint8)
     np.append(encoded, END).astype("<u2").tofile("whole.bin")

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import logging
 import os
 import pty
@@ -20,6 +21,7 @@ from owt_data import Progress
 from pretrain._output import log_lines
 from pretrain._run.history import Phase
 from pretrain._screen.display import Display
+from pretrain._screen.live_screen import live_screen
 from pretrain._screen.printing import waiting
 from pretrain._screen.run_view import RunView, Tokenizing
 from ray_jax_launch import Restarting, WaitingForNodes
@@ -231,6 +233,7 @@ import logging, sys
 from rich.console import Console
 from pretrain._output import show_warnings
 from pretrain._screen.display import Display
+from pretrain._screen.live_screen import live_screen
 from pretrain._screen.run_view import RunView
 
 show_warnings()
@@ -287,6 +290,17 @@ def test_a_failure_of_the_view_is_a_warning_and_the_run_goes_on(caplog):
         display.add({"step": 1, "loss": 2.0})
         opened.wait_for("loss  2.0000")
     assert caplog.messages == ["the run goes on without its live view: no time"]
+
+
+@pytest.mark.parametrize(("columns", "line"), [(80, "web  1.9000  code  1.2500"), (20, "web  1.9000")])
+def test_the_last_losses_of_a_mixture_have_a_line_of_their_own(columns, line):
+    view = RunView(1500, clock=Clock())
+    view.add_record(record(630, 126, loss=1.75, val_loss=1.6) | {"val_loss/web": 1.9, "val_loss/code": 1.25})
+    view.add_record(record(640, 128, loss=1.7))
+    console = Console(file=io.StringIO(), width=columns)
+    console.print(live_screen(view, console.options))
+    assert isinstance(console.file, io.StringIO)
+    assert line in [one.strip() for one in console.file.getvalue().splitlines()]
 
 
 def test_a_terminal_without_the_characters_gets_no_sparkline():

@@ -11,10 +11,11 @@ from pretrain import PRESETS
 from pretrain._errors import UsageError
 from pretrain._resolve.devices import check_batch, with_microbatches
 from pretrain._run.checkpoint_digests import DIGESTS
+from pretrain._run.metrics import of_sources, read_records
 from ray_jax_launch import checkpoint_metadata, checkpoint_steps, parse_hardware
 
 OPTIONS = {
-    "data": "train=book.txt,val=end.txt",
+    "data": "book=2>0.5@2:book.txt,end=1>0@3>4@5:end.txt",
     "trackers": (),
     "model.num_layers": 1,
     "model.num_heads": 2,
@@ -64,7 +65,10 @@ def train(place, hardware, name, variables=None, **options):
     digests = [checkpoint_metadata(folder / "checkpoints", step)[DIGESTS] for step in (3, 6)]
     losses = [(folder / file).read_bytes() for file in ("step_losses.f32", "val_losses.f32")]
     assert checkpoint_steps(folder / "checkpoints") == [3, 6]
-    return digests, losses
+    records = {record["step"]: record for record in read_records(folder.joinpath("metrics.jsonl"))}
+    assert all({*of_sources(records[step])} == {"book", "end"} for step in (0, 3, 6))
+    sources = [of_sources(records[step]) for step in (0, 3, 6)]
+    return digests, losses, sources, [record.get("windows") for record in records.values()]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -25,12 +26,12 @@ from nnx_gpt2 import (
     make_mesh,
     num_params,
 )
-from owt_data import PrepareOptions, prepare
+from owt_data import PrepareOptions, TokenMixture, prepare
 from pretrain import PRESETS, PretrainConfig, main
 from pretrain._cli import parse_command
 from pretrain._commands import plan_run
 from pretrain._commands.plan_run import _peak
-from pretrain._data import load_tokens
+from pretrain._data import load_tokens, open_prepared
 from pretrain._screen.plan_table import Plan, show_plan
 from pretrain._training import target_devices
 
@@ -115,6 +116,31 @@ def test_epochs_and_disk_are_those_of_the_prepared_tokens(form, book: Path):
     assert found["num_steps"] == 3 * num_windows // 8
     assert found["epochs"] == found["num_steps"] * 8 / num_windows
     assert found["tokens_bytes"] == 2 * (len(data.train) + len(data.val))
+
+
+def test_each_name_of_a_mixture_has_its_epochs(book: Path, capsys):
+    for name in ("one", "two"):
+        prepare(str(book), book.with_name(name), PrepareOptions(tokenizer="bytes"), num_processes=1)
+    names = f"web=3>0@20:{book.with_name('one')},code=1>1@20:{book.with_name('two')}"
+    _, found = planned("--data", names)
+    config = parse_command(["train", "--data", names, *TINY, *STEPS])
+    assert isinstance(config, PretrainConfig)
+    tokens = open_prepared(config)
+    assert tokens is not None
+    assert isinstance(tokens.train, TokenMixture)
+    which, _ = tokens.train.deal(np.arange(50 * 8), 2357)
+    counts, num_windows = np.bincount(which), tokens.train.num_windows(32) / 2
+    assert counts[0] == np.count_nonzero(which[: 20 * 8] == 0) > 0
+    assert found["source_epochs"] == {"web": counts[0] / num_windows, "code": counts[1] / num_windows}
+    assert main(["plan", *TINY, *STEPS, "--data", names]) == 0
+    epochs = f"{400 / num_windows / 2:,.2f}: web {counts[0] / num_windows:,.2f}, code {counts[1] / num_windows:,.2f}"
+    assert epochs in capsys.readouterr().out
+
+
+def test_fineweb_is_known():
+    _, found = planned("--data", "fineweb", "--prepare.tokenizer", "gpt2", "--train.max-tokens", "10255073280")
+    assert found["epochs"] == pytest.approx(0.99, abs=2e-3)
+    assert (found["tokens_bytes"], found["source_epochs"]) == (2 * 10_355_000_000, {})
 
 
 def test_openwebtext_is_known():
@@ -245,7 +271,8 @@ def test_the_time_and_the_price_follow_from_the_peak(plain):
 def test_times_are_shown_in_their_unit(hours, shown):
     plan = Plan(
         device="H100", num_devices=8, mesh={"data": 8}, num_parameters=1, tokens_per_step=1, num_steps=100,
-        num_tokens=1, epochs=1.0, micro_batch_size=1, grad_accum_steps=1, flops=1.0, tokens_bytes=20_000_000,
+        num_tokens=1, epochs=1.0, source_epochs={}, micro_batch_size=1, grad_accum_steps=1, flops=1.0,
+            tokens_bytes=20_000_000,
         checkpoints_bytes=3_000_000_000, logs_bytes=4000, state_bytes=1, temporary_bytes=1, usable_bytes=None,
         fits=True, reason="", hours=hours, price_per_hour=1.0, price=hours, measured_step_s=1.5,
         measured_hours=150 / 3600, measured_price=150 / 3600,

@@ -15,6 +15,7 @@ def test_every_preset_knows_its_name():
         "tutorial",
         "wikitext",
         "finetune",
+        "fineweb",
         "gpt2",
         "gpt2-medium",
         "gpt2-large",
@@ -99,6 +100,21 @@ def test_wikitext_is_the_job_of_the_pytorch_tutorial():
     assert optimizer.warmup_steps == 0
     assert (train.log_every, train.eval_every, train.checkpoint_every) == (10, 1000, 1000)
     assert train.eval_tokens == 327_680
+
+
+def test_fineweb_is_the_run_of_llm_c():
+    config = with_vocab_size(PRESETS["fineweb"](), 50257)
+    model, train, optimizer = config.model, config.train, config.optimizer
+    assert num_params(model) == 124_439_808
+    assert (config.data, config.prepare.tokenizer, config.prepare.split) == ("fineweb", "gpt2", "start")
+    assert (model.seq_len, model.dropout_rate, model.dtype, model.param_dtype) == (1024, 0.0, "bfloat16", "float32")
+    assert train.global_batch_size * model.seq_len == 524_288
+    assert train.global_batch_size * model.seq_len * train.max_steps == 10_255_073_280
+    assert with_microbatches(config, [8]).train.grad_accum_steps == 4
+    assert (optimizer.name, optimizer.schedule, optimizer.warmup_steps) == ("adamw", "cosine", 700)
+    assert (optimizer.learning_rate, optimizer.final_learning_rate, optimizer.weight_decay) == (6e-4, 0.0, 0.1)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.clip_norm) == (0.9, 0.95, 1.0)
+    assert (train.eval_every, train.eval_tokens) == (250, 20 * 524_288)
 
 
 @pytest.mark.parametrize(

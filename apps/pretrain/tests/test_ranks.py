@@ -27,6 +27,7 @@ MODEL = dataclasses.replace(CONFIG.model, vocab_size=257, seq_len=8, num_layers=
 NUM_TOKENS = 1 + 11 * 8 + 3  # eleven windows, and three tokens more
 BATCH_SIZE = 4
 PARTS = (None, 56)
+SOURCES = [("web", 61), ("code", 1), ("more", NUM_TOKENS - 62)]
 
 # Rank 1 reads late, and lacks the tokenizer's files. Both hold a half of the parameters.
 CODE = """
@@ -59,10 +60,13 @@ sent = []
 with RunLog(RunFolder(place / "run"), description.config, description, send=sent.append) as log:
     log.begin(0, 1.0)
     log.open("cpu", 2)
-    losses = [
-        Validation(model, tokens, num_tokens=part, batch_size=batch_size, mesh=mesh).loss(params, slowly)
+    measured = [
+        Validation(
+            model, tokens, num_tokens=part, batch_size=batch_size, mesh=mesh, sources=SOURCES
+        ).evaluate(params, slowly)
         for part in PARTS
     ]
+    losses, of_sources = [loss for loss, _ in measured], [of_windows.of_sources for _, of_windows in measured]
     log.write_losses(3, [2.5, 1.5])
     validation = Validation(model, tokens, num_tokens=None, batch_size=batch_size, mesh=mesh)
     log.write_val_losses(validation.evaluate(params)[1])
@@ -70,8 +74,8 @@ with RunLog(RunFolder(place / "run"), description.config, description, send=sent
     log.push()
 sampler = Sampler(description.config, load_tokenizer("bytes") if rank == 0 else None, mesh)
 samples = [sample.text for sample in sampler.samples(params, 0)]
-print(json.dumps({"losses": losses, "num_sent": len(sent), "samples": samples}))
-""".replace("PARTS", str(PARTS))
+print(json.dumps({"losses": losses, "of_sources": of_sources, "num_sent": len(sent), "samples": samples}))
+""".replace("PARTS", str(PARTS)).replace("SOURCES", str(SOURCES))
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +126,16 @@ def ranks(place):
 def test_the_validation_loss_of_ranks_is_that_of_one_process(ranks, place):
     tokens = TokenSequence((TokenSpan(path=str(place / "val.bin"), start=0, stop=NUM_TOKENS),))
     params = create_train_state(MODEL, create_optimizer(OptimizerConfig(), 10), jax.random.key(0)).params
-    alone = [Validation(MODEL, tokens, num_tokens=part, batch_size=BATCH_SIZE).loss(params) for part in PARTS]
+    alone = [
+        Validation(MODEL, tokens, num_tokens=part, batch_size=BATCH_SIZE, sources=SOURCES).evaluate(params)
+        for part in PARTS
+    ]
     for rank in ranks:
-        assert rank["losses"] == pytest.approx(alone, rel=1e-6)
+        assert rank["losses"] == pytest.approx([loss for loss, _ in alone], rel=1e-6)
+        for found, (_, of_windows) in zip(rank["of_sources"], alone, strict=True):
+            assert found == pytest.approx(of_windows.of_sources, rel=1e-6)
+            assert {*found} == {"web", "code", "more"}
+    assert ranks[0]["of_sources"] == ranks[1]["of_sources"]
 
 
 def test_rank_0_alone_writes_the_log(ranks, place):

@@ -22,12 +22,13 @@ from nnx_gpt2 import (
     merge,
     put_batch,
 )
-from owt_data import load_tokenizer, window_starts
+from owt_data import TokenMixture, load_tokenizer, open_tokens
 from pretrain import PretrainConfig, main
 from pretrain._cli import parse_command
 from pretrain._commands.train import _view as view_of
 from pretrain._config import with_vocab_size
 from pretrain._data import load_tokens
+from pretrain._run.description import read_description
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_history, read_phases, read_samples, read_starts
 from pretrain._run.metrics import read_records
@@ -57,11 +58,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("place")
     lines = [json.dumps({"text": f"document {number}"}) for number in range(100)]
     (place / "documents.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [json.dumps({"text": f"{number}th row of the others"}) for number in range(30)]
+    (place / "others.jsonl").write_text("\n".join(lines) + "\n")
     return place
 
 
 def arguments(place: Path, name: str) -> list[str]:
-    paths = f"--data {place}/documents.jsonl --storage-path {place} --prepare.cache-path {place}/tokens"
+    # The weights change at steps with a record, with a checkpoint, and without either.
+    data = f"docs=2>0@3>1@7:{place}/documents.jsonl,others=1>3@4:{place}/others.jsonl"
+    paths = f"--data {data} --storage-path {place} --prepare.cache-path {place}/tokens"
     return f"--name {name} {OPTIONS} {paths}".split()
 
 
@@ -95,7 +100,15 @@ def plain_run(place: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str, s
     schedule, tokenizer = learning_rate_schedule(config.optimizer, MAX_STEPS), load_tokenizer("bytes")
     train_step = make_train_step(model, optimizer, mesh, grad_accum_steps=3, end_of_text=END_OF_TEXT)
     part, full = (
-        Validation(model, data.val, num_tokens=num_tokens, batch_size=9, mesh=mesh, end_of_text=END_OF_TEXT)
+        Validation(
+            model,
+            data.val,
+            num_tokens=num_tokens,
+            batch_size=9,
+            mesh=mesh,
+            end_of_text=END_OF_TEXT,
+            sources=[*zip(("docs", "others"), data.val_lengths, strict=True)],
+        )
         for num_tokens in (100, None)
     )
     state = create_train_state(model, optimizer, jax.random.fold_in(key, 2**32 - 1), mesh)
@@ -113,14 +126,15 @@ def plain_run(place: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str, s
             record |= {"loss": sum(losses) / len(losses), "grad_norm_max": max(norms)}
             record["learning_rate"] = float(schedule(step - 1))
             indices = np.arange(9) + (step - 1) * 9
-            starts = window_starts(indices, order="random", seed=SEED, num_tokens=len(data.train), seq_len=9)
+            starts = data.train.starts(indices, order="random", seed=SEED, seq_len=9)
             record["windows"] = hashlib.sha256(starts.astype("<i8").tobytes()).hexdigest()[:16]
             losses, norms = [], []
         measured = [("", part)] * (step in EVALUATED) + [("full_", full)] * (step == MAX_STEPS)
         for prefix, validation in measured:
-            loss = validation.loss(state.params)
+            loss, of_windows = validation.evaluate(state.params)
             bits = validation.bits_per_byte(loss, tokenizer)
             record |= {f"{prefix}val_loss": loss, f"{prefix}val_bits_per_byte": bits}
+            record |= {f"{prefix}val_loss/{name}": value for name, value in of_windows.of_sources.items()}
         records.append(record)
         for number, prompt in enumerate(("a", "bc") if step in EVALUATED else ()):
             (text,) = continue_prompt(
@@ -140,6 +154,29 @@ def test_a_run_has_the_records_and_the_samples_of_a_plain_loop(run: RunFolder, p
         assert record.pop("windows", None) == expected.pop("windows", None)
         assert record == pytest.approx(expected, rel=1e-5)
     assert [(sample.step, sample.prompt, sample.text) for sample in read_samples(run)] == samples
+
+
+def test_the_weights_of_a_run_change_after_their_steps(run: RunFolder, place: Path, capsys) -> None:
+    description = read_description(run)
+    assert description is not None
+    assert description.data.fingerprint["weights"] == [[[0, 2.0], [27, 0.0], [63, 1.0]], [[0, 1.0], [36, 3.0]]]
+    files = {}
+    for step in range(1, MAX_STEPS + 1):
+        assert main(["data", str(run.path), "--step", str(step), "--json"]) == 0
+        windows = json.loads(capsys.readouterr().out)["windows"]
+        files[step] = {Path(part["file"]).stem for window in windows for part in window["documents"]}
+    assert all(files[step] == {"others"} for step in (4, 5, 6, 7))
+    assert files[2] == files[8] == {"documents", "others"}
+    data = open_tokens(description.data.tokens, tokenizer="bytes")
+    assert isinstance(data.train, TokenMixture)
+    counts = [data.train.counts(9 * step, SEED)[0] for step in range(MAX_STEPS + 1)]
+    assert counts[3] == counts[7] < counts[11]
+
+
+def test_other_weights_do_not_continue_a_run(run: RunFolder, place: Path, capsys) -> None:
+    changed = [word.replace(">1@7:", ">1@8:") for word in arguments(place, "run")]
+    assert main(changed) == 2
+    assert "weights must be [[[0, 2.0], [27, 0.0], [63, 1.0]], [[0, 1.0], [36, 3.0]]]" in capsys.readouterr().err
 
 
 def test_the_phases_of_a_run_have_the_steps_at_which_they_begin(run: RunFolder) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -195,6 +196,20 @@ def test_the_columns_are_those_asked_for(sweep):
         ["lr", "run", "val", "batch"],
         ["0.01", "quickstart-x-lr0.01-seed1", "2.0000", "16"],
     ]
+
+
+def test_the_losses_of_a_mixture_are_columns_to_ask_for(sweep):
+    for seed, loss in ((1, 2.0), (2, 3.0)):
+        losses: Any = {"val_loss/my-web": 9.0, "full_val_loss/my-web": loss, "val_loss/code": 1.5}
+        add_run(sweep, f"mixed-seed{seed}", seed, digest="2", **losses)
+    assert table(sweep, "mixed*", sort="val_loss/my-web", columns="run,val_loss/my-web,val_loss/code") == [
+        ["run", "val_loss/my-web", "val_loss/code"],
+        ["mixed-seed1", "2.0000", "1.5000*"],
+        ["mixed-seed2", "3.0000", "1.5000*"],
+    ]
+    assert table(sweep, "mixed*", group_by="seed", columns="run,val_loss/my-web")[1:] == [["mixed", "2.5000"]]
+    with pytest.raises(UsageError, match=r"--columns must be columns, .* got val_loss/mi-web"):
+        table(sweep, "mixed*", columns="val_loss/mi-web")
 
 
 def test_globs_filter_names(sweep):

@@ -46,6 +46,7 @@ def corpora(tmp_path_factory):
         "folder": first,
         "folders": [first, second],
         "mixture": {first: 3.0, second: 1.0},
+        "stages": {first: [(0, 3.0), (20 * BATCH, 0.0), (55 * BATCH, 1.0)], second: 1.0},
         "bare": bare[0],
         "bare files": bare,
         "splits": [f"train={bare[0]}", f"train={bare[1]}", f"val={second}/val.bin"],
@@ -104,9 +105,9 @@ def rejected(capsys):
 
 ORDERS = [
     (form, order)
-    for form in ("folder", "folders", "mixture", "bare", "bare files", "splits")
+    for form in ("folder", "folders", "mixture", "stages", "bare", "bare files", "splits")
     for order in ("shuffle", "random", "sequential", "sequential-first")
-    if (form, order) != ("mixture", "sequential")
+    if order != "sequential" or form not in ("mixture", "stages")
 ]
 
 
@@ -160,7 +161,7 @@ def read_text(documents, document):
     return bytes(tokens[tokens < 256].astype(np.uint8)).decode(errors="replace")
 
 
-@pytest.mark.parametrize("form", ["folder", "folders", "mixture"])
+@pytest.mark.parametrize("form", ["folder", "folders", "mixture", "stages"])
 def test_a_text_is_found_at_the_steps_that_read_it(form, corpora, make_run, shown):
     _, description, data = make_run(corpora[form])
     documents = open_documents(data)

@@ -248,6 +248,7 @@ def test_each_metric_has_its_own_tag():
         "epoch": "progress/epoch", "tokens": "progress/tokens",
         "data_wait_s": "speed/data_wait_s", "memory_bytes": "speed/memory_bytes", "mfu": "speed/mfu",
         "step_s": "speed/step_s", "tokens_per_s": "speed/tokens_per_s", "another": "another",
+        "val_loss/my-web": "val/loss/my-web", "full_val_loss/my-web": "val/full_loss/my-web",
     }  # fmt: skip
     record = {name: float(number) for number, name in enumerate(records)}
     assert tagged({"step": 7, "time_s": 1e9} | record) == {records[name]: value for name, value in record.items()}

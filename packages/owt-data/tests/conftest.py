@@ -276,11 +276,13 @@ class Hub:
         self.reset()
         app = flask.Flask("hub")
         app.before_request(self.fail)
-        app.add_url_rule("/api/datasets/org/corpus", view_func=self.info)
-        app.add_url_rule("/api/datasets/org/corpus/revision/<revision>", view_func=self.info)
-        app.add_url_rule("/api/datasets/org/corpus/tree/<revision>", view_func=self.tree)
-        app.add_url_rule("/api/datasets/org/corpus/tree/<revision>/<path:folder>", view_func=self.tree)
-        app.add_url_rule("/datasets/org/corpus/resolve/<revision>/<path:path>", view_func=self.resolve)
+        for name in ("org/corpus", "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu"):
+            app.add_url_rule(f"/api/datasets/{name}", view_func=self.info)
+            app.add_url_rule(f"/api/datasets/{name}/revision/<revision>", view_func=self.info)
+            app.add_url_rule(f"/api/datasets/{name}/tree/<revision>", view_func=self.tree)
+            app.add_url_rule(f"/api/datasets/{name}/tree/<revision>/<path:folder>", view_func=self.tree)
+            app.add_url_rule(f"/api/datasets/{name}/paths-info/<revision>", view_func=self.paths, methods=["POST"])
+            app.add_url_rule(f"/datasets/{name}/resolve/<revision>/<path:path>", view_func=self.resolve)
         self.server = make_server("127.0.0.1", 0, app, threaded=True)
 
     @staticmethod
@@ -314,11 +316,23 @@ class Hub:
         entries = [
             {"type": "file", "oid": "b" * 40, "size": len(self.files[path]), "path": path}
             for name, path in below.items()
-            if "/" not in name
+            if "/" not in name or flask.request.args.get("recursive") == "true"
         ]
         folders = {path.partition("/")[0] for name, path in below.items() if "/" in name}
         entries += [{"type": "directory", "oid": "c" * 40, "size": 0, "path": path} for path in sorted(folders)]
         return flask.jsonify(entries)
+
+    def paths(self, revision):
+        asked = flask.request.form.getlist("paths")
+        folders = {path for path in asked if any(name.startswith(f"{path}/") for name in self.files)}
+        entries = [
+            {"type": "file", "oid": "b" * 40, "size": len(self.files[path]), "path": path}
+            for path in asked
+            if path in self.files
+        ]
+        return flask.jsonify(
+            entries + [{"type": "directory", "oid": "c" * 40, "size": 0, "path": path} for path in folders]
+        )
 
     def resolve(self, revision, path):
         self.requests.append(f"{revision[0]} {path}")

@@ -284,6 +284,9 @@ def test_splits_are_named_together_or_not_at_all(tmp_path):
 
 def test_hub_names_have_a_configuration_and_a_split():
     assert find_source("openwebtext").hub_address == ("Skylion007/openwebtext", None, "train")
+    assert find_source("fineweb").hub_address == ("HuggingFaceFW/fineweb", "sample-10BT", "train")
+    assert find_source("fineweb:sample-100BT").hub_address == ("HuggingFaceFW/fineweb", "sample-100BT", "train")
+    assert find_source("fineweb-edu::train").hub_address == ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
     assert find_source("Salesforce/wikitext:wikitext-103-raw-v1:validation").hub_address == (
         "Salesforce/wikitext",
         "wikitext-103-raw-v1",

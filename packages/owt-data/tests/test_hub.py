@@ -40,6 +40,21 @@ configs:
 """
 
 
+# As in the cards of HuggingFaceFW/fineweb and HuggingFaceFW/fineweb-edu.
+FINEWEB_CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*/*
+- config_name: sample-10BT
+  data_files:
+  - split: train
+    path: sample/10BT/*
+---
+"""
+
+
 def wikitext_rows(num_articles):
     rng = np.random.default_rng(1)
     rows = [""]
@@ -364,6 +379,23 @@ def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
     swapped = ["train=org/corpus:wikitext:validation", "val=org/corpus:wikitext:train"]
     code, err = run_online(*arguments(tmp_path, *swapped), "--documents", "wikitext-titles", "--row-end", "\n")
     assert (code, "contents differ" in err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["fineweb", "fineweb-edu"])
+def test_fineweb_is_a_sample_of_the_hub_with_the_tokens_of_its_files(name, hub, tmp_path, run_online):
+    (tmp_path / "10BT").mkdir()
+    hub.files = {"README.md": FINEWEB_CARD.encode(), "data/CC-MAIN-2013-20/000.parquet": hub.parquet(["another row"])}
+    for number in range(3):
+        content = hub.parquet(hub.texts[number * 101 : number * 101 + 101])
+        hub.files[f"sample/10BT/{number:03}_00000.parquet"] = content
+        (tmp_path / "10BT" / f"{number:03}_00000.parquet").write_bytes(content)
+    prepare(f"{tmp_path}/10BT/*.parquet", tmp_path / "files", PrepareOptions(tokenizer="bytes"), num_processes=1)
+    code, err = run_online(*arguments(tmp_path, name))
+    assert code == 0, err
+    assert_same_tokens(tmp_path / "out", tmp_path / "files")
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert (manifest.source, manifest.split, manifest.revisions) == (name, "documents", {"all": "a" * 40})
 
 
 @pytest.mark.parametrize("offline", [False, True])

@@ -49,7 +49,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 VerifyMode = Literal["first", "background", "off"]
 
 PresetName = Literal[
-    "quickstart", "baby", "tutorial", "wikitext", "finetune", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"
+    "quickstart", "baby", "tutorial", "wikitext", "finetune", "fineweb", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"
 ]
 
 
@@ -275,8 +275,10 @@ class PretrainConfig:
 
     data: str = "builtin"
     """Training data: builtin (Python's standard library), a folder of token files, a .bin, .txt, .jsonl or .parquet
-    file, a glob of files of one kind, s3://... or gs://... of token files, or a Hugging Face dataset. Or two such names
-    as train=A,val=B, or several with weights, such as web=0.7:A,code=0.3:B."""
+    file, a glob of files of one kind, s3://... or gs://... of token files, or a Hugging Face dataset, such as
+    openwebtext, fineweb or fineweb-edu. Or two such names as train=A,val=B, or several with weights, such as
+    web=0.7:A,code=0.3:B. In quotes, a weight may change: "web=0.7>0.3@5000:A,code=0.3>0.7@5000:B" has the second
+    weights after 5,000 steps."""
 
     data_mode: Literal["prepared", "stream"] = "prepared"
     """`prepared` tokenizes all text before the training. `stream` trains while the text is tokenized, by tasks of the

@@ -26,7 +26,7 @@ from owt_data import (
     source_digest,
 )
 from pretrain._config import PrepareConfig, PretrainConfig
-from pretrain._data_names import Mixture, Plain, Splits, label_of, names_of, parse_data, token_files
+from pretrain._data_names import Mixture, Plain, Splits, label_of, labels_of, names_of, parse_data, token_files
 from pretrain._errors import UsageError
 from pretrain._screen.printing import print_line
 from pretrain._surroundings.private_cache import private_cache
@@ -57,7 +57,8 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
             tokens = open_tokens(
                 names if True in are_prepared else _prepare(names, data, config.prepare, console), tokenizer=tokenizer
             )
-        case Mixture(_, weights):
+        case Mixture():
+            weights = data.of_windows(config.train.global_batch_size)
             tokens = open_tokens(
                 {prepared_name(name, config.prepare, console): weight for name, weight in weights.items()},
                 tokenizer=tokenizer,
@@ -77,7 +78,9 @@ def open_prepared(config: PretrainConfig) -> TokenData | None:
     """
     data = parse_data(config.data)
     are_prepared = all(map(is_prepared, names_of(data)))
-    return open_tokens(token_files(data), tokenizer=config.prepare.tokenizer) if are_prepared else None
+    if not are_prepared:
+        return None
+    return open_tokens(token_files(data, config.train.global_batch_size), tokenizer=config.prepare.tokenizer)
 
 
 def find_texts(config: PretrainConfig) -> None:
@@ -169,6 +172,17 @@ def stream_tokens(
             f"tokenizing {names} into {stream.folder} during the training, whose first epoch has the order of the text",
         )
         yield _check_windows(config, tokens)
+
+
+def validation_sources(text: str, data: TokenData) -> list[tuple[str, int]]:
+    """Return the label and the number of validation tokens of each name of a mixture; none for other data.
+
+    Args:
+        text: the names, in a form of `parse_data`.
+        data: their tokens.
+    """
+    labels = labels_of(text)
+    return [*zip(labels, data.val_lengths, strict=bool(labels))]
 
 
 def _check_windows(config: PretrainConfig, tokens: TokenData) -> TokenData:

@@ -66,6 +66,22 @@ def test_a_run_without_phases_and_times_has_its_curves(write_run, make_page):
     assert "have no time" in page
 
 
+def test_each_name_of_a_mixture_has_a_number_and_a_chart(write_run, make_page, records):
+    lines = records(20)
+    for number in (10, 20):
+        lines[number] |= {"val_loss/web": 2.5 - number / 100, "val_loss/my-code": 1.5}
+    lines[20] |= {"full_val_loss/web": 2.25}
+    mixed, other = write_run(records=lines), write_run("other", records=records(20))
+    page = make_page(mixed)
+    assert cells(page, "validation loss, web") == ["2.2500"]
+    assert cells(page, "validation loss, my-code") == ["1.5000"]
+    assert "Validation loss, web, nats per token. run ends at 2.300." in page
+    assert page.index(">Loss <") < page.index(">Validation loss, web <") < page.index(">Gradient norm <")
+    page = make_page(mixed, other)
+    assert cells(page, "validation loss, web") == ["2.2500", ""]
+    assert "Validation loss, my-code, nats per token" in page
+
+
 def test_the_numbers_of_a_running_training_are_those_of_its_files(write_run, make_page, records):
     lines = records(20)
     lines[10] |= {"val_loss": 1.25}

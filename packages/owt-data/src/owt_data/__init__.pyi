@@ -32,6 +32,7 @@ from ._tokens.inspect import inspect as inspect
 from ._tokens.manifest import FileRecord as FileRecord
 from ._tokens.manifest import Manifest as Manifest
 from ._tokens.manifest import read_manifest as read_manifest
+from ._tokens.mixture_stages import MixtureWeight as MixtureWeight
 from ._tokens.open import TokenData as TokenData
 from ._tokens.open import is_prepared as is_prepared
 from ._tokens.open import open_tokens as open_tokens

@@ -139,7 +139,8 @@ _COMMANDS = {
         run=_prepare,
         names={
             "SOURCE...": "builtin, a .txt, .jsonl, .jsonl.gz or .parquet file, a folder or a glob of such files, or a "
-            "Hugging Face dataset, NAME[:CONFIGURATION[:SPLIT]]. Names that begin with train= and val= give the split.",
+            "Hugging Face dataset, NAME[:CONFIGURATION[:SPLIT]], where openwebtext, fineweb and fineweb-edu are short "
+            "names. Names that begin with train= and val= give the split.",
             "OUT": "The folder to write into.",
         },
         kinds=(_Processes, PrepareOptions),

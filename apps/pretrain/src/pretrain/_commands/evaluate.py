@@ -2,18 +2,22 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
 from nnx_gpt2 import split_params
-from owt_data import DataError, load_tokenizer
+from owt_data import DataError, MixtureWeight, load_tokenizer
 from pretrain._commands.evaluation_data import Split, tokens_of, tokens_of_run
 from pretrain._commands.load import load_trained
 from pretrain._config import MAX_COUNT
 from pretrain._errors import UsageError
+from pretrain._formats import loss as loss_text
 from pretrain._run.metrics import rounded
+from pretrain._screen.printing import print_table
 from pretrain._training.validation import Validation
 
 
@@ -24,7 +28,7 @@ class Evaluation:
     step: int
     """Step of the checkpoint."""
 
-    data: str | list[str] | dict[str, float]
+    data: str | list[str] | dict[str, MixtureWeight]
     """The data as it was given, or the names of the run's token files."""
 
     split: Split
@@ -38,6 +42,9 @@ class Evaluation:
 
     num_tokens: int
     """Number of predicted tokens."""
+
+    source_losses: dict[str, float]
+    """Mean loss of each name of a mixture, by its label; empty for other data."""
 
 
 def evaluate(
@@ -70,7 +77,7 @@ def evaluate(
     trained = load_trained(run)
     stored = trained.description.data
     if data is None:
-        found = tokens_of_run(stored, split or "val")
+        found = tokens_of_run(stored, split or "val", trained.config.data)
     else:
         config = dataclasses.replace(trained.config.prepare, tokenizer=stored.tokenizer)
         if text_column is not None:
@@ -89,10 +96,11 @@ def evaluate(
         num_tokens=None,
         batch_size=batch_size,
         end_of_text=load_tokenizer(stored.tokenizer).eot_token if is_masked else None,
+        sources=found.sources,
     )
     params = split_params(trained.model)
     validation.fit(params)
-    loss = validation.loss(
+    loss, of_windows = validation.evaluate(
         params,
         lambda steps: track(steps, description="evaluating", console=console, disable=not console.is_terminal),
     )
@@ -100,10 +108,23 @@ def evaluate(
     with contextlib.suppress(DataError):  # the files of the tokenizer are missing
         bits = validation.bits_per_byte(loss, trained.tokenizer)
     losses = rounded({"val_loss": loss, "val_bits_per_byte": bits})
+    source_losses = rounded(of_windows.of_sources)
+    show_source_losses(source_losses, losses["val_loss"], console)
     return Evaluation(
         step=trained.step,
         data=data or stored.tokens,
         split=found.split,
         num_tokens=validation.num_tokens,
+        source_losses=source_losses,
         **losses,
     )
+
+
+def show_source_losses(of_sources: Mapping[str, float], of_all: float, console: Console) -> None:
+    """Print a table of the loss of each name of a mixture, and of all; nothing for other data."""
+    if not of_sources:
+        return
+    table = Table("data", "val loss", box=None, pad_edge=False)
+    for name, value in {**of_sources, "all": of_all}.items():
+        table.add_row(name, loss_text(value))
+    print_table(console, table)

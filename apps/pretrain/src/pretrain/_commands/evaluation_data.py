@@ -8,8 +8,8 @@ from rich.console import Console
 
 from owt_data import TokenData, TokenMixture, Tokens, TokenSequence, is_prepared, open_tokens
 from pretrain._config import PrepareConfig
-from pretrain._data import prepared_name
-from pretrain._data_names import Splits, names_of, parse_data
+from pretrain._data import prepared_name, validation_sources
+from pretrain._data_names import Splits, labels_of, names_of, parse_data
 from pretrain._errors import UsageError
 from pretrain._run.description import DataDescription
 
@@ -25,9 +25,17 @@ class EvaluationData(NamedTuple):
     split: Split
     """The part of the data: its validation tokens, or all."""
 
+    sources: list[tuple[str, int]]
+    """Label and number of tokens of each part, in order, if the data is a mixture."""
 
-def tokens_of_run(stored: DataDescription, split: Split) -> EvaluationData:
+
+def tokens_of_run(stored: DataDescription, split: Split, text: str) -> EvaluationData:
     """Open the tokens of a run.
+
+    Args:
+        stored: the run's tokens.
+        split: the part to evaluate on.
+        text: the option `data` of the run, whose labels name the parts of a mixture.
 
     Raises:
         UsageError: the files hold other tokens.
@@ -38,7 +46,11 @@ def tokens_of_run(stored: DataDescription, split: Split) -> EvaluationData:
         raise UsageError(
             f"{stored.tokens} must hold the tokens of the run, got others. Restore the files, or give --data."
         )
-    return EvaluationData(_part(data, split), split)
+    sources = validation_sources(text, data)
+    if split == "all" and isinstance(data.train, TokenMixture):
+        lengths = map(len, data.train.sequences)
+        sources = [*zip(labels_of(text), lengths, strict=True), *sources]
+    return EvaluationData(_part(data, split), split, sources)
 
 
 def tokens_of(text: str, split: Split | None, config: PrepareConfig, console: Console) -> EvaluationData:
@@ -75,7 +87,9 @@ def tokens_of(text: str, split: Split | None, config: PrepareConfig, console: Co
                 "Give other data."
             )
         parts.append(_part(found, part))
-    return EvaluationData(_joined(parts) if len(parts) > 1 else parts[0], chosen)
+    labels = labels_of(text)
+    sources = [*zip(labels, map(len, parts), strict=bool(labels))]
+    return EvaluationData(_joined(parts) if len(parts) > 1 else parts[0], chosen, sources)
 
 
 def _part(data: TokenData, split: Split) -> Tokens:

@@ -24,9 +24,10 @@ from nnx_gpt2 import (
     put_batch,
 )
 from nnx_gpt2 import peak_flops_per_s as known_peak
-from owt_data import vocab_size
+from owt_data import TokenMixture, Tokens, vocab_size
 from pretrain._config import PretrainConfig, TrainConfig
 from pretrain._data import find_texts, open_prepared
+from pretrain._data_names import labels_of
 from pretrain._errors import UsageError, one_line
 from pretrain._resolve.devices import data_devices, given_hardware, with_microbatches
 from pretrain._resolve.origin import find_origin, resolve_anneal
@@ -39,6 +40,14 @@ from pretrain._training.target_devices import Target, find_target
 
 _OPENWEBTEXT = (9_035_582_198, 4_434_897)
 """Training and validation tokens of OpenWebText by nanoGPT's preparation, from its data/openwebtext/readme.md."""
+
+_FINEWEB = (10_350_000_000, 5_000_000)
+"""About the training and validation tokens of the sample of 10B tokens of FineWeb. llm.c's epoch of it is 19 560 steps
+of 524 288 tokens, besides its validation shard of 100 million: KellerJordan/modded-nanogpt,
+records/track_1_short/2024-10-13_llmc."""
+
+_KNOWN = {"openwebtext": _OPENWEBTEXT, "fineweb": _FINEWEB}
+"""Tokens of datasets by the tokenizer gpt2."""
 
 _BYTES_PER_RECORD = 700
 """Of `metrics.jsonl` and of TensorBoard's file: 220 and 440 on a small run."""
@@ -104,6 +113,8 @@ class _Data(NamedTuple):
     facts: DataFacts
     num_tokens: int | None
     """None if the text is not prepared."""
+    train: Tokens | None = None
+    """The training tokens, if they are prepared."""
 
 
 def _find_data(config: PretrainConfig) -> _Data:
@@ -112,9 +123,10 @@ def _find_data(config: PretrainConfig) -> _Data:
     tokenizer = config.prepare.tokenizer
     if tokens is not None:
         facts = DataFacts(tokens.tokenizer, tokens.vocab_size, tokens.train.num_windows(seq_len))
-        return _Data(facts, len(tokens.train) + len(tokens.val))
-    if config.data == "openwebtext" and tokenizer == "gpt2":
-        return _Data(DataFacts(tokenizer, vocab_size(tokenizer), _OPENWEBTEXT[0] // seq_len), sum(_OPENWEBTEXT))
+        return _Data(facts, len(tokens.train) + len(tokens.val), tokens.train)
+    if config.data in _KNOWN and tokenizer == "gpt2":
+        known = _KNOWN[config.data]
+        return _Data(DataFacts(tokenizer, vocab_size(tokenizer), known[0] // seq_len), sum(known))
     find_texts(config)
     return _Data(DataFacts(tokenizer, vocab_size(tokenizer), 0), None)
 
@@ -238,6 +250,7 @@ def _summary(
         num_steps=num_steps,
         num_tokens=tokens,
         epochs=None if data.num_tokens is None else num_windows / max(1, data.facts.num_windows),
+        source_epochs=_source_epochs(config, num_steps, data.train),
         micro_batch_size=train.global_batch_size // train.grad_accum_steps // (mesh.size // config.mesh.tensor),
         grad_accum_steps=train.grad_accum_steps,
         flops=flops,
@@ -256,6 +269,20 @@ def _summary(
         measured_hours=measured_hours,
         measured_price=measured_price,
     )
+
+
+def _source_epochs(config: PretrainConfig, num_steps: int, train: Tokens | None) -> dict[str, float]:
+    """Return the epochs of each name of a mixture, by its label; none for other data, and text that is not prepared."""
+    if not isinstance(train, TokenMixture):
+        return {}
+    last = config.train.max_steps
+    first, stop = (
+        train.counts(step * config.train.global_batch_size, config.seed) for step in (last - num_steps, last)
+    )
+    return {
+        label: (after - before) / max(1, sequence.num_windows(config.model.seq_len))
+        for label, before, after, sequence in zip(labels_of(config.data), first, stop, train.sequences, strict=True)
+    }
 
 
 def _reason(target: Target, memory: MemoryEstimate | None, rejection: str) -> str:

@@ -28,7 +28,7 @@ from pretrain._run.files import flatten
 from pretrain._run.find import DEFAULT_STORAGE
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_recent, work_s
-from pretrain._run.metrics import last_values
+from pretrain._run.metrics import last_values, of_sources
 from pretrain._run.names import short_name, short_value
 from pretrain._run.remote_copy import pull_changed
 from pretrain._run.state import last_seen_s, run_state
@@ -119,7 +119,8 @@ def show_runs(
     hidden = LENGTHS if group_by is None else (*LENGTHS[1:], group_by)  # the length of a run is beside its step
     shown = [short_name(name) for name in options if name not in hidden]
     names = [*before, *shown, *after]
-    known = [*names, *map(short_name, filter(changes_result, option_values(PRESETS["quickstart"]())))]
+    source_columns = dict.fromkeys(name for row in rows for name in row.values if name.startswith("val_loss/"))
+    known = [*names, *source_columns, *map(short_name, filter(changes_result, option_values(PRESETS["quickstart"]())))]
     if sort is not None:
         rows = sorted(rows, key=lambda row: _sort_key(row.values.get(_column(sort, known, "--sort"))))
     if columns is not None:
@@ -128,7 +129,8 @@ def show_runs(
         print_line(console, json.dumps([{**row.facts, "options": row.options} for row in rows]))
         return
     print_table(console, runs_table([row.texts for row in rows], names, console))
-    if "val" in names and any(row.texts.get("val", "").endswith(PART) for row in rows):
+    losses = [name for name in names if name == "val" or name.startswith("val_loss/")]
+    if any(row.texts.get(name, "").endswith(PART) for row in rows for name in losses):
         print_line(console, f"{PART} validation loss on a part of the validation tokens (train.eval_tokens)")
     for remark in remarks:
         print_line(console, remark)
@@ -230,11 +232,14 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
     if not history.phases and result is not None:
         seconds = result.wall_s
     name, state = one_line(folder.path.name), run_state(history, now_s)
+    source_losses = {f"val_loss/{label}": value for label, value in of_sources(last).items()}
     values = {
+        **source_losses,
         "run": name, "state": state, "step": last.get("step", 0), "loss": last.get("loss"), "val": val_loss,
         "tokens": last.get("tokens"), "device": device, "time": seconds, "age": now_s - seen_s,
     }  # fmt: skip
     texts = {
+        **{column: loss(value) + ("" if f"full_{column}" in last else PART) for column, value in source_losses.items()},
         "run": name,
         "state": state,
         "step": f"{last.get('step', 0)}/{config.train.max_steps}",
@@ -360,6 +365,11 @@ def _group(group: Sequence[_Row]) -> _Row:
     if len(losses) > 1:
         values["spread"] = facts["val_loss_std"] = statistics.stdev(losses)
         texts["spread"] = f"{values['spread']:.4f}"
+    for column in [name for name in first.values if name.startswith("val_loss/")]:
+        del values[column], texts[column]
+        if of_runs := [row.values[column] for row in finished if column in row.values]:
+            values[column] = facts[column] = statistics.fmean(of_runs)
+            texts[column] = loss(values[column])
     options = {name: value for name, value in first.options.items() if name != "seed"}
     return _Row(
         values=values,
@@ -378,7 +388,8 @@ def _column(name: str, known: Sequence[str], option: str) -> str:
     Raises:
         UsageError: there is no such column.
     """
-    name = _SAME.get(name, short_name(name.replace("-", "_")))
+    if "/" not in name:  # that of a loss of a name of a mixture, which may have a hyphen
+        name = _SAME.get(name, short_name(name.replace("-", "_")))
     if name not in known:
         shown = ", ".join(dict.fromkeys(known[:12]))
         raise UsageError(f"{option} must be columns, such as {shown}, got {short(name)}.{did_you_mean(name, known)}")

@@ -17,6 +17,7 @@ from pretrain._run.differences import changes_result, option_values
 from pretrain._run.files import flatten
 from pretrain._run.find import find_run
 from pretrain._run.history import RunHistory, Sample, last_sign_of_life, read_history, summarize
+from pretrain._run.metrics import of_sources
 from pretrain._run.result import RunResult
 from pretrain._run.state import run_state
 
@@ -163,6 +164,7 @@ class ReportedRun:
         return {
             "state": self._state(now_s),
             "validation loss, all tokens (nats per token)": _number(result.full_val_loss),
+            **{f"validation loss, {name}": _number(value) for name, value in of_sources(last).items()},
             "bits per byte, all validation tokens": _number(result.full_val_bits_per_byte),
             "best validation loss, on train.eval_tokens": _at_step(result.best_val_loss, result.best_val_step),
             "last validation loss, on train.eval_tokens": _at_step(result.last_val_loss, result.last_val_step),

@@ -12,6 +12,7 @@ from pretrain._report.comparison import Series
 from pretrain._report.curves import Array, smooth
 from pretrain._report.reported_run import ReportedRun
 from pretrain._report.svg_chart import Axis, Line, Look, line_chart
+from pretrain._run.metrics import of_sources
 
 _POINTS_OF_CHART = 2400  # of all lines together; the page of many long runs stays below 2 MB
 _POINTS_OF_LINE, _FEWEST_POINTS = 500, 24
@@ -37,7 +38,6 @@ class Chart:
 
 _LOSS = Chart(title="Loss", unit="nats per token", metric="loss", has_log=True)
 _CHARTS = (
-    _LOSS,
     Chart(title="Learning rate", unit="", metric="learning_rate", from_zero=True, is_smoothed=False),
     Chart(title="Gradient norm", unit="before clipping", metric="grad_norm_max", has_log=True),
     Chart(title="Throughput", unit="tokens per second", metric="tokens_per_s", from_zero=True),
@@ -52,7 +52,21 @@ def draw_charts(series: Sequence[Series]) -> list[tuple[Chart, list[tuple[str, M
     Args:
         series: the lines, at least one. A line has the CSS class `s` and its number, a run of a mean also `single`.
     """
-    return [(chart, variants) for chart in _CHARTS if (variants := list(_variants(chart, series)))]
+    charts = (_LOSS, *_charts_of_sources(series), *_CHARTS)
+    return [(chart, variants) for chart in charts if (variants := list(_variants(chart, series)))]
+
+
+def _charts_of_sources(series: Sequence[Series]) -> Iterator[Chart]:
+    """Yield a chart of the validation loss of each name of the mixtures."""
+    runs = [run for one in series for run in one.runs]
+    for name in dict.fromkeys(name for run in runs for name in of_sources(run.result.metrics)):
+        yield Chart(
+            title=f"Validation loss, {name}",
+            unit="nats per token",
+            metric=f"val_loss/{name}",
+            has_log=True,
+            is_smoothed=False,
+        )
 
 
 def _variants(chart: Chart, series: Sequence[Series]) -> Iterator[tuple[str, Markup]]:

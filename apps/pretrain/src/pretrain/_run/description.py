@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from owt_data import WINDOW_ORDER_VERSION, PrepareOptions, TokenData
+from owt_data import WINDOW_ORDER_VERSION, MixtureWeight, PrepareOptions, TokenData
 from pretrain._config import LENGTHS, PrepareConfig, PretrainConfig
 from pretrain._errors import UsageError, short, shown
 from pretrain._run.differences import changes_result, option_values
@@ -38,7 +38,7 @@ _PACKAGES = (
 class DataDescription:
     """The tokens of a run."""
 
-    tokens: str | list[str] | dict[str, float]
+    tokens: str | list[str] | dict[str, MixtureWeight]
     """Names of the token files, for `open_tokens`."""
 
     tokenizer: str

@@ -32,6 +32,7 @@ Record = dict[str, Any]
 - `val_loss`: mean loss in nats per token on `train.eval_tokens` of the validation tokens.
 - `val_bits_per_byte`: the same in bits per byte of the text. End-of-text tokens count in the loss, and have no bytes.
 - `full_val_loss`, `full_val_bits_per_byte`: the same on all validation tokens; in the record of the last step.
+- `val_loss/NAME`, `full_val_loss/NAME`: the same on the validation tokens of each name of a mixture, by its label.
 - `step_s`, `tokens_per_s`, `data_wait_s`: mean seconds of a step, tokens per second, and mean seconds that a step waits
   for data, since the last record. Compiling, evaluations and saves do not count.
 - `mfu`: share of the peak of all devices.
@@ -58,6 +59,18 @@ def rounded(record: Record) -> Record:
         name: float(f"{value:.{_DIGITS}g}") if isinstance(value, float) and name != "time_s" else value
         for name, value in record.items()
     }
+
+
+def of_sources(record: Record) -> dict[str, float]:
+    """Return the validation loss of each name of a mixture, by its label: on all of its tokens, if they were evaluated.
+
+    >>> of_sources({"step": 5, "val_loss": 2.5, "val_loss/web": 3.0, "val_loss/code": 2.0, "full_val_loss/web": 3.25})
+    {'web': 3.25, 'code': 2.0}
+    """
+    found: dict[str, float] = {}
+    for prefix in ("val_loss/", "full_val_loss/"):
+        found |= {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
+    return found
 
 
 def finite(record: Record) -> Record:

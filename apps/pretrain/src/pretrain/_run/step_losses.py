@@ -7,7 +7,7 @@ validation, in the order of the text, and one entry more: the number of tokens t
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,9 @@ class ValLosses:
 
     last_count: int
     """Tokens that the last window counts. All others count `seq_len` tokens."""
+
+    of_sources: dict[str, float] = field(default_factory=dict)
+    """Mean loss of each name of a mixture, by its label, nats per token. It is in the records, not in the file."""
 
 
 def read_step_losses(path: Path) -> NDArray[np.float32]:

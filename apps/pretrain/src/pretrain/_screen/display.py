@@ -14,7 +14,7 @@ from rich.live import Live
 from pretrain._best_effort import best_effort
 from pretrain._formats import clock_time, count, duration, loss
 from pretrain._run.history import ENDS, Phase, PhaseName
-from pretrain._run.metrics import Record
+from pretrain._run.metrics import Record, of_sources
 from pretrain._screen.live_screen import live_screen
 from pretrain._screen.run_view import RunView
 from ray_jax_launch import Event, Restarting
@@ -143,7 +143,7 @@ class Display:
             lines.append(plain_line(view))
         elif "val_loss" in view.last:
             losses = [f"{name} {loss(view.last[key])}" for name, key in _LOSSES if key in view.last]
-            lines.append("  ".join((f"step {view.step}", *losses)))
+            lines.append("  ".join((f"step {view.step}", *losses, *_source_losses(view.last))))
         lines += self._bad_step_lines()
         if not self._told_estimate and "step_s" in view.last and (left_s := view.left_s()) is not None:
             self._told_estimate = True
@@ -207,7 +207,12 @@ def plain_line(view: RunView) -> str:
         fields.append(tokenized)
     if "step_s" in last and (left_s := view.left_s()) is not None:
         fields.append(f"left {clock_time(left_s)}")
-    return "  ".join(fields).rstrip()
+    return "  ".join([*fields, *_source_losses(last)]).rstrip()
+
+
+def _source_losses(last: Record) -> list[str]:
+    """Return the validation loss of each name of a mixture."""
+    return [f"{name} {loss(value)}" for name, value in of_sources(last).items()]
 
 
 def _loss(last: Record, key: str, name: str) -> str:

@@ -12,6 +12,7 @@ from pretrain._formats import duration, loss
 from pretrain._run.find import DEFAULT_STORAGE
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import RunHistory, Sample
+from pretrain._run.metrics import of_sources
 from pretrain._run.result import RunResult
 from pretrain._screen.printing import print_facts, print_line
 from pretrain._surroundings.typed_command import application
@@ -113,6 +114,8 @@ def _numbers(history: RunHistory, result: RunResult) -> list[tuple[str, str]]:
         label = "" if result.full_val_loss is not None else "val loss"
         values = f"{last}, the best" if result.last_val_step == result.best_val_step else f"{last}, best {best}"
         facts.append((label, f"{values}, on {part}"))
+    if losses := of_sources(result.metrics):
+        facts.append(("by source", ", ".join(f"{name} {loss(value)}" for name, value in losses.items())))
     if result.full_val_bits_per_byte is not None:
         facts.append(("bits per byte", f"{result.full_val_bits_per_byte:.4f} on all validation tokens"))
     if result.tokens_per_s is not None:

@@ -50,6 +50,7 @@ def live_screen(view: RunView, options: ConsoleOptions) -> Group:
         *_rows(_status(view), width, 1),
         _bar(view, width),
         *_rows(_losses(view, width, is_ascii=options.ascii_only), width, 2),
+        *_rows([_Field(loss(value), 7, name) for name, value in view.source_losses.items()], width, 2),
         *_rows(_rates(view), width, 2),
     ]
     return Group(*lines)

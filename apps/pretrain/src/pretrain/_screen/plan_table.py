@@ -33,6 +33,8 @@ class Plan:
     num_tokens: int
     epochs: float | None
     """None if the number of training windows is not known."""
+    source_epochs: dict[str, float]
+    """Epochs of each name of a mixture, by its label; empty for other data, and for text that is not prepared."""
     micro_batch_size: int
     grad_accum_steps: int
     flops: float
@@ -72,7 +74,7 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
         "devices": f"{found.num_devices} x {found.device}" + (f", {mesh}" if mesh else ""),
         "parameters": count(found.num_parameters),
         "tokens": f"{count(found.num_tokens)}: {found.num_steps:,} steps of {found.tokens_per_step:,}",
-        "epochs": "unknown before the text is prepared" if found.epochs is None else f"{found.epochs:,.2f}",
+        "epochs": _epochs(found),
         "microbatch": f"{found.micro_batch_size:,} on each device; {found.grad_accum_steps:,} in a step",
         "FLOPs": f"{found.flops:.2e}",
         "disk": _disk(found),
@@ -94,6 +96,13 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
         table.add_row(name, value)
     print_table(console, table)
     print_line(console, "It fits." if found.fits else f"It does not fit. {_remedy(found)}")
+
+
+def _epochs(found: Plan) -> str:
+    if found.epochs is None:
+        return "unknown before the text is prepared"
+    of_sources = ", ".join(f"{label} {epochs:,.2f}" for label, epochs in found.source_epochs.items())
+    return f"{found.epochs:,.2f}" + (f": {of_sources}" if of_sources else "")
 
 
 def _remedy(found: Plan) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from owt_data import Progress
 from pretrain._run.history import RECENT_PHASES, Phase, PhaseName, RunHistory, seconds_by_phase
-from pretrain._run.metrics import Record
+from pretrain._run.metrics import Record, of_sources
 from pretrain._screen.ending import as_typed
 from pretrain._surroundings.typed_command import application
 
@@ -97,6 +97,8 @@ class RunView:
         """Training losses of the records."""
         self.val_losses = Curve()
         """Validation losses."""
+        self.source_losses: dict[str, float] = {}
+        """The last validation loss of each name of a mixture."""
         self.num_restarts = 0
         """Starts of the workers after the first."""
         self.start_step: int | None = None
@@ -133,6 +135,7 @@ class RunView:
         if self.last and step < self.last["step"]:
             self._timed = []
         self.last = record
+        self.source_losses = of_sources(record) or self.source_losses
         for name, curve in (("loss", self.losses), ("val_loss", self.val_losses)):
             curve.cut(step)
             if name in record:

@@ -33,10 +33,16 @@ _TAGS = {
 def tagged(record: Record) -> dict[str, float]:
     """Return the metrics of a record by their tag: a group and a name. Services show a section for each group.
 
-    >>> tagged({"step": 10, "time_s": 1.7e9, "loss": 2.5, "mfu": 0.25})
-    {'train/loss': 2.5, 'speed/mfu': 0.25}
+    >>> tagged({"step": 10, "time_s": 1.7e9, "loss": 2.5, "mfu": 0.25, "val_loss/web": 3.5})
+    {'train/loss': 2.5, 'speed/mfu': 0.25, 'val/loss/web': 3.5}
     """
-    return {_TAGS.get(name, name): value for name, value in numbers(record).items() if name not in ("step", "time_s")}
+    return {_tag(name): value for name, value in numbers(record).items() if name not in ("step", "time_s")}
+
+
+def _tag(name: str) -> str:
+    """Return the tag of a metric. That of a name of a mixture ends with this name."""
+    metric, slash, source = name.partition("/")
+    return f"{_TAGS.get(metric, metric)}{slash}{source}"
 
 
 def settings(description: RunDescription) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from nnx_gpt2 import TrainState, averaged_params, put_batch
 from pretrain._config import TrainConfig
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._run.description import RUN, RunDescription
-from pretrain._run.metrics import Record, rounded
-from pretrain._run.step_losses import ValLosses
+from pretrain._run.metrics import Record
 from pretrain._training.best_validation import BestValidation
 from pretrain._training.load_state import first_step, items, load_state, metadata_of
 from pretrain._training.profiling import Profiling
@@ -25,7 +24,6 @@ from pretrain._training.run_log import RunLog
 from pretrain._training.setup import Setup, set_up
 from pretrain._training.step_meter import Metrics, StepMeter, diverged
 from pretrain._training.train_batches import train_batches
-from pretrain._training.validation import Validation
 from ray_jax_launch import Checkpoints, log_metrics, mark_finished, stop_requested, watch_steps
 
 
@@ -237,12 +235,12 @@ class Loop:
         """Return the record with the validation losses, and take the samples."""
         setup, step = self._setup, record["step"]
         self._log.phase(step, "evaluating")
-        losses, of_windows = self._measure(setup.validation)
+        losses, of_windows = setup.validation.measure(self._model, setup.tokenizer)
         record = record | losses
         self._best.add(step, losses["val_loss"], is_saved=due(self._train, step).checkpoint)
         if step == self._train.max_steps or self._best.has_stalled:
             if not setup.validation.is_full:
-                losses, of_windows = self._measure(setup.full_validation)
+                losses, of_windows = setup.full_validation.measure(self._model, setup.tokenizer)
             if not math.isfinite(losses["val_loss"]):
                 raise diverged(f"the validation loss of the last step, {step},")
             self._log.write_val_losses(of_windows)
@@ -251,10 +249,3 @@ class Loop:
         for sample in setup.sampler.samples(self._model, step):
             self._log.write_sample(sample)
         return record
-
-    def _measure(self, validation: Validation) -> tuple[Record, ValLosses]:
-        """Return the mean losses of a validation, and the loss of each window."""
-        (loss, of_windows), bits = validation.evaluate(self._model), None
-        if jax.process_index() == 0 and self._setup.tokenizer is not None:
-            bits = validation.bits_per_byte(loss, self._setup.tokenizer)
-        return rounded({"val_loss": loss} | ({} if bits is None else {"val_bits_per_byte": bits})), of_windows

@@ -22,6 +22,7 @@ from nnx_gpt2 import (
 )
 from owt_data import DataError, TokenData, load_tokenizer
 from pretrain._config import PretrainConfig
+from pretrain._data import validation_sources
 from pretrain._training.configured_step import train_step_of
 from pretrain._training.device_memory import check_memory
 from pretrain._training.process import keep_freed_memory, keep_programs
@@ -105,6 +106,7 @@ def set_up(config: PretrainConfig, data: TokenData) -> Setup:
             mesh=mesh,
             num_shards=train.num_shards,
             end_of_text=end_of_text,
+            sources=validation_sources(config.data, data),
         )
         for num_tokens in (train.eval_tokens, None)
     )

@@ -27,8 +27,14 @@ from owt_data._paths import (
 BUILTIN = "builtin"
 HUB = "hub"
 
-# `load_dataset("openwebtext")` named a script, which datasets no longer runs. This repository has the parquet files.
-_HUB_ALIASES = {"openwebtext": "Skylion007/openwebtext"}
+# Short names of datasets: repository and configuration. `load_dataset("openwebtext")` named a script, which datasets no
+# longer runs; the repository here has the parquet files. The configurations of FineWeb are those that llm.c takes for
+# its GPT-2 of 124M (karpathy/llm.c, dev/data/fineweb.py). All have one split, `train`, and the column `text`.
+_HUB_ALIASES = {
+    "openwebtext": ("Skylion007/openwebtext", None),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+}
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -85,7 +91,8 @@ class Source:
         """Repository, configuration and split on the hub."""
         repository, _, rest = self.name.partition(":")
         configuration, _, split = rest.partition(":")
-        return _HUB_ALIASES.get(repository, repository), configuration or None, split or "train"
+        repository, default = _HUB_ALIASES.get(repository, (repository, None))
+        return repository, configuration or default, split or "train"
 
 
 def _sha256_of(texts: Iterable[str]) -> str:
@@ -152,7 +159,8 @@ def find_source(names: Names) -> Source:
         names: `builtin` (this Python's standard library, one document per module), a `.txt` file (one
             document), a `.jsonl` or `.parquet` file (one document per row), a folder or a glob of such
             files, or a dataset on the Hugging Face hub as `NAME`, `NAME:CONFIGURATION` or
-            `NAME:CONFIGURATION:SPLIT`. Several names must be files of one kind.
+            `NAME:CONFIGURATION:SPLIT`. `openwebtext`, `fineweb` and `fineweb-edu` are short names of datasets. Several
+            names must be files of one kind.
 
     Raises:
         DataError: a name does not exist, or the names do not fit together.

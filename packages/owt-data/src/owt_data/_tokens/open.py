@@ -35,6 +35,7 @@ from owt_data._tokenizers import vocab_size
 from owt_data._tokens.growing_tokens import GrowingTokens
 from owt_data._tokens.journal import staging_path
 from owt_data._tokens.manifest import check_sizes, read_manifest
+from owt_data._tokens.mixture_stages import MixtureWeight, split_weights
 from owt_data._tokens.plan import Plan, read_plan, source_fingerprint
 from owt_data._tokens.sequence import TokenMixture, Tokens, TokenSequence, TokenSpan, check_ids, concatenate
 
@@ -46,7 +47,7 @@ _VAL_FRACTION = 0.1
 class TokenData:
     """Training and validation tokens, and their fingerprint."""
 
-    names: str | list[str] | dict[str, float]
+    names: str | list[str] | dict[str, MixtureWeight]
     """Names that `open_tokens` opens again from any working folder."""
 
     train: Tokens
@@ -72,6 +73,9 @@ class TokenData:
     digests: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """SHA-256 of each file on disk that has a manifest, by path, for `check_digests` and `verify_in_background`."""
 
+    val_lengths: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    """Number of validation tokens of each name of a mixture, in the order of `val`. Empty for other tokens."""
+
     file_digests: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """SHA-256 of each token file, by path or URI, from its manifest or from the file itself. Empty while a folder is
     being prepared."""
@@ -86,7 +90,7 @@ def is_prepared(name: str | os.PathLike[str]) -> bool:
 
 
 @file_errors("readable")
-def open_tokens(names: Names | Mapping[str, float], *, tokenizer: str) -> TokenData:
+def open_tokens(names: Names | Mapping[str, MixtureWeight], *, tokenizer: str) -> TokenData:
     """Open token files, on disk or in object storage.
 
     With a manifest, the sizes are checked and its checksums are the fingerprint. Files without a manifest are read
@@ -96,7 +100,8 @@ def open_tokens(names: Names | Mapping[str, float], *, tokenizer: str) -> TokenD
     Args:
         names: a folder with `train.bin` and `val.bin`; a `.bin` file or a glob of them, split 90/10 by position; a
             list of such names, read one after the other; `.bin` files by split, as `train=...` and `val=...`; or
-            folders and files with weights, mixed. `s3://` and `gs://` names are read in ranges.
+            folders and files with weights, mixed. A weight that changes is a list of pairs: the index of a window, and
+            the weight from there on. `s3://` and `gs://` names are read in ranges.
         tokenizer: tokenizer of files without a manifest.
 
     Raises:
@@ -151,8 +156,8 @@ def _open_splits(paths: dict[str, list[str]], tokenizer: str) -> TokenData:
     )
 
 
-def _open_mixture(given: Mapping[str, float], tokenizer: str) -> TokenData:
-    weights: dict[str, float] = {}
+def _open_mixture(given: Mapping[str, MixtureWeight], tokenizer: str) -> TokenData:
+    weights: dict[str, MixtureWeight] = {}
     named: dict[str, str] = {}
     for name, weight in given.items():
         path = normalize(name)
@@ -163,12 +168,20 @@ def _open_mixture(given: Mapping[str, float], tokenizer: str) -> TokenData:
                 f"{show_name(name)}, which are the same. Give it once, with the sum of both weights."
             )
         weights[path] = weight
+    first, later = split_weights([*weights.values()])
     opened = [open_tokens(name, tokenizer=tokenizer) for name in weights]
     return _combine(
         opened,
         names=weights,
-        train=TokenMixture(tuple(_sequence(data.train) for data in opened), tuple(weights.values())),
-        fingerprint={"weights": list(weights.values()), "mixture": [data.fingerprint for data in opened]},
+        train=TokenMixture(tuple(_sequence(data.train) for data in opened), first, later),
+        fingerprint={
+            # As JSON has them: a run compares those of its checkpoint.
+            "weights": [
+                [*map(list, weight)] if isinstance(weight, list | tuple) else weight for weight in weights.values()
+            ],
+            "mixture": [data.fingerprint for data in opened],
+        },
+        val_lengths=tuple(len(data.val) for data in opened),
     )
 
 
@@ -193,9 +206,10 @@ def _sequence(tokens: Tokens) -> TokenSequence:
 def _combine(
     opened: list[TokenData],
     *,
-    names: list[str] | dict[str, float],
+    names: list[str] | dict[str, MixtureWeight],
     train: TokenSequence | TokenMixture,
     fingerprint: dict[str, Any],
+    val_lengths: tuple[int, ...] = (),
 ) -> TokenData:
     tokenizers = {data.tokenizer for data in opened}
     if len(tokenizers) != 1:
@@ -207,6 +221,7 @@ def _combine(
         tokenizer=opened[0].tokenizer,
         vocab_size=opened[0].vocab_size,
         fingerprint=fingerprint,
+        val_lengths=val_lengths,
         digests={path: sha256 for data in opened for path, sha256 in data.digests.items()},
         file_digests={path: sha256 for data in opened for path, sha256 in data.file_digests.items()},
     )

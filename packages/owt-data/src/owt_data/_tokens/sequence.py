@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol, cast, get_args, runtime_checkable
+from typing import Any, Protocol, cast, get_args, runtime_checkable
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -27,18 +27,14 @@ from owt_data._errors import (
 )
 from owt_data._options import OrderKind
 from owt_data._paths import BYTES_PER_TOKEN, LocalTokens, RemoteTokens, is_uri, look_up
+from owt_data._tokens.mixture_stages import MIXTURE_ROUND, NEVER, Shares, shares_of
 from owt_data._tokens.window_order import (
     as_int64,
     check_seed,
     count_windows,
     num_windows,
-    shuffled,
-    unshuffled,
     window_starts,
 )
-
-MIXTURE_ROUND = 1 << 16
-"""Windows in a round of a mixture. Each round has the exact proportions."""
 
 # A ranged read waits tens of milliseconds for the storage and needs little CPU.
 _REMOTE_READERS = 32
@@ -300,26 +296,63 @@ class TokenMixture:
     The sequence of a window, and the window's index in the order of that sequence, are pure functions of the seed and
     the index. Each sequence begins its next epoch when its own windows are used up.
 
+    Later stages may have other weights. The windows before a stage are those of the mixture without it, and each
+    sequence goes on where it was: its windows are read once an epoch, whatever the stages.
+
     Raises:
-        DataError: the weights do not match the sequences, or one is too small for a window in a round.
+        DataError: the weights do not match the sequences, or one is too small for a window in a round; or the stages
+            are not in order.
     """
 
     sequences: tuple[TokenSequence, ...]
 
     weights: tuple[float, ...]
-    """Relative share of windows of each sequence."""
+    """Relative share of windows of each sequence, in the first stage. With later stages, it may be 0."""
+
+    stages: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """The later stages: index of the first window, and the weights from there on. A weight may be 0."""
+
+    _shares: Shares = field(init=False, repr=False, compare=False)
+    """The windows of each sequence in a round of each stage."""
 
     def __post_init__(self) -> None:
         _check_tuple("sequences", self.sequences, TokenSequence)
-        check_type("weights", self.weights, tuple, "a tuple", "Convert a list with tuple(...).")
-        count, most = len(self.sequences), sys.float_info.max
-        positive = all(is_number(weight) and 0 < weight <= most for weight in self.weights)
-        fit = len(self.weights) == count > 0 and positive and sum(map(float, self.weights)) < float("inf")
-        if not fit or 0 in self.shares():
-            raise DataError(
-                f"The weights must be {count} finite numbers, and give each sequence at least one window in "
-                f"{MIXTURE_ROUND}, got {show(list(self.weights))}. Raise the small ones, or leave out their sequences."
-            )
+        check_type("stages", self.stages, tuple, "a tuple", "Convert a list with tuple(...).")
+        if not all(isinstance(stage, tuple) and len(stage) == 2 for stage in self.stages):
+            raise DataError(f"Each of stages must be a pair of a window and weights, got {show(self.stages)}.")
+        stages = [(check_integer("The window of a stage", start, least=1), weights) for start, weights in self.stages]
+        starts = [0, *(start for start, _ in stages)]
+        if sorted(set(starts)) != starts:
+            raise DataError(f"The windows of the stages must ascend, got {show(starts[1:])}. Put them in order.")
+        rounds = [self._shares_of(weights) for weights in (self.weights, *(weights for _, weights in stages))]
+        if not all(map(any, zip(*rounds, strict=True))):
+            raise self._weights_error(self.weights)
+        object.__setattr__(self, "stages", tuple(stages))
+        object.__setattr__(self, "_shares", Shares(tuple(starts), tuple(rounds)))
+
+    def __reduce__(self) -> tuple[type["TokenMixture"], tuple[Any, ...]]:
+        """Pickle the fields without those that follow from them."""
+        return TokenMixture, (self.sequences, self.weights, self.stages)
+
+    def _shares_of(self, weights: tuple[float, ...]) -> tuple[int, ...]:
+        """Return the windows of each sequence in a round, for the weights of a stage."""
+        check_type("weights", weights, tuple, "a tuple", "Convert a list with tuple(...).")
+        are_numbers = all(is_number(weight) and 0 <= weight <= sys.float_info.max for weight in weights)
+        fit = are_numbers and len(weights) == len(self.sequences) and 0 < sum(map(float, weights)) < float("inf")
+        if not fit:
+            raise self._weights_error(weights)
+        shares = shares_of([*map(float, weights)])  # sums of numpy's small numbers would overflow
+        if any(weight > 0 and share == 0 for weight, share in zip(weights, shares, strict=True)):
+            raise self._weights_error(weights)
+        return tuple(shares)
+
+    def _weights_error(self, weights: tuple[float, ...]) -> DataError:
+        in_stages = ", in one of the stages" if self.stages else ""
+        return DataError(
+            f"The weights must be {len(self.sequences)} finite numbers, and give each sequence at least one window in "
+            f"{MIXTURE_ROUND}{in_stages}, got {show(list(weights))}. Raise the small ones, or leave out their "
+            "sequences."
+        )
 
     def __len__(self) -> int:
         """Number of tokens in all sequences."""
@@ -368,7 +401,8 @@ class TokenMixture:
             )
         seed = check_seed(seed)
         count_windows(len(self), seq_len)
-        which, own_index = self.deal(as_int64("index", indices), seed)
+        most = NEVER - MIXTURE_ROUND * len(self.stages)  # the rounds of a stage are counted from its beginning
+        which, own_index = self.deal(as_int64("index", indices, most=most), seed)
         selections = [(number, which == number) for number in range(len(self.sequences))]
         return [
             (number, here, own_index[here], self.seed_of(number, seed)) for number, here in selections if here.any()
@@ -376,35 +410,34 @@ class TokenMixture:
 
     def deal(self, indices: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return, for each index, the number of its sequence and the index of the window in that sequence's order."""
-        shares = np.array(self.shares())
-        bounds = np.concatenate([[0], np.cumsum(shares)])
-        which, own_index = np.empty_like(indices), np.empty_like(indices)
-        if len(indices):
-            for where, number, positions in shuffled(indices, MIXTURE_ROUND, seed):
-                chosen = np.searchsorted(bounds, positions, side="right") - 1
-                which[where] = chosen
-                own_index[where] = number * shares[chosen] + positions - bounds[chosen]
-        return which, own_index
+        return self._shares.deal(indices, seed)
 
     def undeal(self, which: int, own_indices: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the indices of windows of one sequence, by their indices in its own order: the inverse of `deal`."""
-        shares = self.shares()
-        rounds, places = np.divmod(own_indices, shares[which])
-        return unshuffled(places + sum(shares[:which]), MIXTURE_ROUND, seed, rounds)
+        """Return the indices of windows of one sequence, by their indices in its own order: the inverse of `deal`.
+
+        The index of a window that no stage reads is the largest of 64 bits.
+        """
+        return self._shares.undeal(which, own_indices, seed)
+
+    def counts(self, stop_index: int, seed: int) -> list[int]:
+        """Return the number of windows of each sequence among the windows before an index.
+
+        Args:
+            stop_index: the index.
+            seed: see `window_starts`.
+
+        Raises:
+            DataError: an argument is out of its range.
+        """
+        return self._shares.counts(check_integer("stop_index", stop_index, least=0), check_seed(seed))
+
+    def own_stop(self, which: int, stop_index: int, seed: int) -> int:
+        """Return a number above the indices, in the order of one sequence, of its windows before an index."""
+        return self._shares.own_stop(which, stop_index, seed)
 
     def seed_of(self, which: int, seed: int) -> int:
         """Return the seed of the order of one sequence."""
         return (seed + which) % 2**64
-
-    def shares(self) -> list[int]:
-        """Return the windows of each sequence in a round, rounded by the largest-remainder method."""
-        weights = [*map(float, self.weights)]  # sums of numpy's small numbers would overflow
-        exact = [weight / sum(weights) * MIXTURE_ROUND for weight in weights]
-        shares = [int(share) for share in exact]
-        by_remainder = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
-        for number in by_remainder[: MIXTURE_ROUND - sum(shares)]:
-            shares[number] += 1
-        return shares
 
 
 def _check_tuple(name: str, values: object, kind: type) -> None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from owt_data._errors import LARGEST, DataError, check_choice, check_function, check_integer
 from owt_data._options import STREAM_ORDERS, OrderKind
 from owt_data._tokens.growing_tokens import GrowingTokens
-from owt_data._tokens.sequence import MIXTURE_ROUND, TokenMixture, Tokens
+from owt_data._tokens.sequence import TokenMixture, Tokens
 from owt_data._tokens.window_order import (
     as_int64,
     check_seed,
@@ -159,16 +159,14 @@ def _search_mixture(
     seed: int,
     stop_index: int,
 ) -> Iterator[tuple[float, _Found]]:
-    num_rounds = -(-stop_index // MIXTURE_ROUND)
     before = 0  # tokens
-    for number, (sequence, share) in enumerate(zip(tokens.sequences, tokens.shares(), strict=True)):
+    for number, sequence in enumerate(tokens.sequences):
         after = before + len(sequence)
         inside = np.flatnonzero((starts >= before) & (starts < after))
         own_seed = tokens.seed_of(number, seed)
         own_starts, own_stops = starts[inside] - before, stops[inside] - before
-        for done, (ranges, own) in _search(
-            sequence, own_starts, own_stops, seq_len, order, own_seed, num_rounds * share
-        ):
+        own_stop = tokens.own_stop(number, stop_index, seed)
+        for done, (ranges, own) in _search(sequence, own_starts, own_stops, seq_len, order, own_seed, own_stop):
             indices = tokens.undeal(number, own, seed)
             before_stop = indices < stop_index
             yield (number + done) / len(tokens.sequences), (inside[ranges[before_stop]], indices[before_stop])
