@@ -196,7 +196,7 @@ def orthogonal(matrix):
 
 @pytest.mark.parametrize("scaling", ["rms", "spectral"])
 def test_updates_are_those_of_muon_in_numpy(scaling):
-    """Four updates: a momentum of 0.85, 0.875, 0.9 and 0.9, and two schedules of three steps of plateau and one of 0."""
+    """Four updates: a momentum of 0.85, 0.875, 0.9 and 0.9, and two schedules with a decay of one step."""
     config = OptimizerConfig(
         name="muon", schedule="wsd", learning_rate=0.1, min_learning_rate=0.02, decay_steps=1, clip_norm=0.0,
         weight_decay=0.5, muon_learning_rate=0.3, muon_weight_decay=0.2, muon_scaling=scaling, muon_momentum=0.9,

@@ -110,7 +110,7 @@ def test_each_matrix_is_split_along_the_dimensions_that_the_axes_are_for(name):
     ("scan_layers", "name"), [(False, "adamw"), (True, "adamw"), pytest.param(False, "muon", marks=pytest.mark.slow)]
 )
 def test_no_device_holds_a_complete_sharded_parameter(scan_layers, name):
-    """Check parameters and moments of the optimizer, after creation and after a step. Muon has one moment of kernels."""
+    """Check parameters and moments of the optimizer, after creation and a step. Muon has one moment of kernels."""
     mesh = make_mesh(fsdp=4, tensor=2)
     optimizer = dataclasses.replace(OPTIMIZER, name=name)
     state, _ = train(1, mesh, scan_layers=scan_layers, optimizer=optimizer)
