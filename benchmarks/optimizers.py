@@ -292,13 +292,12 @@ def report(results: dict[str, Any]) -> str:
         "",
         f"The grids, on seed {TUNING_SEED} alone: {grids}. All else is that of the preset `baby`: beta2 0.99, weight "
         "decay 0.1 where it is not tuned, clipping at 1, a warmup over 5 % of the steps, a cosine to a tenth of the "
-        "peak. Muon has the scaling `rms`, a momentum of 0.95, and a warmup of it over 15 % of the steps; AdamW updates "
-        "its embeddings, biases and norms.",
+        "peak. Muon has the scaling `rms`, a momentum of 0.95, and a warmup of it over 15 % of the steps; AdamW "
+        "updates its embeddings, biases and norms.",
         "",
         f"Muon's runs have {', '.join(results['rows'][0][1]['muon_losses'])} of AdamW's steps, each with its own "
         "schedule, and its rates are those tuned at the full length. The loss is that of "
-        f"{NUM_EVALS * EVAL_ROWS} windows of the last tenth of the text. On modded-nanogpt's third track, with another "
-        "architecture, Muon needs 0.58 of AdamW's steps.",
+        f"{NUM_EVALS * EVAL_ROWS} windows of the last tenth of the text.",
     ]
     return "\n".join(lines) + "\n"
 

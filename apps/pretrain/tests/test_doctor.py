@@ -26,6 +26,7 @@ from pretrain._doctor.downloads import check_data, check_tokenizer
 from pretrain._doctor.examine import Check, run_checks
 from pretrain._doctor.finding import ok
 from pretrain._doctor.python_packages import check_packages, check_python, check_settings
+from pretrain._doctor.ray_cluster_start import check_ray
 from ray_jax_launch import parse_hardware
 
 TOKENIZER_FILES = os.environ.get("TIKTOKEN_CACHE_DIR")
@@ -78,6 +79,14 @@ def test_all_is_well_without_ray(tmp_path, monkeypatch, capsys):
     assert lines[-1].endswith(", 0 fail")
     assert max(len(line) for line in lines if "/" not in line) <= 80
     assert list(tmp_path.iterdir()) == []  # the folder of all runs was made and deleted
+
+
+@pytest.mark.slow
+def test_a_cluster_that_does_not_answer(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    state, found, _ = in_one(check_ray(None))
+    assert state == "fail"
+    assert found.startswith("RAY_ADDRESS must be a Ray cluster that answers, got '127.0.0.1:9'")
 
 
 @pytest.mark.slow
@@ -389,6 +398,18 @@ def test_the_driver_is_new_enough_for_the_cuda_of_jax(
     assert seen[0] == state
     assert found in seen[1]
     assert remedy in seen[2]
+
+
+def test_another_cuda_toolkit_that_jax_would_load(nvidia_smi, plugin, tmp_path, monkeypatch):
+    nvidia_smi('echo "NVIDIA L4, 590.1, 8.9"')
+    plugin(13, version("jaxlib"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path}:/nowhere")
+    assert in_one(check_driver(None))[0] == "ok"
+    (tmp_path / "libcudart.so.12").touch()
+    state, found, remedy = in_one(check_driver(None))
+    assert state == "warn"
+    assert found.endswith(f"but LD_LIBRARY_PATH has another CUDA toolkit in {tmp_path}")
+    assert remedy.startswith("Unset LD_LIBRARY_PATH")
 
 
 def test_a_plugin_of_another_version(nvidia_smi, plugin):

@@ -3,6 +3,7 @@
 import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from pretrain._doctor.child import ChildError, call_in_child, run_program
@@ -56,6 +57,9 @@ def check_driver(hardware: Hardware | None) -> list[Finding]:
         other = "Use --extra cuda12, or install" if cuda > 12 and driver >= _OLDEST_DRIVER[12] else "Install"
         remedy = f"{other} driver {_OLDEST_DRIVER[cuda]} or later."
         return [fail(name, f"{found}, and jax's CUDA {cuda} needs {_OLDEST_DRIVER[cuda]}", remedy)]
+    if toolkits := [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if _holds_toolkit(path)]:
+        found += f", but LD_LIBRARY_PATH has another CUDA toolkit in {toolkits[0]}"
+        return [warn(name, found, "Unset LD_LIBRARY_PATH: Ray's workers leave it out, --hardware local does not.")]
     return [ok(name, f"{found}, for jax's CUDA {cuda}")]
 
 
@@ -100,6 +104,11 @@ def find_devices() -> dict[str, Any]:
 def _is_here(hardware: Hardware | None, kind: str) -> bool:
     """Return whether a run uses devices of a kind on this machine, and not in a cluster."""
     return hardware is not None and hardware.kind == kind and not os.environ.get("RAY_ADDRESS")
+
+
+def _holds_toolkit(folder: str) -> bool:
+    """Return whether a folder has a CUDA toolkit, which jax would load in place of its own libraries."""
+    return bool(folder) and any(Path(folder).glob("libcudart.so*"))
 
 
 def _cuda() -> int | None:
