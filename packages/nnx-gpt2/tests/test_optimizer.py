@@ -228,6 +228,7 @@ def test_a_warmup_of_the_momentum_begins_at_most_at_the_momentum():
     for steps in (0, 5):
         config = OptimizerConfig(name="muon", muon_momentum=0.5, muon_momentum_warmup_steps=steps)
         optimizer, params = create_optimizer(config, 10), {"kernel": jnp.eye(3)}
+        updates: Any
         updates, state = optimizer.update({"kernel": jnp.ones((3, 3))}, optimizer.init(params), params)
         updates, _ = optimizer.update({"kernel": jnp.eye(3)}, state, params)
         ends.append(updates["kernel"])
