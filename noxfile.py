@@ -128,7 +128,7 @@ def mutants(session: nox.Session, part: str) -> None:
 
 
 @nox.session
-@each(["owt-data"])
+@each(["owt-data", "pretrain"])
 def shared_data(session: nox.Session, part: str) -> None:
     """Run the tests that need the real gpt2 tokenizer or real corpora."""
     for variable, content in SHARED_DATA.items():

@@ -43,6 +43,7 @@ SHORT = {
     "step_metrics.py": ["--rounds", "1"],
     "blame.py": ["--short"],
     "compare.py": ["--short"],
+    "optimizers.py": ["--short"],
     "stream.py": ["--rounds", "1", "--megabytes", "60"],
     "saves.py": ["--rounds", "1"],
     "save_steps.py": ["--rounds", "1"],

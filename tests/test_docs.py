@@ -23,6 +23,7 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "exa
 PAGE = (ROOT / "docs" / "from-the-tutorials.md").read_text()
 ITEMS = (ROOT / "docs" / "tutorial-items.md").read_text()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+SECTION_OPTION = r"--(?:prepare|model|train|optimizer|mesh)\.[a-z][\w-]*(?=[^\w.*-])"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.M | re.S)
 COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
 SCRIPTS = [block for language, block in BLOCKS if language == "python"]
@@ -105,7 +106,7 @@ def test_the_options_of_the_tables_exist(capsys):
     assert main(["train", "--help-all"]) == 0
     known = set(re.findall(r"--[a-z][\w.-]*\w", capsys.readouterr().out))
     named = set(re.findall(r"--[a-z][\w-]*(?:\.[a-z][\w-]*)?(?=[^\w.*-])", PAGE + ITEMS))
-    named |= {option for page in PAGES for option in re.findall(r"--[a-z]+\.[a-z][\w-]*(?=[^\w.*-])", page.read_text())}
+    named |= {option for page in PAGES for option in re.findall(SECTION_OPTION, page.read_text())}
     named -= {"--extra", "--rows", "--shm-size", "--prompt"}  # of uv, of owt-data, of docker, of sample
     assert sorted(named - known) == []
 

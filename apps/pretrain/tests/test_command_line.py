@@ -13,6 +13,7 @@ from pretrain._command_line.command_classes import (
     CompareCommand,
     DataCommand,
     DiffCommand,
+    DoctorCommand,
     EvalCommand,
     ExportCommand,
     ReplayCommand,
@@ -57,6 +58,11 @@ from pretrain._errors import UsageError
         ("runs", RunsCommand(storage_path="runs")),
         ("runs s3://bucket/runs", RunsCommand(storage_path="s3://bucket/runs")),
         ("watch run", WatchCommand(run="run")),
+        ("doctor", DoctorCommand()),
+        (
+            "doctor --hardware gpu:8 --data a --tokenizer gpt2 --storage-path s3://b --json",
+            DoctorCommand(hardware="gpu:8", data="a", tokenizer="gpt2", storage_path="s3://b", json=True),
+        ),
     ],
 )
 def test_a_command_has_the_values_of_its_line(line, expected):

@@ -67,6 +67,11 @@ CHANGED = {
     "optimizer.beta1": 0.5,
     "optimizer.beta2": 0.5,
     "optimizer.clip_norm": 0.5,
+    "optimizer.muon_learning_rate": 0.02,
+    "optimizer.muon_scaling": "spectral",
+    "optimizer.muon_momentum": 0.9,
+    "optimizer.muon_momentum_warmup_steps": 7,
+    "optimizer.muon_weight_decay": 0.5,
 }
 FREE = {
     "preset": "baby",

@@ -136,6 +136,7 @@ CASES = {
     "GPT2Config(attention=array)": "attention must be auto, xla, cudnn or splash, got array([1, 2]).",
     "GPT2Config(remat=array)": "remat must be none, dots or full, got array([1, 2]).",
     "OptimizerConfig(name=array)": "name must be adamw or muon, got array([1, 2]).",
+    "OptimizerConfig(muon_scaling=array)": "muon_scaling must be rms or spectral, got array([1, 2]).",
     "OptimizerConfig(schedule=array)": "schedule must be cosine, wsd or constant, got array([1, 2]).",
     "causal_attention(q, q, q, backend=array)":
         "attention backend must be auto, xla, cudnn or splash, got array([1, 2]).",
@@ -196,6 +197,12 @@ CASES = {
     "GPT2Config(attention='flash')": "attention must be auto, xla, cudnn or splash, got 'flash'.",
     "GPT2Config(remat='all')": "remat must be none, dots or full, got 'all'.",
     "OptimizerConfig(name='sgd')": "name must be adamw or muon, got 'sgd'.",
+    "OptimizerConfig(muon_scaling='adam')": "muon_scaling must be rms or spectral, got 'adam'.",
+    "OptimizerConfig(muon_learning_rate=0)": f"muon_learning_rate must be above 0 and at most {MOST}, got 0.",
+    "OptimizerConfig(muon_momentum=1.0)": "muon_momentum must be in [0, 1), got 1.0.",
+    "OptimizerConfig(muon_momentum_warmup_steps=0.5)":
+        "muon_momentum_warmup_steps must be a whole number from 0 to 2147483647, got 0.5.",
+    "OptimizerConfig(muon_weight_decay=-1)": f"muon_weight_decay must be between 0 and {MOST}, got -1.",
     "OptimizerConfig(schedule='step')": "schedule must be cosine, wsd or constant, got 'step'.",
     "Question(context=None, choices=('a',), answer=0)": "context and choices must be strings, got (None, ('a',)).",
     "Question(context='a', choices=None, answer=0)": "context and choices must be strings, got ('a', None).",

@@ -105,23 +105,33 @@ def test_a_run_that_ends_in_its_warmup_has_the_rates_of_the_warmup(schedule):
     np.testing.assert_allclose([float(rates(step)) for step in range(3)], [2e-4, 4e-4, 6e-4], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_weights_decay_and_biases_and_norms_do_not(name):
+@pytest.mark.parametrize(
+    ("fields", "of_matrices"),
+    [
+        ({"name": "adamw"}, 3e-3 * 0.5),
+        ({"name": "muon"}, 3e-3 * 0.5),
+        ({"name": "muon", "muon_learning_rate": 6e-2, "muon_weight_decay": 0.25}, 2e-2 * 0.25),
+        ({"name": "muon", "muon_weight_decay": 0.0}, 0.0),
+    ],
+)
+def test_weights_decay_and_biases_and_norms_do_not(fields, of_matrices):
     """The first of two steps of warmup has a third of the rate."""
-    config = OptimizerConfig(name=name, learning_rate=9e-3, min_learning_rate=3e-4, warmup_steps=2, weight_decay=0.5)
+    config = OptimizerConfig(learning_rate=9e-3, min_learning_rate=3e-4, warmup_steps=2, weight_decay=0.5, **fields)
     optimizer = create_optimizer(config, 10)
     params = create_train_state(CONFIG, optimizer, jax.random.key(0)).params
     updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    moved = {name for name, leaf in by_name(updates).items() if leaf.any()}
-    assert moved == {name for name in by_name(params) if name.endswith(("kernel", "embedding"))}
-    expected = {name: -3e-3 * 0.5 * np.asarray(leaf) * (name in moved) for name, leaf in by_name(params).items()}
+    shares = {"kernel": of_matrices, "embedding": 3e-3 * 0.5}
+    expected = {name: -shares.get(name.split(".")[-1], 0) * np.asarray(x) for name, x in by_name(params).items()}
+    assert any(leaf.any() for leaf in expected.values())
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), by_name(updates), expected)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_muon_makes_each_matrix_of_the_blocks_nearly_orthogonal(scan_layers):
+@pytest.mark.parametrize(("scan_layers", "scaling"), [(False, "spectral"), (True, "rms")])
+def test_muon_makes_each_matrix_of_the_blocks_nearly_orthogonal(scan_layers, scaling):
     """Singular values of q, k and v are near each other. AdamW updates embeddings and biases by their signs."""
-    config = OptimizerConfig(name="muon", learning_rate=1.0, min_learning_rate=1.0, weight_decay=0.0, clip_norm=0.0)
+    config = OptimizerConfig(
+        name="muon", learning_rate=1.0, min_learning_rate=1.0, weight_decay=0.0, clip_norm=0.0, muon_scaling=scaling
+    )
     optimizer = create_optimizer(config, 10)
     shape = GPT2Config(vocab_size=65, seq_len=16, num_layers=2, num_heads=2, embed_dim=32, scan_layers=scan_layers)
     params = create_train_state(shape, optimizer, jax.random.key(0)).params
@@ -130,8 +140,9 @@ def test_muon_makes_each_matrix_of_the_blocks_nearly_orthogonal(scan_layers):
     for name, update in by_name(jax.tree.map(np.asarray, updates)).items():
         if name.endswith("kernel"):
             matrices = np.moveaxis(update, -2, -3) if name.endswith("c_attn.kernel") else update
-            largest_dim = max(matrices.shape[-2:])
-            singular = np.linalg.svd(matrices, compute_uv=False) / (0.2 * np.sqrt(largest_dim))
+            fan_in, fan_out = matrices.shape[-2:]
+            length = 0.2 * max(fan_in, fan_out) ** 0.5 if scaling == "rms" else max(1, fan_out / fan_in) ** 0.5
+            singular = np.linalg.svd(matrices, compute_uv=False) / length
             # A random square matrix has a few singular values near zero, which stay small.
             assert 0.6 < np.quantile(singular, 0.2) < singular.max() < 1.3, name
         else:
@@ -172,6 +183,56 @@ def test_updates_are_those_of_adamw_in_numpy():
             step = mean[name] / (1 - 0.8**count) / (np.sqrt(square[name] / (1 - 0.9**count)) + 1e-8)
             params[name] = params[name] - rate * (step + (0.3 * params[name] if name == "kernel" else 0))
             np.testing.assert_allclose(ours[name], params[name], rtol=1e-5, atol=1e-6)
+
+
+def orthogonal(matrix):
+    """Five iterations of Newton and Schulz with the coefficients of Jordan et al."""
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+@pytest.mark.parametrize("scaling", ["rms", "spectral"])
+def test_updates_are_those_of_muon_in_numpy(scaling):
+    """Four updates: a momentum of 0.85, 0.875, 0.9 and 0.9, and two schedules with a decay of one step."""
+    config = OptimizerConfig(
+        name="muon", schedule="wsd", learning_rate=0.1, min_learning_rate=0.02, decay_steps=1, clip_norm=0.0,
+        weight_decay=0.5, muon_learning_rate=0.3, muon_weight_decay=0.2, muon_scaling=scaling, muon_momentum=0.9,
+        muon_momentum_warmup_steps=2,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    matrix, mean = rng.normal(size=(3, 4)), np.zeros((3, 4))
+    optimizer = create_optimizer(config, 4)
+    ours: Any = {"c_fc": {"kernel": jnp.asarray(matrix), "bias": jnp.zeros(4)}}
+    state = optimizer.init(ours)
+    for count, beta in enumerate((0.85, 0.875, 0.9, 0.9), start=1):
+        grad = rng.normal(size=(3, 4))
+        given = {"c_fc": {"kernel": jnp.asarray(grad), "bias": jnp.ones(4)}}
+        updates, state = optimizer.update(given, state, ours)
+        ours = optax.apply_updates(ours, updates)
+        mean = beta * mean + (1 - beta) * grad
+        # Nesterov, with the bias corrections of optax.
+        ahead = beta * mean / (1 - beta ** (count + 1)) + (1 - beta) * grad / (1 - beta**count)
+        length = 0.2 * 4**0.5 if scaling == "rms" else (4 / 3) ** 0.5
+        rate = 0.3 if count < 4 else 0.06  # a fifth of the peak, as that of AdamW
+        matrix = matrix - rate * (length * orthogonal(ahead) + 0.2 * matrix)
+        np.testing.assert_allclose(ours["c_fc"]["kernel"], matrix, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ours["c_fc"]["bias"], -0.1 * min(count, 3) - 0.02 * (count == 4), rtol=1e-4)
+
+
+def test_a_warmup_of_the_momentum_begins_at_most_at_the_momentum():
+    """A smaller momentum than 0.85 is that of all updates."""
+    ends = []
+    for steps in (0, 5):
+        config = OptimizerConfig(name="muon", muon_momentum=0.5, muon_momentum_warmup_steps=steps)
+        optimizer, params = create_optimizer(config, 10), {"kernel": jnp.eye(3)}
+        updates: Any
+        updates, state = optimizer.update({"kernel": jnp.ones((3, 3))}, optimizer.init(params), params)
+        updates, _ = optimizer.update({"kernel": jnp.eye(3)}, state, params)
+        ends.append(updates["kernel"])
+    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-6)
 
 
 def test_runs_that_are_too_short_are_rejected():

@@ -27,6 +27,9 @@ from nnx_gpt2 import (
 from nnx_gpt2._tree_step import _tree_sum
 
 RULE = create_optimizer(OptimizerConfig(warmup_steps=2, clip_norm=0.5), 100)
+MUON = create_optimizer(
+    OptimizerConfig(name="muon", warmup_steps=2, muon_learning_rate=1e-2, muon_momentum_warmup_steps=3), 100
+)
 # A run of a process of its own: XLA has as many threads as CPUs, or as `NPROC` says.
 SMALL_RUN = """
 import jax, numpy as np
@@ -50,10 +53,10 @@ def mesh_of(num_devices):
     return make_mesh(devices=jax.devices()[:num_devices])
 
 
-def train(config, num_devices, *, num_shards=8, num_steps=2, key=7, **options):
+def train(config, num_devices, *, num_shards=8, num_steps=2, key=7, rule=RULE, **options):
     mesh = mesh_of(num_devices)
-    state = create_train_state(config, RULE, jax.random.key(0), mesh)
-    step = TreeTrainStep(config, RULE, mesh, num_shards=num_shards, **options)
+    state = create_train_state(config, rule, jax.random.key(0), mesh)
+    step = TreeTrainStep(config, rule, mesh, num_shards=num_shards, **options)
     metrics = {}
     for i in range(num_steps):
         state, metrics = step(state, put_batch(windows(config, seed=i), mesh), jax.random.key(key))
@@ -65,6 +68,7 @@ def train(config, num_devices, *, num_shards=8, num_steps=2, key=7, **options):
     [
         pytest.param({"dropout_rate": 0.2}, {"grad_accum_steps": 2}, id="dropout and microbatches"),
         pytest.param({"scan_layers": True}, {"end_of_text": 3}, id="documents and stacked layers"),
+        pytest.param({}, {"rule": MUON}, id="muon"),
         pytest.param({"dtype": "bfloat16"}, {}, id="bfloat16", marks=pytest.mark.slow),
     ],
 )

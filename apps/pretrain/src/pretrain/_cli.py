@@ -23,6 +23,7 @@ from pretrain._command_line.command_classes import (
     CompareCommand,
     DataCommand,
     DiffCommand,
+    DoctorCommand,
     EvalCommand,
     ExportCommand,
     PlanCommand,
@@ -62,6 +63,7 @@ _ANSWERS: dict[type, str] = {
     DiffCommand: "diff.diff",
     ReplayCommand: "replay.replay",
     VerifyCommand: "verify_run.verify",
+    DoctorCommand: "doctor.doctor",
     RunsCommand: "runs.show_runs",
     WatchCommand: "watch.watch",
 }
@@ -72,8 +74,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the application with these arguments, or with those of the process.
 
     Returns:
-        The exit code, 0 for success; 1 for failed training, or for runs that differ; 2 for bad input, 130 after an
-        interrupt, 141 if the reader of the output has closed it.
+        The exit code: 0 for success; 1 for failed training, runs that differ, or a failed check; 2 for bad input, 130
+        after an interrupt, 141 if the reader of the output has closed it.
     """
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # the command prints the errors of `datasets` itself
     if not os.environ.get("COLUMNS", "1").strip("0"):
@@ -92,8 +94,9 @@ def main(args: Sequence[str] | None = None) -> int:
             code = 0
         else:
             check_folders()
-            check_ray_variables()
             command = parse_command(arguments)
+            if not isinstance(command, DoctorCommand):  # which reports a wrong variable with all else
+                check_ray_variables()
             if isinstance(command, _USERS_OF_JAX):
                 check_limits()
                 check_variables()

@@ -7,17 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from optax.contrib import MuonDimensionNumbers, muon
 
 from nnx_gpt2._errors import INT32_MAX, check_type, is_number, kind, plain, require
+from nnx_gpt2._muon import is_matrix, muon
 from nnx_gpt2._optimizer_config import OptimizerConfig, checked_length
 from nnx_gpt2._params import dotted_name
 from nnx_gpt2._token_ids import has_type
 from nnx_gpt2._weight_average import weight_average
-
-# Muon's updates are scaled to this root mean square, which is about that of AdamW's updates. One learning rate then
-# fits both: Liu et al., 2025, arXiv:2502.16982, section 2.2.
-_MUON_RMS = 0.2
 
 
 def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[[ArrayLike], jax.Array]:
@@ -79,26 +75,15 @@ def weight_mask(params: Any) -> Any:
 
 def _update_rule(params: Any) -> Any:
     """Return the update rule of each parameter: Muon for the matrices of the blocks, AdamW for the rest."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: "muon" if dotted_name(path).endswith("kernel") else "adamw", params
-    )
-
-
-def _matrix_axes(params: Any) -> Any:
-    """Return the input and output axis of each kernel. Other axes (q, k, v; stacked layers) index matrices."""
-
-    def axes(path: tuple[Any, ...], kernel: jax.Array) -> MuonDimensionNumbers:
-        num_dims = 3 if dotted_name(path).endswith("c_attn.kernel") else 2
-        return MuonDimensionNumbers(reduction_axis=kernel.ndim - num_dims, output_axis=kernel.ndim - 1)
-
-    return jax.tree_util.tree_map_with_path(axes, params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if is_matrix(path) else "adamw", params)
 
 
 def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
     """Create the optimizer: clipping by the global norm, then AdamW or Muon, then the average of the parameters.
 
     Muon (Jordan et al., 2024, in optax.contrib) updates the matrices of the blocks, with queries, keys and values as
-    separate matrices. AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) updates embeddings, biases and norms.
+    separate matrices. AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) updates the embeddings, of which `wte` is
+    the head too, biases and norms.
 
     To add an optimizer, add its name to `OptimizerName` and a case here, and its own settings to `OptimizerConfig`. The
     command line then offers them. Leaves of its state must have the names and shapes of the parameters, or be scalars:
@@ -117,13 +102,8 @@ def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientT
         case "adamw":
             rule = adamw
         case "muon":
-            matrices = muon(
-                schedule,
-                weight_decay=config.weight_decay,
-                consistent_rms=_MUON_RMS,
-                muon_weight_dimension_numbers=_matrix_axes,
-            )
-            rule = optax.partition({"muon": matrices, "adamw": adamw}, _update_rule)
+            of_matrices = learning_rate_schedule(config.of_matrices, max_steps)
+            rule = optax.partition({"muon": muon(config, of_matrices), "adamw": adamw}, _update_rule)
         case _:
             assert_never(config.name)
     if config.clip_norm:

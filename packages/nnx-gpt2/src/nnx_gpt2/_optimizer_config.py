@@ -1,6 +1,6 @@
 """The configuration of the optimizer. Imports no jax."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, assert_never, get_args
 
 from nnx_gpt2._errors import FLOAT32_MAX, INT32_MAX, is_number, is_one_of, is_whole, plain, require, shown
@@ -8,6 +8,7 @@ from nnx_gpt2._model_config import with_field_docs
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
+MuonScaling = Literal["rms", "spectral"]
 
 
 @with_field_docs
@@ -20,7 +21,7 @@ class OptimizerConfig:
     """
 
     name: OptimizerName = "adamw"
-    """The update rule: AdamW, or Muon on the blocks' matrices and AdamW on the rest, at the same rate."""
+    """The update rule: AdamW, or Muon on the blocks' matrices and AdamW on the rest, with the head."""
 
     schedule: ScheduleName = "cosine"
     """The schedule after warmup: cosine decay to the minimum, a plateau and a linear decay (`wsd`), or a plateau."""
@@ -44,10 +45,28 @@ class OptimizerConfig:
     """Decoupled weight decay of kernels and embeddings. Biases and norms do not decay."""
 
     beta1: float = 0.9
-    """Decay of AdamW's first moment. (Muon's momentum is optax's default, 0.95.)"""
+    """Decay of AdamW's first moment. Muon has `muon_momentum`."""
 
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
+
+    muon_learning_rate: float | None = None
+    """Peak learning rate of Muon's matrices, with the schedule of the others; None is `learning_rate`."""
+
+    muon_scaling: MuonScaling = "rms"
+    """Length of Muon's updates. `rms`: a root mean square of 0.2, as AdamW's have about, so that one learning rate fits
+    both. `spectral`: a spectral norm of max(1, outputs / inputs) ** 0.5, as of the first Muon, for rates such as 0.02.
+    A rate of `rms` is the one of `spectral` divided by 0.2 * width ** 0.5, but for `mlp.c_proj`, by half of it."""
+
+    muon_momentum: float = 0.95
+    """Momentum of Muon."""
+
+    muon_momentum_warmup_steps: int = 0
+    """Updates in which Muon's momentum rises from 0.85, or from a smaller `muon_momentum`. 0 starts at
+    `muon_momentum`; 300 is usual."""
+
+    muon_weight_decay: float | None = None
+    """Decoupled weight decay of Muon's matrices; None is `weight_decay`, which is that of the embeddings then too."""
 
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down. 0 disables clipping."""
@@ -64,6 +83,7 @@ class OptimizerConfig:
         end = self.min_learning_rate
         ratio = self.min_learning_rate_ratio
         decay = self.decay_steps
+        rate, muon_decay = self.muon_learning_rate, self.muon_weight_decay
         between = f"lie between 0 and learning_rate ({shown(peak)})"
         is_end = end is None or (is_number(peak) and is_number(end) and 0 <= end <= peak)
         in_float32 = f"be between 0 and {FLOAT32_MAX}"
@@ -79,6 +99,19 @@ class OptimizerConfig:
             ("clip_norm", in_float32, is_number(self.clip_norm) and self.clip_norm >= 0),
             ("beta1", "be in [0, 1)", is_number(self.beta1) and 0 <= self.beta1 < 1),
             ("beta2", "be in [0, 1)", is_number(self.beta2) and 0 <= self.beta2 < 1),
+            (
+                "muon_learning_rate",
+                f"be above 0 and at most {FLOAT32_MAX}",
+                rate is None or (is_number(rate) and rate > 0),
+            ),
+            ("muon_scaling", "be rms or spectral", is_one_of(self.muon_scaling, get_args(MuonScaling))),
+            ("muon_momentum", "be in [0, 1)", is_number(self.muon_momentum) and 0 <= self.muon_momentum < 1),
+            (
+                "muon_momentum_warmup_steps",
+                f"be a whole number from 0 to {INT32_MAX}",
+                is_whole(self.muon_momentum_warmup_steps, 0, INT32_MAX),
+            ),
+            ("muon_weight_decay", in_float32, muon_decay is None or (is_number(muon_decay) and muon_decay >= 0)),
             ("average_decay", "be in [0, 1)", is_number(self.average_decay) and 0 <= self.average_decay < 1),
         ):
             is_above = name == "min_learning_rate" and end is not None and is_number(end) and end > peak
@@ -91,6 +124,16 @@ class OptimizerConfig:
         if self.min_learning_rate is None:
             return self.min_learning_rate_ratio * self.learning_rate
         return self.min_learning_rate
+
+    @property
+    def of_matrices(self) -> "OptimizerConfig":
+        """The configuration with the learning rates of Muon's matrices: another peak, and the same shape."""
+        if self.muon_learning_rate is None:
+            return self
+        share = self.final_learning_rate / self.learning_rate
+        return replace(
+            self, learning_rate=self.muon_learning_rate, min_learning_rate=None, min_learning_rate_ratio=share
+        )
 
     def num_steps_before_decay(self, max_steps: int) -> int:
         """Return how many first steps have a learning rate that does not depend on the length of the run.

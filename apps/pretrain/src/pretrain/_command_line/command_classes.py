@@ -319,6 +319,29 @@ class PlanCommand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorCommand:
+    """Check this machine, its storage and its network.
+
+    Each check is ok, warn or fail, with one thing to do. No file stays. The exit code is 1 if a check fails.
+    """
+
+    hardware: str = "auto"
+    """Hardware to use, in the forms of the command train. local needs no Ray."""
+
+    storage_path: str = "runs"
+    """Folder of all runs, or s3://... or gs://...: a small file in it is written, read, listed and deleted."""
+
+    data: str | None = None
+    """Data to use, in the forms of the command train. It must exist, or its hub must answer. None checks no data."""
+
+    tokenizer: str | None = None
+    """Tokenizer to use. None looks for the files of gpt2, which a run may not need."""
+
+    json: bool = False
+    """Print one line of JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions:
     """Train a run for each combination of values of options.
 
@@ -413,13 +436,14 @@ Command = (
     | RunsCommand
     | WatchCommand
     | DataCommand
+    | DoctorCommand
     | PlanCommand
     | SweepCommand
     | ShowConfig
 )
 
 GROUPS: dict[str, dict[str, type]] = {
-    "train": {"train": PretrainConfig, "plan": PlanOptions, "sweep": SweepOptions},
+    "train": {"train": PretrainConfig, "plan": PlanOptions, "sweep": SweepOptions, "doctor": DoctorCommand},
     "look": {
         "watch": WatchCommand, "runs": RunsCommand, "report": ReportCommand, "sample": SampleCommand,
         "eval": EvalCommand,
@@ -447,6 +471,10 @@ EXAMPLES = {
     "sweep": (
         "pretrain sweep --preset baby --data book.txt --grid optimizer.learning-rate=3e-4,1e-3 seed=1,2,3",
         "pretrain sweep sweep.toml --hardware gpu:1 --parallel 8",
+    ),
+    "doctor": (
+        "pretrain doctor",
+        "pretrain doctor --hardware gpu:8 --storage-path s3://bucket/runs --data openwebtext --tokenizer gpt2 --json",
     ),
     "sample": (
         "pretrain sample quickstart-builtin --prompt 'def ' --num-samples 3",

@@ -1,0 +1,112 @@
+"""Programs and functions in child processes, because a driver, a library or a disk may hang or end its process."""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pretrain._errors import one_line, rejection
+
+_ANSWER = "import sys; from pretrain._doctor.child import answer; answer(*sys.argv[1:])"
+_END_WITHIN_S = 1.0
+_running: set[subprocess.Popen[str]] = set()
+
+
+class ChildError(RuntimeError):
+    """The failure of a child process. The message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message).rstrip("."))
+
+
+def run_program(command: Sequence[str], *, within_s: float, variables: Mapping[str, str] | None = None) -> str:
+    """Run a program, and return its output.
+
+    Args:
+        command: the program and its arguments.
+        within_s: seconds after which the program and its children are killed.
+        variables: environment variables, beside those of this process.
+
+    Raises:
+        ChildError: the program cannot be run, has failed, or has not ended in time. The message has its last line.
+    """
+    try:
+        program = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, **(variables or {})},
+            start_new_session=True,  # its children are killed with it
+        )
+    except OSError as error:
+        raise ChildError(f"{command[0]} cannot be run: {error.strerror}") from None
+    _running.add(program)
+    try:
+        output, errors = program.communicate(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        _end(program)
+        for pipe in (program.stdout, program.stderr):
+            if pipe is not None:
+                pipe.close()
+        raise ChildError(f"no answer within {within_s:.0f} s") from None
+    finally:
+        _running.discard(program)
+    if program.returncode:
+        lines = (errors.strip() or output.strip()).splitlines()
+        raise ChildError(lines[-1] if lines else f"exit code {program.returncode}, without a message")
+    return output
+
+
+def call_in_child(
+    function: Callable[..., Any], *arguments: Any, within_s: float, variables: Mapping[str, str] | None = None
+) -> Any:
+    """Call a function of a module in a child process, and return its result.
+
+    Args:
+        function: the function.
+        arguments: values that JSON can hold, as can the result.
+        within_s: seconds after which the child is killed.
+        variables: environment variables of the child, beside those of this process.
+
+    Raises:
+        ChildError: the function has raised an exception, or has not returned in time.
+    """
+    name = f"{function.__module__}:{function.__name__}"
+    output = run_program(
+        [sys.executable, "-P", "-c", _ANSWER, name, json.dumps(arguments)], within_s=within_s, variables=variables
+    )
+    answered = json.loads(output.splitlines()[-1])
+    if "error" in answered:
+        raise ChildError(answered["error"])
+    return answered["value"]
+
+
+def answer(name: str, arguments: str) -> None:
+    """Call a function in this child process, and print its result or its error as the last line."""
+    module, _, function = name.partition(":")
+    try:
+        answered = {"value": getattr(importlib.import_module(module), function)(*json.loads(arguments))}
+    except (ValueError, OSError, MemoryError, RuntimeError, ImportError) as error:
+        answered = {"error": rejection(error) or f"{type(error).__name__}: {error}"}
+    sys.stdout.write(f"{json.dumps(answered)}\n")
+
+
+def end_children() -> None:
+    """Kill the programs that still run, and their children."""
+    for program in [*_running]:
+        _end(program)
+
+
+def _end(program: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a dead disk cannot be killed
+        program.wait(_END_WITHIN_S)
