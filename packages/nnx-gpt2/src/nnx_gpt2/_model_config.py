@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from nnx_gpt2._errors import INT32_MAX, is_number, is_one_of, is_whole, plain, require, shown
 
 DType = Literal["bfloat16", "float32", "float64"]
+SavedDType = Literal["bfloat16", "float16", "float32", "float64"]
 SPLASH_MULTIPLE = 128
 """Splash attention takes positions in tiles of this many lanes."""
 

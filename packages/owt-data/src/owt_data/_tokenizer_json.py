@@ -15,8 +15,8 @@ from owt_data._tokenizers import load_tokenizer
 def tokenizer_files(name: str, *, max_tokens: int) -> dict[str, str]:
     """Return the files from which `transformers` makes a tokenizer, as texts by their names.
 
-    They are `tokenizer.json` and `tokenizer_config.json`. The ids are those of `load_tokenizer`. In addition, the text of
-    the end-of-text token becomes that token, as in every tokenizer of `transformers`.
+    They are `tokenizer.json` and `tokenizer_config.json`. The ids are those of `load_tokenizer`, but the text of the
+    end-of-text token becomes that token, as in every tokenizer of `transformers`.
 
     Args:
         name: the tokenizer.
@@ -110,7 +110,7 @@ def _parts(piece: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
 
 
 def _byte_characters() -> list[str]:
-    """Return the character of each byte in a byte-level vocabulary: the byte's own if it is visible, or one above 255."""
+    """Return the character of each byte in a byte-level vocabulary: its own if it is visible, or one above 255."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
