@@ -79,7 +79,9 @@ class LoopbackHub:
         match parts:
             case ["api", "validate-yaml"]:
                 is_card = json.loads(body)["content"].startswith("---\n")
-                return (200, {"errors": [], "warnings": []}) if is_card else (400, {"errors": [{"message": "no header"}]})
+                return (
+                    (200, {"errors": [], "warnings": []}) if is_card else (400, {"errors": [{"message": "no header"}]})
+                )
             case ["api", "repos", "create"]:
                 return self._create(json.loads(body))
             case ["objects", oid]:
@@ -88,12 +90,15 @@ class LoopbackHub:
                 assert hashlib.sha256(body).hexdigest() == oid
                 self.objects[oid] = body
                 return 200, {}
-            case ["api", "models", owner, name, *rest] if (repository := self.repositories.get(f"{owner}/{name}")):
+            case ["api", "models", owner, name, *rest] if repository := self.repositories.get(f"{owner}/{name}"):
                 return self._of_repository(f"{owner}/{name}", repository, rest, body)
             case [owner, name, "info", "lfs", "objects", "batch"] if f"{owner}/{name.removesuffix('.git')}" in (
                 self.repositories
             ):
-                return 200, {"transfer": "basic", "objects": [self._upload_action(o) for o in json.loads(body)["objects"]]}
+                return 200, {
+                    "transfer": "basic",
+                    "objects": [self._upload_action(o) for o in json.loads(body)["objects"]],
+                }
         return 404, {"error": "Repository not found"}
 
     def _create(self, wanted: dict[str, Any]) -> tuple[int, Any]:

@@ -37,6 +37,10 @@ from pretrain._errors import UsageError
         ("sample run --seed 1 --seed 2", SampleCommand(run="run", seed=2)),
         ("eval run --data train=a,val=b", EvalCommand(run="run", data="train=a,val=b")),
         ("export run out", ExportCommand(run="run", out="out")),
+        (
+            "export run@best out --weights last --dtype bfloat16 --push-to someone/run",
+            ExportCommand(run="run@best", out="out", weights="last", dtype="bfloat16", push_to="someone/run"),
+        ),
         ("report a b --out x.html", ReportCommand(runs=("a", "b"), out="x.html")),
         ("report --out x.html a", ReportCommand(runs=("a",), out="x.html")),
         ("report a --out x.html b", ReportCommand(runs=("a", "b"), out="x.html")),
@@ -203,7 +207,7 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
             "arguments must be --NAME VALUE, got other without --NAME. Put quotes around a value with spaces.",
         ),
         ("sample", "RUN must be given, got nothing. Write: pretrain sample RUN"),
-        ("export run", "OUT must be given, got nothing. Write: pretrain export RUN OUT"),
+        ("export run", "OUT must be given, got nothing. Write: pretrain export RUN OUT [OPTIONS]"),
         ("report", "RUN must be given, got nothing. Write: pretrain report RUN..."),
         ("--train.log-every 0", "train.log_every must be at least 1, got 0."),
         (

@@ -88,6 +88,4 @@ def load_trained(run: str | os.PathLike[str], *, weights: WeightsKind | None = N
     if restored is None:
         raise UsageError(f"{folder} has no checkpoint yet. Continue its training.")
     model = merge(description.config.model, model_of(restored.items))
-    return TrainedModel(
-        folder=folder, description=description, step=restored.step, model=model, is_average=is_average
-    )
+    return TrainedModel(folder=folder, description=description, step=restored.step, model=model, is_average=is_average)

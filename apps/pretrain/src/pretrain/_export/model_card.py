@@ -13,7 +13,7 @@ from nnx_gpt2 import num_params
 from pretrain._config import PretrainConfig
 from pretrain._formats import option
 from pretrain._presets import PRESETS
-from pretrain._run.checkpoint_digests import description_digests, roots
+from pretrain._run.checkpoint_digests import DIGESTS, description_digests, roots
 from pretrain._run.differences import changes_result, option_values
 from pretrain._run.history import RunHistory
 from pretrain._run.metrics import last_values
@@ -59,7 +59,7 @@ def render_card(history: RunHistory, model: ExportedModel) -> str:
     values = last_values(record for record in history.records if record["step"] <= model.step)
     validations = [record for record in history.records if "val_loss" in record and record["step"] <= model.step]
     environment = Environment(
-        loader=PackageLoader("pretrain._export", "templates"), undefined=StrictUndefined, autoescape=False,  # noqa: S701 - Markdown
+        loader=PackageLoader("pretrain._export", "templates"), undefined=StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     return environment.get_template("model_card.md.jinja").render(
@@ -75,7 +75,7 @@ def render_card(history: RunHistory, model: ExportedModel) -> str:
         last_validation=validations[-1] if validations else None,
         best_validation=min(validations, key=lambda record: record["val_loss"], default=None),
         options=_changed_options(description.config),
-        digests=description_digests(description) | (roots(model.metadata) if "digests" in model.metadata else {}),
+        digests=description_digests(description) | (roots(model.metadata) if DIGESTS in model.metadata else {}),
         versions=description.versions,
         commit=description.commit,
         command=shlex.join(["pretrain", "--config", CONFIG, "--name", f"{history.folder.name}-again"]),

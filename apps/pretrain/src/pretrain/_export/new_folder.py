@@ -27,7 +27,9 @@ def check_new(folder: Path, *, may_be_complete: bool = False) -> None:
     if os.path.lexists(folder) and (not folder.is_dir() or (any(folder.iterdir()) and not may_be_complete)):
         raise UsageError(f"out must be a new or empty folder, got {folder}. Give another folder.")
     if folder.is_dir() and (folder.is_mount() or folder.samefile(Path.cwd())):
-        raise UsageError(f"out must be neither a mount point nor the working folder, got {folder}. Give a folder in it.")
+        raise UsageError(
+            f"out must be neither a mount point nor the working folder, got {folder}. Give a folder in it."
+        )
 
 
 @contextlib.contextmanager
