@@ -33,7 +33,7 @@ class LoopbackHub:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
-        self.refuses_objects = False
+        self.rejects_objects = False
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -85,7 +85,7 @@ class LoopbackHub:
             case ["api", "repos", "create"]:
                 return self._create(json.loads(body))
             case ["objects", oid]:
-                if self.refuses_objects:
+                if self.rejects_objects:
                     return 403, {}
                 assert hashlib.sha256(body).hexdigest() == oid
                 self.objects[oid] = body

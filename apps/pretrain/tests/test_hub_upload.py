@@ -102,29 +102,29 @@ def test_weights_of_an_earlier_export_are_deleted(uploaded, exports):
 
 @pytest.mark.fault
 def test_an_upload_that_fails_changes_no_repository(open_hub, exports, record_property):
-    record_property("fault", "a hub that refuses the weights of an upload")
+    record_property("fault", "a hub that rejects the weights of an upload")
     record_property("lost", "nothing: the repository is as it was, and the same command uploads the export")
     one, other = exports
     hub = open_hub()
     upload(one, NAME, message="a model")
-    hub.refuses_objects = True
+    hub.rejects_objects = True
     with pytest.raises(UsageError, match=f"{other} is complete, but its upload to {NAME} failed: .* The same command"):
         upload(other, NAME, message="another")
     assert hub.repositories[NAME].files == contents(one)
-    hub.refuses_objects = False
+    hub.rejects_objects = False
     upload(other, NAME, message="another")
     assert hub.repositories[NAME].files == contents(other)
 
 
-def test_what_the_hub_refuses_is_one_sentence(open_hub, exports, monkeypatch):
+def test_what_the_hub_rejects_is_one_sentence(open_hub, exports, monkeypatch):
     open_hub()
-    refused = result(upload, exports[0], "other/tiny", message="a model")
-    assert "its upload to other/tiny failed: " in refused
-    assert "rights to create a model under this namespace" in refused
+    sentence = result(upload, exports[0], "other/tiny", message="a model")
+    assert "its upload to other/tiny failed: " in sentence
+    assert "rights to create a model under this namespace" in sentence
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    refused = result(upload, exports[0], NAME, message="a model")
-    assert f"its upload to {NAME} failed: " in refused
-    assert "hf_wrong" not in refused
+    sentence = result(upload, exports[0], NAME, message="a model")
+    assert f"its upload to {NAME} failed: " in sentence
+    assert "hf_wrong" not in sentence
 
 
 def test_a_hub_that_is_out_of_reach_is_one_sentence(exports, tmp_path):

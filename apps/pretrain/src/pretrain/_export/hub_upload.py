@@ -44,7 +44,7 @@ def upload(folder: Path, name: str, *, message: str) -> str:
         The address of the commit.
 
     Raises:
-        UsageError: the hub cannot be reached, or refuses the upload. The repository is as it was.
+        UsageError: the hub cannot be reached, or rejects the upload. The repository is as it was.
     """
     if not sys.stderr.isatty():
         disable_progress_bars()

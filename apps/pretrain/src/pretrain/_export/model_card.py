@@ -27,7 +27,7 @@ _PLACES = ("name", "storage_path")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedModel:
-    """What a card tells about a model beside its run."""
+    """The part of a card that is not about the run."""
 
     step: int
     """Step of the checkpoint."""
