@@ -207,7 +207,7 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
             "arguments must be --NAME VALUE, got other without --NAME. Put quotes around a value with spaces.",
         ),
         ("sample", "RUN must be given, got nothing. Write: pretrain sample RUN"),
-        ("export run", "OUT must be given, got nothing. Write: pretrain export RUN OUT [OPTIONS]"),
+        ("export run", "OUT must be given, got nothing. Write: pretrain export RUN OUT"),
         ("report", "RUN must be given, got nothing. Write: pretrain report RUN..."),
         ("--train.log-every 0", "train.log_every must be at least 1, got 0."),
         (

@@ -168,7 +168,7 @@ def test_an_export_is_repeated_only_to_upload_it(run, tmp_path, monkeypatch):
         assert repository.files == {path.name: path.read_bytes() for path in out.iterdir()}
         assert repository.files["README.md"] == card.encode()
         with pytest.raises(UsageError, match="out must be a new or empty folder, or have this export, got"):
-            export(f"{run.name}@4", str(out), push_to=f"{OWNER}/run")
+            export(run.name, str(out), weights="last", push_to=f"{OWNER}/run")
         assert len(repository.commits) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from nnx_gpt2 import GPT2, generate
+from owt_data import load_tokenizer
 
 # The programs that read an export. They must not see the settings of a hub.
 pytestmark = pytest.mark.slow
@@ -67,22 +71,19 @@ def test_transformers_reads_an_export(place):
     python = os.environ.get("TRANSFORMERS_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import torch, transformers"], capture_output=True, check=False).returncode:
         pytest.skip("needs torch and transformers, here or in the interpreter TRANSFORMERS_PYTHON")
-    from nnx_gpt2 import GPT2, generate
-    from owt_data import load_tokenizer
-
     found = json.loads(run([python, "-c", READ, "out", json.dumps(TEXTS), "theirs"], place).splitlines()[-1])
     model, tokenizer = GPT2.from_pretrained(place / "out"), load_tokenizer("bytes")
     for text, read in zip(TEXTS, found["texts"], strict=True):
         ids = tokenizer.encode_ordinary(text)
         assert read["ids"] == ids
-        np.testing.assert_allclose(read["logits"], model(np.array([ids]))[0], atol=1e-5)
+        np.testing.assert_allclose(read["logits"], model(jnp.array([ids]))[0], atol=1e-5)
         (written,) = generate(model, [ids], 20, temperature=0.0)
         expected = tokenizer.decode(np.asarray(written)[-20:].tolist())
         assert read["text"] == read["pipeline"] == text + expected
     assert len(found["free"]) > 1
     # Their own files, in shards: the same model.
     assert len(list((place / "theirs").glob("model-*.safetensors"))) > 1
-    ids = np.array([tokenizer.encode_ordinary(TEXTS[0])])
+    ids = jnp.array([tokenizer.encode_ordinary(TEXTS[0])])
     np.testing.assert_array_equal(GPT2.from_pretrained(place / "theirs")(ids), model(ids))
 
 

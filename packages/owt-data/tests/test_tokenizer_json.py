@@ -6,6 +6,7 @@ import random
 
 import pytest
 import tiktoken
+import tiktoken.load
 import tokenizers
 from tiktoken_ext.openai_public import cl100k_base, r50k_pat_str
 
