@@ -228,7 +228,7 @@ LINES = [
     ("export run book.txt", "out must be a new or empty folder, got book.txt."),
     ("export run loop", "out must be a new or empty folder, got loop."),
     ("export run .", "out must be a new or empty folder, got ."),
-    ("export run out --dtype float8", "--dtype must be one of bfloat16, float16, float32 or none, got float8"),
+    ("export run out --dtype float8", "--dtype must be bfloat16, float16 or float32 or none, got float8."),
     ("export run out --weights average", "runs/run, which keeps no average, got average."),
     ("export run out --push-to out", "--push-to must be OWNER/NAME of a repository on the hub, got out."),
 ]
