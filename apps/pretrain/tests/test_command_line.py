@@ -38,6 +38,10 @@ from pretrain._errors import UsageError
         ("sample run --seed 1 --seed 2", SampleCommand(run="run", seed=2)),
         ("eval run --data train=a,val=b", EvalCommand(run="run", data="train=a,val=b")),
         ("export run out", ExportCommand(run="run", out="out")),
+        (
+            "export run@best out --weights last --dtype bfloat16 --push-to someone/run",
+            ExportCommand(run="run@best", out="out", weights="last", dtype="bfloat16", push_to="someone/run"),
+        ),
         ("report a b --out x.html", ReportCommand(runs=("a", "b"), out="x.html")),
         ("report --out x.html a", ReportCommand(runs=("a",), out="x.html")),
         ("report a --out x.html b", ReportCommand(runs=("a", "b"), out="x.html")),

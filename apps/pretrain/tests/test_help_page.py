@@ -157,7 +157,7 @@ def test_the_help_of_a_process_ends_with_success():
     ("command", "usage"),
     [
         ("train", "pretrain train [OPTIONS]"),
-        ("export", "pretrain export RUN OUT"),
+        ("export", "pretrain export RUN OUT [OPTIONS]"),
         ("report", "pretrain report RUN... [OPTIONS]"),
         ("runs", "pretrain runs [STORAGE_PATH] [GLOB...] [OPTIONS]"),
         ("sweep", "pretrain sweep [FILE] [OPTIONS]"),

@@ -1,7 +1,6 @@
 """Commands on a trained model: one of random weights, saved as a run saves it, without Ray."""
 
 import dataclasses
-import fcntl
 import json
 import math
 import os
@@ -21,8 +20,6 @@ from owt_data import PrepareOptions, load_tokenizer, open_tokens, prepare
 from pretrain import PRESETS, main
 from pretrain._best_effort import best_effort
 from pretrain._commands.evaluate import evaluate
-from pretrain._commands.export import _new_folder as new_folder
-from pretrain._commands.export import export
 from pretrain._commands.load import load_trained
 from pretrain._commands.sample import sample
 from pretrain._data import load_tokens
@@ -340,37 +337,6 @@ def test_samples_are_printed_as_they_are_and_apart(make_run, capsys):
     texts = capsys.readouterr().out.split("\n" + "\u2500" * 80 + "\n")
     assert len(texts) == 3
     assert {text.removesuffix("\n")[:5] for text in texts} == {"a [b]"}
-
-
-def test_an_export_has_the_end_of_text_of_the_tokenizer(make_run, tmp_path):
-    folder, _, _, _ = make_run()
-    assert export(str(folder.path), str(tmp_path / "out")) == 1
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["eos_token_id"] == load_tokenizer("bytes").eot_token == 256
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_an_export_that_fails_leaves_the_folder_as_it_was(tmp_path, is_new):
-    """Another command can then write it. The lock of the folder ends with the block."""
-    out = tmp_path / "new" / "out"
-    if not is_new:
-        out.mkdir(parents=True)
-
-    def write_until_the_disk_is_full():
-        with new_folder(out):
-            for name in ("config.json", "model.safetensors"):
-                (out / name).write_text("the first bytes")
-            raise OSError("the disk is full")
-
-    with pytest.raises(OSError, match="the disk is full"):
-        write_until_the_disk_is_full()
-    assert out.exists() == (not is_new)
-    with new_folder(out):
-        (out / "config.json").write_text("all bytes")
-    assert [path.read_text() for path in out.iterdir()] == ["all bytes"]
-    descriptor = os.open(out, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(descriptor)
 
 
 def test_a_reader_leaves_a_damaged_checkpoint_and_a_save_that_goes_on_alone(make_run):

@@ -381,6 +381,9 @@ CASES = {
     "pretrained_config(5)": "path or name must be of type str | os.PathLike, got 5.",
     "pretrained_config('x', revision=5)": "revision must be of type str | None, got 5.",
     "GPT2.from_pretrained(5)": "path or name must be of type str | os.PathLike, got 5.",
+    "model.save_pretrained('x', dtype='int8')": (
+        "dtype must be one of bfloat16, float16, float32, float64, got 'int8'."
+    ),
     "model.save_pretrained('x', max_shard_bytes='5')": f"max_shard_bytes {WHOLE} '5'.",
     "model.save_pretrained('x', max_shard_bytes=0)": f"max_shard_bytes {WHOLE} 0.",
     "model.save_pretrained('x', max_shard_bytes=np.nan)": f"max_shard_bytes {WHOLE} nan.",

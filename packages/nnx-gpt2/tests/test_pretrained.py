@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from nnx_gpt2 import GPT2, GPT2Config, generate, mean_loss, pretrained_config, split_params
+from nnx_gpt2 import GPT2, GPT2Config, generate, mean_loss, num_params, pretrained_config, split_params
 from nnx_gpt2._errors import one_line
 
 FOLDER = Path(__file__).parent / "fixtures" / "hf-gpt2-tiny"
@@ -116,6 +117,11 @@ def test_gpt2s_vocabulary_ends_documents_by_its_last_id(tmp_path, size, given, e
     GPT2(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path, end_of_text=given)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["bos_token_id"], saved["eos_token_id"]) == (expected, expected)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation == {
+        "max_length": 2,
+        **({} if expected is None else dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), expected)),
+    }
 
 
 @pytest.mark.parametrize(
@@ -155,6 +161,35 @@ def test_weights_of_other_floating_point_types_are_converted(copy):
     assert (params["wte"]["embedding"].dtype, params["wpe"]["embedding"].dtype) == (jnp.float32, jnp.float32)
     np.testing.assert_array_equal(params["wte"]["embedding"][:300], halves)
     np.testing.assert_array_equal(params["wpe"]["embedding"], doubles)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_written_in_another_type(tmp_path, dtype):
+    """In several files, too: a file holds as many bytes of any type."""
+    model = GPT2(ODD, rngs=nnx.Rngs(0))
+    model.save_pretrained(tmp_path, dtype=dtype, max_shard_bytes=21_360)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == 6
+    with safe_open(files[0], framework="numpy") as file:
+        codes = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no dict
+    assert codes == {{"bfloat16": "BF16", "float16": "F16"}[dtype]}
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * num_params(ODD)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["dtype"] == saved["torch_dtype"] == dtype
+    rounded = jax.tree.map(lambda array: array.astype(dtype).astype("float32"), split_params(model))
+    jax.tree.map(np.testing.assert_array_equal, split_params(GPT2.from_pretrained(tmp_path)), rounded)
+
+
+def test_a_weight_that_float16_cannot_hold_is_rejected(tmp_path):
+    model = GPT2(ODD, rngs=nnx.Rngs(0))
+    model.wpe.embedding[...] = model.wpe.embedding[...].at[3, 3].set(-65_521.0)
+    with pytest.raises(ValueError, match=r"weights must be at most 65504 for float16, got .*65521.*Choose bfloat16\."):
+        model.save_pretrained(tmp_path, dtype="float16")
+    assert list(tmp_path.iterdir()) == []
+    model.wpe.embedding[...] = model.wpe.embedding[...].at[3, 3].set(65_504.0)
+    model.save_pretrained(tmp_path, dtype="float16")
+    assert GPT2.from_pretrained(tmp_path).wpe.embedding[3, 3] == 65_504
 
 
 @pytest.mark.fault
@@ -202,7 +237,8 @@ def test_large_models_are_split_over_files_with_an_index(tmp_path):
         assert int.from_bytes((tmp_path / name).read_bytes()[:8], "little") % 8 == 0
     assert_same_params(GPT2.from_pretrained(tmp_path), model)
     model.save_pretrained(tmp_path)  # removes the files of the split model
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    expected = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
     model.save_pretrained(tmp_path, max_shard_bytes=42_720)
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == names
 

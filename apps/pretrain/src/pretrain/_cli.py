@@ -227,9 +227,11 @@ def _run(command: Command, began_s: float) -> int:
             evaluate = _imported("evaluate.evaluate")
             found = evaluate(**dataclasses.asdict(command), console=Console(stderr=True, emoji=False))
             sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
-        case ExportCommand(run=run, out=out):
-            step = _imported("export.export")(run, out)
-            print_line(console, f"wrote the model of step {step} to {out}")
+        case ExportCommand():
+            exported = _imported("export.export")(**dataclasses.asdict(command))
+            print_line(console, f"wrote the model of step {exported.step} to {command.out}")
+            if exported.commit_url is not None:
+                print_line(console, f"uploaded it: {exported.commit_url}")
         case DataCommand():
             progress = Console(stderr=True, emoji=False)
             _imported("data.show_data")(**_options(command), console=console, progress=progress)

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from pretrain import main
-from pretrain._commands.export import _new_folder as new_folder
 from pretrain._errors import rejection
+from pretrain._export.new_folder import new_folder
 from pretrain._run.files import write_json
 from ray_jax_launch import UnsavedCheckpointError
 
@@ -226,7 +226,11 @@ LINES = [
     ("export run ''", "out must be a new or empty folder, got an empty text. Give a name."),
     ("export run book.txt/x", "must be accessible, got Not a directory"),
     ("export run book.txt", "out must be a new or empty folder, got book.txt."),
-    ("export run loop", "loop must be a folder, got something else. Move it away, or give another path."),
+    ("export run loop", "out must be a new or empty folder, got loop."),
+    ("export run .", "out must be a new or empty folder, got ."),
+    ("export run out --dtype float8", "--dtype must be bfloat16, float16 or float32 or none, got float8."),
+    ("export run out --weights average", "runs/run, which keeps no average, got average."),
+    ("export run out --push-to out", "--push-to must be OWNER/NAME of a repository on the hub, got out."),
 ]
 # Contents of the `config.json` of a run without checkpoints, and what the sentence has.
 CONFIGS = [
@@ -309,7 +313,7 @@ def test_what_is_damaged_has_a_copy(place, capsys):
 
 def test_a_folder_has_one_export_at_a_time(place, rejected):
     with new_folder(place / "out"):
-        assert "Another command exports to out. Wait" in rejected(shlex.split(EXPORT))
+        assert f"Another command exports to {place / 'out'}. Wait" in rejected(shlex.split(EXPORT))
     assert main(shlex.split(EXPORT)) == 0
 
 

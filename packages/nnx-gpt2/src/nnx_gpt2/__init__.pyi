@@ -22,6 +22,7 @@ from ._model_config import AttentionBackend as AttentionBackend
 from ._model_config import DType as DType
 from ._model_config import GPT2Config as GPT2Config
 from ._model_config import RematPolicy as RematPolicy
+from ._model_config import SavedDType as SavedDType
 from ._model_config import gpt2 as gpt2
 from ._model_config import gpt2_large as gpt2_large
 from ._model_config import gpt2_medium as gpt2_medium

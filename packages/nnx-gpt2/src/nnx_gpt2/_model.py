@@ -24,7 +24,7 @@ from nnx_gpt2._dropout import check_key, dropout, split_key
 from nnx_gpt2._embedding import add_positions, logits, lookup
 from nnx_gpt2._errors import check_type, is_whole, plain, require, shown, value_error
 from nnx_gpt2._linear import Linear
-from nnx_gpt2._model_config import DType, GPT2Config
+from nnx_gpt2._model_config import DType, GPT2Config, SavedDType
 from nnx_gpt2._params import GivenParams, Params, check_layers, dotted_name
 from nnx_gpt2._pretrained import MODEL_FILES, read_params, write_pretrained
 from nnx_gpt2._pretrained_config import check_changes, locate_pretrained, read_config, with_changes
@@ -227,23 +227,38 @@ class GPT2(nnx.Module):
         return merge(config, read_params(folder, saved, config, shapes))
 
     def save_pretrained(
-        self, path: str | os.PathLike[str], *, end_of_text: int | None = None, max_shard_bytes: int = 5 * 10**9
+        self,
+        path: str | os.PathLike[str],
+        *,
+        end_of_text: int | None = None,
+        dtype: SavedDType | None = None,
+        max_shard_bytes: int = 5 * 10**9,
     ) -> None:
         """Write the model for `from_pretrained`, transformers, vLLM and llama.cpp's converter.
+
+        The files are `config.json`, `generation_config.json`, which ends a generation at the last position, and
+        `model.safetensors`. Those of a tokenizer are not among them.
 
         Args:
             path: a folder, created if it is missing. A file gets its name only after it is complete.
             end_of_text: the token that begins and ends documents, for `config.json`. None is 50256 if the
                 vocabulary is GPT-2's.
+            dtype: type of the weights in the files. None is that of the parameters.
             max_shard_bytes: larger weights are split into several files with an index. A tensor is never split.
 
         Raises:
-            ValueError: `end_of_text` is no id of the model, `max_shard_bytes` is below 1, or `path` has a `config.json`
-                that is not a model's, such as that of a training run.
+            ValueError: `end_of_text` is no id of the model, `dtype` is no such type, a weight is too large for float16,
+                `max_shard_bytes` is below 1, or `path` has a `config.json` that is not a model's, such as that of a
+                training run.
             OSError: `path` is a file, is below a file, or cannot be written.
         """
         write_pretrained(
-            path, self.config, split_params(self), end_of_text=end_of_text, max_shard_bytes=max_shard_bytes
+            path,
+            self.config,
+            split_params(self),
+            end_of_text=end_of_text,
+            dtype=self.config.param_dtype if dtype is None else dtype,
+            max_shard_bytes=max_shard_bytes,
         )
 
     def __call__(

@@ -13,6 +13,7 @@ from nnx_gpt2._errors import INT32_MAX, is_number, is_one_of, is_whole, plain, r
 T = TypeVar("T", bound=type)
 
 DType = Literal["bfloat16", "float32", "float64"]
+SavedDType = Literal["bfloat16", "float16", "float32", "float64"]
 SPLASH_MULTIPLE = 128
 """Splash attention takes positions in tiles of this many lanes."""
 

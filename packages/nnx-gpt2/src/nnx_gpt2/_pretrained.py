@@ -12,15 +12,15 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from nnx_gpt2._errors import check_path, is_whole, one_line, plain, require, shown, value_error
-from nnx_gpt2._model_config import GPT2Config
+from nnx_gpt2._errors import check_path, is_one_of, is_whole, one_line, plain, require, shown, value_error
+from nnx_gpt2._model_config import GPT2Config, SavedDType
 from nnx_gpt2._params import Params
 from nnx_gpt2._pretrained_config import AGAIN, CONFIG_FILE, check_regular, read_object
 from nnx_gpt2._token_ids import check_end_of_text
@@ -28,15 +28,16 @@ from nnx_gpt2._token_ids import check_end_of_text
 _PREFIX = "transformer."
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
 MODEL_FILES = [CONFIG_FILE, "*.safetensors", _INDEX]
 
 # Buffers, not parameters: old versions of transformers stored the causal mask of every layer.
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 _HEAD = "lm_head.weight"
 
-# Names of types in safetensors: those that weights may have, and those of this model.
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64"}
+# The types that weights may have, and their names in safetensors.
+_DTYPE_CODES: dict[SavedDType, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+_MOST_FLOAT16 = 65_504
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +119,19 @@ def write_pretrained(
     params: Params,
     *,
     end_of_text: int | None,
+    dtype: SavedDType,
     max_shard_bytes: int,
 ) -> None:
-    """Write parameters and `config.json`; see `GPT2.save_pretrained`."""
+    """Write parameters and the configs; see `GPT2.save_pretrained`."""
     check_end_of_text(end_of_text, config.vocab_size)
+    require(is_one_of(dtype, get_args(SavedDType)), "dtype", f"be one of {', '.join(_DTYPE_CODES)}", shown(dtype))
     require(is_whole(max_shard_bytes, 1), "max_shard_bytes", "be a whole number of at least 1", shown(max_shard_bytes))
     folder = check_path("path", path)
     if (folder / CONFIG_FILE).exists():
         is_model = "model_type" in read_object(folder / CONFIG_FILE)
         require(is_model, str(folder / CONFIG_FILE), "be that of a model", "another", "Give another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    itemsize = jnp.dtype(config.param_dtype).itemsize
+    itemsize = jnp.dtype(dtype).itemsize
     shards: list[dict[str, _Tensor]] = [{}]
     shard_bytes = total_bytes = 0
     for name, tensor in _published(config).items():
@@ -142,17 +145,21 @@ def write_pretrained(
     def read(tensor: _Tensor) -> np.ndarray:
         parent, key = _locate(params, tensor, config)
         stacked = config.scan_layers and tensor.layer is not None
-        return _to_published(np.asarray(parent[key][tensor.layer] if stacked else parent[key]), tensor.shape)
+        array = np.asarray(parent[key][tensor.layer] if stacked else parent[key])
+        return _as_dtype(_to_published(array, tensor.shape), dtype)
 
     def file_name(i: int) -> str:
         return _WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
 
     for i, shard in enumerate(shards):
-        _write_tensors(folder / file_name(i), shard, _DTYPE_CODES[config.param_dtype], itemsize, read)
+        _write_tensors(folder / file_name(i), shard, _DTYPE_CODES[dtype], itemsize, read)
     if len(shards) > 1:
         weight_map = {name: file_name(i) for i, shard in enumerate(shards) for name in shard}
         _write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    _write_json(folder / CONFIG_FILE, _describe(config, plain(end_of_text)))
+    if end_of_text is None and config.vocab_size == GPT2Config().vocab_size:
+        end_of_text = config.vocab_size - 1
+    _write_json(folder / _GENERATION, _describe_generation(config, plain(end_of_text)))
+    _write_json(folder / CONFIG_FILE, _describe(config, plain(end_of_text), dtype))
     # Remove files of an earlier model that would be read instead of these files, or with them.
     names = {file_name(i) for i in range(len(shards))} | ({_INDEX} if len(shards) > 1 else set())
     for stale in [*folder.glob("model*.safetensors"), folder / _INDEX]:
@@ -160,9 +167,7 @@ def write_pretrained(
             stale.unlink(missing_ok=True)
 
 
-def _describe(config: GPT2Config, end_of_text: int | None) -> dict[str, Any]:
-    if end_of_text is None and config.vocab_size == GPT2Config().vocab_size:
-        end_of_text = config.vocab_size - 1
+def _describe(config: GPT2Config, end_of_text: int | None, dtype: SavedDType) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -184,9 +189,15 @@ def _describe(config: GPT2Config, end_of_text: int | None) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
-        "dtype": config.param_dtype,
-        "torch_dtype": config.param_dtype,
+        "dtype": dtype,
+        "torch_dtype": dtype,
     }
+
+
+def _describe_generation(config: GPT2Config, end_of_text: int | None) -> dict[str, Any]:
+    """Return the defaults of transformers' `generate`: texts end at the last position, or by an end of text."""
+    ids = {} if end_of_text is None else dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+    return {**ids, "max_length": config.seq_len}
 
 
 def _locate(params: Any, tensor: _Tensor, config: GPT2Config) -> tuple[Any, str]:
@@ -207,6 +218,13 @@ def _to_ours(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 def _to_published(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return array.reshape(shape) if array.size == np.prod(shape) else array[: shape[0]]
+
+
+def _as_dtype(array: np.ndarray, dtype: SavedDType) -> np.ndarray:
+    if dtype == "float16":
+        largest = np.abs(array).max()
+        require(not largest > _MOST_FLOAT16, "weights", "be at most 65504 for float16", largest, "Choose bfloat16.")
+    return array.astype(jnp.dtype(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +279,7 @@ def _check_tensors(folder: Path, tensors: dict[str, _Stored], expected: dict[str
     for name in filter(tensors.__contains__, expected):
         if (shape := tensors[name].shape()) != expected[name].shape:
             problems.append(f"{name} is {list(shape)}, not {list(expected[name].shape)}")
-        if (dtype := tensors[name].dtype()) not in _FLOATS:
+        if (dtype := tensors[name].dtype()) not in _DTYPE_CODES.values():
             problems.append(f"{name} holds {dtype}, not floating-point numbers")
     if not problems and head is not None and not np.array_equal(head.read(), tensors["wte.weight"].read()):
         problems = [f"{_HEAD} is not wte.weight, to which GPT-2's head is tied"]

@@ -24,6 +24,7 @@ from ._stream.ray_reader import step_windows as step_windows
 from ._stream.ray_reader import token_windows as token_windows
 from ._stream.text import stream_text as stream_text
 from ._stream.thread_reader import read_steps as read_steps
+from ._tokenizer_json import tokenizer_files as tokenizer_files
 from ._tokenizers import load_tokenizer as load_tokenizer
 from ._tokenizers import vocab_size as vocab_size
 from ._tokens.growing_tokens import GrowingTokens as GrowingTokens

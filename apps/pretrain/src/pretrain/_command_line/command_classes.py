@@ -72,7 +72,7 @@ class EvalCommand:
 class ExportCommand:
     """Write a trained model in Hugging Face's format.
 
-    transformers, vLLM and others read it.
+    With its tokenizer and a card. transformers, vLLM and others read it.
     """
 
     run: str = field(metadata=_RUN)
@@ -80,7 +80,18 @@ class ExportCommand:
     for the lowest validation loss."""
 
     out: str = field(metadata={"placeholder": "OUT"})
-    """A folder for config.json and model.safetensors, new or empty."""
+    """A folder for the files, new or empty. It gets its name when it is complete."""
+
+    weights: Literal["average", "last"] | None = None
+    """The moving average of the weights, of a run with --optimizer.average-decay, or those of the step. None is the
+    average if the run keeps one."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Type of the weights in the files; none is that of the run's weights."""
+
+    push_to: str | None = None
+    """Upload OUT to this repository of the Hugging Face hub, as one commit, by the token in HF_TOKEN or of
+    `hf auth login`. A new repository is private. OUT may have the export already, with a README.md that you changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -486,7 +497,7 @@ EXAMPLES = {
     ),
     "export": (
         "pretrain export quickstart-builtin exported",
-        "pretrain export s3://bucket/runs/first exported/first",
+        "pretrain export runs/first@best exported/first --dtype bfloat16 --push-to someone/first",
     ),
     "report": (
         "pretrain report quickstart-builtin",

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from nnx_gpt2 import GPT2, merge
 from owt_data import load_tokenizer
@@ -19,6 +19,9 @@ from ray_jax_launch import Checkpoints
 if TYPE_CHECKING:
     import tiktoken
 
+WeightsKind = Literal["average", "last"]
+"""The moving average of the parameters, which a run with `optimizer.average_decay` keeps, or those of the last step."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedModel:
@@ -34,7 +37,10 @@ class TrainedModel:
     """Step of the checkpoint."""
 
     model: GPT2
-    """The model with the parameters of the checkpoint, or with their average if the run keeps one."""
+    """The model with the parameters of the checkpoint, or with their average."""
+
+    is_average: bool
+    """True if the parameters are the average."""
 
     @property
     def config(self) -> PretrainConfig:
@@ -51,15 +57,17 @@ class TrainedModel:
         return load_tokenizer(self.description.data.tokenizer)
 
 
-def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
+def load_trained(run: str | os.PathLike[str], *, weights: WeightsKind | None = None) -> TrainedModel:
     """Load the model of a checkpoint of a run.
 
     Args:
         run: the run's folder or URI, or its name in `runs`, for its newest checkpoint; or `RUN@STEP`, or `RUN@best` for
             the lowest validation loss.
+        weights: the parameters; None is their average if the run keeps one, otherwise those of the last step.
 
     Raises:
-        UsageError: the run or the checkpoint does not exist, cannot be read, or has a damaged description.
+        UsageError: the run or the checkpoint does not exist, cannot be read, or has a damaged description; or the run
+            keeps no average.
         ValueError: the checkpoints are damaged; see `rejection` for the subclasses.
     """
     name = run.__fspath__() if isinstance(run, os.PathLike) else run
@@ -68,12 +76,16 @@ def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
     with rejecting():
         chosen = find_checkpoint(name) if names_a_checkpoint(name) else None
         folder, description = find_run(name) if chosen is None else chosen[:2]
+    has_average = description.config.optimizer.average_decay > 0
+    if weights == "average" and not has_average:
+        raise UsageError(f"weights must be last for {folder}, which keeps no average, got average.")
+    is_average = has_average and weights != "last"
     start_jax()
     keep_programs()
-    like = like_model(description.config)
+    like = like_model(description.config, is_average=is_average)
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         restored = checkpoints.restore_latest(like) if chosen is None else checkpoints.restore_step(chosen.step, like)
     if restored is None:
         raise UsageError(f"{folder} has no checkpoint yet. Continue its training.")
     model = merge(description.config.model, model_of(restored.items))
-    return TrainedModel(folder=folder, description=description, step=restored.step, model=model)
+    return TrainedModel(folder=folder, description=description, step=restored.step, model=model, is_average=is_average)

@@ -109,11 +109,21 @@ def _weights(checkpoints: Checkpoints, step: int, setup: Setup) -> Any:
     return model_of(checkpoints.restore_step(step, like_model(config, setup.mesh)).items)
 
 
-def like_model(config: PretrainConfig, mesh: jax.sharding.Mesh | None = None) -> dict[str, Any]:
-    """Return the shapes of the items of a checkpoint that hold its model: see `model_of`."""
+def like_model(
+    config: PretrainConfig, mesh: jax.sharding.Mesh | None = None, *, is_average: bool | None = None
+) -> dict[str, Any]:
+    """Return the shapes of the items of a checkpoint that hold its model: see `model_of`.
+
+    Args:
+        config: the configuration of the run.
+        mesh: the mesh of the model.
+        is_average: take the average of the parameters, not the last ones; None takes it if the run keeps one.
+    """
     optimizer = create_optimizer(config.optimizer, config.train.max_steps)
     state = abstract_train_state(config.model, optimizer, mesh)
-    return {"opt_state": state.opt_state} if config.optimizer.average_decay else {"params": state.params}
+    if is_average is None:
+        is_average = config.optimizer.average_decay > 0
+    return {"opt_state": state.opt_state} if is_average else {"params": state.params}
 
 
 def model_of(items: dict[str, Any]) -> Any:
