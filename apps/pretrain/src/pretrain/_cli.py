@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import io
-import json
 import logging
 import os
 import shutil
@@ -221,9 +220,8 @@ def _run(command: Command, began_s: float) -> int:
         case SampleCommand():
             _sample(command, console)
         case EvalCommand():
-            evaluate = _imported("evaluate.evaluate")
-            found = evaluate(**dataclasses.asdict(command), console=Console(stderr=True, emoji=False))
-            sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
+            progress = Console(stderr=True, emoji=False)
+            _imported("evaluate.show_evaluation")(**_options(command), console=console, progress=progress)
         case ExportCommand(run=run, out=out):
             step = _imported("export.export")(run, out)
             print_line(console, f"wrote the model of step {step} to {out}")
