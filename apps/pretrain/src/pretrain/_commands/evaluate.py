@@ -17,10 +17,10 @@ from pretrain._commands.evaluation_data import Split, tokens_of, tokens_of_run
 from pretrain._commands.load import load_trained
 from pretrain._config import MAX_COUNT, PrepareConfig
 from pretrain._errors import UsageError, short
-from pretrain._judge.requested import check_installed, parse_tasks
 from pretrain._judge.task_table import show_scores
 from pretrain._judge.tasks import TaskScores, evaluate_tasks
 from pretrain._run.metrics import rounded
+from pretrain._task_names import check_installed, parse_tasks
 from pretrain._training.validation import Validation
 
 # Its exponential is the largest that a float holds.

@@ -16,9 +16,9 @@ from rich.console import Console
 from nnx_gpt2 import GPT2
 from pretrain._errors import UsageError, one_line, short
 from pretrain._judge.published import Figure, published_figures
-from pretrain._judge.requested import RequestedTask
 from pretrain._screen.printing import waiting
 from pretrain._suggestions import nearest
+from pretrain._task_names import RequestedTask
 
 if TYPE_CHECKING:
     import tiktoken

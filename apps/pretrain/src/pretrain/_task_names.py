@@ -1,4 +1,4 @@
-"""The tasks that a command line or a configuration names, and where lm-eval is missing."""
+"""Names of tasks of lm-eval, in a command line or in a configuration."""
 
 import importlib.util
 import re
