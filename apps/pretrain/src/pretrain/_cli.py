@@ -224,7 +224,7 @@ def _run(command: Command, began_s: float) -> int:
             _imported("evaluate.show_evaluation")(**_options(command), console=console, progress=progress)
         case ExportCommand(run=run, out=out):
             step = _imported("export.export")(run, out)
-            print_line(console, f"wrote the model of step {step} to {out}")
+            print_line(console, f"wrote the model{'' if step is None else f' of step {step}'} to {out}")
         case DataCommand():
             progress = Console(stderr=True, emoji=False)
             _imported("data.show_data")(**_options(command), console=console, progress=progress)

@@ -13,15 +13,15 @@ from ray_jax_launch import as_storage_path
 _FILES = ("*.json", "*.safetensors")
 
 
-def export(run: str, out: str) -> int:
+def export(run: str, out: str) -> int | None:
     """Write a run's newest checkpoint in Hugging Face's format.
 
     Args:
-        run: the run's folder, URI or name.
+        run: the model, as for `load_trained`.
         out: a new or empty folder.
 
     Returns:
-        The step of the checkpoint.
+        The step of the checkpoint; None for a model that is not that of a run.
 
     Raises:
         UsageError: the run does not exist or has no checkpoint, or `out` is not a new or empty folder, or another
