@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-_WORDS = "the a cat dog sat ran on in red blue old new tree house quickly slowly".split()
+_WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "in", "red", "blue", "old", "new", "tree", "quickly", "slowly"]
 
 _DATA = """
 dataset_path: json

@@ -1,11 +1,9 @@
 """`eval --tasks`: the scores of lm-eval are those of a direct computation with all logits of the model."""
 
-import dataclasses
 import json
 import math
 import random
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +144,7 @@ def test_scores_on_own_tasks_are_those_of_a_direct_computation(exported, model, 
         tokens = encoded(row["text"])
         for first in range(0, len(tokens), 32):  # the last window has the 32 tokens before its end
             end = min(first + 32, len(tokens))
-            window = ([END] + tokens)[max(0, end - 32) : end + 1]
+            window = [END, *tokens][max(0, end - 32) : end + 1]
             nats -= log_probs(window)[0][-(end - first) :].sum()
         num_bytes += len(tokens)
     for metric, count in right.items():

@@ -17,7 +17,7 @@ class Figure(NamedTuple):
     """The score, as lm-eval gives it: an accuracy is a share of 1."""
 
     source: str
-    """Where it is published."""
+    """The place of its publication."""
 
 
 MODELS = ("GPT-2 124M", "GPT-2 1.5B")

@@ -19,7 +19,7 @@ class Score(NamedTuple):
     """Sum of their log-probabilities, in nats."""
 
     is_greedy: bool
-    """Whether each of them is the likeliest."""
+    """True if each of them is the likeliest."""
 
 
 class _AllStopped(Exception):

@@ -92,7 +92,7 @@ class TaskScores:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no process runs."""
+        """True if no process runs."""
         return self._process is None
 
     def _next_saved(self) -> int | None:

@@ -76,7 +76,7 @@ class StopPoller:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a stop request has come."""
+        """True if a stop request has come."""
         return self.request is not None
 
     def _poll(self, group: str, size: int, rank: int, handle: Any) -> None:
@@ -120,7 +120,7 @@ class LocalStop:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a stop request has come."""
+        """True if a stop request has come."""
         self.request, _ = self._control.poll.remote("", 1, 0, request=None, next_step=None)
         return self.request is not None
 
