@@ -46,7 +46,7 @@ def scored(language_model: Any, task: str, tasks: TaskManager) -> dict[str, Any]
         one.set_config(key="num_fewshot", value=0)
     began = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
-        results = evaluate(language_model, loaded, bootstrap_iters=0)
+        results: Any = evaluate(language_model, loaded, bootstrap_iters=0)
     seconds = time.perf_counter() - began
     texts = [sample["filtered_resps"][0] for sample in results["samples"][task]]
     return {"seconds": seconds, "scores": results["results"][task], "texts": texts if "writing" in task else []}
@@ -69,5 +69,6 @@ if __name__ == "__main__":
         if name not in loaded_models:
             model = transformers.GPT2LMHeadModel.from_pretrained(folder / name).eval()
             tokenizer = read_tokenizer(folder / name / "vocabulary.json")
-            loaded_models[name] = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH_SIZE)
+            make: Any = HFLM  # a decorator hides its arguments
+            loaded_models[name] = make(pretrained=model, tokenizer=tokenizer, batch_size=BATCH_SIZE)
         print(json.dumps(scored(loaded_models[name], request["task"], manager), default=str), flush=True)

@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 from flax import nnx
 from own_tasks import documents, write_tasks
+from rich.console import Console
 
 from nnx_gpt2 import GPT2, GPT2Config
 from owt_data import load_tokenizer
-from pretrain import load_trained, main
+from pretrain import PRESETS, load_trained, main
+from pretrain._commands.train import checked_tasks
 from pretrain._errors import UsageError
 from pretrain._judge.batches import Row, batches
+from pretrain._judge.published import published_figures
 from pretrain._judge.scorer import Scorer
+from pretrain._judge.task_table import show_scores
+from pretrain._judge.tasks import MetricScore, TaskScores
 
 END = 256
 CONFIG = GPT2Config(vocab_size=300, seq_len=32, num_layers=1, num_heads=2, embed_dim=16)
@@ -194,7 +199,7 @@ def test_without_the_extra_the_command_that_installs_it_is_named(exported, monke
 
 def test_an_exported_folder_is_a_model_in_every_command(exported, model, tmp_path, capsys):
     trained = load_trained(exported)
-    assert (trained.step, trained.folder, trained.tokenizer.name) == (None, None, "bytes")
+    assert (trained.step, trained.run, trained.tokenizer.name) == (None, None, "bytes")
     tokens = jnp.arange(20)[None]
     np.testing.assert_allclose(trained.model(tokens), model(tokens), atol=1e-5)
     with pytest.raises(UsageError, match="exported must be a run, got weights, which have no configuration"):
@@ -210,6 +215,39 @@ def test_an_exported_folder_is_a_model_in_every_command(exported, model, tmp_pat
     assert capsys.readouterr().out.startswith("ab")
     assert main(["export", str(exported), str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+
+
+def test_the_tasks_of_a_run_are_checked_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = PRESETS["quickstart"]().with_options({"train.eval_tasks": ["piqa:3", "own/a.yaml"]})
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UsageError, match="tasks must have lm-eval, which is not installed"):
+        checked_tasks(config)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    with pytest.raises(UsageError, match="eval_tasks must name files that exist, got own/a.yaml"):
+        checked_tasks(config)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.yaml").touch()
+    assert checked_tasks(config).train.eval_tasks == ("piqa:3", str(tmp_path / "own" / "a.yaml"))
+    with pytest.raises(UsageError, match="tasks must be names such as piqa"):
+        config.with_options({"train.eval_tasks": ["piqa:0"]})
+    with pytest.raises(
+        UsageError, match=r"eval_tasks_every must be a multiple of train.checkpoint_every, 250, got 300"
+    ):
+        config.with_options({"train.eval_tasks_every": 300})
+
+
+def test_the_figures_of_gpt2_stand_beside_the_scores_with_their_sources(capsys):
+    figures = published_figures("hellaswag", "acc_norm")
+    scores = MetricScore(metric="acc_norm", value=0.25, stderr=0.0125, published=figures)
+    task = TaskScores(task="hellaswag", num_documents=1_000, num_examples=0, version="1", metrics=[scores])
+    show_scores([task], console=Console(width=60))
+    header, row, source = capsys.readouterr().out.splitlines()
+    assert header.endswith("± error  GPT-2 124M  GPT-2 1.5B")
+    assert row.split() == ["hellaswag", "acc_norm", "1,000", "0", "0.2500", "0.0125", "0.3114", "0.5089"]
+    assert source == "GPT-2 on hellaswag: github.com/karpathy/build-nanogpt, hellaswag.py"
 
 
 def test_the_tokenizer_of_other_weights_is_not_guessed(model, tmp_path, capsys):

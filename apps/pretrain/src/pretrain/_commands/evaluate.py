@@ -176,12 +176,12 @@ def evaluate(
     trained = load_trained(run)
     tokenizer = trained.tokenizer_name
     if data is None:
-        if trained.description is None:
+        if trained.run is None:
             raise UsageError(f"--data must be given for {short(run)}, which is not a run, got none.")
         stored = trained.description.data
         data_name, found = stored.tokens, tokens_of_run(stored, split or "val")
     else:
-        config = PrepareConfig() if trained.description is None else trained.config.prepare
+        config = PrepareConfig() if trained.run is None else trained.config.prepare
         config = dataclasses.replace(config, tokenizer=tokenizer or trained.tokenizer.name)
         if text_column is not None:
             config = dataclasses.replace(config, text_column=text_column)
@@ -190,7 +190,7 @@ def evaluate(
     if tokens.num_windows(seq_len) == 0:
         kind = "validation tokens" if found.split == "val" else "tokens"
         raise UsageError(f"{data_name} must hold at least {seq_len + 1} {kind}, got {len(tokens)}. Give other --data.")
-    is_masked = trained.description is not None and trained.config.train.mask_documents
+    is_masked = trained.run is not None and trained.config.train.mask_documents
     validation = Validation(
         trained.model.config,
         tokens,

@@ -33,11 +33,8 @@ class TrainedModel:
     name: str
     """The name that it was loaded by."""
 
-    folder: RunFolder | None
-    """The run's folder; None for an exported folder and for published weights."""
-
-    description: RunDescription | None
-    """The run's configuration and data; None without a run."""
+    run: tuple[RunFolder, RunDescription] | None
+    """The folder and the description of the run; None for an exported folder and for published weights."""
 
     step: int | None
     """Step of the checkpoint; None without a run."""
@@ -49,15 +46,22 @@ class TrainedModel:
     """Name of the tokenizer; None if the files do not tell."""
 
     @property
-    def run(self) -> RunDescription:
-        """The description of the run.
+    def folder(self) -> RunFolder:
+        """The run's folder.
 
         Raises:
             UsageError: the model is not that of a run.
         """
-        if self.description is None:
-            raise UsageError(f"{self.name} must be a run, got weights, which have no configuration. Name a run.")
-        return self.description
+        return self._of_run()[0]
+
+    @property
+    def description(self) -> RunDescription:
+        """The run's configuration and data.
+
+        Raises:
+            UsageError: the model is not that of a run.
+        """
+        return self._of_run()[1]
 
     @property
     def config(self) -> PretrainConfig:
@@ -66,7 +70,12 @@ class TrainedModel:
         Raises:
             UsageError: the model is not that of a run.
         """
-        return self.run.config
+        return self.description.config
+
+    def _of_run(self) -> tuple[RunFolder, RunDescription]:
+        if self.run is None:
+            raise UsageError(f"{self.name} must be a run, got weights, which have no configuration. Name a run.")
+        return self.run
 
     @property
     def tokenizer(self) -> "tiktoken.Encoding":
@@ -116,8 +125,7 @@ def load_trained(run: str | os.PathLike[str]) -> TrainedModel:
         raise UsageError(f"{folder} has no checkpoint yet. Continue its training.")
     return TrainedModel(
         name=name,
-        folder=folder,
-        description=description,
+        run=(folder, description),
         step=restored.step,
         model=merge(description.config.model, model_of(restored.items)),
         tokenizer_name=description.data.tokenizer,
@@ -144,8 +152,7 @@ def _published(name: str) -> TrainedModel:
     known = {end: tokenizer for end, tokenizer in _TOKENIZERS.items() if end < vocab_size}
     return TrainedModel(
         name=name,
-        folder=None,
-        description=None,
+        run=None,
         step=None,
         model=model,
         tokenizer_name=known.get(end_of_text) if isinstance(end_of_text, int) else None,

@@ -1,5 +1,8 @@
 """A model as lm-eval asks it: log-likelihoods of continuations and of whole texts, and generated texts."""
 
+# lm-eval is an extra.
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -100,7 +103,8 @@ class LanguageModel(TemplateLM):
         """Return a continuation of each context, up to the first of its stop texts."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+            context_and_options: Any = request.args
+            groups.setdefault(json.dumps(context_and_options[1], sort_keys=True), []).append(number)
 
         def work(done: Callable[[int], object]) -> dict[int, str]:
             texts: dict[int, str] = {}

@@ -1,5 +1,8 @@
 """Scores of a model on tasks, by lm-eval."""
 
+# lm-eval is an extra.
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+
 import contextlib
 import io
 import logging
@@ -118,7 +121,7 @@ class _Known:
     def __init__(self, requested: Sequence[RequestedTask]) -> None:
         from lm_eval.tasks import TaskManager  # an extra
 
-        folders = [task.name for task in requested if task.is_path and Path(task.name).is_dir()]
+        folders: list[str | Path] = [task.name for task in requested if task.is_path and Path(task.name).is_dir()]
         self.manager = TaskManager(include_path=folders, include_defaults=not all(task.is_path for task in requested))
 
     def names_in(self, folder: Path) -> list[str]:
