@@ -226,7 +226,7 @@ def test_the_tasks_of_a_run_are_checked_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("lm_eval", reason="needs the extra eval")
-    with pytest.raises(UsageError, match="eval_tasks must name files that exist, got own/a.yaml"):
+    with pytest.raises(UsageError, match=r"eval_tasks must name files that exist, got own/a\.yaml"):
         checked_tasks(config)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "a.yaml").touch()

@@ -65,6 +65,12 @@ class TaskScores:
             step: the last step of the training.
             is_last: whether the run ends with this step, also before `max_steps`.
         """
+        found: list[Record] = []
+        if self._process is not None and self._process.has_ended:
+            with best_effort(f"the scores of step {self._process.step} on tasks"):
+                found.append(self._process.scores())
+            self._process = None
+        self._start_next()
         if (is_last or self._is_wanted(step)) and step not in (*self._known, *self.held):
             if self._new is not None:
                 _logger.warning(
@@ -73,16 +79,15 @@ class TaskScores:
                     self._new,
                 )
             self._new = step
-        found: list[Record] = []
-        if self._process is not None and self._process.has_ended:
-            with best_effort(f"the scores of step {self._process.step} on tasks"):
-                found.append(self._process.scores())
-            self._process = None
+            self._start_next()
+        return found
+
+    def _start_next(self) -> None:
+        """Start a process for the next checkpoint that is saved, if none runs."""
         if self._process is None and (waiting := self._next_saved()) is not None:
             self._known.add(waiting)
             with best_effort(f"the scores of step {waiting} on tasks"):
                 self._process = _Process(self._folder, self._train.eval_tasks, waiting)
-        return found
 
     @property
     def held(self) -> list[int]:
