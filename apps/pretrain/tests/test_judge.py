@@ -18,8 +18,8 @@ from owt_data import load_tokenizer
 from pretrain import PRESETS, load_trained, main
 from pretrain._commands.train import checked_tasks
 from pretrain._errors import UsageError
-from pretrain._judge.batches import Row, batches
 from pretrain._judge.published import published_figures
+from pretrain._judge.row_batches import Row, batches
 from pretrain._judge.scorer import Scorer
 from pretrain._judge.task_table import show_scores
 from pretrain._judge.tasks import MetricScore, TaskScores

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from nnx_gpt2 import GPT2
-from pretrain._judge.batches import Row
+from pretrain._judge.row_batches import Row
 from pretrain._judge.scorer import Scorer
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from nnx_gpt2 import GPT2, generate, make_mesh, make_score_step, merge, put_batch, replicated, split_params
-from pretrain._judge.batches import Batch, Row, batches
+from pretrain._judge.row_batches import Batch, Row, batches
 
 
 class Score(NamedTuple):
