@@ -39,6 +39,7 @@ from pretrain._judge.language_model import LanguageModel
 ROOT = Path(__file__).parent.parent
 NUM_QUESTIONS, BATCH_SIZE = 200, 32
 TASKS = ("choice", "text", "writing")
+TOKENIZERS = {"tiny": "bytes", "gpt2": "gpt2"}
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "in", "red", "blue", "old", "new", "tree", "house", "quickly"]
 WORDS += ["slowly", "under", "over", "green", "river"]
 DATA = """
@@ -164,54 +165,8 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return max(abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 1e-9) for name in names)
 
 
-def main() -> None:
-    """Judge both models by both, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=count, default=3, help="turns of each case (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
-    torch = python_with("torch", "transformers", "lm_eval")
-    parser.add_argument("--torch-python", type=torch, required=True, help="interpreter with torch and lm-eval")
-    parser.add_argument("--tiny", type=Path, required=True, help="folder of a tiny GPT-2 with at least 257 ids")
-    options = parser.parse_args()
-    logging.disable(logging.WARNING)
-    cases: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="judge-") as place:
-        tasks, models = Path(place) / "tasks", Path(place) / "models"
-        write_tasks(tasks)
-        models.mkdir()
-        copy_tiny(options.tiny, models / "tiny")
-        manager = TaskManager(include_path=str(tasks), include_defaults=False)
-        command = [options.torch_python, str(ROOT / "benchmarks" / "torch_judge.py"), str(tasks), str(models)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            about = ask(process, make="gpt2")
-            for name, tokenizer in {"tiny": "bytes", "gpt2": "gpt2"}.items():
-                write_vocabulary(tokenizer, models / name / "vocabulary.json")
-                trained = load_trained(models / name)
-                language_model = LanguageModel(
-                    trained.model, trained.tokenizer, batch_size=BATCH_SIZE, console=Console(quiet=True)
-                )
-                for task in TASKS:
-                    first = scored(language_model, task, manager)
-                    answers: dict[str, list[dict[str, Any]]] = {"pretrain": [], "transformers": []}
-                    for _ in range(options.rounds):
-                        answers["transformers"].append(ask(process, model=name, task=task))
-                        answers["pretrain"].append(scored(language_model, task, manager))
-                    ours, theirs = (of_one[-1] for of_one in answers.values())
-                    seconds = {who: [answer["seconds"] for answer in of_one] for who, of_one in answers.items()}
-                    speeds = {who: NUM_QUESTIONS / statistics.median(all_s) for who, all_s in seconds.items()}
-                    same = [a == b for a, b in zip(ours["texts"], theirs["texts"], strict=True)]
-                    cases[f"{name}, {task}"] = {
-                        "questions_per_s": speeds,
-                        "ratio": speeds["pretrain"] / speeds["transformers"],
-                        "seconds_by_round": seconds,
-                        "seconds_with_compilation": first["seconds"],
-                        "scores": {"pretrain": ours["scores"], "transformers": theirs["scores"]},
-                        "largest_relative_difference": difference(ours["scores"], theirs["scores"]),
-                        "same_texts": f"{sum(same)} of {len(same)}" if same else None,
-                    }
-                    print(f"{name}, {task}: {speeds}, {cases[f'{name}, {task}']['same_texts']}", flush=True)
-            assert process.stdin is not None
-            process.stdin.close()
+def write_results(cases: dict[str, dict[str, Any]], about: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write the results of the cases up to now."""
     found = environment("jax", "flax", "lm_eval")
     found["versions"] |= {name: about[name] for name in ("torch", "transformers")}
     result = {
@@ -241,6 +196,58 @@ def main() -> None:
         "| model, task | pretrain | transformers | ratio | first | difference |\n|---|---|---|---|---|---|\n"
         f"{rows}\nGoal: the same scores, and a ratio of at least 1.\n"
     )
+
+
+def main() -> None:
+    """Judge both models by both, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each case (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
+    torch = python_with("torch", "transformers", "lm_eval")
+    parser.add_argument("--torch-python", type=torch, required=True, help="interpreter with torch and lm-eval")
+    parser.add_argument("--tiny", type=Path, required=True, help="folder of a tiny GPT-2 with at least 257 ids")
+    parser.add_argument("--models", nargs="+", choices=TOKENIZERS, default=[*TOKENIZERS], help="default: both")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    cases: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="judge-") as place:
+        tasks, models = Path(place) / "tasks", Path(place) / "models"
+        write_tasks(tasks)
+        models.mkdir()
+        copy_tiny(options.tiny, models / "tiny")
+        manager = TaskManager(include_path=str(tasks), include_defaults=False)
+        command = [options.torch_python, str(ROOT / "benchmarks" / "torch_judge.py"), str(tasks), str(models)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            about = ask(process, make="gpt2")
+            for name in options.models:
+                write_vocabulary(TOKENIZERS[name], models / name / "vocabulary.json")
+                trained = load_trained(models / name)
+                language_model = LanguageModel(
+                    trained.model, trained.tokenizer, batch_size=BATCH_SIZE, console=Console(quiet=True)
+                )
+                for task in TASKS:
+                    first = scored(language_model, task, manager)
+                    answers: dict[str, list[dict[str, Any]]] = {"pretrain": [], "transformers": []}
+                    for _ in range(options.rounds):
+                        answers["transformers"].append(ask(process, model=name, task=task))
+                        answers["pretrain"].append(scored(language_model, task, manager))
+                    ours, theirs = (of_one[-1] for of_one in answers.values())
+                    seconds = {who: [answer["seconds"] for answer in of_one] for who, of_one in answers.items()}
+                    speeds = {who: NUM_QUESTIONS / statistics.median(all_s) for who, all_s in seconds.items()}
+                    same = [a == b for a, b in zip(ours["texts"], theirs["texts"], strict=True)]
+                    cases[f"{name}, {task}"] = {
+                        "questions_per_s": speeds,
+                        "ratio": speeds["pretrain"] / speeds["transformers"],
+                        "seconds_by_round": seconds,
+                        "seconds_with_compilation": first["seconds"],
+                        "scores": {"pretrain": ours["scores"], "transformers": theirs["scores"]},
+                        "largest_relative_difference": difference(ours["scores"], theirs["scores"]),
+                        "same_texts": f"{sum(same)} of {len(same)}" if same else None,
+                    }
+                    write_results(cases, about, options)
+                    print(f"{name}, {task}: {speeds}, {cases[f'{name}, {task}']['same_texts']}", flush=True)
+            assert process.stdin is not None
+            process.stdin.close()
     print((options.out / "judge.md").read_text())
 
 
