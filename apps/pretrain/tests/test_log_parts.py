@@ -131,7 +131,7 @@ def test_a_run_in_a_folder_keeps_the_records_before_a_step_and_all_that_has_happ
         log.append(SCORES, {"step": number, "tasks/step": number})
     log.cut(step)
     found = {name: [line["step"] for line in read_lines(tmp_path / name, texts)] for name, texts in TEXTS.items()}
-    assert found == {METRICS: kept, SAMPLES: kept} | dict.fromkeys((PHASES, STARTS, SCORES), [0, 3, 7])
+    assert found == {METRICS: kept, SAMPLES: kept} | {key: [0, 3, 7] for key in (PHASES, STARTS, SCORES)}
 
 
 def test_a_reader_downloads_each_byte_once_also_from_merged_parts(uri, writer, tmp_path, monkeypatch):
