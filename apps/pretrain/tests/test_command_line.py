@@ -37,6 +37,10 @@ from pretrain._errors import UsageError
         ("sample run --temperature -1e-3 --prompt -x", SampleCommand(run="run", temperature=-0.001, prompt="-x")),
         ("sample run --seed 1 --seed 2", SampleCommand(run="run", seed=2)),
         ("eval run --data train=a,val=b", EvalCommand(run="run", data="train=a,val=b")),
+        (
+            "eval gpt2 --tasks hellaswag:5,piqa own --limit 9 --json",
+            EvalCommand(run="gpt2", tasks=("hellaswag:5,piqa", "own"), limit=9, json=True),
+        ),
         ("export run out", ExportCommand(run="run", out="out")),
         (
             "export run@best out --weights last --dtype bfloat16 --push-to someone/run",

@@ -108,6 +108,8 @@ FREE = {
     "train.eval_every": 7,
     "train.eval_tokens": 7,
     "train.checkpoint_every": 7,
+    "train.eval_tasks": ("piqa",),
+    "train.eval_tasks_every": 500,
     "train.checkpoints_to_keep": 7,
     "mesh.fsdp": 2,
     "mesh.tensor": 2,

@@ -12,7 +12,7 @@ from pyarrow.fs import FileSelector
 from pretrain._run import log_parts
 from pretrain._run.files import read_lines, replacing
 from pretrain._run.folder import RunFolder
-from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, STARTS, TEXTS, LogWriter, pull_log
+from pretrain._run.log_parts import METRICS, PHASES, SAMPLES, SCORES, STARTS, TEXTS, LogWriter, pull_log
 from pretrain._run.remote_copy import pull_changed, reader_copy
 from ray_jax_launch import LaunchError, open_uri
 
@@ -128,9 +128,10 @@ def test_a_run_in_a_folder_keeps_the_records_before_a_step_and_all_that_has_happ
         log.append(SAMPLES, {"step": number, "prompt": "a", "text": "ab"})
         log.append(PHASES, {"step": number, "time_s": 1.0, "phase": "training"})
         log.append(STARTS, {"step": number})
+        log.append(SCORES, {"step": number, "tasks/step": number})
     log.cut(step)
     found = {name: [line["step"] for line in read_lines(tmp_path / name, texts)] for name, texts in TEXTS.items()}
-    assert found == {METRICS: kept, SAMPLES: kept, PHASES: [0, 3, 7], STARTS: [0, 3, 7]}
+    assert found == {METRICS: kept, SAMPLES: kept} | {key: [0, 3, 7] for key in (PHASES, STARTS, SCORES)}
 
 
 def test_a_reader_downloads_each_byte_once_also_from_merged_parts(uri, writer, tmp_path, monkeypatch):

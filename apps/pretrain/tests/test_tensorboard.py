@@ -23,10 +23,11 @@ from pretrain import PRESETS
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import Sample, read_samples, read_starts
+from pretrain._run.history import Sample, read_history, read_samples, read_starts
 from pretrain._run.metrics import read_records
 from pretrain._trackers.tensorboard import TensorBoard
 from pretrain._trackers.tracker import open_trackers
+from pretrain._training.run_log import RunLog
 
 events: Any = event_pb2  # its import makes the classes; type checkers do not see them
 CONFIG = dataclasses.replace(PRESETS["quickstart"](), trackers=("tensorboard",), prompts=("a|b\n",))
@@ -424,3 +425,24 @@ def test_a_damaged_number_of_recorded_steps_counts_as_none(damage, tmp_path):
     assert marker.read_text() == "8"
     with contextlib.closing(TensorBoard(tmp_path, 9, {}, {}, ())) as tracker:
         assert tracker.first_step == 8
+
+
+def test_scores_on_tasks_are_shown_once_whatever_is_killed(tmp_path):
+    """They are at the step at which they came. A continued run reaches that step again."""
+    folder = RunFolder(tmp_path)
+    for step in (0, 10, 20):
+        append_line(folder.metrics, {"step": step, "loss": float(step)})
+    scores = [{"step": 10, "tasks/step": 8, "tasks/a/acc": 0.25}, {"step": 20, "tasks/step": 16, "tasks/a/acc": 0.5}]
+    for line in scores:
+        append_line(folder.scores, line)
+    expected = {0: {"loss": 0.0}, 10: {"loss": 10.0, **scores[0]}, 20: {"loss": 20.0, **scores[1]}}
+    expected = {step: {k: v for k, v in line.items() if k != "step"} for step, line in expected.items()}
+    for start in (20, 10):  # each start writes the record of its step, and of later steps, again
+        with RunLog(folder, CONFIG, DESCRIPTION, send=lambda record: None) as log:
+            log.begin(start, 0.0)
+            log.open("cpu", 1)
+            for step in range(start, 30, 10):
+                log.write({"step": step, "loss": float(step)})
+        assert shown(folder, "train") == expected
+    assert [line["tasks/a/acc"] for line in read_history(folder, DESCRIPTION).scores] == [0.25, 0.5]
+    assert [line["step"] for line in read_history(folder, DESCRIPTION).scores] == [8, 16]

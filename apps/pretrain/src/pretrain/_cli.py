@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import io
-import json
 import logging
 import os
 import shutil
@@ -224,12 +223,12 @@ def _run(command: Command, began_s: float) -> int:
         case SampleCommand():
             _sample(command, console)
         case EvalCommand():
-            evaluate = _imported("evaluate.evaluate")
-            found = evaluate(**dataclasses.asdict(command), console=Console(stderr=True, emoji=False))
-            sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
+            progress = Console(stderr=True, emoji=False)
+            _imported("evaluate.show_evaluation")(**_options(command), console=console, progress=progress)
         case ExportCommand():
             exported = _imported("export.export")(**dataclasses.asdict(command))
-            print_line(console, f"wrote the model of step {exported.step} to {command.out}")
+            of_step = "" if exported.step is None else f" of step {exported.step}"
+            print_line(console, f"wrote the model{of_step} to {command.out}")
             if exported.commit_url is not None:
                 print_line(console, f"uploaded it: {exported.commit_url}")
         case DataCommand():

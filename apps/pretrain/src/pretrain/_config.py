@@ -15,6 +15,7 @@ from owt_data import OrderKind, PrepareOptions
 from pretrain._errors import UsageError, short, shown
 from pretrain._field_types import MAX_FLOAT, MAX_INTEGER, check_fields
 from pretrain._suggestions import nearest_option
+from pretrain._task_names import parse_tasks
 from ray_jax_launch import check_no_credentials, check_run_name, parse_hardware
 
 MAX_STEPS = 2**31 - 1
@@ -138,6 +139,15 @@ class TrainConfig:
     """Validation tokens of one validation, as windows spread evenly over all of them; none takes all. After the last
     step, all validation tokens are evaluated once."""
 
+    eval_tasks: tuple[str, ...] = field(default=(), metadata=FREE)
+    """Tasks of lm-eval on which saved checkpoints are scored, as in `eval --tasks`, such as hellaswag:500. A process of
+    low priority computes on the CPUs of the first worker's machine while the run trains. It needs `uv run --extra
+    eval`."""
+
+    eval_tasks_every: int | None = field(default=None, metadata=FREE)
+    """Steps between two checkpoints that are scored on `eval_tasks`, a multiple of `checkpoint_every`; none scores the
+    last one alone. Such a checkpoint is kept until the one after the next."""
+
     sample_tokens: int = field(default=64, metadata=FREE)
     """Tokens of the sample that each validation takes from each prompt; 0 for no samples, and no text at the end."""
 
@@ -197,6 +207,7 @@ class TrainConfig:
             ("log_every", 1, math.inf),
             ("eval_every", 1, math.inf),
             ("eval_tokens", 1, math.inf),
+            ("eval_tasks_every", 1, math.inf),
             ("sample_tokens", 0, MAX_SAMPLE_TOKENS + 1),
             ("checkpoint_every", 1, math.inf),
             ("checkpoints_to_keep", 1, math.inf),
@@ -217,6 +228,13 @@ class TrainConfig:
             raise ValueError(f"train.max_epochs must be above 0 and at most {MAX_FLOAT}, got {self.max_epochs}.")
         if self.num_shards is not None and self.num_shards & (self.num_shards - 1):
             raise ValueError(f"train.num_shards must be a power of two, got {self.num_shards}. Choose 4 or 8.")
+        if self.eval_tasks:
+            parse_tasks(self.eval_tasks)
+        if self.eval_tasks_every is not None and self.eval_tasks_every % self.checkpoint_every:
+            raise ValueError(
+                f"train.eval_tasks_every must be a multiple of train.checkpoint_every, {self.checkpoint_every}, got "
+                f"{self.eval_tasks_every}. Change one of the two."
+            )
         if self.global_batch_size % self.grad_accum_steps:
             raise ValueError(
                 f"train.global_batch_size must be divisible by train.grad_accum_steps, {self.grad_accum_steps}, got "

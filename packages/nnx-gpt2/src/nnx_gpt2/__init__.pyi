@@ -38,6 +38,7 @@ from ._optimizer_config import ScheduleName as ScheduleName
 from ._params import stack_layers as stack_layers
 from ._params import unstack_layers as unstack_layers
 from ._pretrained_config import pretrained_config as pretrained_config
+from ._score_step import make_score_step as make_score_step
 from ._sharding import batch_sharding as batch_sharding
 from ._sharding import make_mesh as make_mesh
 from ._sharding import param_spec as param_spec

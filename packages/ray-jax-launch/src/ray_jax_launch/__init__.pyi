@@ -55,6 +55,7 @@ from ._train.trainer import JaxTrainer as JaxTrainer
 from ._train.worker_context import log_metrics as log_metrics
 from ._train.worker_context import log_to_driver as log_to_driver
 from ._train.worker_context import mark_finished as mark_finished
+from ._train.worker_context import stop_pending as stop_pending
 from ._train.worker_context import stop_requested as stop_requested
 from ._train.worker_context import watch_steps as watch_steps
 

@@ -17,7 +17,7 @@ class SampleCommand:
 
     run: str = field(metadata=_RUN)
     """The run's folder or URI, or its name in ./runs, for its newest checkpoint; RUN@STEP for that of a step; RUN@best
-    for the lowest validation loss."""
+    for the lowest validation loss. Or a folder of `export`, or published weights such as gpt2 or OWNER/NAME."""
 
     prompt: str = "\n"
     """The beginning of the text. An empty text starts a document."""
@@ -46,17 +46,18 @@ class SampleCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalCommand:
-    """Evaluate a trained model, and print the loss as JSON.
+    """Evaluate a trained model: its loss, or its scores on tasks.
 
-    On all validation tokens of the run, or on other data.
+    The loss, as JSON, is that of all validation tokens of the run, or of other data.
     """
 
     run: str = field(metadata=_RUN)
     """The run's folder or URI, or its name in ./runs, for its newest checkpoint; RUN@STEP for that of a step; RUN@best
-    for the lowest validation loss."""
+    for the lowest validation loss. Or a folder of `export`, or published weights such as gpt2 or OWNER/NAME."""
 
     data: str | None = None
-    """Data in the forms of the command train; text is prepared first. None takes the run's token files."""
+    """Data in the forms of the command train; text is prepared first. None takes the run's token files. A model that
+    is not that of a run needs it."""
 
     split: Literal["val", "all"] | None = None
     """The part of the data. None is val, or all of data without a validation split of its own, such as a text."""
@@ -66,6 +67,16 @@ class EvalCommand:
 
     batch_size: int = 32
     """Windows per step."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-eval in place of data, such as hellaswag,piqa; or YAML files of tasks, or folders of them. NAME:N
+    takes N documents. They need `uv run --extra eval`."""
+
+    limit: int | None = None
+    """Documents of each task, from the first one on; none takes all."""
+
+    json: bool = False
+    """Print the scores on tasks as one line of JSON, in place of a table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +88,7 @@ class ExportCommand:
 
     run: str = field(metadata=_RUN)
     """The run's folder or URI, or its name in ./runs, for its newest checkpoint; RUN@STEP for that of a step; RUN@best
-    for the lowest validation loss."""
+    for the lowest validation loss. Or a folder of `export`, or published weights such as gpt2 or OWNER/NAME."""
 
     out: str = field(metadata={"placeholder": "OUT"})
     """A folder for the files, new or empty. It gets its name when it is complete."""
@@ -493,7 +504,7 @@ EXAMPLES = {
     ),
     "eval": (
         "pretrain eval quickstart-builtin",
-        "pretrain eval runs/first --data book.txt --batch-size 8",
+        "pretrain eval gpt2 --tasks hellaswag:500,lambada_openai,piqa --json",
     ),
     "export": (
         "pretrain export quickstart-builtin exported",

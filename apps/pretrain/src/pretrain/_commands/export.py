@@ -6,7 +6,7 @@ from typing import Literal
 
 from nnx_gpt2 import SavedDType
 from owt_data import tokenizer_files
-from pretrain._commands.load import WeightsKind, load_trained
+from pretrain._commands.load import TrainedModel, WeightsKind, load_trained
 from pretrain._errors import UsageError
 from pretrain._export.hub_upload import check_repository, upload
 from pretrain._export.model_card import CONFIG, ExportedModel, render_card, repeated_config
@@ -21,8 +21,8 @@ ExportDType = Literal["bfloat16", "float16", "float32"]
 class Export:
     """The result of `export`."""
 
-    step: int
-    """Step of the checkpoint."""
+    step: int | None
+    """Step of the checkpoint; None for an exported folder and for published weights."""
 
     commit_url: str | None
     """Address of the commit on the hub; None without an upload."""
@@ -37,12 +37,12 @@ def export(
     push_to: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Export:
-    """Write a model of a run in Hugging Face's format: weights, configs, tokenizer, card, and the run's configuration.
+    """Write a model in Hugging Face's format: weights, configs, tokenizer. That of a run gets a card and its options.
 
     The folder gets its name when it is complete.
 
     Args:
-        run: the run's folder, URI or name, for its newest checkpoint; or `RUN@STEP`, or `RUN@best`.
+        run: the model, as for `load_trained`.
         out: a new or empty folder. With `push_to`, it may have the same export already, with a changed card.
         weights: see `load_trained`.
         dtype: type of the weights in the files; None is that of the run's parameters.
@@ -64,20 +64,30 @@ def export(
     if push_to is not None:
         check_repository(push_to)
     trained = load_trained(run, weights=weights)
-    model, config = trained.model, trained.config
-    texts = tokenizer_files(trained.description.data.tokenizer, max_tokens=config.model.seq_len)
+    model, tokenizer = trained.model, trained.tokenizer
+    texts = tokenizer_files(tokenizer.name, max_tokens=model.config.seq_len) | _texts_of_run(trained, dtype)
+    with new_folder(folder) as partial:
+        model.save_pretrained(partial, end_of_text=tokenizer.eot_token, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
+    url = None if push_to is None else upload(folder, push_to, message=_message(trained))
+    return Export(step=trained.step, commit_url=url)
+
+
+def _texts_of_run(trained: TrainedModel, dtype: SavedDType | None) -> dict[str, str]:
+    """Return the card and the options of the run of a model, by the names of their files; nothing without a run."""
+    if trained.run is None or trained.step is None:
+        return {}
     exported = ExportedModel(
         step=trained.step,
         is_average=trained.is_average,
-        dtype=dtype or config.model.param_dtype,
+        dtype=dtype or trained.config.model.param_dtype,
         metadata=checkpoint_metadata(trained.folder.checkpoints, trained.step),
     )
-    texts["README.md"] = render_card(read_history(trained.folder, trained.description), exported)
-    texts[CONFIG] = repeated_config(config)
-    end_of_text = trained.tokenizer.eot_token
-    with new_folder(folder) as partial:
-        model.save_pretrained(partial, end_of_text=end_of_text, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8")
-    url = None if push_to is None else upload(folder, push_to, message=f"{trained.folder.name}, step {trained.step}")
-    return Export(step=trained.step, commit_url=url)
+    card = render_card(read_history(trained.folder, trained.description), exported)
+    return {"README.md": card, CONFIG: repeated_config(trained.config)}
+
+
+def _message(trained: TrainedModel) -> str:
+    """Return the message of the commit of an upload."""
+    return trained.name if trained.run is None else f"{trained.folder.name}, step {trained.step}"

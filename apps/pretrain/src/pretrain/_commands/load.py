@@ -1,15 +1,17 @@
-"""The model of a checkpoint of a run, on this process's own devices."""
+"""A model on this process's own devices: of a checkpoint of a run, of an exported folder, or of published weights."""
 
+import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nnx_gpt2 import GPT2, merge
 from owt_data import load_tokenizer
 from pretrain._config import PretrainConfig
-from pretrain._errors import UsageError, rejecting, shown
+from pretrain._errors import UsageError, rejecting, short, shown
 from pretrain._run.description import RunDescription
-from pretrain._run.find import find_checkpoint, find_run, names_a_checkpoint
+from pretrain._run.find import find_checkpoint, find_run, find_unless_published, names_a_checkpoint
 from pretrain._run.folder import RunFolder
 from pretrain._surroundings.environment import start_jax
 from pretrain._training.load_state import like_model, model_of
@@ -21,20 +23,23 @@ if TYPE_CHECKING:
 
 WeightsKind = Literal["average", "last"]
 """The moving average of the parameters, which a run with `optimizer.average_decay` keeps, or those of the last step."""
+# Tokenizers by their end-of-text token.
+_GPT2_VOCABULARY = 50_257
+_TOKENIZERS = {256: "bytes", 50_256: "gpt2"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedModel:
-    """A trained model and its run."""
+    """A trained model, and its run if it is that of one."""
 
-    folder: RunFolder
-    """The run's folder."""
+    name: str
+    """The name that it was loaded by."""
 
-    description: RunDescription
-    """The run's configuration and data."""
+    run: tuple[RunFolder, RunDescription] | None
+    """The folder and the description of the run; None for an exported folder and for published weights."""
 
-    step: int
-    """Step of the checkpoint."""
+    step: int | None
+    """Step of the checkpoint; None without a run."""
 
     model: GPT2
     """The model with the parameters of the checkpoint, or with their average."""
@@ -42,40 +47,85 @@ class TrainedModel:
     is_average: bool
     """True if the parameters are the average."""
 
+    tokenizer_name: str | None
+    """Name of the tokenizer; None if the files do not tell."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder.
+
+        Raises:
+            UsageError: the model is not that of a run.
+        """
+        return self._of_run()[0]
+
+    @property
+    def description(self) -> RunDescription:
+        """The run's configuration and data.
+
+        Raises:
+            UsageError: the model is not that of a run.
+        """
+        return self._of_run()[1]
+
     @property
     def config(self) -> PretrainConfig:
-        """The configuration of the run."""
+        """The configuration of the run.
+
+        Raises:
+            UsageError: the model is not that of a run.
+        """
         return self.description.config
+
+    def _of_run(self) -> tuple[RunFolder, RunDescription]:
+        if self.run is None:
+            raise UsageError(f"{self.name} must be a run, got weights, which have no configuration. Name a run.")
+        return self.run
 
     @property
     def tokenizer(self) -> "tiktoken.Encoding":
-        """The tokenizer of the run.
+        """The tokenizer.
 
         Raises:
             DataError: its files are missing, and cannot be downloaded.
+            UsageError: the files of the model do not tell the tokenizer.
         """
-        return load_tokenizer(self.description.data.tokenizer)
+        if self.tokenizer_name is None:
+            raise UsageError(
+                f"the tokenizer of {short(self.name)} must be gpt2 or bytes, with the end of text 50256 or 256, got "
+                "another. Export the model of a run, or take a model of gpt2."
+            )
+        return load_tokenizer(self.tokenizer_name)
 
 
 def load_trained(run: str | os.PathLike[str], *, weights: WeightsKind | None = None) -> TrainedModel:
-    """Load the model of a checkpoint of a run.
+    """Load the model of a checkpoint of a run, of an exported folder, or of published weights.
 
     Args:
         run: the run's folder or URI, or its name in `runs`, for its newest checkpoint; or `RUN@STEP`, or `RUN@best` for
-            the lowest validation loss.
-        weights: the parameters; None is their average if the run keeps one, otherwise those of the last step.
+            the lowest validation loss; or a folder of `export`; or published weights, such as `gpt2-medium` or
+            OWNER/NAME, which are downloaded once.
+        weights: the parameters of a run; None is their average if the run keeps one, otherwise those of the last step.
 
     Raises:
         UsageError: the run or the checkpoint does not exist, cannot be read, or has a damaged description; or the run
-            keeps no average.
+            keeps no average; or the weights are not those of a GPT-2, or cannot be downloaded.
         ValueError: the checkpoints are damaged; see `rejection` for the subclasses.
     """
     name = run.__fspath__() if isinstance(run, os.PathLike) else run
     if not isinstance(name, str):
         raise UsageError(f"run must be a text or a path, got {shown(run)}. Give the run's folder, URI or name.")
     with rejecting():
-        chosen = find_checkpoint(name) if names_a_checkpoint(name) else None
-        folder, description = find_run(name) if chosen is None else chosen[:2]
+        found = find_unless_published(
+            name, lambda name: (find_checkpoint if names_a_checkpoint(name) else find_run)(name)
+        )
+    if found is None:
+        if weights == "average":
+            raise UsageError(f"weights must be last for {short(name)}, which keeps no average, got average.")
+        start_jax()
+        keep_programs()
+        return _published(name)
+    folder, description, *step = found
     has_average = description.config.optimizer.average_decay > 0
     if weights == "average" and not has_average:
         raise UsageError(f"weights must be last for {folder}, which keeps no average, got average.")
@@ -84,8 +134,42 @@ def load_trained(run: str | os.PathLike[str], *, weights: WeightsKind | None = N
     keep_programs()
     like = like_model(description.config, is_average=is_average)
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
-        restored = checkpoints.restore_latest(like) if chosen is None else checkpoints.restore_step(chosen.step, like)
+        restored = checkpoints.restore_step(step[0], like) if step else checkpoints.restore_latest(like)
     if restored is None:
         raise UsageError(f"{folder} has no checkpoint yet. Continue its training.")
-    model = merge(description.config.model, model_of(restored.items))
-    return TrainedModel(folder=folder, description=description, step=restored.step, model=model, is_average=is_average)
+    return TrainedModel(
+        name=name,
+        run=(folder, description),
+        step=restored.step,
+        model=merge(description.config.model, model_of(restored.items)),
+        is_average=is_average,
+        tokenizer_name=description.data.tokenizer,
+    )
+
+
+def _published(name: str) -> TrainedModel:
+    """Load weights in Hugging Face's format.
+
+    Raises:
+        UsageError: they are not those of a GPT-2, or cannot be downloaded.
+    """
+    try:
+        model = GPT2.from_pretrained(name)
+    except ValueError as error:
+        raise UsageError(
+            f"run must be a run, a folder of `export`, or published weights, got {short(name)} ({error})"
+        ) from None
+    vocab_size = model.config.vocab_size
+    end_of_text = 50_256 if vocab_size == _GPT2_VOCABULARY else None
+    config = Path(name) / "config.json"
+    if config.is_file():
+        end_of_text = json.loads(config.read_bytes()).get("eos_token_id")
+    known = {end: tokenizer for end, tokenizer in _TOKENIZERS.items() if end < vocab_size}
+    return TrainedModel(
+        name=name,
+        run=None,
+        step=None,
+        model=model,
+        is_average=False,
+        tokenizer_name=known.get(end_of_text) if isinstance(end_of_text, int) else None,
+    )

@@ -300,4 +300,5 @@ def _num_checkpoints(train: TrainConfig) -> int:
     kept_for_good = (
         0 if train.keep_every is None else train.max_steps // math.lcm(train.keep_every, train.checkpoint_every)
     )
-    return min(at_most, train.checkpoints_to_keep + train.keep_best + kept_for_good + 1)
+    to_score = 2 if train.eval_tasks and train.eval_tasks_every is not None else 0
+    return min(at_most, train.checkpoints_to_keep + train.keep_best + kept_for_good + to_score + 1)

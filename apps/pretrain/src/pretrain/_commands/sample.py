@@ -32,7 +32,7 @@ def sample(  # noqa: PLR0913 - the arguments of a draw are independent
     and each other one when it is requested.
 
     Args:
-        run: the run's folder, URI or name.
+        run: the model, as for `load_trained`.
         prompt: the beginning of each text. An empty one starts a document; an iterable gives prompts one after the
             other, each of which is read when the texts of the one before are drawn.
         max_new_tokens: number of tokens to add.

@@ -5,6 +5,7 @@ import dataclasses
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -51,6 +52,7 @@ from pretrain._screen.display import Display
 from pretrain._screen.ending import show_finished, show_result, show_stopped
 from pretrain._screen.introduction import introduce
 from pretrain._screen.run_view import RunView, Tokenizing
+from pretrain._task_names import check_installed, parse_tasks
 from pretrain._trackers.tracker import check_trackers
 from pretrain._training.train_worker import train_worker
 from ray_jax_launch import (
@@ -124,6 +126,7 @@ def train(config: PretrainConfig, *, console: Console | None = None, began_s: fl
     console = console or Console(quiet=True)
     hardware = given_hardware(config)
     check_trackers(config)
+    config = checked_tasks(config)
     name = run_name(config)
     check_run_name(name)
     if names_a_checkpoint(name):
@@ -166,6 +169,25 @@ def train(config: PretrainConfig, *, console: Console | None = None, began_s: fl
         history = dataclasses.replace(read_recent(folder, run.description), samples=read_samples(folder))
     show_result(history, finished, console, sample=sample)
     return outcome
+
+
+def checked_tasks(config: PretrainConfig) -> PretrainConfig:
+    """Return the configuration with absolute paths of the tasks' files: the workers have other working folders.
+
+    Raises:
+        UsageError: lm-eval is not installed, or a file does not exist.
+    """
+    tasks = config.train.eval_tasks
+    if not tasks:
+        return config
+    check_installed()
+    found: list[str] = []
+    for task in parse_tasks(tasks):
+        if task.is_path and not Path(task.name).exists():
+            raise UsageError(f"train.eval_tasks must name files that exist, got {short(task.name)}.")
+        name = str(Path(task.name).absolute()) if task.is_path else task.name
+        found.append(name if task.limit is None else f"{name}:{task.limit}")
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, eval_tasks=tuple(found)))
 
 
 def _run_workers(run: ResolvedRun, name: str, view: RunView, console: Console, began_s: float) -> str:

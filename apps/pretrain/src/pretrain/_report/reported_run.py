@@ -16,7 +16,7 @@ from pretrain._report.timeline import WorkTime
 from pretrain._run.differences import changes_result, option_values
 from pretrain._run.files import flatten
 from pretrain._run.find import find_run
-from pretrain._run.history import RunHistory, Sample, last_sign_of_life, read_history, summarize
+from pretrain._run.history import SCORED_STEP, TASKS, RunHistory, Sample, last_sign_of_life, read_history, summarize
 from pretrain._run.metrics import of_sources
 from pretrain._run.result import RunResult
 from pretrain._run.state import run_state
@@ -141,7 +141,8 @@ class ReportedRun:
 
     def _read(self, name: str) -> tuple[Array, Array]:
         if name not in self.curves:
-            steps, values = points(self.history.records, name)
+            records = self.history.scores if name.startswith(TASKS) else self.history.records
+            steps, values = points(records, name)
             if self.parent is not None:
                 steps, values = steps[steps >= self.forked_at], values[steps >= self.forked_at]
             self.curves[name] = steps, values
@@ -170,6 +171,7 @@ class ReportedRun:
             "last validation loss, on train.eval_tokens": _at_step(result.last_val_loss, result.last_val_step),
             "last bits per byte, on train.eval_tokens": _number(last.get("val_bits_per_byte")),
             "last training loss": _number(last.get("loss")),
+            **{f"last {name.removeprefix(TASKS)}": _number(value) for name, value in last.items() if _is_score(name)},
             "parameters": _count(result.num_params),
             "training tokens": _count(result.tokens),
             "epochs": "" if result.epochs is None else f"{result.epochs:,.2f}",
@@ -291,6 +293,10 @@ def _result_so_far(history: RunHistory) -> RunResult:
 def _some(samples: list[Sample], most: int) -> list[Sample]:
     chosen = np.linspace(0, len(samples) - 1, min(len(samples), most)).round().astype(int)
     return [samples[index] for index in chosen]
+
+
+def _is_score(name: str) -> bool:
+    return name.startswith(TASKS) and name != SCORED_STEP
 
 
 def _number(value: float | None) -> str:

@@ -12,6 +12,7 @@ from pretrain._report.comparison import Series
 from pretrain._report.curves import Array, smooth
 from pretrain._report.reported_run import ReportedRun
 from pretrain._report.svg_chart import Axis, Line, Look, line_chart
+from pretrain._run.history import SCORED_STEP, TASKS
 from pretrain._run.metrics import of_sources
 
 _POINTS_OF_CHART = 2400  # of all lines together; the page of many long runs stays below 2 MB
@@ -52,7 +53,7 @@ def draw_charts(series: Sequence[Series]) -> list[tuple[Chart, list[tuple[str, M
     Args:
         series: the lines, at least one. A line has the CSS class `s` and its number, a run of a mean also `single`.
     """
-    charts = (_LOSS, *_charts_of_sources(series), *_CHARTS)
+    charts = (_LOSS, *_charts_of_sources(series), *_CHARTS, *_task_charts(series))
     return [(chart, variants) for chart in charts if (variants := list(_variants(chart, series)))]
 
 
@@ -67,6 +68,17 @@ def _charts_of_sources(series: Sequence[Series]) -> Iterator[Chart]:
             has_log=True,
             is_smoothed=False,
         )
+
+
+def _task_charts(series: Sequence[Series]) -> list[Chart]:
+    """Return a chart for each score on tasks, in the order of their names."""
+    scores = (record for one in series for run in one.runs for record in run.history.scores)
+    names = sorted({name for record in scores for name in record if name.startswith(TASKS)})
+    return [
+        Chart(title=name.removeprefix(TASKS).replace("/", ", "), unit="", metric=name, is_smoothed=False)
+        for name in names
+        if name != SCORED_STEP and not name.endswith("_stderr")
+    ]
 
 
 def _variants(chart: Chart, series: Sequence[Series]) -> Iterator[tuple[str, Markup]]:

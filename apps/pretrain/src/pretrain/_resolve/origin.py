@@ -1,7 +1,6 @@
 """The checkpoint, or the published weights, that a run starts from, and the settings that follow from it."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,10 @@ from nnx_gpt2 import GPT2Config, pretrained_config
 from pretrain._config import ModelConfig, PretrainConfig
 from pretrain._errors import UsageError, short
 from pretrain._run.description import Origin, read_description
-from pretrain._run.find import FoundCheckpoint, find_checkpoint, find_run_of
+from pretrain._run.find import FoundCheckpoint, find_checkpoint, find_run_of, find_unless_published
 from pretrain._run.folder import locate
 from ray_jax_launch import StoragePath
 
-_PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 _GPT2_VOCABULARY = 50_257
 # The fields that decide the names and shapes of the parameters.
 _SHAPE = ("vocab_size", "num_layers", "num_heads", "embed_dim", "mlp_dim", "scan_layers")
@@ -131,25 +129,7 @@ def _of_run(found: FoundCheckpoint, *, weights_only: bool) -> Origin:
 
 def _find_run_of(name: str) -> FoundCheckpoint | None:
     """Return the checkpoint of a run; None for a folder of published weights, or a name on the hub."""
-    config = Path(name) / "config.json"
-    if config.is_file() and "model_type" in _object(config):
-        return None
-    try:
-        return find_checkpoint(name)
-    except UsageError:
-        # A name of the hub is OWNER/NAME, or one of the first four models.
-        is_hub_name = name in _PUBLISHED or (name.count("/") == 1 and not name.startswith((".", "/", "runs/")))
-        if is_hub_name and not Path(name).exists():
-            return None
-        raise
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+    return find_unless_published(name, find_checkpoint)
 
 
 def _published_model(name: str) -> GPT2Config:

@@ -1,9 +1,10 @@
 """Runs and their checkpoints by their names: RUN, RUN@STEP, RUN@best."""
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pretrain._errors import UsageError, short
 from pretrain._run.description import RunDescription, read_description
@@ -18,9 +19,12 @@ BEST = "best"
 """The checkpoint with the lowest validation loss."""
 
 DEFAULT_STORAGE = Path("runs")
+_PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 _MOST_NAMES = 8
 _MOST_STEPS = 12
 _CHECKPOINT = re.compile(rf"(?P<run>.+)@(?P<step>[0-9]+|{BEST})")
+
+T = TypeVar("T")
 
 
 class FoundCheckpoint(NamedTuple):
@@ -77,6 +81,38 @@ def find_checkpoint(name: str) -> FoundCheckpoint:
             f"{folder} has no checkpoint of step {short(wanted)}; it has {', '.join(map(str, steps[-_MOST_STEPS:]))}."
         )
     return FoundCheckpoint(folder, description, int(wanted))
+
+
+def find_unless_published(name: str, find: Callable[[str], T]) -> T | None:
+    """Return the run of a name; None for weights in Hugging Face's format, in a folder or on the hub.
+
+    A name of the hub is OWNER/NAME, or one of the first four models. A run of that name comes first.
+
+    Args:
+        name: the run, the folder or the name.
+        find: returns the run, or raises UsageError.
+
+    Raises:
+        UsageError: there is no such run, and the name is none of weights.
+    """
+    config = Path(name) / "config.json"
+    if config.is_file() and "model_type" in _object(config):
+        return None
+    try:
+        return find(name)
+    except UsageError:
+        is_hub_name = name in _PUBLISHED or (name.count("/") == 1 and not name.startswith((".", "/", "runs/")))
+        if is_hub_name and not Path(name).exists():
+            return None
+        raise
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def best_step(records: Iterable[Record], steps: list[int]) -> int | None:

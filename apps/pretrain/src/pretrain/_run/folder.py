@@ -11,7 +11,7 @@ from pyarrow.fs import FileInfo, FileSelector, LocalFileSystem, copy_files
 
 from pretrain._errors import UsageError
 from pretrain._run.files import check_kind, load_json, read_text
-from pretrain._run.log_parts import LOG, METRICS, PHASES, SAMPLES, STARTS, TEXTS, LogWriter, pull_log
+from pretrain._run.log_parts import LOG, METRICS, PHASES, SAMPLES, SCORES, STARTS, TEXTS, LogWriter, pull_log
 from pretrain._run.step_losses import STEP_LOSSES, VAL_LOSSES
 from pretrain._surroundings.private_cache import private_cache
 from ray_jax_launch import LaunchError, StoragePath, as_storage_path, join_path, open_uri
@@ -87,6 +87,11 @@ class RunFolder:
     def samples(self) -> Path:
         """One JSON object per sample of a validation: see `pretrain._run.history.Sample`."""
         return self.path / SAMPLES
+
+    @property
+    def scores(self) -> Path:
+        """One JSON object per checkpoint that was scored on tasks: see `pretrain._run.history.read_scores`."""
+        return self.path / SCORES
 
     @property
     def step_losses(self) -> Path:
@@ -238,7 +243,7 @@ class RunFolder:
         """
         if not os.access(self.path, os.W_OK):
             raise UsageError(f"{self.path} must be writable, got a read-only folder. Choose another --name.")
-        logs = (self.metrics, self.starts, self.phases, self.samples, self.step_losses, self.val_losses)
+        logs = (self.metrics, self.starts, self.phases, self.samples, self.scores, self.step_losses, self.val_losses)
         for path in (self.config, *logs, self.result):
             check_kind(path)
             if path.is_dir():

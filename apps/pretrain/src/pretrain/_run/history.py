@@ -13,7 +13,7 @@ from pretrain._run.checkpoint_digests import description_digests
 from pretrain._run.description import RunDescription, read_description
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
-from pretrain._run.log_parts import PHASES, SAMPLES, STARTS, TEXTS
+from pretrain._run.log_parts import PHASES, SAMPLES, SCORES, STARTS, TEXTS
 from pretrain._run.metrics import TEXT_METRICS, Numbers, Record, finite, last_values, recent_records
 from pretrain._run.partial_reads import last_lines
 from pretrain._run.result import RunResult, as_utc, read_result
@@ -33,6 +33,12 @@ PhaseName = Literal[
 ]
 ENDS: tuple[PhaseName, ...] = ("stopped", "failed", "finished")
 """The phases in which no command runs."""
+
+TASKS = "tasks/"
+"""The beginning of the names of scores on tasks: `tasks/NAME/METRIC`, and `tasks/NAME/METRIC_stderr`."""
+
+SCORED_STEP = "tasks/step"
+"""The name of the step of the checkpoint that has the scores of a record."""
 
 RECENT_PHASES = 64
 """The number of phases of a history that `read_recent` returns."""
@@ -95,6 +101,9 @@ class RunHistory:
     result: RunResult | None
     """The result of a finished run; None before its end."""
 
+    scores: Sequence[Record] = ()
+    """Scores of checkpoints on tasks, in the order of the steps of the checkpoints: see `read_scores`."""
+
 
 def read_history(folder: RunFolder, description: RunDescription | None = None) -> RunHistory:
     """Read the files of a run. For a run in object storage, call `RunFolder.pull` before.
@@ -115,6 +124,7 @@ def read_history(folder: RunFolder, description: RunDescription | None = None) -
         phases=read_phases(folder),
         samples=read_samples(folder),
         result=read_result(folder),
+        scores=read_scores(folder),
     )
 
 
@@ -132,6 +142,7 @@ def read_recent(folder: RunFolder, description: RunDescription | None = None) ->
         phases=recent_phases(folder),
         samples=(),
         result=read_result(folder),
+        scores=read_scores(folder),
     )
 
 
@@ -169,6 +180,13 @@ def read_samples(folder: RunFolder) -> list[Sample]:
 def as_samples(lines: Iterable[dict[str, Any]]) -> list[Sample]:
     """Return the samples in lines of their file, without damaged ones."""
     return [Sample(**line) for line in lines if line.keys() == _SAMPLE_KEYS]
+
+
+def read_scores(folder: RunFolder) -> list[Record]:
+    """Read the scores of a run's checkpoints on tasks: see `TASKS`. The step of each is that of its checkpoint."""
+    lines = read_lines(folder.scores, TEXTS[SCORES])
+    found = {line[SCORED_STEP]: line | {"step": line[SCORED_STEP]} for line in lines if SCORED_STEP in line}
+    return [found[step] for step in sorted(found)]
 
 
 def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
@@ -262,6 +280,7 @@ def summarize(history: RunHistory, *, wall_s: float, digests: dict[str, str] | N
     starts = history.starts
     phases = history.phases
     final = last_values(records)
+    scores = {name: value for name, value in last_values(history.scores).items() if name.startswith(TASKS)}
     validations = [(record["val_loss"], record["step"]) for record in map(finite, records) if "val_loss" in record]
     best, last = min(validations, default=(None, None)), (validations or [(None, None)])[-1]
     last_start = starts[-1] if starts else {}
@@ -290,7 +309,7 @@ def summarize(history: RunHistory, *, wall_s: float, digests: dict[str, str] | N
         processor=last_start.get("processor"),
         versions=history.description.versions,
         digests=description_digests(history.description) | (digests or {}),
-        metrics={name: value for name, value in final.items() if name != "time_s"},
+        metrics={name: value for name, value in final.items() if name != "time_s"} | scores,
         seconds={name: round(seconds, 3) for name, seconds in seconds_by_phase(phases, ended_s or 0.0).items()},
         wall_s=round(wall_s, 1),
         restarts=len(starts) - 1 if starts else None,

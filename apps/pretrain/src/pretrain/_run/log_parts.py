@@ -1,6 +1,6 @@
 """The logs of a run: files, and in object storage numbered parts of one journal.
 
-<folder>/metrics.jsonl, samples.jsonl, starts.jsonl, phases.jsonl, step_losses.f32
+<folder>/metrics.jsonl, samples.jsonl, starts.jsonl, phases.jsonl, scores.jsonl, step_losses.f32
 <uri>/log/<start>-<id>-<first>-<last>.jsonl   lines of all logs, in the order of time
 
 Object storage cannot append. Every 30 s, the lines since the last upload become a new part, so each line is uploaded
@@ -49,15 +49,17 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 STARTS = "starts.jsonl"
 PHASES = "phases.jsonl"
+SCORES = "scores.jsonl"
 TEXTS: dict[str, tuple[str, ...]] = {
     METRICS: TEXT_METRICS, SAMPLES: ("prompt", "text"), STARTS: ("device", "processor"), PHASES: ("phase",),
+    SCORES: (),
 }  # fmt: skip
 """The names of the values of each log that are texts. All others are numbers."""
 
 UPLOAD_EVERY_S = 30.0
 """Seconds from a line to its upload, at most."""
 
-_CUT = (METRICS, SAMPLES)  # the other two tell what has happened, also in steps that are done again
+_CUT = (METRICS, SAMPLES)  # the others tell what has happened, also in steps that are done again
 _MERGED = 32
 _NUM_MERGES = 2
 _READ = ".log.json"

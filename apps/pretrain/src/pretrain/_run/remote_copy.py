@@ -47,7 +47,7 @@ def pull_changed(folder: RunFolder) -> bool:
 
 def watched_files(folder: RunFolder) -> list[Path]:
     """Return the paths of the files that tell how far a run is."""
-    return [folder.config, folder.metrics, folder.starts, folder.phases, folder.samples, folder.result]
+    return [folder.config, folder.metrics, folder.starts, folder.phases, folder.samples, folder.scores, folder.result]
 
 
 def _download(info: FileInfo, path: Path, filesystem: FileSystem) -> bool:

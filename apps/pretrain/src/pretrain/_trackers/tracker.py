@@ -11,10 +11,10 @@ from pretrain._best_effort import best_effort
 from pretrain._config import PretrainConfig, TrackerName
 from pretrain._errors import UsageError
 from pretrain._run.description import RunDescription
-from pretrain._run.files import read_text, write_durably
+from pretrain._run.files import read_lines, read_text, write_durably
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import Sample, as_samples
-from pretrain._run.log_parts import SAMPLES, TEXTS
+from pretrain._run.log_parts import SAMPLES, SCORES, TEXTS
 from pretrain._run.metrics import TEXT_METRICS, Record
 from pretrain._run.partial_reads import lines_from
 from pretrain._trackers.shown_values import hyperparameters, settings
@@ -123,7 +123,9 @@ def open_trackers(config: PretrainConfig, description: RunDescription, folder: R
     missing = trackers.first_step(start)
     samples = lines_from(folder.samples, missing, TEXTS[SAMPLES])
     records = lines_from(folder.metrics, missing, TEXT_METRICS)
-    for line in heapq.merge(samples, records, key=itemgetter("step")):  # all samples of a step, before its record
+    scores = sorted(read_lines(folder.scores, TEXTS[SCORES]), key=itemgetter("step"))
+    # All samples of a step, before its record, and then the scores on tasks.
+    for line in heapq.merge(samples, records, [x for x in scores if x["step"] >= missing], key=itemgetter("step")):
         if line["step"] >= start:
             break
         if "prompt" not in line:

@@ -43,8 +43,8 @@ def run(resolved: ResolvedRun, *, began_s: float) -> str:
     setup = set_up(config, resolved.data)
     best = BestValidation(config.train)
     with (
-        RunLog(folder, config, description, send=log_metrics, watch=watch_steps) as log,
-        Checkpoints(folder.checkpoints, num_to_keep=config.train.checkpoints_to_keep, keep=best.keep) as checkpoints,
+        RunLog(folder, config, description, send=log_metrics, watch=watch_steps, keep=best.keep) as log,
+        Checkpoints(folder.checkpoints, num_to_keep=config.train.checkpoints_to_keep, keep=log.keep) as checkpoints,
         Profiling(config.profile, log.folder.profiles) as profiling,
         ThreadPoolExecutor(1) as thread,
     ):
@@ -183,7 +183,7 @@ class Loop:
         step = int(self._state.step)
         self._log.phase(step, "sampling")
         text = self._setup.sampler.text(self._model)
-        self._log.write_text(text)
+        self._log.end(step, text)
         self._log.phase(step, "finished")
         return text
 

@@ -74,6 +74,11 @@ class StopPoller:
         self.acknowledged = step >= self._stop_step
         return self.acknowledged
 
+    @property
+    def is_pending(self) -> bool:
+        """True if a stop request has come."""
+        return self.request is not None
+
     def _poll(self, group: str, size: int, rank: int, handle: Any) -> None:
         next_step = None
         while True:
@@ -112,6 +117,12 @@ class LocalStop:
             _check(self.request)
         self.acknowledged = self.request is not None
         return self.acknowledged
+
+    @property
+    def is_pending(self) -> bool:
+        """True if a stop request has come."""
+        self.request, _ = self._control.poll.remote("", 1, 0, request=None, next_step=None)
+        return self.request is not None
 
 
 def _check(request: StopRequest) -> None:

@@ -287,6 +287,15 @@ def stop_requested(step: int, computed: Any = None) -> bool:
     return stops
 
 
+def stop_pending() -> bool:
+    """Return whether a stop request has come, without an answer to it: the ranks do not agree on a step.
+
+    For optional work of one rank after `mark_finished`, which then ends early. False before the first `stop_requested`.
+    """
+    poller = current_session().poller
+    return poller is not None and poller.is_pending
+
+
 def watch_steps(is_training: bool) -> None:
     """Tell the watchdog of `launch(hang_timeout_s=)` whether the loop computes steps from now on.
 

@@ -1,0 +1,267 @@
+"""`eval --tasks`: the scores of lm-eval are those of a direct computation with all logits of the model."""
+
+import json
+import math
+import random
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from own_tasks import documents, write_tasks
+from rich.console import Console
+
+from nnx_gpt2 import GPT2, GPT2Config
+from owt_data import load_tokenizer
+from pretrain import PRESETS, load_trained, main
+from pretrain._commands.train import checked_tasks
+from pretrain._errors import UsageError
+from pretrain._judge.published import published_figures
+from pretrain._judge.row_batches import Row, batches
+from pretrain._judge.scorer import Scorer
+from pretrain._judge.task_table import show_scores
+from pretrain._judge.tasks import MetricScore, TaskScores
+
+END = 256
+CONFIG = GPT2Config(vocab_size=300, seq_len=32, num_layers=1, num_heads=2, embed_dim=16)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random weights, large enough that some tokens are likelier than others."""
+    model = GPT2(CONFIG, rngs=nnx.Rngs(0))
+    model.wte.embedding[...] = 15 * model.wte.embedding[...]
+    return model
+
+
+@pytest.fixture(scope="module")
+def exported(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "exported"
+    model.save_pretrained(folder, end_of_text=END)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def log_probs(model):
+    """Returns the log-probability of each token after the first, in a context of its own, and the likeliest tokens."""
+    forward = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens)))
+
+    def compute(tokens):
+        padded = np.zeros((1, 32), np.int32)
+        padded[0, : len(tokens) - 1] = tokens[:-1]
+        found = np.asarray(forward(jnp.asarray(padded)), np.float64)[0, : len(tokens) - 1]
+        return found[np.arange(len(found)), tokens[1:]], found.argmax(-1)
+
+    return compute
+
+
+def test_rows_share_few_shapes_and_each_is_in_one_batch():
+    rng = random.Random(1)
+    rows = [Row([0] * rng.randint(2, 1025), 1) for _ in range(2_000)]
+    rows = [Row(row.tokens, rng.randint(1, len(row.tokens) - 1)) for row in rows]
+    planned = [*batches(rows, most_tokens=8 * 1024, context=1024, multiple=3)]
+    assert sorted(number for batch in planned for number in batch.rows) == [*range(2_000)]
+    assert len({(batch.size, batch.length, batch.num_scored) for batch in planned}) <= 40
+    for batch in planned:
+        assert batch.size % 3 == 0
+        assert len(batch.rows) <= batch.size
+        assert all(len(rows[number].tokens) - 1 <= batch.length for number in batch.rows)
+        assert all(rows[number].num_scored <= batch.num_scored <= batch.length for number in batch.rows)
+        assert batch.size * batch.length <= 8 * 1024 + 3 * batch.length
+    used = sum(batch.size * batch.length for batch in planned)
+    assert used < 1.35 * sum(len(row.tokens) - 1 for row in rows)
+    (few,) = batches([Row([0] * 9, 2)] * 3, most_tokens=8 * 1024, context=1024, multiple=1)
+    assert (few.size, few.length, few.num_scored) == (4, 32, 8)
+
+
+def test_a_row_is_scored_as_if_it_were_alone(model, log_probs):
+    rng = np.random.default_rng(2)
+    rows = [Row(rng.integers(0, 300, rng.integers(2, 34)).tolist(), 1) for _ in range(30)]
+    rows = [Row(row.tokens, int(rng.integers(0, len(row.tokens)))) for row in rows]
+    likeliest = [0]
+    while len(likeliest) < 9:
+        likeliest.append(int(log_probs([*likeliest, 0])[1][-1]))
+    rows.append(Row(likeliest, 8))
+    done = []
+    scores = Scorer(model, batch_size=3).scores(rows, done.append)
+    assert sum(done) == len(rows)
+    for row, score in zip(rows, scores, strict=True):
+        found, best = log_probs(row.tokens)
+        scored = range(len(found) - row.num_scored, len(found))
+        assert score.log_likelihood == pytest.approx(found[scored].sum(), abs=1e-4)
+        assert score.is_greedy == all(best[i] == row.tokens[i + 1] for i in scored)
+    assert (scores[-1].is_greedy, sum(score.is_greedy for score in scores) < len(rows)) == (True, True)
+
+
+def test_texts_are_the_likeliest_continuations_and_end_at_a_stop(model, log_probs):
+    prompts = [[1, 2, 3], [4], [*range(20)]]
+
+    def continued(has_ended):
+        return Scorer(model, batch_size=3).continue_texts(
+            prompts, 12, has_ended=has_ended, rows_at_once=2, temperature=0, vocab_size=257
+        )
+
+    whole = continued(lambda tokens: False)
+    for prompt, text in zip(prompts, whole, strict=True):
+        assert len(text) == 12
+        for i in range(12):
+            tokens = [*prompt, *text[:i]]
+            assert text[i] < 257
+            log = log_probs([*tokens, text[i]])[0][-1]
+            assert all(log >= log_probs([*tokens, other])[0][-1] - 1e-5 for other in (0, 100, 256))
+    short = continued(lambda tokens: len(tokens) >= 1)
+    assert all(text[: len(part)] == part for text, part in zip(whole, short, strict=True))
+
+
+def encoded(text):
+    return [*text.encode()]
+
+
+def test_scores_on_own_tasks_are_those_of_a_direct_computation(exported, model, log_probs, tmp_path, capsys):
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    rows = documents(14)
+    scorer = Scorer(model, batch_size=4)
+    for row in rows[:5]:  # the text that the model writes, up to the stop
+        (text,) = scorer.continue_texts(
+            [encoded(row["question"])[-20:]], 12, has_ended=lambda tokens: False, rows_at_once=1, temperature=0,
+            vocab_size=257, end_of_text=END,
+        )  # fmt: skip
+        row["written"] = load_tokenizer("bytes").decode(text, errors="replace").split("e")[0].split("<|end")[0]
+    write_tasks(tmp_path / "own", rows)
+    assert main(["eval", str(exported), "--tasks", f"{tmp_path / 'own'}:13", "--batch-size", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    scores = {task["task"]: {one["metric"]: one for one in task["metrics"]} for task in found["tasks"]}
+    assert (found["step"], {task["num_documents"] for task in found["tasks"]}) == (None, {13})
+
+    right = {"acc": 0, "acc_norm": 0}
+    nats = num_bytes = 0.0
+    for row in rows[:13]:
+        sums = []
+        for choice in row["choices"]:
+            tokens = encoded(f"{row['question']} {choice}")[-33:]
+            count = min(len(choice) + 1, 32)
+            sums.append(log_probs(tokens)[0][-count:].sum())
+        lengths = [len(choice) for choice in row["choices"]]
+        right["acc"] += int(np.argmax(sums)) == row["answer"]
+        right["acc_norm"] += int(np.argmax(np.array(sums) / lengths)) == row["answer"]
+        tokens = encoded(row["text"])
+        for first in range(0, len(tokens), 32):  # the last window has the 32 tokens before its end
+            end = min(first + 32, len(tokens))
+            window = [END, *tokens][max(0, end - 32) : end + 1]
+            nats -= log_probs(window)[0][-(end - first) :].sum()
+        num_bytes += len(tokens)
+    for metric, count in right.items():
+        assert scores["own_choice"][metric]["value"] == pytest.approx(count / 13)
+        share = count / 13
+        assert scores["own_choice"][metric]["stderr"] == pytest.approx(math.sqrt(share * (1 - share) / 12))
+    assert scores["own_text"]["bits_per_byte"]["value"] == pytest.approx(nats / num_bytes / math.log(2), rel=1e-5)
+    assert scores["own_writing"]["exact_match"]["value"] >= 5 / 13
+
+    assert main(["eval", str(exported), "--tasks", str(tmp_path / "own" / "own_choice.yaml"), "--limit", "3"]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == ["task", "metric", "documents", "examples", "score", "±", "error"]
+    assert first.split()[:4] == ["own_choice", "acc", "3", "0"]
+    assert second.split()[0] == "acc_norm"
+
+    (tmp_path / "own" / "documents.jsonl").unlink()
+    assert main(["eval", str(exported), "--tasks", str(tmp_path / "own" / "own_choice.yaml")]) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert sentence.startswith("error: --tasks must name tasks whose files and data can be read, got ")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--tasks piqa:0", "tasks must be names such as piqa or hellaswag:500, with at least 1, got piqa:0."),
+        ("--tasks ,", "tasks must be names such as piqa or hellaswag:500, with at least 1, got ,."),
+        (
+            "--tasks piqa --data a.txt",
+            "--tasks must be given without --data, --split and --text-column: a task has its",
+        ),
+        ("--tasks piqa --limit 0", "--limit must be from 1 to 2147483647, got 0."),
+        ("--limit 3", "--limit must be given with --tasks, got 3 alone. Leave it out."),
+        ("--tasks piqa --batch-size 0", "--batch-size must be from 1 to 2147483647, got 0."),
+        ("", "--data must be given for "),
+    ],
+)
+def test_wrong_options_are_rejected_with_one_sentence(exported, words, sentence, capsys):
+    assert main(["eval", str(exported), *words.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
+def test_without_the_extra_the_command_that_installs_it_is_named(exported, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["eval", str(exported), "--tasks", "piqa"]) == 2
+    assert "Install it with `--extra eval`, as in `uv run --extra eval apps/pretrain" in capsys.readouterr().err
+
+
+def test_an_exported_folder_is_a_model_in_every_command(exported, model, tmp_path, capsys):
+    trained = load_trained(exported)
+    assert (trained.step, trained.run, trained.tokenizer.name) == (None, None, "bytes")
+    tokens = jnp.arange(20)[None]
+    np.testing.assert_allclose(trained.model(tokens), model(tokens), atol=1e-5)
+    with pytest.raises(UsageError, match="exported must be a run, got weights, which have no configuration"):
+        trained.config.train.max_steps  # noqa: B018 - it raises
+    text = tmp_path / "text.txt"
+    text.write_text("some words of a text " * 9)
+    assert main(["eval", str(exported), "--data", str(text)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["num_tokens"]) == (None, 189)
+    assert found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"]), rel=1e-4)
+    assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / math.log(2), rel=0.02)
+    assert main(["sample", str(exported), "--prompt", "ab", "--max-new-tokens", "3", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("ab")
+    assert main(["export", str(exported), str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+
+
+def test_the_tasks_of_a_run_are_checked_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = PRESETS["quickstart"]().with_options({"train.eval_tasks": ["piqa:3", "own/a.yaml"]})
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UsageError, match="tasks must have lm-eval, which is not installed"):
+        checked_tasks(config)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    with pytest.raises(UsageError, match=r"eval_tasks must name files that exist, got own/a\.yaml"):
+        checked_tasks(config)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.yaml").touch()
+    assert checked_tasks(config).train.eval_tasks == ("piqa:3", str(tmp_path / "own" / "a.yaml"))
+    with pytest.raises(UsageError, match="tasks must be names such as piqa"):
+        config.with_options({"train.eval_tasks": ["piqa:0"]})
+    with pytest.raises(
+        UsageError, match=r"eval_tasks_every must be a multiple of train.checkpoint_every, 250, got 300"
+    ):
+        config.with_options({"train.eval_tasks_every": 300})
+
+
+def test_the_figures_of_gpt2_stand_beside_the_scores_with_their_sources(capsys):
+    figures = published_figures("hellaswag", "acc_norm")
+    scores = MetricScore(metric="acc_norm", value=0.25, stderr=0.0125, published=figures)
+    task = TaskScores(task="hellaswag", num_documents=1_000, num_examples=0, version="1", metrics=[scores])
+    show_scores([task], console=Console(width=60))
+    header, row, source = capsys.readouterr().out.splitlines()
+    assert header.endswith("± error  GPT-2 124M  GPT-2 1.5B")
+    assert row.split() == ["hellaswag", "acc_norm", "1,000", "0", "0.2500", "0.0125", "0.3114", "0.5089"]
+    assert source == "GPT-2 on hellaswag: github.com/karpathy/build-nanogpt, hellaswag.py"
+
+
+def test_the_tokenizer_of_other_weights_is_not_guessed(model, tmp_path, capsys):
+    model.save_pretrained(tmp_path / "other", end_of_text=7)
+    assert main(["sample", str(tmp_path / "other")]) == 2
+    assert "must be gpt2 or bytes, with the end of text 50256 or 256, got another" in capsys.readouterr().err
+
+
+def test_a_published_name_that_cannot_be_downloaded_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2-medium", "owner/name"):
+        assert main(["sample", name]) == 2
+        sentence = capsys.readouterr().err
+        assert sentence.startswith("error: run must be a run, a folder of `export`, or published weights, got ")
+        assert name in sentence

@@ -1,0 +1,44 @@
+"""Scores of given tokens: equal to those of all logits, on one device and on a mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nnx_gpt2 import GPT2, make_mesh, make_score_step, put_batch, replicated, split_params
+
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 65, (8, 13))
+POSITIONS = RNG.integers(0, 13, (8, 5))
+
+
+@pytest.fixture
+def model(tiny):
+    # 7 positions of a chunk would hold 3 of 8 rows: the 5 scored positions take several chunks, the last one padded.
+    return GPT2(dataclasses.replace(tiny, loss_chunk_tokens=24), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_scores_are_those_of_all_logits(model, num_devices):
+    logits = np.asarray(model(jnp.asarray(TOKENS)), np.float64)
+    at = logits[np.arange(8)[:, None], POSITIONS]
+    targets = np.where(RNG.random((8, 5)) < 0.5, at.argmax(-1), RNG.integers(0, 65, (8, 5)))
+    expected = np.log(np.exp(at).sum(-1)) - np.take_along_axis(at, targets[..., None], -1)[..., 0]
+    params, mesh = split_params(model), None if num_devices == 1 else make_mesh()
+    arrays = (TOKENS, POSITIONS, targets)
+    if mesh is not None:
+        params, arrays = jax.device_put(params, replicated(mesh)), tuple(put_batch(x, mesh) for x in arrays)
+    losses, is_likeliest = make_score_step(model.config, mesh)(params, *arrays)
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
+    assert np.array_equal(is_likeliest, at.argmax(-1) == targets)
+    assert 0 < is_likeliest.sum() < is_likeliest.size
+
+
+def test_a_mesh_that_shards_parameters_is_rejected(tiny):
+    with pytest.raises(ValueError, match=r"mesh must have fsdp = tensor = 1: .*, got \(2, 1\)"):
+        make_score_step(tiny, make_mesh(fsdp=2))
+    with pytest.raises(ValueError, match="batch size must be a positive multiple of 8 devices"):
+        make_score_step(tiny, make_mesh()).lower({}, TOKENS[:7], POSITIONS[:7], POSITIONS[:7])
