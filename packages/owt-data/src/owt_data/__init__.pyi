@@ -5,7 +5,6 @@ from ._options import STREAM_ORDERS as STREAM_ORDERS
 from ._options import DocumentsKind as DocumentsKind
 from ._options import OrderKind as OrderKind
 from ._options import PrepareOptions as PrepareOptions
-from ._options import TokenizerName as TokenizerName
 from ._prepare.background import prepare_in_background as prepare_in_background
 from ._prepare.prepare import prepare as prepare
 from ._prepare.progress import Progress as Progress
@@ -24,11 +23,17 @@ from ._stream.ray_reader import step_windows as step_windows
 from ._stream.ray_reader import token_windows as token_windows
 from ._stream.text import stream_text as stream_text
 from ._stream.thread_reader import read_steps as read_steps
+from ._tokenizer_files import end_of_text_id as end_of_text_id
+from ._tokenizer_files import same_tokenizer as same_tokenizer
+from ._tokenizer_files import tokenizer_json as tokenizer_json
+from ._tokenizer_files import vocab_size as vocab_size
+from ._tokenizer_names import TokenizerName as TokenizerName
+from ._tokenizers import Tokenizer as Tokenizer
 from ._tokenizers import load_tokenizer as load_tokenizer
-from ._tokenizers import vocab_size as vocab_size
 from ._tokens.growing_tokens import GrowingTokens as GrowingTokens
 from ._tokens.inspect import Inspection as Inspection
 from ._tokens.inspect import inspect as inspect
+from ._tokens.layout import Layout as Layout
 from ._tokens.manifest import FileRecord as FileRecord
 from ._tokens.manifest import Manifest as Manifest
 from ._tokens.manifest import read_manifest as read_manifest

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from owt_data._command_line import Command, run_command
 from owt_data._errors import DataError, one_line, show, show_name
-from owt_data._options import PrepareOptions, TokenizerName
+from owt_data._options import PrepareOptions
 
 _ROW_WIDTH = 120
 _SPLITS = {
@@ -43,8 +43,8 @@ class _Processes:
 class _Inspection:
     """Options of `inspect`."""
 
-    tokenizer: TokenizerName = "gpt2"
-    """Tokenizer of files without a manifest."""
+    tokenizer: str = "gpt2"
+    """Tokenizer of files without a manifest; see `prepare`."""
 
     window_tokens: int = 64
     """Length of a sample."""
@@ -57,7 +57,7 @@ class _Inspection:
 
 
 def _prepare(names: Sequence[str], processes: _Processes, options: PrepareOptions) -> int:
-    """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json. Resumes after a kill."""
+    """Write train.bin and val.bin (raw little-endian uint16, or uint32 for more than 65 536 ids) and manifest.json."""
     # The imports take seconds, which --help must not wait for.
     from owt_data._paths import join
     from owt_data._prepare.prepare import local_folder, prepare
@@ -127,7 +127,7 @@ def _inspect(names: Sequence[str], options: _Inspection) -> int:
     for split, num_tokens in found.num_tokens.items():
         record = found.manifest.files[f"{split}.bin"] if found.manifest is not None else None
         documents = f", {record.num_documents:,} documents" if record is not None else ""
-        console.print(f"\n{split}: {num_tokens:,} tokens, {2 * num_tokens:,} bytes{documents}", markup=False)
+        console.print(f"\n{split}: {num_tokens:,} tokens, {found.num_bytes[split]:,} bytes{documents}", markup=False)
         for place, text in found.samples[split].items():
             console.print(f"  {place}: {text!r}", markup=False)
     return 0

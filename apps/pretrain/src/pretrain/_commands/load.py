@@ -2,10 +2,9 @@
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nnx_gpt2 import GPT2, merge
-from owt_data import load_tokenizer
+from owt_data import Tokenizer, load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, rejecting, shown
 from pretrain._run.description import RunDescription
@@ -15,9 +14,6 @@ from pretrain._surroundings.environment import start_jax
 from pretrain._training.load_state import like_model, model_of
 from pretrain._training.process import keep_programs
 from ray_jax_launch import Checkpoints
-
-if TYPE_CHECKING:
-    import tiktoken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +38,7 @@ class TrainedModel:
         return self.description.config
 
     @property
-    def tokenizer(self) -> "tiktoken.Encoding":
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer of the run.
 
         Raises:
