@@ -10,6 +10,7 @@ from ._prepare.prepare import prepare as prepare
 from ._prepare.progress import Progress as Progress
 from ._prepare.progress_bar import progress_bar as progress_bar
 from ._prepare.progress_bar import share_bar as share_bar
+from ._prepare.train_tokenizer import train_tokenizer as train_tokenizer
 from ._sources.rows import every_row as every_row
 from ._sources.rows import is_wikitext_title as is_wikitext_title
 from ._sources.source import Source as Source

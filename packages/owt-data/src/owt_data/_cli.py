@@ -1,4 +1,4 @@
-"""Command line `owt-data`: `prepare`, `verify` and `inspect`."""
+"""Command line `owt-data`: `prepare`, `tokenizer`, `verify` and `inspect`."""
 
 import os
 import signal
@@ -37,6 +37,23 @@ class _Processes:
 
     on_cluster: bool = field(default=False, metadata={"alias": "--ray"})
     """Tokenize as tasks of the Ray cluster at RAY_ADDRESS. All its machines must share OUT."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Training:
+    """Options of `tokenizer`."""
+
+    vocab: int = 4096
+    """Number of ids: the 256 bytes, the merges, and <|endoftext|>."""
+
+    text_column: str = "text"
+    """Column with the text, in JSON lines, parquet files and hub datasets."""
+
+    limit_rows: int | None = None
+    """Number of rows to read, for a large source. A .txt file is one row."""
+
+    num_processes: int | None = None
+    """Number of threads that count words. Default: one for each core. The file is the same for any number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +97,26 @@ def _prepare(names: Sequence[str], processes: _Processes, options: PrepareOption
         share = f"{100 * record.num_tokens / total:.3g} %"
         counts = f"{record.num_tokens:,} tokens ({share}), {record.num_documents:,} documents"
         console.print(f"{show_name(join(out, name))}: {counts}", markup=False)
+    return 0
+
+
+def _tokenizer(names: Sequence[str], options: _Training) -> int:
+    """Train a byte-level BPE tokenizer, and write OUT/tokenizer.json, for --tokenizer OUT."""
+    from owt_data._prepare.progress_bar import progress_bar
+    from owt_data._prepare.train_tokenizer import train_tokenizer
+    from owt_data._tokenizer_files import vocab_size
+
+    console = _console()
+    *sources, out = names
+    with progress_bar(console) as progress:
+        path = train_tokenizer(
+            sources, out,
+            vocab_size=options.vocab, text_column=options.text_column, limit_rows=options.limit_rows,
+            num_processes=options.num_processes, progress=progress,
+        )  # fmt: skip
+    num_ids = vocab_size(path)
+    shortage = "" if num_ids == options.vocab else ", as the text has no more pairs to merge"
+    console.print(f"{show_name(path)}: {num_ids:,} ids{shortage}", markup=False)
     return 0
 
 
@@ -148,6 +185,18 @@ _COMMANDS = {
             "owt-data prepare articles/*.jsonl data/articles --text-column body",
             "owt-data prepare train=a.parquet val=b.parquet data/ab",
             "owt-data prepare wiki.txt data/wiki --documents wikitext-titles",
+        ),
+    ),
+    "tokenizer": Command(
+        run=_tokenizer,
+        names={
+            "SOURCE...": "Text, as for prepare. Of names that begin with train= and val=, only the first are read.",
+            "OUT": "The folder to write tokenizer.json into, or a name that ends in .json.",
+        },
+        kinds=(_Training,),
+        examples=(
+            "owt-data tokenizer articles/*.jsonl data/tokenizer --vocab 4096",
+            "owt-data prepare articles/*.jsonl data/articles --tokenizer data/tokenizer",
         ),
     ),
     "verify": Command(

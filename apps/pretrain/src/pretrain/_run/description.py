@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from owt_data import WINDOW_ORDER_VERSION, PrepareOptions, TokenData, TokenizerName
 from pretrain._config import LENGTHS, PrepareConfig, PretrainConfig
