@@ -91,7 +91,9 @@ def gpt2() -> tiktoken.Encoding:
     folder = os.environ.get("TIKTOKEN_CACHE_DIR")
     if not folder or not any(Path(folder).glob("*")):
         pytest.skip("needs TIKTOKEN_CACHE_DIR, a folder with the files of tiktoken's gpt2")
-    return load_tokenizer("gpt2")
+    encoding = load_tokenizer("gpt2")
+    assert isinstance(encoding, tiktoken.Encoding)
+    return encoding
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Token files of other programs, written here after their published layout, are read as the same tokens in train.bin."""
+"""Token files of other programs, written here after their published layout, are the same tokens as in train.bin."""
 
 from pathlib import Path
 
@@ -215,14 +215,14 @@ ODD_SIZE = f"must have {1024 + 2 * len(TRAIN)} bytes for the {len(TRAIN)} tokens
     [
         (
             damaged_header,
-            "x_train_000001.bin must have a header of version 1, as llm.c and modded-nanogpt write it, got",
+            "must have a header of version 1, as llm.c and modded-nanogpt write it, got version 2.",
         ),
         (wrong_count, f"{ODD_SIZE} {1026 + 2 * len(TRAIN)}. Copy or make the file again."),
         (truncated, f"{ODD_SIZE} 2001."),
         (truncated_header, f"{ODD_SIZE} 12."),
         (negative_count, "must have 1024 bytes for the -1 tokens of its header, got"),
         (questions, "must hold tokens of text, got llm.c's questions of an evaluation. Name its token files."),
-        (raw_shard, "must be a file of 16-bit tokens without a header as"),
+        (raw_shard, "x_val_000000.bin must be a file of 16-bit tokens without a header as"),
         (other_dataset, "must have the shards of one dataset, got those of x, y. Name the files as train=... and"),
         (beside_train_bin, "must have the shards of one dataset, got those of x and train.bin. Name the files as"),
         (no_train, "must have shards of both splits, got none named ..._train_....bin. Copy them too, or name"),

@@ -1,6 +1,5 @@
 """Tokenizers of `tokenizer.json` files and the larger encodings of tiktoken, and tokens of 32 bits that they give."""
 
-import base64
 import json
 import os
 import shutil
@@ -173,12 +172,12 @@ def test_ids_above_16_bits_are_prepared_and_read(large, tmp_path):
     [
         (
             {"model": None},
-            "must be a tokenizer.json of the library tokenizers, got another or a damaged file: TypeError",
+            "must be a tokenizer.json of the library tokenizers, got another or a damaged file: Type",
         ),
         ({"model": {"vocab": {"a": "b"}}}, "got another or a damaged file: ValueError, no ids"),
         (
             {"added_tokens": []},
-            "must have an end-of-text token, got a vocabulary without <|endoftext|>, <|end_of_text|>,",
+            "must have an end-of-text token, got a vocabulary without <|endoftext|>, <|end_of",
         ),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}, "must be a file that tokenizers"),
     ],
@@ -193,9 +192,7 @@ def test_a_file_that_is_no_tokenizer_is_one_sentence(change, sentence, byte_leve
 
 
 def test_a_missing_or_truncated_file_is_one_sentence(byte_level, tmp_path):
-    with pytest.raises(
-        DataError, match=r"nothing/tokenizer.json must be a tokenizer.json .*, got a name that does not"
-    ):
+    with pytest.raises(DataError, match=r"nothing/tokenizer.json must be a tokenizer.json .*, got a name that does"):
         load_tokenizer(tmp_path / "nothing")
     (tmp_path / "tokenizer.json").write_bytes(byte_level.read_bytes()[:-50])
     with pytest.raises(DataError, match=r"got another or a damaged file: JSONDecodeError"):
@@ -230,13 +227,12 @@ def test_the_facts_about_the_encodings_are_those_of_tiktoken(gpt2):
 
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base"])
 def test_a_larger_encoding_prepares_32_bits_and_decodes_every_id(name, articles, tmp_path, monkeypatch):
-    """With the special tokens of the encoding, and the 256 bytes and its largest ranks in place of its file."""
+    """With the number of ranks and the special tokens of the encoding; its file needs a network."""
     vocabulary = VOCABULARIES[name]
-    bytes_and_last = {bytes([byte]): byte for byte in range(256)} | {b"the": vocabulary.end_of_text - 1}
-    file = tmp_path / "ranks"
-    file.write_bytes(b"".join(base64.b64encode(key) + b" %d\n" % rank for key, rank in bytes_and_last.items()))
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
-    monkeypatch.setattr("tiktoken_ext.openai_public.load_tiktoken_bpe", lambda *_, **__: bytes_and_last)
+    num_ranks = 100_256 if name == "cl100k_base" else 199_998
+    pieces = [bytes([byte]) for byte in range(256)] + [b"\xff%d" % number for number in range(256, num_ranks - 2)]
+    ranks = {piece: number for number, piece in enumerate([*pieces, b"th", b"the"])}
+    monkeypatch.setattr("tiktoken_ext.openai_public.load_tiktoken_bpe", lambda *_, **__: ranks)
     monkeypatch.delitem(tiktoken.registry.ENCODINGS, name, raising=False)
     try:
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer=name, val_fraction=0.1), num_processes=1)
@@ -249,7 +245,7 @@ def test_a_larger_encoding_prepares_32_bits_and_decodes_every_id(name, articles,
     tokens = data.train.read()
     assert tokens.dtype == np.uint32
     assert int(tokens.max()) == vocabulary.end_of_text
-    assert vocabulary.end_of_text - 1 in tokens
+    assert num_ranks - 1 in tokens
     assert len(open_documents(data)) == np.count_nonzero(tokens == vocabulary.end_of_text)
     assert tokenizer.is_special_token(vocabulary.vocab_size - 2)
     assert tokenizer.decode_single_token_bytes(vocabulary.vocab_size - 2)

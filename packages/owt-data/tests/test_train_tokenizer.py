@@ -61,11 +61,12 @@ def test_it_gives_back_every_text_and_has_fewer_tokens(trained):
     assert len(tokenizer.encode_ordinary(TEXTS[0])) < 0.6 * len(TEXTS[0].encode())
 
 
-def test_a_kill_leaves_nothing_and_its_repetition_gives_the_file(text, trained, tmp_path):
-    for delay_s, number in ((0.1, signal.SIGKILL), (1.2, signal.SIGKILL), (1.0, signal.SIGINT)):
+@pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_kill_leaves_nothing_and_its_repetition_gives_the_file(num_kills, text, trained, tmp_path):
+    for kill in range(num_kills):
         process = train(text, tmp_path / "out", 4)
-        time.sleep(delay_s)
-        process.send_signal(number)
+        time.sleep(0.9 + 0.1 * kill)
+        process.send_signal(signal.SIGINT if kill % 3 == 2 else signal.SIGKILL)
         process.communicate()
         files = [*(tmp_path / "out").glob("tokenizer.json")] if (tmp_path / "out").exists() else []
         assert [path.read_bytes() for path in files] in ([], [trained.read_bytes()])
@@ -80,9 +81,7 @@ def test_a_second_time_leaves_the_file_and_another_vocabulary_is_rejected(text, 
     before = trained.stat()
     assert train_tokenizer(str(text), trained.parent, vocab_size=700) == trained
     assert trained.stat() == before
-    with pytest.raises(
-        DataError, match=r"tokenizer.json holds another tokenizer. Choose another folder, or delete it."
-    ):
+    with pytest.raises(DataError, match=r"tokenizer.json holds another tokenizer. Choose another folder, or delete"):
         train_tokenizer(str(text), trained.parent, vocab_size=300)
     assert trained.stat() == before
 
@@ -100,9 +99,8 @@ def test_a_short_text_gives_fewer_ids_and_the_command_says_it(tmp_path, capsys):
     [
         ("", [], "text.jsonl must hold text, got none"),
         ('{"text": 5}\n', [], "The column 'text' of"),
-        ('{"text": "a"}\n', ["--text-column", "body"], "The text column must be exactly one of the columns"),
         ('{"text": "a"}\n', ["--vocab", "256"], "vocab must be an integer from 257 to 1048576, got 256."),
-        ('{"text": "a"}\n', ["--num-processes", "0"], "num_processes must be an integer of at least 1, got 0."),
+        ('{"text": "a"}\n', ["--num-processes", "0"], "num_processes must be an integer from 1 to 65536, got 0."),
     ],
 )
 def test_bad_text_and_options_are_one_sentence_and_write_nothing(contents, options, sentence, tmp_path, capsys):

@@ -142,10 +142,14 @@ def _open_splits(paths: dict[str, list[str]], tokenizer: str) -> TokenData:
     return _open_split_files(names, paths, tokenizer)
 
 
-def _open_split_files(names: str | list[str], paths: dict[str, list[str]], tokenizer: str) -> TokenData:
+def _open_split_files(
+    names: str | list[str], paths: dict[str, list[str]], tokenizer: str, *, one_layout: bool = False
+) -> TokenData:
     """Open token files by split. `names` opens them again."""
     num_ids = vocab_size(tokenizer)
     spans = {split: [_look_up_span(path, num_ids) for path in group] for split, group in paths.items()}
+    if one_layout:
+        _check_one_layout([span for group in spans.values() for span in group])
     digests = {split: [_read_sha256(span, num_ids) for span in group] for split, group in spans.items()}
     tokens = {split: concatenate([_sequence_of(span, num_ids) for span in group]) for split, group in spans.items()}
     return TokenData(
@@ -234,7 +238,7 @@ def _open_folder(folder: str, tokenizer: str) -> TokenData:
     look_up_as(folder, FileType.Directory, "a folder of token files or a .bin file", remedy)
     manifest = read_manifest(folder)
     if manifest is None and (shards := _shards_in(folder)):
-        return _check_one_layout(_open_split_files(folder, shards, tokenizer))
+        return _open_split_files(folder, shards, tokenizer, one_layout=True)
     if manifest is not None:
         check_sizes(folder, manifest)
         tokenizer, num_ids = name_from_folder(folder, manifest.tokenizer), manifest.vocab_size
@@ -286,16 +290,14 @@ def _shards_in(folder: str) -> dict[str, list[str]]:
     return {split: [join(folder, name) for name in group] for split, group in shards.items()}
 
 
-def _check_one_layout(data: TokenData) -> TokenData:
+def _check_one_layout(spans: list[TokenSpan]) -> None:
     """Check that shards have one layout. Else one of them is damaged, or of another program."""
-    first, *others = (*_sequence(data.train).spans, *_sequence(data.val).spans)
-    for span in others:
-        if span.layout != first.layout:
+    for span in spans:
+        if span.layout != spans[0].layout:
             raise DataError(
-                f"{show_name(span.path)} must be {first.layout} as {show_name(first.path)}, got {span.layout}. Copy it "
-                "again, or name the files as train=... and val=...."
+                f"{show_name(span.path)} must be {spans[0].layout} as {show_name(spans[0].path)}, got {span.layout}. "
+                "Copy it again, or name the files as train=... and val=...."
             )
-    return data
 
 
 def _open_growing(folder: Path, plan: Plan, tokenizer: str) -> TokenData:

@@ -86,7 +86,7 @@ class TokenSpan:
     """One past the last token."""
 
     layout: Layout = RAW
-    """Where the tokens of the file begin, and how wide they are. Default: raw little-endian uint16."""
+    """Header and width of the file's tokens. Default: raw little-endian uint16."""
 
     def __post_init__(self) -> None:
         check_type("path", self.path, str, "a text", "Give the path as text.")
