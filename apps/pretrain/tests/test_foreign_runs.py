@@ -50,6 +50,21 @@ found["mine"] = [
     model.config.model.vocab_size, model.tokenizer.decode(model.tokenizer.encode_ordinary("A short book")),
     evaluated("mine")[1] > 0, digest("mine", 13) == before,
 ]
+
+file = json.loads(Path("elsewhere/tokenizer.json").read_text())
+vocab = file["model"]["vocab"]
+vocab.update({piece: number + 70_000 for piece, number in vocab.items() if number > 255})
+Path("large.json").write_text(json.dumps(file))
+large = changed(trained, name="large", prepare__tokenizer="large.json", train__mask_documents=True)
+train(large)
+before = digest("large", 13)
+rewind("large", 4)
+train(large)
+model = load_trained("large")
+tokens = open_tokens(model.description.data.tokens, tokenizer="gpt2")
+found["large"] = [
+    model.config.model.vocab_size, evaluated("large")[1] > 0, digest("large", 13) == before, tokens.train.dtype.str,
+]
 found["other"] = rejection(changed(trained, prepare__tokenizer="bytes"))
 """
 
@@ -68,6 +83,11 @@ def test_foreign_shards_train_the_run_of_the_same_tokens(name, found):
 @pytest.mark.slow
 def test_a_run_on_foreign_shards_continues_after_a_kill(found):
     assert found["continued"]
+
+
+@pytest.mark.slow
+def test_a_run_with_ids_above_16_bits_continues(found):
+    assert found["large"] == [70_269, True, True, "<u4"]
 
 
 @pytest.mark.slow
